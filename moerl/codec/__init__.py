@@ -1,0 +1,1 @@
+"""Memory and wire forms of routing records and sampling masks."""

@@ -1,0 +1,67 @@
+"""Sampling masks: kept vocabulary entries per sampled token, as CSR.
+
+Rows are sorted, unique and contain the sampled token.  A mask is never re-derived from logits:
+boundary rules differ between samplers, and one small update moves tokens to -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from moerl.errors import RecordError
+from moerl.types import Array
+
+
+def encode_rows(
+    rows: Sequence[Sequence[int]], sampled: Array, *, vocab_size: int
+) -> tuple[Array, Array]:
+    """Rows of kept ids -> CSR (offsets [n + 1] i64, ids [nnz] i32, sorted inside each row).
+
+    sampled [n] i32: the token each row's distribution produced.
+    Raises RecordError: `mask_rows`, `mask_empty`, `mask_range`, `mask_duplicate`, `mask_sampled`.
+    """
+    if len(rows) != len(sampled):
+        raise RecordError("mask_rows", f"{len(rows)} mask rows for {len(sampled)} sampled tokens")
+    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    ids = np.fromiter(chain.from_iterable(rows), np.int64, int(offsets[-1]))
+    owner = np.repeat(np.arange(len(rows)), lengths)
+    ids = ids[np.lexsort((ids, owner))]
+    check_csr(offsets, ids, sampled, vocab_size=vocab_size)
+    return offsets, ids.astype(np.int32)
+
+
+def check_csr(offsets: Array, ids: Array, sampled: Array, *, vocab_size: int) -> None:
+    """Contract of a sealed mask; the same reasons as `encode_rows`."""
+    lengths = np.diff(offsets)
+    if len(offsets) != len(sampled) + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
+        raise RecordError(
+            "mask_rows", f"offsets of {len(offsets) - 1} rows for {len(sampled)} sampled tokens"
+        )
+    if not len(sampled):
+        return
+    if (lengths < 1).any():
+        raise RecordError("mask_empty", f"row {int(np.argmax(lengths < 1))} keeps no token")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise RecordError("mask_range", f"a kept id lies outside 0..{vocab_size - 1}")
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    if len(ids) > 1 and ((np.diff(ids.astype(np.int64)) <= 0) & (np.diff(owner) == 0)).any():
+        raise RecordError("mask_duplicate", "a row is not sorted and unique")
+    hit = np.zeros(len(lengths), bool)
+    hit[owner[ids == np.asarray(sampled)[owner]]] = True
+    if not hit.all():
+        row = int(np.argmin(hit))
+        raise RecordError("mask_sampled", f"row {row} does not keep its own token {sampled[row]}")
+
+
+def concat(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Join CSR pieces of consecutive sampled tokens."""
+    if not parts:
+        return np.zeros(1, np.int64), np.zeros(0, np.int32)
+    starts = np.cumsum([0] + [len(ids) for _, ids in parts])
+    offsets = [np.zeros(1, np.int64)]
+    offsets += [part[1:] + start for (part, _), start in zip(parts, starts, strict=False)]
+    return np.concatenate(offsets), np.concatenate([ids for _, ids in parts])

@@ -1,0 +1,218 @@
+"""Every setting, one frozen dataclass per component; units are in the names.
+
+YAML only composes these (`moerl.config.load`), an unknown key is an error, and cross-field checks
+live in `moerl.config.checks`.  Nothing here imports torch, ray, megatron or sglang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A random-weight Qwen3-MoE made on the spot when `model.path` names no existing folder."""
+
+    enabled: bool = False
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    num_experts: int = 8
+    experts_per_token: int = 2
+    moe_ffn: int = 64
+    initializer_range: float = 0.05
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = ""  # Hugging Face folder: config.json, *.safetensors, tokenizer
+    tiny: TinyModel = field(default_factory=TinyModel)
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Where prompts come from and how an answer is scored."""
+
+    name: str = "sort_digits"  # sort_digits | reasoning_gym | jsonl
+    digits: int = 4  # sort_digits: how many digits to sort
+    dataset: str = ""  # reasoning_gym: dataset name
+    dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
+    path: str = ""  # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}
+    reward: str = ""  # jsonl: exact_match | math_verify | package.module:function
+    chat_template: bool = False  # apply the tokenizer's chat template to the prompt
+    max_prompt_tokens: int = 1024
+    shuffle: bool = True
+    scorer_workers: int = 1
+    score_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1 = no limit; a truncating recipe without one gets mask_top_k
+    min_p: float = 0.0
+    max_new_tokens: int = 64
+    ignore_eos: bool = False
+    mask_top_k: int = 512  # bound applied to a truncating recipe that names no finite top_k
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    groups_per_step: int = 32
+    group_size: int = 8
+    max_lag: int = 4  # versions: no trained token is older than this
+    buffer_depth: int = 2  # optimizer steps of finished groups to hold; 0 = synchronous
+    groups_per_request: int = 8  # groups sent to an engine in one call
+    max_groups_in_flight: int = 64  # over all engines
+    in_flight_mode: str = "abort_resume"
+    keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
+    request_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Keep Routing and Keep Sampling Mask; both on by default, never silently off."""
+
+    routing: str = "R3"  # R3 (engine routes) | off
+    sampling_mask: bool = True
+    rows: str = "sampled"  # rows of the forward pass that produced each token's logprob
+    audit: bool = False  # also keep the re-prefilled rows of resumed segments
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    count: int = 1
+    platform: str = "auto"  # auto | cpu | cuda
+    dtype: str = "float32"
+    tp: int = 1
+    max_running_requests: int = 256
+    max_total_tokens: int = 65536
+    mem_fraction_static: float = 0.2
+    start_timeout_s: float = 300.0
+    cpu_threads: int = 1
+    host: str = "127.0.0.1"
+    args: dict[str, Any] = field(default_factory=dict)  # any SGLang server argument, by its field name
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the trainer gang; experts share the ranks of tp x cp x dp."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-3
+    min_lr: float = 1e-3
+    warmup_steps: int = 0
+    decay_style: str = "constant"  # constant | linear | cosine
+    decay_steps: int = 0  # 0 = run.steps
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = False  # Megatron's distributed optimizer (ZeRO-1)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    dtype: str = "fp32"  # fp32 | bf16
+    platform: str = "auto"  # auto | cpu | cuda
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_tokens_per_microbatch: int = 8192  # padded tokens of one microbatch on one rank
+    dispatcher: str = "alltoall"  # alltoall | allgather
+    cpu_threads: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field
+    step_timeout_s: float = 1800.0  # longest wait for a batch or a peer
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: str = "grpo_mean"  # reward minus group mean (DeepSeek-V3.2) | grpo_std
+    objective: str = "ppo_clip"
+    aggregation: str = "seq_mean_token_mean"  # | token_mean
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    off_policy_delta: float = 0.0  # DeepSeek-V3.2 eq. 9 sequence mask; 0 = off
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    transport: str = "broadcast"  # SGLang's bucketed distributed update (gloo on CPU, NCCL on CUDA)
+    bucket_bytes: int = 16 * 2**20
+    every: int = 1  # optimizer steps between publishes
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 50  # optimizer steps; 0 = only at the end
+    keep: int = 2
+    keep_versions: bool = False  # also save HF weights of every published version (audit)
+
+
+@dataclass(frozen=True)
+class SupervisionConfig:
+    max_restarts: int = 0
+    stop_timeout_s: float = 8.0
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    tensorboard: bool = False
+    wandb_project: str = ""  # empty = off
+    sample_rollouts: int = 16  # rollouts with text kept for the report
+    routing_audit_every: int = 0  # steps between recorded live forwards; 0 = off
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    name: str = "laptop"
+    interface: str = "lo"  # network interface of trainer and sync groups
+    address: str = "127.0.0.1"
+    blob_dir: str = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = ""  # empty = recipe name and time
+    root: str = "runs"
+    seed: int = 0
+    steps: int = 100
+    console: str = "auto"  # auto | panel | lines | quiet
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole resolved configuration of a run; saved as runs/NAME/config.yaml."""
+
+    include: list[str] = field(default_factory=list)  # YAML files merged below this one, in order
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

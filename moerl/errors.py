@@ -1,0 +1,67 @@
+"""Errors a person can act on.
+
+Every error here is one sentence that names what is wrong, the value that was met, and what is
+allowed.  A user's mistake is a `ConfigError`; foreign data that breaks the record contract is a
+`RecordError`; a process or endpoint that failed is an `EngineError` or `TrainerError`; a tensor
+that cannot be placed is a `LayoutError`.  Invariants inside the program stay `assert`s.
+"""
+
+from __future__ import annotations
+
+
+class MoerlError(Exception):
+    """Base of every error that is shown to a person as one sentence, without a traceback."""
+
+
+class ConfigError(MoerlError):
+    """A setting that cannot work: names the field, the value and what is allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field, self.value, self.allowed = field, value, allowed
+        super().__init__(f"{field} = {value!r} is not usable: {allowed}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return ConfigError, (self.field, self.value, self.allowed)
+
+
+class RecordError(MoerlError):
+    """A record from an engine that breaks the contract; `reason` is a short stable key.
+
+    The key is what the refusal is counted under in metrics (`refused/{reason}`); the detail is
+    for the log.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason, self.detail = reason, detail
+        super().__init__(f"record refused ({reason}): {detail}")
+
+    def __reduce__(self) -> tuple[type[RecordError], tuple[str, str]]:
+        return RecordError, (self.reason, self.detail)
+
+
+class LayoutError(MoerlError):
+    """A tensor that no rule covers, or a tile that cannot be placed; names the tensor."""
+
+
+class ModelError(MoerlError):
+    """A model folder that cannot be used: names the folder or tensor and what is wrong."""
+
+
+class BlobError(MoerlError):
+    """A sealed blob that is missing, truncated or does not match its digest."""
+
+
+class EngineError(MoerlError):
+    """An engine that failed to start, to answer or to update; carries the cause it logged."""
+
+
+class TrainerError(MoerlError):
+    """The trainer gang failed; carries the first rank's cause."""
+
+
+class ScoreError(MoerlError):
+    """A reward that raised, timed out or was not finite."""
+
+
+class ProtocolError(MoerlError):
+    """A message between trainer and controller that was late, unknown or out of order."""

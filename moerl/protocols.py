@@ -1,0 +1,254 @@
+"""Seams between components, and the typed messages between trainer and controller.
+
+The trainer is a plain torchrun gang that knows nothing of Ray: its rank 0 speaks these messages
+over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses two sockets: one for the
+training loop, one for the publishing thread, so a publish never delays a plan.
+
+Every message is a frozen dataclass; msgspec encodes it as msgpack inside a tagged envelope.
+Arrays travel as [dtype, shape, bytes].  One class per meaning, an explicit registry, no pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from moerl.errors import ProtocolError
+from moerl.types import BatchPlan, GenerateRequest, PolicyVersion, Prompt, Episode, Score, Segment
+
+
+# --- trainer -> controller ---------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a gang.  Reply: Ok.
+
+    consumed: group ids whose training is part of the checkpoint the gang started from; the
+    controller never plans them again.
+    """
+
+    token: str  # the run's random token
+    world_size: int
+    dp_size: int
+    version: PolicyVersion  # weights the gang holds now
+    consumed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlan:
+    """Ask for the plan of one optimizer step.  Reply: Plan, or Stop when the run is over."""
+
+    step: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """An optimizer step is complete.  Reply: Ok.  Its groups count as consumed from here on."""
+
+    step: int
+    version: PolicyVersion  # weights after the step
+    metrics: dict[str, float]  # names of docs/metrics.md
+    checkpoint: str  # path of a checkpoint that includes this step, or empty
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSync:
+    """Ask one engine to join a sync group whose rank 0 is the trainer.  Reply: Ok at once."""
+
+    engine: int
+    address: str
+    port: int
+    group: str
+    world_size: int
+    backend: str  # gloo | nccl
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One broadcast: tensors in HF names, flattened back to back in this order."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]  # torch names without prefix: float32, bfloat16
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpdate:
+    """Open an update session on one engine.  Reply: Ok only after the engine agreed to begin.
+
+    The sender broadcasts only after this reply: a broadcast that the engine refused would hang.
+    """
+
+    engine: int
+    version: PolicyVersion
+    group: str
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseUpdate:
+    """All buckets are sent.  Reply: UpdateClosed once the engine serves the version."""
+
+    engine: int
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The gang is about to die of this cause.  Reply: Ok."""
+
+    rank: int
+    cause: str
+
+
+# --- controller -> trainer (replies) -------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Ok:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request cannot be served; `cause` is one sentence.  The gang stops."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    plan: BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """No more plans: the run reached its last step, or is being stopped."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateClosed:
+    pause_s: float  # time the engine had no running request because of the update
+    aborted: int  # requests interrupted, all of them resumed
+    engines: int = 1
+
+
+Message = (
+    Hello | TakePlan | StepDone | JoinSync | OpenUpdate | CloseUpdate | Failed
+    | Ok | Refused | Plan | Stop | UpdateClosed
+)
+_TYPES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        Hello, TakePlan, StepDone, JoinSync, OpenUpdate, CloseUpdate, Failed,
+        Ok, Refused, Plan, Stop, UpdateClosed,
+    )
+}
+
+
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode((type(message).__name__, message))
+
+
+def decode(data: bytes) -> Message:
+    """Raises ProtocolError for an unknown or malformed message."""
+    try:
+        name, body = _ENVELOPE.decode(data)
+        return _DECODERS[name].decode(body)
+    except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+        raise ProtocolError(f"unreadable message: {error}") from error
+
+
+def encode_value(value: Any) -> bytes:
+    """Msgpack of any dataclass of `moerl.types` (blobs of the journal, kept records)."""
+    return _ENCODER.encode(value)
+
+
+def decode_value(data: bytes, type_: type) -> Any:
+    return msgspec.msgpack.decode(data, type=type_, dec_hook=_dec_hook)
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value)} is not a wire type")
+
+
+def _dec_hook(type_: type, value: Any) -> Any:
+    if type_ is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype).reshape(shape)
+    raise NotImplementedError(f"{type_} is not a wire type")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_ENVELOPE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_DECODERS = {
+    name: msgspec.msgpack.Decoder(cls, dec_hook=_dec_hook) for name, cls in _TYPES.items()
+}
+
+
+# --- seams in the controller's world -------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What an engine host knows without asking its server."""
+
+    engine: int
+    version: PolicyVersion
+    pid: int
+    running: int  # requests in flight
+    generated_tokens: int  # since start
+    busy_s: float  # seconds with at least one request in flight
+    refused: dict[str, int] = field(default_factory=dict)  # records refused, by reason
+
+
+class Engine(Protocol):
+    """One rollout engine as the controller sees it (implemented by `moerl.engine.host`)."""
+
+    async def start(self, version: PolicyVersion) -> EngineStatus: ...
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment]:
+        """Run all requests in one engine call; every record is checked and sealed on return."""
+        ...
+
+    async def join_sync(self, message: JoinSync) -> None: ...
+
+    async def open_update(self, message: OpenUpdate) -> None: ...
+
+    async def close_update(self, message: CloseUpdate) -> UpdateClosed: ...
+
+    async def status(self) -> EngineStatus: ...
+
+    async def stop(self) -> None: ...
+
+
+class Scorer(Protocol):
+    """Rewards for finished episodes (implemented by `moerl.scoring`)."""
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PublishResult:
+    """What one publish to one engine cost."""
+
+    engine: int
+    version: PolicyVersion
+    num_bytes: int
+    transfer_s: float
+    pause_s: float
+    aborted: int
+
+
+class Publisher(Protocol):
+    """Moves one version of the weights to one engine; `moerl.sync` implements it."""
+
+    def publish(self, engine: int, version: PolicyVersion) -> PublishResult: ...

@@ -1,0 +1,58 @@
+"""The files of a run: one home for every path below runs/NAME."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Sample rollouts with text and reward, one JSON object each, for the report."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def versions(self) -> Path:
+        """HF weights of each published version, with checkpoint.keep_versions."""
+        return self.root / "versions"
+
+    @property
+    def records(self) -> Path:
+        """Headers and blobs of trained groups, with rollout.keep_records."""
+        return self.root / "records"
+
+    @property
+    def hf(self) -> Path:
+        return self.root / "hf"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def create(self) -> None:
+        for folder in (self.root, self.checkpoints, self.logs, self.trace):
+            folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,374 @@
+"""The nouns of the system: what an engine records, what the controller keeps, what a trainer reads.
+
+Alignment law (docs/alignment.md).  For a sequence of T tokens, S of them sampled by the policy:
+
+- read-side data (routing) is indexed by the token that was FED IN: rows 0..T-2, since the last
+  token is never fed;
+- write-side data (logprob, sampling mask, version) is indexed by the token that was PRODUCED:
+  one row per sampled token.
+
+Nothing is shifted on the wire; `moerl.data.packing` does `labels = tokens[1:]` once, and no other
+place shifts.  Example: prompt [5, 9], sampled [7, 2]: token_ids [5, 9, 7, 2], loss_mask
+[0, 0, 1, 1], two logprobs, two mask rows, three routing rows (for 5, 9 and 7).
+
+Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from moerl.errors import RecordError
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    """One set of weights: the trainer's restart count and its optimizer step.  Ordered.
+
+    A trainer that restarts from a checkpoint publishes other weights under step numbers that
+    were used before; the incarnation keeps them apart.
+    """
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Inverse of `str`; the form that travels as SGLang's `weight_version`."""
+        incarnation, dot, step = text.partition(".")
+        if not (dot and incarnation.isdigit() and step.isdigit()):
+            raise RecordError("version", f"weight version {text!r} is not INCARNATION.STEP")
+        return cls(int(incarnation), int(step))
+
+
+class Finish(StrEnum):
+    """Why sampling ended: a stop token, the length limit, or an abort that was not resumed."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Every parameter a request carries; an engine default is never relied on.
+
+    Kept set (SGLang, `pytorch` sampling backend): rank < top_k and cumulative probability BEFORE
+    the token <= top_p, both on the temperature-scaled full distribution.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1 = no limit
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """True when sampling may exclude part of the vocabulary: a mask must then be recorded."""
+        return self.top_p < 1.0 or self.top_k != -1 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRef:
+    """A typed, checksummed byte range of one sealed blob."""
+
+    uri: str  # blob://NODE/NAME
+    offset: int  # bytes from the start of the blob
+    dtype: str  # numpy name, little-endian: uint8, uint16, int32, int64
+    shape: tuple[int, ...]
+    digest: str  # xxh3-64 of the bytes, 16 hex digits
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingBlob:
+    """Logical expert ids of consecutive fed-in tokens, recorded by one forward pass of one version.
+
+    `ids` is [L, row_end - row_begin, K] u8 (E <= 256) or u16, layer-major so that a pipeline
+    stage reads one contiguous range.
+    """
+
+    ids: BlobRef
+    row_begin: int  # first fed-in token index these rows belong to
+    row_end: int  # exclusive
+    version: PolicyVersion
+    layers: tuple[int, ...]  # global 0-based layer numbers of the MoE layers, ascending
+    num_experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaskBlob:
+    """Kept vocabulary entries of consecutive sampled tokens, CSR.
+
+    `offsets` [n + 1] i64 starting at 0; `ids` [nnz] i32, per row sorted, unique and containing the
+    sampled token.
+    """
+
+    offsets: BlobRef
+    ids: BlobRef
+    first: int  # index of the first sampled token (0..S-1) these rows belong to
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Run-length entry: sampled tokens from `first` (index into 0..S-1) on have this version."""
+
+    first: int
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One sampled sequence as admitted: header fields inline, big arrays by blob reference.
+
+    Set by the engine host, immutable afterwards.  `routing` tiles rows 0..T-2 without gap or
+    overlap (design default `replay.rows: sampled`); `audit_rows` are the re-prefilled rows
+    0..row_end of each resumed segment, kept only with `replay.audit`.
+    """
+
+    rollout_id: str
+    token_ids: Array  # [T] i32
+    loss_mask: Array  # [T] bool, True = sampled by the policy
+    logprobs: Array  # [S] f32, natural log, after temperature and truncation
+    versions: tuple[VersionSpan, ...]
+    routing: tuple[RoutingBlob, ...]  # empty for a dense model
+    sampling_mask: tuple[MaskBlob, ...]  # present if and only if sampling.truncates
+    finish: Finish
+    sampling: SamplingParams
+    engine: int  # index of the engine that produced the last segment
+    audit_rows: tuple[RoutingBlob, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens before the first sampled one."""
+        return int(np.argmax(self.loss_mask)) if self.num_sampled else self.num_tokens
+
+    @property
+    def oldest(self) -> PolicyVersion:
+        return min(span.version for span in self.versions)
+
+    def version_of_tokens(self) -> list[PolicyVersion]:
+        """Version of each sampled token, [S]."""
+        ends = [span.first for span in self.versions[1:]] + [self.num_sampled]
+        return [
+            span.version
+            for span, end in zip(self.versions, ends, strict=True)
+            for _ in range(end - span.first)
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """Continue one sequence: the first call of a rollout, or the resumption of a partial one."""
+
+    rollout_id: str
+    segment: int  # 0 for the first call; names the blobs, so never reused for a rollout
+    token_ids: Array  # [T'] i32: prompt and what was sampled so far
+    num_sampled: int  # sampled tokens already inside token_ids
+    sampling: SamplingParams  # max_new_tokens counts what is still allowed
+    audit: bool = False  # also return the rows of the re-prefilled prefix
+
+    @property
+    def rows_from(self) -> int:
+        """First fed-in token whose routing row is new.
+
+        A first call needs every row.  A partial of T' tokens already delivered rows 0..T'-2: the
+        row of its last token is produced by the resumed call, under the resumed call's weights.
+        """
+        return len(self.token_ids) - 1 if self.num_sampled else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """What one request produced: exactly one policy version, checked and sealed by the engine host.
+
+    n = len(output_ids) may be 0 when the request was aborted before its first token; then there
+    are no rows of any kind and the same request is simply sent again.
+    """
+
+    rollout_id: str
+    output_ids: Array  # [n] i32
+    logprobs: Array  # [n] f32, after temperature and truncation, <= 0
+    version: PolicyVersion
+    finish: Finish  # ABORT: interrupted, to be resumed
+    routing: RoutingBlob | None  # rows rows_from .. T' + n - 1
+    sampling_mask: MaskBlob | None
+    audit_rows: RoutingBlob | None  # rows 0 .. rows_from, re-prefilled under `version`
+    engine: int
+    cached_tokens: int  # prompt tokens served from the prefix cache
+    start_s: float  # unix time the request was sent
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a scorer says of one episode."""
+
+    reward: float
+    reasons: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One node of an episode's graph: a policy turn holds one Rollout."""
+
+    rollout: Rollout
+    parents: tuple[int, ...] = ()  # indices of earlier turns of the same episode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """A directed graph of turns; a single-turn rollout is an episode of one turn."""
+
+    episode_id: str  # "{group_id}.{sibling}"
+    turns: tuple[Turn, ...]
+    score: Score | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the stream.  `index` is its position in the endless, deterministic stream."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str  # for people: logs and report
+    answer: Any  # plain data for the reward function
+    extra: dict[str, Any]  # any further fields of the source, passed on to the reward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeGroup:
+    """Sibling episodes of one prompt: the unit of admission, of advantage and of consumption."""
+
+    group_id: int  # equals Prompt.index: consumed exactly once in the surviving history
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+
+    def rollouts(self) -> list[Rollout]:
+        return [turn.rollout for episode in self.episodes for turn in episode.turns]
+
+    @property
+    def oldest(self) -> PolicyVersion:
+        return min(rollout.oldest for rollout in self.rollouts())
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """Where one turn of one episode is trained."""
+
+    group: int  # index into BatchPlan.groups
+    episode: int  # index into the group's episodes
+    turn: int
+    dp_rank: int
+    microbatch: int
+    row: int  # row inside the microbatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchPlan:
+    """One optimizer step: which groups, and who trains which row in which microbatch.
+
+    Every data-parallel rank has the same number of microbatches (an expert-parallel exchange
+    needs all of them); a rank without rows in a microbatch trains one row of padding.
+    """
+
+    step: int  # 0-based optimizer step this plan is consumed by
+    version: PolicyVersion  # weights the step starts from
+    groups: tuple[EpisodeGroup, ...]
+    rows: tuple[PlanRow, ...]
+    num_microbatches: int
+
+
+def check(rollout: Rollout, *, vocab_size: int, num_moe_layers: int, top_k_experts: int) -> None:
+    """Check one record's header at the door.  Raises RecordError with a countable reason.
+
+    Lengths, ranges and presence are checked here; the bytes behind the blob references are
+    checked by `moerl.codec` when they are sealed (they never change afterwards).
+    """
+    tokens, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.logprobs
+    num_tokens, num_sampled = len(tokens), int(mask.sum())
+
+    def refuse(reason: str, detail: str) -> None:
+        raise RecordError(reason, f"{rollout.rollout_id}: {detail}")
+
+    if tokens.dtype != np.int32 or mask.dtype != np.bool_ or logprobs.dtype != np.float32:
+        refuse("dtype", f"got {tokens.dtype}, {mask.dtype}, {logprobs.dtype}; want i32, bool, f32")
+    if len(mask) != num_tokens or num_tokens < 2 or not num_sampled or mask[0]:
+        refuse("length", f"{num_tokens} tokens, {len(mask)} mask entries, {num_sampled} sampled")
+    if len(logprobs) != num_sampled:
+        refuse("length", f"{len(logprobs)} logprobs for {num_sampled} sampled tokens")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        refuse("token_range", f"token ids must lie in 0..{vocab_size - 1}")
+    if not np.isfinite(logprobs).all():
+        refuse("logprob_finite", "a log-probability is not finite")
+    if float(logprobs.max()) > 0.0:
+        refuse("logprob_sign", f"a log-probability is {float(logprobs.max()):.3g} > 0")
+    firsts = [span.first for span in rollout.versions]
+    if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= num_sampled:
+        refuse("versions", f"version spans start at {firsts} for {num_sampled} sampled tokens")
+    order = [span.version for span in rollout.versions]
+    if order != sorted(order):
+        refuse("versions", f"versions go backwards: {[str(v) for v in order]}")
+    _check_routing(rollout, num_moe_layers, top_k_experts)
+    _check_mask(rollout, num_sampled)
+
+
+def _check_routing(rollout: Rollout, num_moe_layers: int, top_k_experts: int) -> None:
+    if not num_moe_layers:
+        return
+    at = 0
+    for part in rollout.routing:
+        want = (num_moe_layers, part.row_end - part.row_begin, top_k_experts)
+        if part.row_begin != at or part.ids.shape != want or len(part.layers) != num_moe_layers:
+            raise RecordError(
+                "routing_rows",
+                f"{rollout.rollout_id}: rows {part.row_begin}..{part.row_end} of shape "
+                f"{part.ids.shape}; want rows from {at} of shape {want}",
+            )
+        at = part.row_end
+    if at != rollout.num_tokens - 1:
+        raise RecordError(
+            "routing_rows",
+            f"{rollout.rollout_id}: {at} routing rows for {rollout.num_tokens} tokens; "
+            f"want {rollout.num_tokens - 1}",
+        )
+
+
+def _check_mask(rollout: Rollout, num_sampled: int) -> None:
+    if not rollout.sampling.truncates:
+        if rollout.sampling_mask:
+            raise RecordError("mask_presence", f"{rollout.rollout_id}: mask without truncation")
+        return
+    at = 0
+    for part in rollout.sampling_mask:
+        if part.first != at or part.offsets.shape != (part.num_tokens + 1,):
+            raise RecordError("mask_rows", f"{rollout.rollout_id}: mask rows start at {part.first}")
+        at += part.num_tokens
+    if at != num_sampled:
+        raise RecordError(
+            "mask_rows", f"{rollout.rollout_id}: {at} mask rows for {num_sampled} sampled tokens"
+        )
