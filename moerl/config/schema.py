@@ -95,7 +95,9 @@ class EngineConfig:
     start_timeout_s: float = 300.0
     cpu_threads: int = 1
     host: str = "127.0.0.1"
-    args: dict[str, Any] = field(default_factory=dict)  # any SGLang server argument, by its field name
+    args: dict[str, Any] = field(
+        default_factory=dict
+    )  # any SGLang server argument, by its field name
 
 
 @dataclass(frozen=True)

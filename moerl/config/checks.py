@@ -1,0 +1,239 @@
+"""What fits together: every rule that one field alone cannot express, each one sentence.
+
+`check` needs no model and no heavy package, so a dry run on a login node uses it as it is;
+`check_model` adds what depends on the model's config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moerl.config.schema import Config, ParallelConfig
+from moerl.errors import ConfigError
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "run.console": ("auto", "panel", "lines", "quiet"),
+    "task.name": ("sort_digits", "reasoning_gym", "jsonl"),
+    "rollout.in_flight_mode": ("abort_resume",),
+    "replay.routing": ("R3", "off"),
+    "replay.rows": ("sampled",),
+    "engine.platform": ("auto", "cpu", "cuda"),
+    "engine.dtype": ("float32", "bfloat16"),
+    "trainer.platform": ("auto", "cpu", "cuda"),
+    "trainer.dtype": ("fp32", "bf16"),
+    "trainer.dispatcher": ("alltoall", "allgather"),
+    "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
+    "algorithm.advantage": ("grpo_mean", "grpo_std"),
+    "algorithm.objective": ("ppo_clip",),
+    "algorithm.aggregation": ("seq_mean_token_mean", "token_mean"),
+    "sync.transport": ("broadcast",),
+    "sync.every": (1,),
+    "supervision.max_restarts": (0,),
+}
+_AT_LEAST: dict[str, float] = {
+    "run.steps": 1,
+    "run.seed": 0,
+    "task.digits": 1,
+    "task.max_prompt_tokens": 1,
+    "task.scorer_workers": 1,
+    "sampling.max_new_tokens": 1,
+    "rollout.groups_per_step": 1,
+    "rollout.group_size": 1,
+    "rollout.max_lag": 0,
+    "rollout.buffer_depth": 0,
+    "rollout.groups_per_request": 1,
+    "rollout.max_groups_in_flight": 1,
+    "engine.count": 1,
+    "engine.tp": 1,
+    "engine.max_running_requests": 1,
+    "engine.max_total_tokens": 64,
+    "engine.cpu_threads": 1,
+    "trainer.max_tokens_per_microbatch": 1,
+    "trainer.cpu_threads": 1,
+    "trainer.optimizer.lr": 0,
+    "trainer.optimizer.min_lr": 0,
+    "trainer.optimizer.warmup_steps": 0,
+    "trainer.optimizer.weight_decay": 0,
+    "trainer.optimizer.clip_grad": 0,
+    "algorithm.clip_low": 0,
+    "algorithm.clip_high": 0,
+    "algorithm.off_policy_delta": 0,
+    "sync.bucket_bytes": 1024,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "observe.sample_rollouts": 0,
+    "trainer.parallel.tp": 1,
+    "trainer.parallel.pp": 1,
+    "trainer.parallel.cp": 1,
+    "trainer.parallel.ep": 1,
+    "trainer.parallel.etp": 1,
+    "trainer.parallel.dp": 1,
+}
+_POSITIVE = (
+    "task.score_timeout_s",
+    "rollout.request_timeout_s",
+    "engine.start_timeout_s",
+    "trainer.step_timeout_s",
+    "sync.timeout_s",
+    "supervision.stop_timeout_s",
+    "sampling.temperature",
+)
+_ENGINE_MASK_CAP = 4096  # SGLang's default --sampling-mask-max-tokens
+
+
+def check(config: Config) -> None:
+    """Check everything that needs neither the model nor a heavy package.  Raises ConfigError."""
+    for name, allowed in _CHOICES.items():
+        if get(config, name) not in allowed:
+            raise ConfigError(name, get(config, name), f"use {_either(allowed)}")
+    for name, lowest in _AT_LEAST.items():
+        value = get(config, name)
+        if not (math.isfinite(value) and value >= lowest):
+            raise ConfigError(name, value, f"a number of at least {lowest:g} is needed")
+    for name in _POSITIVE:
+        if not (math.isfinite(get(config, name)) and get(config, name) > 0):
+            raise ConfigError(name, get(config, name), "a finite number above 0 is needed")
+    _check_sampling(config)
+    _check_parallel(config.trainer.parallel)
+    _check_replay(config)
+    _check_task(config)
+
+
+def check_model(config: Config) -> dict[str, Any]:
+    """Check the model folder and what depends on it; returns its config.json.
+
+    Raises ConfigError naming `model.path` or the setting that does not divide.
+    """
+    folder = Path(config.model.path)
+    if not config.model.path or not folder.is_dir():
+        raise ConfigError("model.path", config.model.path, "a Hugging Face model folder is needed")
+    try:
+        hf = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "model.path", config.model.path, f"its config.json is not readable: {error}"
+        ) from error
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
+    check_divides(config.trainer.parallel, config.engine.tp, hf)
+    return hf
+
+
+def check_divides(parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any]) -> None:
+    """Heads, experts and expert width must divide by the ranks that cut them."""
+    experts = int(hf.get("num_experts") or 0)
+    sizes = [
+        ("trainer.parallel.tp", parallel.tp, "num_attention_heads", hf.get("num_attention_heads")),
+        ("trainer.parallel.tp", parallel.tp, "num_key_value_heads", hf.get("num_key_value_heads")),
+        ("trainer.parallel.ep", parallel.ep, "num_experts", experts),
+        (
+            "trainer.parallel.etp",
+            parallel.etp,
+            "moe_intermediate_size",
+            hf.get("moe_intermediate_size"),
+        ),
+        ("engine.tp", engine_tp, "num_attention_heads", hf.get("num_attention_heads")),
+    ]
+    for name, ranks, what, size in sizes:
+        if size and int(size) % ranks:
+            raise ConfigError(name, ranks, f"it must divide the model's {what}, {size}")
+    if parallel.ep > 1 and not experts:
+        raise ConfigError("trainer.parallel.ep", parallel.ep, "the model is dense: use 1")
+
+
+def get(config: Config, name: str) -> Any:
+    """The value of a dotted field name."""
+    node: Any = config
+    for part in name.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _check_sampling(config: Config) -> None:
+    sampling = config.sampling
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise ConfigError("sampling.top_p", sampling.top_p, "a number in (0, 1] is needed")
+    if not 0.0 <= sampling.min_p < 1.0:
+        raise ConfigError("sampling.min_p", sampling.min_p, "a number in [0, 1) is needed")
+    if sampling.top_k == 1:
+        raise ConfigError(
+            "sampling.top_k", 1, "greedy sampling has no gradient; use -1 or at least 2"
+        )
+    for name in ("top_k", "mask_top_k"):
+        value = getattr(sampling, name)
+        if (
+            value != -1
+            and not 2 <= value <= _ENGINE_MASK_CAP
+            or (name, value) == ("mask_top_k", -1)
+        ):
+            raise ConfigError(
+                f"sampling.{name}", value, f"use 2..{_ENGINE_MASK_CAP}, the engine's largest mask"
+            )
+    if sampling.min_p > 0 and config.replay.sampling_mask:
+        raise ConfigError(
+            "sampling.min_p",
+            sampling.min_p,
+            "min-p is not proven with Keep Sampling Mask (sampling backends differ); use 0",
+        )
+
+
+def _check_parallel(p: ParallelConfig) -> None:
+    for name in ("pp", "cp"):
+        if getattr(p, name) > 1:
+            raise ConfigError(
+                f"trainer.parallel.{name}", getattr(p, name), "not proven with replay yet; use 1"
+            )
+    dense = p.tp * p.cp * p.dp
+    if dense % (p.ep * p.etp):
+        raise ConfigError(
+            "trainer.parallel.ep",
+            p.ep,
+            f"ep x etp = {p.ep * p.etp} must divide tp x cp x dp = {dense} (experts share those ranks)",
+        )
+    if p.tp > 1 and p.ep == 1 and p.etp == 1:
+        raise ConfigError(
+            "trainer.parallel.etp",
+            p.etp,
+            f"tp {p.tp} with ep 1 and etp 1 trains silently wrong in megatron-core 0.16.1; "
+            f"use etp {p.tp} or ep > 1",
+        )
+    if p.etp not in (1, p.tp):
+        raise ConfigError("trainer.parallel.etp", p.etp, f"use 1 or tp = {p.tp}")
+
+
+def _check_replay(config: Config) -> None:
+    megatron = config.trainer.megatron
+    if config.replay.routing != "off" and megatron.get("moe_router_fusion"):
+        raise ConfigError(
+            "trainer.megatron.moe_router_fusion",
+            megatron["moe_router_fusion"],
+            "the fused router returns before replay is consulted; use false, or replay.routing=off",
+        )
+    if config.rollout.buffer_depth > 0 and config.rollout.max_lag == 0:
+        raise ConfigError(
+            "rollout.max_lag",
+            0,
+            "a buffer holds rollouts of older weights; use at least 1, or rollout.buffer_depth=0",
+        )
+
+
+def _check_task(config: Config) -> None:
+    task = config.task
+    if task.name == "jsonl":
+        if not task.path or not Path(task.path).is_file():
+            raise ConfigError("task.path", task.path, "a readable JSONL file of prompts is needed")
+        if not task.reward:
+            raise ConfigError(
+                "task.reward", "", "use exact_match, math_verify or package.module:function"
+            )
+    if task.name == "reasoning_gym" and not task.dataset:
+        raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
+
+
+def _either(allowed: tuple[Any, ...]) -> str:
+    texts = [str(a) for a in allowed]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]

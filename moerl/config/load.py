@@ -1,0 +1,144 @@
+"""YAML files and key=value overrides -> one resolved `Config`.
+
+Order, later wins: the dataclass defaults, the files named by `include` (in order), the recipe, the
+overrides.  OmegaConf does the merging and the type checks; its errors become one sentence each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moerl.config.schema import Config
+from moerl.errors import ConfigError
+
+CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """Compose a recipe (a path, or a name under configs/recipes) with key=value overrides.
+
+    Raises ConfigError naming the field, the value and what is allowed.
+    """
+    path = find_recipe(recipe)
+    layers = [_read_yaml(path)]
+    for name in reversed(layers[0].get("include") or []):
+        layers.insert(0, _read_yaml(_find_include(str(name), path)))
+    config = _merge([*layers, _dotlist(overrides)])
+    if not config.run.name:
+        return replace(config, run=replace(config.run, name=path.stem))
+    return config
+
+
+def load_saved(path: Path) -> Config:
+    """Read runs/NAME/config.yaml, written by `save_config`."""
+    return _merge([_read_yaml(path)])
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration, atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary.rename(path)
+
+
+def resolve(config: Config) -> Config:
+    """Fill what follows from other settings: the mask's top_k bound, the schedule's length."""
+    sampling, optimizer = config.sampling, config.trainer.optimizer
+    truncates = sampling.top_p < 1.0 or sampling.min_p > 0.0
+    if config.replay.sampling_mask and truncates and sampling.top_k == -1:
+        config = replace(config, sampling=replace(sampling, top_k=sampling.mask_top_k))
+    if optimizer.decay_steps == 0:
+        optimizer = replace(optimizer, decay_steps=config.run.steps)
+        config = replace(config, trainer=replace(config.trainer, optimizer=optimizer))
+    return config
+
+
+def find_recipe(recipe: str) -> Path:
+    """A path as it is, else configs/recipes/NAME.yaml."""
+    for path in (Path(recipe), CONFIG_ROOT / "recipes" / f"{recipe}.yaml"):
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in (CONFIG_ROOT / "recipes").glob("*.yaml"))
+    raise ConfigError("RECIPE", recipe, f"give a YAML file or one of {', '.join(known)}")
+
+
+def _find_include(name: str, recipe: Path) -> Path:
+    for path in (recipe.parent / f"{name}.yaml", CONFIG_ROOT / f"{name}.yaml", Path(name)):
+        if path.is_file():
+            return path
+    raise ConfigError("include", name, f"no such file beside {recipe} or under configs/")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            "RECIPE", str(path), f"not readable as YAML: {_one_line(error)}"
+        ) from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError("RECIPE", str(path), "a YAML mapping of settings is needed")
+    return data
+
+
+def _dotlist(overrides: Sequence[str]) -> DictConfig:
+    for item in overrides:
+        if "=" not in item or item.startswith("="):
+            raise ConfigError("override", item, "use key=value, for example run.steps=20")
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError("override", " ".join(overrides), _one_line(error)) from error
+
+
+def _merge(layers: Sequence[Any]) -> Config:
+    merged = OmegaConf.structured(Config)
+    for layer in layers:
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None) or "configuration"
+            value = _look_up(layer, key)
+            raise ConfigError(key, value, _allowed(key, error)) from error
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError("configuration", "", _one_line(error)) from error
+    assert isinstance(config, Config), type(config)
+    return config
+
+
+def _look_up(layer: Any, key: str) -> Any:
+    node = OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return None
+        node = node[part]
+    return node
+
+
+def _allowed(key: str, error: Exception) -> str:
+    """What the schema allows at `key`: the field's type, or the keys of its section."""
+    section: Any = Config()
+    *parents, last = key.split(".")
+    for part in parents:
+        section = getattr(section, part, None)
+    if is_dataclass(section) and not isinstance(section, type):
+        types = {f.name: f.type for f in fields(section)}
+        if last not in types:
+            return f"unknown key; {'.'.join(parents) or 'the configuration'} has {', '.join(types)}"
+        return f"{types[last]} is needed"
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
