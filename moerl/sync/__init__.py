@@ -1,0 +1,1 @@
+"""Publishing weights: from frozen buffers on the trainer to a session on each engine."""

@@ -1,0 +1,1 @@
+"""Megatron-core: model, process groups, replay, optimizer step, checkpoints, the gang itself."""

@@ -1,0 +1,133 @@
+"""Process groups of the trainer gang, as one value that is handed down.
+
+megatron-core reads groups from its own module global, which cannot be avoided; our code never does:
+it takes a `Parallel`.  Rank order is Megatron's default, tp-cp-ep-dp-pp, so tensor-parallel peers
+are neighbours and the expert-parallel group lies inside the data-parallel one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moerl.config.schema import ParallelConfig
+from moerl.errors import ConfigError, TrainerError
+from moerl.trainer.platform import Platform
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """This rank's place in the gang.  Set once by `start`."""
+
+    sizes: ParallelConfig
+    platform: Platform
+    rank: int
+    world_size: int
+    dp: Group  # ranks that see different rows
+    dp_rank: int
+    tp: Group  # ranks that share a vocabulary, attention heads and sequence positions
+    tp_rank: int
+    ep_rank: int
+    etp_rank: int
+    control: Group  # gloo group of all ranks: plans, verdicts, checkpoints
+
+    @property
+    def dp_size(self) -> int:
+        return self.sizes.dp
+
+    @property
+    def tp_size(self) -> int:
+        return self.sizes.tp
+
+    @property
+    def device(self) -> torch.device:
+        return self.platform.device
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that talks to the controller."""
+        return self.rank == 0
+
+
+def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Parallel:
+    """Join the gang described by torchrun's environment and build Megatron's groups.
+
+    Raises TrainerError outside torchrun, ConfigError when the gang has another size or the layout
+    is not proven: see `check_sizes`.
+    """
+    check_sizes(sizes)
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise TrainerError(f"start the trainer with torchrun: {error.args[0]} is not set") from None
+    if world_size != sizes.world_size:
+        raise ConfigError(
+            "trainer.parallel", sizes, f"needs {sizes.world_size} ranks and has {world_size}"
+        )
+    from megatron.core import parallel_state, tensor_parallel
+
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(platform.backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        sizes.tp,
+        sizes.pp,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return Parallel(
+        sizes=sizes,
+        platform=platform,
+        rank=rank,
+        world_size=world_size,
+        dp=parallel_state.get_data_parallel_group(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        control=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def check_sizes(sizes: ParallelConfig) -> None:
+    """Refuse layouts that are wrong in megatron-core 0.16.1 or not proven with replay.
+
+    Raises ConfigError.  Source: with ep = 1 and etp = 1, tp > 1, expert gradients are never summed
+    over the tensor-parallel ranks (`tensor_parallel/layers.py` marks them as data parallel).
+    """
+    for field in ("pp", "cp"):
+        if getattr(sizes, field) != 1:
+            raise ConfigError(
+                f"trainer.parallel.{field}", getattr(sizes, field), "not proven with replay yet; 1"
+            )
+    if sizes.tp > 1 and sizes.ep == 1 and sizes.etp == 1:
+        raise ConfigError(
+            "trainer.parallel.etp",
+            sizes.etp,
+            f"with tp = {sizes.tp} and ep = 1 experts would train wrong; use etp = {sizes.tp}",
+        )
+    ranks = sizes.tp * sizes.dp
+    if ranks % (sizes.ep * sizes.etp):
+        raise ConfigError(
+            "trainer.parallel.ep",
+            sizes.ep,
+            f"ep x etp must divide the {ranks} ranks of tp x dp",
+        )
+
+
+def stop() -> None:
+    """Leave the gang."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
