@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from moerl.errors import ProtocolError
-from moerl.types import BatchPlan, GenerateRequest, PolicyVersion, Prompt, Episode, Score, Segment
+from moerl.types import BatchPlan, Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 
 
 # --- trainer -> controller ---------------------------------------------------------------------
@@ -138,14 +138,34 @@ class UpdateClosed:
 
 
 Message = (
-    Hello | TakePlan | StepDone | JoinSync | OpenUpdate | CloseUpdate | Failed
-    | Ok | Refused | Plan | Stop | UpdateClosed
+    Hello
+    | TakePlan
+    | StepDone
+    | JoinSync
+    | OpenUpdate
+    | CloseUpdate
+    | Failed
+    | Ok
+    | Refused
+    | Plan
+    | Stop
+    | UpdateClosed
 )
 _TYPES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        Hello, TakePlan, StepDone, JoinSync, OpenUpdate, CloseUpdate, Failed,
-        Ok, Refused, Plan, Stop, UpdateClosed,
+        Hello,
+        TakePlan,
+        StepDone,
+        JoinSync,
+        OpenUpdate,
+        CloseUpdate,
+        Failed,
+        Ok,
+        Refused,
+        Plan,
+        Stop,
+        UpdateClosed,
     )
 }
 
@@ -189,9 +209,7 @@ def _dec_hook(type_: type, value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_DECODERS = {
-    name: msgspec.msgpack.Decoder(cls, dec_hook=_dec_hook) for name, cls in _TYPES.items()
-}
+_DECODERS = {name: msgspec.msgpack.Decoder(cls, dec_hook=_dec_hook) for name, cls in _TYPES.items()}
 
 
 # --- seams in the controller's world -------------------------------------------------------------

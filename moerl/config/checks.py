@@ -165,11 +165,8 @@ def _check_sampling(config: Config) -> None:
         )
     for name in ("top_k", "mask_top_k"):
         value = getattr(sampling, name)
-        if (
-            value != -1
-            and not 2 <= value <= _ENGINE_MASK_CAP
-            or (name, value) == ("mask_top_k", -1)
-        ):
+        unlimited = value == -1 and name == "top_k"
+        if not unlimited and not 2 <= value <= _ENGINE_MASK_CAP:
             raise ConfigError(
                 f"sampling.{name}", value, f"use 2..{_ENGINE_MASK_CAP}, the engine's largest mask"
             )
@@ -192,7 +189,7 @@ def _check_parallel(p: ParallelConfig) -> None:
         raise ConfigError(
             "trainer.parallel.ep",
             p.ep,
-            f"ep x etp = {p.ep * p.etp} must divide tp x cp x dp = {dense} (experts share those ranks)",
+            f"ep x etp = {p.ep * p.etp} must divide tp x cp x dp = {dense} ",
         )
     if p.tp > 1 and p.ep == 1 and p.etp == 1:
         raise ConfigError(

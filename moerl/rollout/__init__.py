@@ -1,0 +1,1 @@
+"""Controller, produce and score loops, buffer, staleness."""

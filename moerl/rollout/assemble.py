@@ -1,0 +1,142 @@
+"""Join the segments of one rollout; records stay aligned over any number of interruptions.
+
+A partial of T' tokens delivered routing rows 0..T'-2.  The row of its last token is produced when
+that token is fed again, by the resumed call and under the resumed call's weights; so plain
+concatenation is complete, and the row count T-1 is checked at the door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moerl.errors import RecordError
+from moerl.types import (
+    Finish,
+    GenerateRequest,
+    MaskBlob,
+    Prompt,
+    Rollout,
+    RoutingBlob,
+    SamplingParams,
+    Segment,
+    VersionSpan,
+)
+
+
+class PartialRollout:
+    """A rollout in the making: one per sibling of a group."""
+
+    def __init__(
+        self, rollout_id: str, prompt: Prompt, sampling: SamplingParams, *, audit: bool
+    ) -> None:
+        self.rollout_id, self.prompt, self.sampling, self.audit = (
+            rollout_id,
+            prompt,
+            sampling,
+            audit,
+        )
+        self.segments: list[Segment] = []
+        self._calls = 0
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment.output_ids) for segment in self.segments)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.segments) and self.segments[-1].finish != Finish.ABORT
+
+    def request(self) -> GenerateRequest:
+        """The next call: everything so far is fed, what is left may be sampled."""
+        request = GenerateRequest(
+            rollout_id=self.rollout_id,
+            segment=self._calls,
+            token_ids=self._token_ids(),
+            num_sampled=self.num_sampled,
+            sampling=replace(
+                self.sampling, max_new_tokens=self.sampling.max_new_tokens - self.num_sampled
+            ),
+            audit=self.audit,
+        )
+        self._calls += 1
+        return request
+
+    def add(self, segment: Segment) -> None:
+        """Take one reply.  A segment aborted before its first token leaves nothing behind."""
+        if segment.rollout_id != self.rollout_id:
+            raise RecordError("rollout_id", f"{segment.rollout_id} for {self.rollout_id}")
+        if self.segments and segment.version < self.segments[-1].version:
+            raise RecordError(
+                "versions",
+                f"{self.rollout_id}: {segment.version} after {self.segments[-1].version}",
+            )
+        if len(segment.output_ids) or segment.finish != Finish.ABORT:
+            self.segments.append(segment)
+        if self.num_sampled == self.sampling.max_new_tokens and not self.finished:
+            # The limit was reached in the same moment as the abort: nothing is left to sample.
+            self.segments[-1] = replace(self.segments[-1], finish=Finish.LENGTH)
+
+    def blob_uris(self) -> list[str]:
+        """Every blob sealed so far, for deletion when the rollout is dropped."""
+        return blob_uris_of(
+            [s.routing for s in self.segments],
+            [s.sampling_mask for s in self.segments],
+            [s.audit_rows for s in self.segments],
+        )
+
+    def rollout(self) -> Rollout:
+        """The finished record.  `moerl.types.check` judges it at the door."""
+        tokens = self._token_ids()
+        mask = np.zeros(len(tokens), np.bool_)
+        mask[len(self.prompt.token_ids) :] = True
+        return Rollout(
+            rollout_id=self.rollout_id,
+            token_ids=tokens,
+            loss_mask=mask,
+            logprobs=np.concatenate([s.logprobs for s in self.segments]).astype(np.float32),
+            versions=self._versions(),
+            routing=tuple(s.routing for s in self.segments if s.routing is not None),
+            sampling_mask=self._masks(),
+            finish=self.segments[-1].finish,
+            sampling=self.sampling,
+            engine=self.segments[-1].engine,
+            audit_rows=tuple(s.audit_rows for s in self.segments if s.audit_rows is not None),
+        )
+
+    def _token_ids(self) -> np.ndarray:
+        prompt = np.asarray(self.prompt.token_ids, np.int32)
+        return np.concatenate([prompt, *(s.output_ids for s in self.segments)]).astype(np.int32)
+
+    def _versions(self) -> tuple[VersionSpan, ...]:
+        spans: list[VersionSpan] = []
+        at = 0
+        for segment in self.segments:
+            if len(segment.output_ids) and (not spans or spans[-1].version != segment.version):
+                spans.append(VersionSpan(at, segment.version))
+            at += len(segment.output_ids)
+        return tuple(spans)
+
+    def _masks(self) -> tuple[MaskBlob, ...]:
+        at, parts = 0, []
+        for segment in self.segments:
+            if segment.sampling_mask is not None:
+                parts.append(replace(segment.sampling_mask, first=at))
+            at += len(segment.output_ids)
+        return tuple(parts)
+
+
+def blob_uris(rollout: Rollout) -> list[str]:
+    """Distinct blobs behind one rollout."""
+    return blob_uris_of(rollout.routing, rollout.sampling_mask, rollout.audit_rows)
+
+
+def blob_uris_of(
+    routing: list[RoutingBlob | None] | tuple[RoutingBlob, ...],
+    masks: list[MaskBlob | None] | tuple[MaskBlob, ...],
+    audit: list[RoutingBlob | None] | tuple[RoutingBlob, ...],
+) -> list[str]:
+    uris = [part.ids.uri for part in (*routing, *audit) if part is not None]
+    uris += [part.offsets.uri for part in masks if part is not None]
+    return sorted(set(uris))

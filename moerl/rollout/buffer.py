@@ -1,0 +1,99 @@
+"""The bounded buffer of episode groups: what may start, what is ready, what is too old.
+
+Admission is decided before generation, so that nothing is started that would be too old when it is
+trained.  With B groups per step and oldest-first selection, the group at place p of the line is
+trained at step `next_step + p // B`; started under engine version e its lag is then
+`next_step + p // B - e`.  Bounding that by L = min(max_lag, depth) gives the capacity
+
+    live < (L - (next_step - e) + 1) * B
+
+(the idea of a capacity derived from the staleness bound is AReaL's, arXiv 2505.24298; theirs is an
+aggregate, this one counts the line).  Completion out of order can still make a group late: it is
+checked again when a plan is made, and a stale group is regenerated under its own id.
+"""
+
+from __future__ import annotations
+
+from moerl.types import EpisodeGroup
+
+
+class GroupBuffer:
+    """Groups of one run, by id: started, ready, consumed.  Ids are prompt indices."""
+
+    def __init__(self, groups_per_step: int, max_lag: int, depth: int) -> None:
+        self.groups_per_step, self.max_lag, self.depth = groups_per_step, max_lag, depth
+        self.next_step = 0  # step of the next plan
+        self.dropped_stale = 0
+        self._cursor = 0  # first id that was never started
+        self._again: list[int] = []  # ids to start once more, ascending
+        self._started: set[int] = set()
+        self._ready: dict[int, EpisodeGroup] = {}
+        self._consumed: set[int] = set()
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def num_started(self) -> int:
+        return len(self._started)
+
+    @property
+    def live(self) -> int:
+        """Groups started or ready, not yet planned."""
+        return len(self._started) + len(self._ready)
+
+    def restart(self, next_step: int, consumed: tuple[int, ...]) -> None:
+        """Begin from a checkpoint: these groups are trained, everything else is to be generated."""
+        self.next_step = next_step
+        self._consumed = set(consumed)
+
+    def capacity(self, engine_step: int) -> int:
+        """How many groups may start now on an engine that serves `engine_step`."""
+        lag = self.next_step - engine_step
+        bound = (min(self.max_lag, self.depth) - lag + 1) * self.groups_per_step
+        return max(0, bound - self.live)
+
+    def start(self) -> int:
+        """The next group id to generate."""
+        if self._again:
+            group_id = self._again.pop(0)
+        else:
+            while self._cursor in self._consumed:
+                self._cursor += 1
+            group_id, self._cursor = self._cursor, self._cursor + 1
+        self._started.add(group_id)
+        return group_id
+
+    def abandon(self, group_id: int) -> None:
+        """A started group could not be finished; it is generated again, never lost."""
+        self._started.discard(group_id)
+        self._again = sorted([*self._again, group_id])
+
+    def admit(self, group: EpisodeGroup) -> None:
+        """A finished, checked and scored group enters the line."""
+        assert group.group_id in self._started, f"group {group.group_id} was not started"
+        self._started.discard(group.group_id)
+        self._ready[group.group_id] = group
+
+    def evict_stale(self) -> list[EpisodeGroup]:
+        """Take out groups whose oldest token would exceed max_lag; they are started again."""
+        stale = [
+            group
+            for group in self._ready.values()
+            if self.next_step - group.oldest.step > self.max_lag
+        ]
+        for group in stale:
+            del self._ready[group.group_id]
+            self._again = sorted([*self._again, group.group_id])
+        self.dropped_stale += len(stale)
+        return stale
+
+    def take(self) -> list[EpisodeGroup] | None:
+        """The oldest groups_per_step ready groups, or None when there are too few."""
+        if len(self._ready) < self.groups_per_step:
+            return None
+        chosen = sorted(self._ready)[: self.groups_per_step]
+        self.next_step += 1
+        self._consumed.update(chosen)
+        return [self._ready.pop(group_id) for group_id in chosen]

@@ -1,0 +1,433 @@
+"""The controller: three loops (produce, score, learn) around one bounded buffer and one version.
+
+It sees headers only.  Routes, masks, logits and weights go point to point; the controller starts
+requests, joins segments, admits scored groups, plans steps, and passes the control messages of a
+weight update on to the engines.  One process, one event loop, one writer of versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from moerl.blob import BlobStore
+from moerl.config import Config
+from moerl.data.batching import plan_batch
+from moerl.errors import (
+    ConfigError,
+    EngineError,
+    MoerlError,
+    ProtocolError,
+    RecordError,
+    ScoreError,
+    TrainerError,
+)
+from moerl.protocols import (
+    CloseUpdate,
+    Engine,
+    Failed,
+    Hello,
+    JoinSync,
+    Message,
+    Ok,
+    OpenUpdate,
+    Plan,
+    Scorer,
+    StepDone,
+    Stop,
+    TakePlan,
+    encode_value,
+)
+from moerl.rollout.assemble import PartialRollout, blob_uris
+from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.ledger import Ledger
+from moerl.types import (
+    Episode,
+    EpisodeGroup,
+    PolicyVersion,
+    Prompt,
+    SamplingParams,
+    Turn,
+    check,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
+
+
+class PromptSource(Protocol):
+    """An endless, deterministic stream (`moerl.data.tasks.PromptStream`)."""
+
+    def prompt(self, index: int) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the door check needs to know of the model."""
+
+    vocab_size: int
+    num_moe_layers: int
+    top_k_experts: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReport:
+    """One finished optimizer step, for metrics.jsonl, the panel and the report."""
+
+    step: int
+    version: PolicyVersion
+    metrics: dict[str, float]
+    samples: list[dict[str, object]]
+
+
+class Controller:
+    """Plain class; `moerl.launch` puts it on an actor."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        facts: ModelFacts,
+        engines: Sequence[Engine],
+        scorer: Scorer,
+        prompts: PromptSource,
+        decode: Callable[[Sequence[int]], str],
+        blobs: BlobStore,
+        records: Path | None,
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        """records: where headers of trained groups go, or None to drop them and their blobs."""
+        self.config, self.facts = config, facts
+        self.engines, self.scorer = engines, scorer
+        self.prompts, self.decode, self.blobs = prompts, decode, blobs
+        self.records, self.on_step = records, on_step
+        rollout = config.rollout
+        self.buffer = GroupBuffer(rollout.groups_per_step, rollout.max_lag, rollout.buffer_depth)
+        self.ledger = Ledger()
+        self.sampling = SamplingParams(
+            max_new_tokens=config.sampling.max_new_tokens,
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            top_k=config.sampling.top_k,
+            min_p=config.sampling.min_p,
+            stop_token_ids=facts.stop_token_ids,
+            ignore_eos=config.sampling.ignore_eos,
+        )
+        self._versions = [PolicyVersion(0, 0)] * len(engines)
+        self._incarnation: int | None = None  # unknown until the trainer says hello
+        self._planned: dict[int, list[EpisodeGroup]] = {}
+        self._in_flight = 0
+        self._attempts: dict[int, int] = {}
+        self._stopping = False
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- life -------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Produce until `stop`; raises the first failure of any loop or of the trainer."""
+        for index in range(len(self.engines)):
+            self._spawn(self._produce(index))
+        await self._failure
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if not self._failure.done():
+            self._failure.set_result(None)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def status(self) -> dict[str, object]:
+        """For the live panel."""
+        return {
+            "ready_groups": self.buffer.num_ready,
+            "started_groups": self.buffer.num_started,
+            "next_step": self.buffer.next_step,
+            "engine_versions": [str(version) for version in self._versions],
+            "refused": dict(self.ledger.refused),
+            "trainer_connected": self._incarnation is not None,
+        }
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                log.exception("controller loop failed")
+                self._fail(error)
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _notify(self) -> None:
+        """Wake everybody who waits for a change: each wait holds the event it began with."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_change(self, timeout_s: float) -> None:
+        event = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+
+    # --- produce ----------------------------------------------------------------------------
+    async def _produce(self, index: int) -> None:
+        while not self._stopping:
+            count = self._may_start(index)
+            if count:
+                ids = [self.buffer.start() for _ in range(count)]
+                self._in_flight += count
+                self._spawn(self._generate(index, ids))
+            else:
+                await self._wait_change(1.0)
+
+    def _may_start(self, index: int) -> int:
+        rollout, version = self.config.rollout, self._versions[index]
+        if version.incarnation != self._incarnation:
+            return 0  # the engine serves weights of another history
+        if self.buffer.next_step >= self.config.run.steps:
+            return 0
+        return min(
+            self.buffer.capacity(version.step),
+            rollout.groups_per_request,
+            rollout.max_groups_in_flight - self._in_flight,
+            self._still_needed(),
+        )
+
+    def _still_needed(self) -> int:
+        """Groups that the remaining steps can still train; the last steps start no surplus."""
+        left = self.config.run.steps - self.buffer.next_step
+        return max(0, left * self.config.rollout.groups_per_step - self.buffer.live)
+
+    async def _generate(self, index: int, group_ids: list[int]) -> None:
+        """Generate groups in one engine call, resuming what a weight update interrupts."""
+        try:
+            groups = {group_id: self._partials(group_id) for group_id in group_ids}
+            while groups:
+                pending = [p for group in groups.values() for p in group if not p.finished]
+                replies = await self.engines[index].generate([p.request() for p in pending])
+                refused = self._join(pending, replies)
+                for group_id in refused:
+                    await self._refuse(group_id, groups.pop(group_id), refused[group_id])
+                for group_id in [g for g, ps in groups.items() if all(p.finished for p in ps)]:
+                    self._spawn(self._finish(group_id, groups.pop(group_id)))
+        finally:
+            self._in_flight -= len(group_ids)
+            self._notify()
+
+    def _partials(self, group_id: int) -> list[PartialRollout]:
+        prompt = self.prompts.prompt(group_id)
+        attempt = self._attempts.get(group_id, 0)
+        return [
+            PartialRollout(
+                f"{group_id}.{sibling}" + (f".r{attempt}" if attempt else ""),
+                prompt,
+                self.sampling,
+                audit=self.config.replay.audit,
+            )
+            for sibling in range(self.config.rollout.group_size)
+        ]
+
+    @staticmethod
+    def _join(pending: list[PartialRollout], replies: Sequence[object]) -> dict[int, RecordError]:
+        """Add each reply to its partial; returns the groups that hold a refused record."""
+        refused: dict[int, RecordError] = {}
+        for partial, reply in zip(pending, replies, strict=True):
+            try:
+                if isinstance(reply, RecordError):
+                    raise reply
+                partial.add(reply)  # type: ignore[arg-type]
+            except RecordError as error:
+                refused[partial.prompt.index] = error
+        return refused
+
+    # --- score and admit ----------------------------------------------------------------------
+    async def _finish(self, group_id: int, partials: list[PartialRollout]) -> None:
+        try:
+            rollouts = [p.rollout() for p in partials]
+            for rollout in rollouts:
+                check(
+                    rollout,
+                    vocab_size=self.facts.vocab_size,
+                    num_moe_layers=self.facts.num_moe_layers
+                    if self.config.replay.routing != "off"
+                    else 0,
+                    top_k_experts=self.facts.top_k_experts,
+                )
+        except RecordError as error:
+            await self._refuse(group_id, partials, error)
+            return
+        prompt = partials[0].prompt
+        episodes = [
+            Episode(f"{group_id}.{i}", (Turn(rollout),)) for i, rollout in enumerate(rollouts)
+        ]
+        texts = [self.decode(r.token_ids[r.prompt_len :].tolist()) for r in rollouts]
+        try:
+            scores = await self.scorer.score(prompt, episodes, texts)
+        except ScoreError as error:
+            raise ConfigError(
+                "task.reward", self.config.task.reward or self.config.task.name, str(error)
+            ) from error
+        scored = tuple(
+            Episode(episode.episode_id, episode.turns, score)
+            for episode, score in zip(episodes, scores, strict=True)
+        )
+        self.buffer.admit(EpisodeGroup(group_id, prompt, scored))
+        self._attempts.pop(group_id, None)
+        self._notify()
+
+    async def _refuse(
+        self, group_id: int, partials: list[PartialRollout], error: RecordError
+    ) -> None:
+        """Count the refusal and generate the group again; three times in a row ends the run."""
+        self.ledger.refused[error.reason] += 1
+        log.warning("group %d: %s", group_id, error)
+        for partial in partials:
+            for uri in partial.blob_uris():
+                self.blobs.delete(uri)
+        self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
+        if self._attempts[group_id] >= _MAX_ATTEMPTS:
+            raise EngineError(f"group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}")
+        self.buffer.abandon(group_id)
+        self._notify()
+
+    # --- learn: the trainer's messages ----------------------------------------------------------
+    async def handle(self, message: Message) -> Message:
+        """Answer one message of the trainer.  Raises MoerlError; the server replies Refused."""
+        match message:
+            case Hello():
+                return await self._hello(message)
+            case TakePlan():
+                return await self._take_plan(message)
+            case StepDone():
+                return await self._step_done(message)
+            case JoinSync():
+                await self.engines[message.engine].join_sync(message)
+                return Ok()
+            case OpenUpdate():
+                await self.engines[message.engine].open_update(message)
+                return Ok()
+            case CloseUpdate():
+                return await self._close_update(message)
+            case Failed():
+                self._fail(TrainerError(f"trainer rank {message.rank}: {message.cause}"))
+                return Ok()
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for the controller")
+
+    async def _hello(self, message: Hello) -> Message:
+        self._dp_size = message.dp_size
+        self._incarnation = message.version.incarnation
+        self.buffer.restart(message.version.step, message.consumed)
+        self._notify()
+        return Ok()
+
+    async def _take_plan(self, message: TakePlan) -> Message:
+        if message.step >= self.config.run.steps:
+            return Stop(f"all {self.config.run.steps} steps are done")
+        if message.step != self.buffer.next_step:
+            raise ProtocolError(f"plan {message.step} asked, plan {self.buffer.next_step} is next")
+        begin = time.monotonic()
+        while True:
+            self._drop_stale()
+            groups = self.buffer.take()
+            if groups is not None:
+                break
+            waited = time.monotonic() - begin
+            if waited > message.timeout_s:
+                raise ProtocolError(
+                    f"no batch of {self.config.rollout.groups_per_step} groups after "
+                    f"{waited:.0f} s: {self.buffer.num_ready} ready, {self.buffer.num_started} in generation"
+                )
+            await self._wait_change(min(1.0, message.timeout_s))
+        self.ledger.trainer_wait_s += time.monotonic() - begin
+        plan = plan_batch(
+            message.step,
+            PolicyVersion(self._incarnation or 0, message.step),
+            groups,
+            dp_size=self._dp_size,
+            max_tokens_per_microbatch=self.config.trainer.max_tokens_per_microbatch,
+        )
+        self._planned[message.step] = groups
+        self._notify()
+        return Plan(plan)
+
+    def _drop_stale(self) -> None:
+        for group in self.buffer.evict_stale():
+            self.ledger.dropped_stale += 1
+            self._forget(group)
+
+    async def _step_done(self, message: StepDone) -> Message:
+        groups = self._planned.pop(message.step)
+        engines = [await engine.status() for engine in self.engines]
+        metrics = dict(message.metrics)
+        metrics |= self.ledger.row(groups, message.step, engines)
+        metrics["async/buffer_depth"] = float(self.buffer.num_ready)
+        self.on_step(
+            StepReport(message.step, message.version, metrics, self._samples(groups, message.step))
+        )
+        if self.records is None:
+            for group in groups:
+                self._forget(group)
+        else:
+            self.records.mkdir(parents=True, exist_ok=True)
+            path = self.records / f"step-{message.step:06d}.msgpack"
+            path.write_bytes(encode_value(groups))
+        return Ok()
+
+    async def _close_update(self, message: CloseUpdate) -> Message:
+        closed = await self.engines[message.engine].close_update(message)
+        self._versions[message.engine] = message.version
+        self.ledger.update_closed(closed)
+        self._notify()
+        return closed
+
+    def _forget(self, group: EpisodeGroup) -> None:
+        for rollout in group.rollouts():
+            for uri in blob_uris(rollout):
+                self.blobs.delete(uri)
+
+    def _samples(self, groups: list[EpisodeGroup], step: int) -> list[dict[str, object]]:
+        """Text and reward of one rollout per step, as long as the report has room for it."""
+        every = max(1, self.config.run.steps // max(1, self.config.observe.sample_rollouts))
+        if not self.config.observe.sample_rollouts or step % every:
+            return []
+        group = groups[0]
+        best = max(group.episodes, key=lambda e: e.score.reward if e.score else 0.0)
+        rollout = best.turns[-1].rollout
+        return [
+            {
+                "step": step,
+                "version": str(rollout.versions[-1].version),
+                "lag": step - rollout.oldest.step,
+                "prompt": group.prompt.text,
+                "response": self.decode(rollout.token_ids[rollout.prompt_len :].tolist()),
+                "reward": best.score.reward if best.score else None,
+                "group_mean": float(
+                    np.mean([e.score.reward for e in group.episodes if e.score is not None])
+                ),
+            }
+        ]
+
+
+def cause_of(error: BaseException) -> str:
+    """One sentence for a person: our own errors as they are, others with their type."""
+    return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"

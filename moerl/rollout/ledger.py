@@ -1,0 +1,99 @@
+"""What happened between two optimizer steps, as metrics; reset at every step.
+
+Sums and counts only; names are those of docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+
+from moerl.protocols import EngineStatus, UpdateClosed
+from moerl.types import EpisodeGroup, Finish
+
+
+class Ledger:
+    """Counts since the last optimizer step."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self._last = time.monotonic()
+        self._engine_last: dict[int, EngineStatus] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.trainer_wait_s = 0.0
+        self.interrupts = 0
+        self.dropped_stale = 0
+        self.score_failures = 0
+        self.pauses: list[float] = []
+
+    def update_closed(self, closed: UpdateClosed) -> None:
+        self.pauses.append(closed.pause_s)
+        self.interrupts += closed.aborted
+
+    def row(
+        self, groups: list[EpisodeGroup], step: int, engines: list[EngineStatus]
+    ) -> dict[str, float]:
+        """Metrics of one step; call once per step.  Absent, never 0, when not measurable."""
+        now = time.monotonic()
+        elapsed = max(now - self._last, 1e-9)
+        self._last = now
+        row = _samples(groups) | _lags(groups, step)
+        row |= {
+            "async/trainer_wait_s": self.trainer_wait_s,
+            "async/trainer_wait_frac": min(1.0, self.trainer_wait_s / elapsed),
+            "async/dropped_stale_groups": float(self.dropped_stale),
+            "async/interrupts": float(self.interrupts),
+            "scorer/failed": float(self.score_failures),
+        }
+        if self.pauses:
+            row["async/sync_pause_s"] = sum(self.pauses)
+        row |= self._engines(engines, elapsed)
+        for reason, count in self.refused.items():
+            row[f"refused/{reason}"] = float(count)
+        self._reset()
+        return row
+
+    def _engines(self, engines: list[EngineStatus], elapsed: float) -> dict[str, float]:
+        tokens = busy = 0.0
+        for status in engines:
+            before = self._engine_last.get(status.engine)
+            tokens += status.generated_tokens - (before.generated_tokens if before else 0)
+            busy += status.busy_s - (before.busy_s if before else 0.0)
+            self._engine_last[status.engine] = status
+        if not engines:
+            return {}
+        idle = 1.0 - min(1.0, busy / (elapsed * len(engines)))
+        return {"perf/rollout_tokens_per_s": tokens / elapsed, "async/engine_idle_frac": idle}
+
+
+def _samples(groups: list[EpisodeGroup]) -> dict[str, float]:
+    rollouts = [r for group in groups for r in group.rollouts()]
+    rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
+    flat = [reward for group in rewards for reward in group]
+    lengths = [r.num_sampled for r in rollouts]
+    return {
+        "reward/mean": statistics.fmean(flat),
+        "reward/std": statistics.pstdev(flat),
+        "reward/zero_var_frac": statistics.fmean(len(set(group)) == 1 for group in rewards),
+        "sample/length_mean": statistics.fmean(lengths),
+        "sample/length_max": float(max(lengths)),
+        "sample/truncated_frac": statistics.fmean(r.finish == Finish.LENGTH for r in rollouts),
+        "async/segments_mean": statistics.fmean(len(r.versions) for r in rollouts),
+    }
+
+
+def _lags(groups: list[EpisodeGroup], step: int) -> dict[str, float]:
+    lags: Counter[int] = Counter()
+    for rollout in (r for group in groups for r in group.rollouts()):
+        ends = [span.first for span in rollout.versions[1:]] + [rollout.num_sampled]
+        for span, end in zip(rollout.versions, ends, strict=True):
+            lags[step - span.version.step] += end - span.first
+    total = sum(lags.values())
+    return {
+        "async/lag_min": float(min(lags)),
+        "async/lag_mean": sum(lag * count for lag, count in lags.items()) / total,
+        "async/lag_max": float(max(lags)),
+    }
