@@ -1,0 +1,225 @@
+"""metrics.jsonl: one JSON object per optimizer step, and optional sinks that mirror it.
+
+The file is the record of a run, so it holds each surviving step exactly once and in order.  A row
+counts once its newline is written: every row is flushed to the operating system, so it outlives
+the death of the process, and only closing waits for the disk.  An fsync per step was rejected;
+the checkpoint is what a lost machine goes back to, and rows after it are cut on resume anyway.
+
+Row: {"step": 3, "version": "0.4", "time_s": 1700000000.0, then metric names in sorted order}.
+JSON has no NaN, and a metric that cannot be computed is absent: non-finite values are left out
+and their names listed under "nonfinite", so they are neither invented nor silent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from moerl.config.schema import Config
+from moerl.errors import ConfigError, ProtocolError, RecordError
+from moerl.rundir import RunDir
+from moerl.types import PolicyVersion
+
+Row = dict[str, Any]  # step: int, version: str, time_s: float, nonfinite: list[str], name: float
+
+
+class Sink(Protocol):
+    """Somewhere else to show the same numbers; never the record itself."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends one row per optimizer step to metrics.jsonl and mirrors it to the sinks.
+
+    A torn last line left by a killed process is cut when the file is opened; `num_torn` says how
+    many.  Use `truncate_after` before it on resume.
+    """
+
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        """Raises RecordError when an existing file is not a metrics file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows, _, self.num_torn = _scan(path)
+        if self.num_torn:
+            truncate_after(path, rows[-1]["step"] + 1 if rows else 0)
+        self._last_step: int | None = rows[-1]["step"] if rows else None
+        self._file = path.open("a", encoding="utf-8")
+        self._sinks = tuple(sinks)
+
+    def write(
+        self,
+        step: int,
+        version: PolicyVersion | str,
+        metrics: Mapping[str, float],
+        time_s: float | None = None,
+    ) -> Row:
+        """Append one row and return it.  `time_s` is unix time, now by default.
+
+        Raises ProtocolError when `step` is not the one after the last row: a step that is missing
+        or written twice would break "each step exactly once".
+        """
+        if self._last_step is not None and step != self._last_step + 1:
+            raise ProtocolError(
+                f"metrics of step {step} after step {self._last_step}: "
+                f"only step {self._last_step + 1} may follow"
+            )
+        now = time_s if time_s is not None else time.time()
+        values = {name: float(metrics[name]) for name in sorted(metrics)}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        row: Row = {"step": step, "version": str(version), "time_s": now}
+        if len(finite) < len(values):
+            row["nonfinite"] = [name for name in values if name not in finite]
+        row |= finite
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self._last_step = step
+        for sink in self._sinks:
+            sink.write(step, finite)
+        return row
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All complete rows, in order; an empty list when there is no file.
+
+    A torn last line is left out.  Raises RecordError for any other line that is not a row.
+    """
+    return _scan(path)[0]
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Keep the rows before `step`, cut the rest and a torn last line; return how many were cut.
+
+    On resume from a checkpoint whose next step is `step`.  The file is shortened in place: a
+    crash in the middle leaves either the old or the new length, never a rewritten half.
+    """
+    rows, ends, num_torn = _scan(path)
+    kept = sum(row["step"] < step for row in rows)
+    num_cut = len(rows) - kept + num_torn
+    if num_cut:
+        with path.open("r+b") as file:
+            file.truncate(ends[kept - 1] if kept else 0)
+            os.fsync(file.fileno())
+    return num_cut
+
+
+def read_lines(path: Path) -> list[Any]:
+    """JSON values of a line file that other processes append to; a torn last line is left out."""
+    return [value for value, _ in _complete_lines(path)[0]]
+
+
+def _scan(path: Path) -> tuple[list[Row], list[int], int]:
+    """Rows, the byte at which each ends, and the number of torn lines (0 or 1)."""
+    lines, num_torn = _complete_lines(path)
+    rows = [value for value, _ in lines]
+    for index, row in enumerate(rows):
+        number = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(number, int) or (index and number <= rows[index - 1]["step"]):
+            raise RecordError(
+                "metrics_row", f"{path} line {index + 1} has step {number!r}; want ascending steps"
+            )
+    return rows, [end for _, end in lines], num_torn
+
+
+def _complete_lines(path: Path) -> tuple[list[tuple[Any, int]], int]:
+    """(value, byte where its line ends) of each line with a newline, and the number torn."""
+    if not path.exists():
+        return [], 0
+    data = path.read_bytes()
+    *whole, rest = data.split(b"\n")
+    lines, end = [], 0
+    for number, line in enumerate(whole, start=1):
+        end += len(line) + 1
+        try:
+            lines.append((json.loads(line), end))
+        except ValueError as error:
+            if number == len(whole) and not rest:
+                return lines, 1  # a machine that lost power can leave zeros before the newline
+            raise RecordError("metrics_row", f"{path} line {number} is not JSON: {error}") from None
+    return lines, int(bool(rest))
+
+
+def undocumented(names: Iterable[str], doc_text: str) -> list[str]:
+    """Metric names that the document does not define, sorted.
+
+    The document defines every name that it writes in back-ticks; a part in braces stands for one
+    word: `refused/{reason}` defines refused/mask_rows.
+    """
+    patterns = [_name_pattern(name) for name in set(re.findall(r"`([^`\s]+)`", doc_text))]
+    return sorted(name for name in set(names) if not any(p.fullmatch(name) for p in patterns))
+
+
+def _name_pattern(documented: str) -> re.Pattern[str]:
+    parts = re.split(r"\{\w+\}", documented)
+    return re.compile(r"[A-Za-z0-9_.\-]+".join(re.escape(part) for part in parts))
+
+
+# --- sinks ---------------------------------------------------------------------------------------
+def open_sinks(run: RunDir, config: Config) -> list[Sink]:
+    """The sinks that `observe` asks for.
+
+    Raises ConfigError naming the setting and the package when a sink's package is not installed.
+    """
+    sinks: list[Sink] = []
+    if config.observe.tensorboard:
+        sinks.append(TensorBoardSink(run.root / "tensorboard"))
+    if config.observe.wandb_project:
+        sinks.append(WandbSink(config.observe.wandb_project, run.root))
+    return sinks
+
+
+class TensorBoardSink:
+    """Scalars in TensorBoard's event files, through its own writer (torch is not needed)."""
+
+    def __init__(self, folder: Path) -> None:
+        module = _load("tensorboard.summary", "observe.tensorboard", True, "tensorboard")
+        self._writer = module.Writer(str(folder))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Scalars in one Weights & Biases run, named after the run directory."""
+
+    def __init__(self, project: str, folder: Path) -> None:
+        module = _load("wandb", "observe.wandb_project", project, "wandb")
+        settings = module.Settings(silent=True, console="off")  # standard output is the panel's
+        self._run = module.init(
+            project=project, name=folder.name, dir=str(folder), settings=settings
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _load(module: str, field: str, value: object, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            field, value, f"it needs the package {package} (pip install {package}): {error}"
+        ) from None

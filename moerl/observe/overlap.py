@@ -1,0 +1,108 @@
+"""Interval arithmetic on timeline spans: is the engine really decoding while the trainer works?
+
+Pure functions on half-open intervals `(start, end)` in seconds; the report, the tests and anyone
+with a trace folder share them.  Sampling the timeline on a grid was rejected: the answer would
+depend on the grid, and a union of intervals is exact and as short.
+
+A trainer that only waits for a batch is not working, so waiting is taken out of its step time.
+Otherwise a synchronous run, where the trainer waits exactly while the engine decodes, would look
+perfectly overlapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Interval = tuple[float, float]
+Span = Mapping[str, Any]  # one line of a trace file, see moerl.trace
+
+STEP, WAIT, GENERATE = "step", "wait", "generate"  # span names that carry the overlap
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same set of moments as disjoint intervals in ascending order; empty ones vanish."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds covered by at least one of the intervals."""
+    return sum(end - start for start, end in merge(intervals))
+
+
+def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """Moments covered by both sides, as disjoint ascending intervals."""
+    left, right = merge(a), merge(b)
+    both, i, j = [], 0, 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            both.append((start, end))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
+
+
+def subtract(a: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
+    """Moments covered by `a` and by none of the holes, as disjoint ascending intervals."""
+    rest, cuts, at = [], merge(holes), 0
+    for begin, end in merge(a):
+        start = begin
+        while at < len(cuts) and cuts[at][1] <= start:
+            at += 1
+        hole = at  # a hole may reach into the next interval, so `at` itself stays behind
+        while hole < len(cuts) and cuts[hole][0] < end:
+            if start < cuts[hole][0]:
+                rest.append((start, cuts[hole][0]))
+            start = max(start, cuts[hole][1])
+            hole += 1
+        if start < end:
+            rest.append((start, end))
+    return rest
+
+
+def busy_fraction(spans_a: Iterable[Interval], spans_b: Iterable[Interval]) -> float:
+    """Share of the time of spans_a during which any of spans_b runs, in [0, 1].
+
+    Raises ValueError when spans_a cover no time: a share of nothing would be read as a result.
+    """
+    work = merge(spans_a)
+    total = length(work)
+    if total <= 0.0:
+        raise ValueError("busy_fraction of spans_a that cover no time")
+    return min(1.0, length(intersect(work, spans_b)) / total)
+
+
+def intervals(spans: Iterable[Span], process: str, name: str) -> list[Interval]:
+    """Intervals of the spans called `name` of every process whose name starts with `process`."""
+    return [
+        (float(span["start_s"]), float(span["end_s"]))
+        for span in spans
+        if span["name"] == name and str(span["process"]).startswith(process)
+    ]
+
+
+def trainer_work(spans: Sequence[Span]) -> list[Interval]:
+    """When the trainer computes: its step spans less its waits, of its first traced process.
+
+    One rank speaks for the gang; a union over ranks would count a rank that waits for another.
+    """
+    traced = sorted({str(s["process"]) for s in spans if str(s["process"]).startswith("trainer")})
+    if not traced:
+        return []
+    own = [span for span in spans if span["process"] == traced[0]]
+    return subtract(intervals(own, traced[0], STEP), intervals(own, traced[0], WAIT))
+
+
+def decode_overlap(spans: Sequence[Span]) -> float | None:
+    """Share of the trainer's working time during which any engine decodes; None without a step."""
+    work = trainer_work(spans)
+    return busy_fraction(work, intervals(spans, "engine", GENERATE)) if work else None
