@@ -74,7 +74,7 @@ class BlobStore:
         return data
 
     def view(self, ref: BlobRef) -> Array:
-        """Map without verifying: for a reader that takes a slice (its own layers) of a large array."""
+        """Map without verifying: for a reader that takes a slice (its own layers) of an array."""
         path = self._path(ref.uri)
         try:
             size = path.stat().st_size

@@ -34,7 +34,7 @@ def decode_engine_rows(
 
     num_layers: hidden layers of the model; moe_layers: 0-based numbers of those that route.
     Raises RecordError: `routing_payload` (not base64), `routing_rows` (wrong count: the engine
-    only logs a warning), `routing_range`, `routing_duplicate`, `routing_blank` (an unwritten layer).
+    only logs a warning), `routing_range`, `routing_duplicate`, `routing_blank` (unwritten layer).
     """
     try:
         raw = base64.b64decode(payload, validate=True)
@@ -61,7 +61,8 @@ def check_ids(ids: Array, num_experts: int) -> None:
         layer, row, _ = np.argwhere(bad)[0]
         raise RecordError(
             "routing_range",
-            f"MoE layer {layer} row {row}: ids {ids[layer, row].tolist()} not in 0..{num_experts - 1}",
+            f"MoE layer {layer} row {row}: ids {ids[layer, row].tolist()} "
+            f"not in 0..{num_experts - 1}",
         )
     if ids.shape[-1] < 2:
         return

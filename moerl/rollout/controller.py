@@ -355,7 +355,8 @@ class Controller:
             if waited > message.timeout_s:
                 raise ProtocolError(
                     f"no batch of {self.config.rollout.groups_per_step} groups after "
-                    f"{waited:.0f} s: {self.buffer.num_ready} ready, {self.buffer.num_started} in generation"
+                    f"{waited:.0f} s: {self.buffer.num_ready} ready, "
+                    f"{self.buffer.num_started} in generation"
                 )
             await self._wait_change(min(1.0, message.timeout_s))
         self.ledger.trainer_wait_s += time.monotonic() - begin

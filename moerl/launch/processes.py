@@ -1,0 +1,118 @@
+"""No orphan, ever: two nested subreapers, each able to end every process of the run.
+
+`moerl train` is a thin front that starts one root process in a session of its own; the root starts
+everything else.  Both are child subreapers (prctl), so whatever loses its parent becomes a child of
+the root, or of the front if the root is gone: nothing escapes the tree.
+
+- The front dies (SIGKILL included): the kernel sends the root SIGTERM (parent-death signal), and the
+  root ends its descendants.
+- The root dies: the front inherits its descendants and ends them.
+- Anything else dies: the root notices, says why, and ends the rest.
+
+Only descendants are ever signalled.  Rejected: searching processes by name (another run's would
+match) and process groups (Ray and SGLang make their own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+import psutil
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants of this process become its children instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """Ask the kernel to send `signum` to this process when its parent dies."""
+    parent = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it died between the two calls
+        os.kill(os.getpid(), signum)
+
+
+def end_descendants(grace_s: float) -> int:
+    """SIGTERM, then SIGKILL, until this process has no descendant; returns how many were killed.
+
+    Bounded: grace_s for the polite part, 5 s for the rest.
+    """
+    seen = _descendants()
+    for process in seen:
+        _signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while _descendants() and time.monotonic() < deadline:
+        _reap()
+        time.sleep(0.05)
+    killed = 0
+    deadline = time.monotonic() + 5.0
+    while (left := _descendants()) and time.monotonic() < deadline:
+        for process in left:
+            killed += _signal(process, signal.SIGKILL)
+        _reap()
+        time.sleep(0.05)
+    return killed
+
+
+def run_guarded(command: Sequence[str], *, stop_timeout_s: float) -> int:
+    """The front: run the root, pass Ctrl-C and SIGTERM on once, sweep whatever is left.
+
+    Returns the root's exit status, 128 + n when signal n ended it.
+    """
+    become_subreaper()
+    root = subprocess.Popen(command, start_new_session=True)
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            root.send_signal(signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, forward)
+    code = root.wait()
+    killed = end_descendants(grace_s=min(2.0, stop_timeout_s))
+    if code < 0:
+        print(
+            f"moerl: the run's root process was ended by signal {-code}; "
+            f"{killed} processes it left were ended too",
+            flush=True,
+        )
+    return code if code >= 0 else 128 - code
+
+
+def _descendants() -> list[psutil.Process]:
+    alive = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+def _reap() -> None:
+    """Collect zombies that were handed to this subreaper."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _signal(process: psutil.Process, signum: int) -> int:
+    try:
+        process.send_signal(signum)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0
+    return 1
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
