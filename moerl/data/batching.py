@@ -1,0 +1,78 @@
+"""Who trains which turn in which microbatch: one plan per optimizer step, made by the controller.
+
+Rows are right-padded, so a microbatch costs rows x its longest row.  Turns sorted by length are cut
+into consecutive bins: neighbours have like lengths, which keeps padding small.  There are as many
+bins as data-parallel ranks x microbatches; the largest bin is made as small as it can be, and bins
+of one microbatch have like cost, because ranks of an expert-parallel exchange wait for each other.
+Rejected: best-fit by token count (it ignores padding, which dominates with padded rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moerl.types import BatchPlan, EpisodeGroup, PlanRow, PolicyVersion
+
+_Place = tuple[int, int, int]  # group, episode, turn
+_Item = tuple[int, _Place]  # fed-in tokens, place
+
+
+def plan_batch(
+    step: int,
+    version: PolicyVersion,
+    groups: Sequence[EpisodeGroup],
+    *,
+    dp_size: int,
+    max_tokens_per_microbatch: int,
+) -> BatchPlan:
+    """Place every turn of every group exactly once.  Deterministic.
+
+    max_tokens_per_microbatch bounds rows x longest row of one rank; a turn that is longer by
+    itself gets a microbatch of its own.  A rank may be left without rows in a microbatch.
+    """
+    items = [
+        (turn.rollout.num_tokens - 1, (group_idx, episode_idx, turn_idx))
+        for group_idx, group in enumerate(groups)
+        for episode_idx, episode in enumerate(group.episodes)
+        for turn_idx, turn in enumerate(episode.turns)
+    ]
+    assert items, f"step {step} has no turn to train"
+    items.sort(key=lambda item: (-item[0], item[1]))
+    num_microbatches = -(-len(_cut(items, max_tokens_per_microbatch)) // dp_size)
+    bins = _smallest(items, num_microbatches * dp_size, max_tokens_per_microbatch)
+    bins.sort(key=lambda rows: (-_cost(rows), rows[0][1]))
+    rows = []
+    for bin_idx, members in enumerate(bins):
+        microbatch, rank = divmod(bin_idx, dp_size)
+        if microbatch % 2:
+            rank = dp_size - 1 - rank  # back and forth, so that rank totals even out
+        for row, (_, place) in enumerate(members):
+            rows.append(PlanRow(*place, dp_rank=rank, microbatch=microbatch, row=row))
+    return BatchPlan(step, version, tuple(groups), tuple(rows), num_microbatches)
+
+
+def _cost(rows: Sequence[_Item]) -> int:
+    return len(rows) * rows[0][0]
+
+
+def _cut(items: Sequence[_Item], cap: int) -> list[list[_Item]]:
+    """Fewest consecutive bins of cost <= cap, a single item may exceed it; items fall in length."""
+    bins: list[list[_Item]] = []
+    for item in items:
+        if bins and bins[-1][0][0] * (len(bins[-1]) + 1) <= cap:
+            bins[-1].append(item)
+        else:
+            bins.append([item])
+    return bins
+
+
+def _smallest(items: Sequence[_Item], num_bins: int, cap: int) -> list[list[_Item]]:
+    """At most num_bins bins with the smallest possible cap; `cap` is known to suffice."""
+    low = 1
+    while low < cap:
+        middle = (low + cap) // 2
+        if len(_cut(items, middle)) <= num_bins:
+            cap = middle
+        else:
+            low = middle + 1
+    return _cut(items, cap)
