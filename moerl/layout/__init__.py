@@ -1,0 +1,67 @@
+"""Every tensor, on a trainer rank or an engine rank, as tiles in Hugging Face coordinates.
+
+Pure Python.  `model_spec` reads a config, `megatron_tiles` and `sglang_tiles` say what a rank
+holds, `join` plans the copies between two sides, `check_covers` refuses a live module that the
+tables do not describe exactly.
+"""
+
+from moerl.layout.placement import (
+    Coords,
+    Flavor,
+    ParallelLayout,
+    check_parallel,
+    hf_shapes,
+    hf_tiles,
+    megatron_tiles,
+    sglang_tiles,
+    stacked_aliases,
+)
+from moerl.layout.rules import (
+    Rule,
+    Shard,
+    columns,
+    concat,
+    concat_heads,
+    copy,
+    each,
+    flat,
+    qkv_grouped,
+    whole,
+)
+from moerl.layout.spec import FAMILIES, ModelSpec, model_spec, padded_vocab
+from moerl.layout.tiles import Box, Local, Named, Op, Tile, at, check_covers, join, num_elements
+
+__all__ = [
+    "FAMILIES",
+    "Box",
+    "Coords",
+    "Flavor",
+    "Local",
+    "ModelSpec",
+    "Named",
+    "Op",
+    "ParallelLayout",
+    "Rule",
+    "Shard",
+    "Tile",
+    "at",
+    "check_covers",
+    "check_parallel",
+    "columns",
+    "concat",
+    "concat_heads",
+    "copy",
+    "each",
+    "flat",
+    "hf_shapes",
+    "hf_tiles",
+    "join",
+    "megatron_tiles",
+    "model_spec",
+    "num_elements",
+    "padded_vocab",
+    "qkv_grouped",
+    "sglang_tiles",
+    "stacked_aliases",
+    "whole",
+]

@@ -1,0 +1,229 @@
+"""Rules: how a fused local tensor is made of Hugging Face tensors, and which part a rank keeps.
+
+A rule names a fusion (the GLOBAL local tensor as blocks of HF rows, in order) and a cut (which part
+of those blocks rank r of n keeps).  It states no size: sizes come from the family's table of HF
+shapes, so each is written down once.  Adding a model family means adding tables, not code.
+
+    copy          one HF tensor                            whole    replicated
+    concat        HF tensors end to end (gate, up)         flat     the fused rows as one axis
+    concat_heads  the same, cut at heads only (q, k, v)    each     every block on its own
+    qkv_grouped   per kv group its q heads, k, v           columns  a column range of every block
+
+Rejected: trusting a parameter's own `partition_dim` (Transformer Engine sets 0 on all grouped
+expert weights) and one class per kind of layer (the arithmetic is then written many times).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moerl.errors import LayoutError
+from moerl.layout.spec import ModelSpec
+from moerl.layout.tiles import Box, Local, Named, Tile
+
+
+class Shard(NamedTuple):
+    """Rank `rank` of `size` along one mesh axis."""
+
+    rank: int
+    size: int
+
+    def part(self, num: int, what: str) -> range:
+        """This rank's equal share of `num` things.  Raises LayoutError when they do not divide."""
+        if num % self.size:
+            raise LayoutError(f"{what}: {num} does not divide into {self.size} equal parts")
+        step = num // self.size
+        return range(self.rank * step, (self.rank + 1) * step)
+
+
+class Block(NamedTuple):
+    """Rows (and columns) of one HF tensor inside a fused tensor; `hf` empty means padding rows."""
+
+    hf: str
+    rows: range
+    cols: range | None  # None for a 1-D tensor
+    heads: int = 0  # > 0: may only be cut into this many equal pieces
+
+
+Fusion = Callable[[ModelSpec, Sequence[Block]], list[Block]]
+Cut = Callable[[Sequence[Block], Shard], list[Block]]
+
+
+# --- fusions -------------------------------------------------------------------------------------
+def copy(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    (part,) = parts
+    return [part]
+
+
+def concat(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    return list(parts)
+
+
+def concat_heads(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    return [part._replace(heads=len(part.rows) // spec.head_dim) for part in parts]
+
+
+def qkv_grouped(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    """Megatron's order: for each kv group g its query heads, then k_g, then v_g."""
+    groups = [Shard(g, spec.kv_heads) for g in range(spec.kv_heads)]
+    return [
+        part._replace(rows=group.part(len(part.rows), part.hf))
+        for group in groups
+        for part in parts
+    ]
+
+
+# --- cuts ----------------------------------------------------------------------------------------
+def whole(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    return list(blocks)
+
+
+def flat(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    keep = shard.part(sum(len(block.rows) for block in blocks), blocks[0].hf)
+    kept, first = [], 0
+    for block in blocks:
+        start, stop = max(keep.start - first, 0), min(keep.stop - first, len(block.rows))
+        if start < stop:
+            kept.append(block._replace(rows=block.rows[start:stop]))
+        first += len(block.rows)
+    return kept
+
+
+def each(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    """Every block cut on its own; ranks beyond the number of heads share a head (replicated kv)."""
+    kept = []
+    for block in blocks:
+        share = shard
+        if 0 < block.heads < shard.size:
+            Shard(0, block.heads).part(shard.size, f"{block.hf}, ranks per head")
+            share = Shard(shard.rank * block.heads // shard.size, block.heads)
+        if block.heads:
+            share.part(block.heads, f"{block.hf}, heads")
+        rows = share.part(len(block.rows), block.hf)
+        kept.append(block._replace(rows=block.rows[rows.start : rows.stop]))
+    return kept
+
+
+def columns(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    kept = []
+    for block in blocks:
+        assert block.cols is not None, f"{block.hf} has no columns to cut"
+        kept.append(block._replace(cols=shard.part(len(block.cols), block.hf)))
+    return kept
+
+
+# --- tables --------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One local tensor, or one per expert when its HF names hold {e}.
+
+    Inside a layer, names are relative to the layer.  {e} is the global expert in `hf` and the slot
+    on the rank in `local`; a local name without it stacks the rank's experts along dim 0.
+    """
+
+    local: str
+    hf: tuple[str, ...]
+    fuse: Fusion = copy
+    cut: Cut = whole
+    pad_vocab: bool = False  # rows are padded to the framework's vocabulary size
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rules of one framework for one family: first stage, every layer, last stage."""
+
+    layer_prefix: str  # {l} is the index of the layer on the rank
+    first: tuple[Rule, ...]
+    layer: tuple[Rule, ...]
+    last: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one rank holds: its layers, and its shard along each axis that cuts weights."""
+
+    layers: range  # global layer numbers
+    first: bool  # holds the embedding
+    last: bool  # holds the final norm and the head
+    tp: Shard
+    etp: Shard  # tensor parallelism inside an expert
+    ep: Shard
+    vocab_rows: int  # vocabulary with the framework's padding
+
+
+def expand(
+    table: Table, spec: ModelSpec, hf_shapes: Mapping[str, tuple[int, ...]], place: Place
+) -> Named:
+    """All tensors of one rank by local name, in the table's order.
+
+    Raises LayoutError when a rule names an HF tensor that the family's table does not have.
+    """
+    named: Named = {}
+
+    def blocks(rule: Rule, prefix: str, expert: int = 0) -> list[Block]:
+        names = [prefix + name.format(e=expert) for name in rule.hf]
+        fused = rule.fuse(spec, [_block(name, hf_shapes, rule) for name in names])
+        if rule.pad_vocab:
+            pad = place.vocab_rows - spec.vocab_size
+            fused.append(Block("", range(pad), fused[0].cols))
+        return fused
+
+    def add_root(rule: Rule) -> None:
+        named[rule.local] = _local(rule.cut(blocks(rule, ""), place.tp))
+
+    def add_experts(rule: Rule, local_prefix: str, hf_prefix: str) -> None:
+        mine = place.ep.part(spec.experts, "experts")
+        kept = [rule.cut(blocks(rule, hf_prefix, expert), place.etp) for expert in mine]
+        if "{e}" not in rule.local:
+            named[local_prefix + rule.local] = _stacked(kept)
+            return
+        for slot, part in enumerate(kept):
+            named[local_prefix + rule.local.format(e=slot)] = _local(part)
+
+    for rule in table.first if place.first else ():
+        add_root(rule)
+    for index, layer in enumerate(place.layers):
+        local_prefix, hf_prefix = table.layer_prefix.format(l=index), f"model.layers.{layer}."
+        for rule in table.layer:
+            if "{e}" in rule.hf[0]:
+                add_experts(rule, local_prefix, hf_prefix)
+            else:
+                kept = rule.cut(blocks(rule, hf_prefix), place.tp)
+                named[local_prefix + rule.local] = _local(kept)
+    for rule in table.last if place.last else ():
+        add_root(rule)
+    return named
+
+
+def _block(name: str, hf_shapes: Mapping[str, tuple[int, ...]], rule: Rule) -> Block:
+    if name not in hf_shapes:
+        raise LayoutError(f"{rule.local}: its rule names {name}, which the family does not have")
+    rows, *cols = hf_shapes[name]
+    return Block(name, range(rows), range(cols[0]) if cols else None)
+
+
+def _local(blocks: Sequence[Block], lead: Box = ()) -> Local:
+    """Blocks stored end to end.  Padding, if any, comes last."""
+    tiles, first, pad = [], 0, 0
+    for block in blocks:
+        stop = first + len(block.rows)
+        if block.hf:
+            assert not pad, f"{block.hf} follows padding rows"
+            cols: Box = () if block.cols is None else (block.cols,)
+            local_cols = tuple(range(len(c)) for c in cols)
+            box = (*lead, range(first, stop), *local_cols)
+            tiles.append(Tile(block.hf, (block.rows, *cols), box))
+        else:
+            pad += len(block.rows)
+        first = stop
+    width: tuple[int, ...] = () if blocks[0].cols is None else (len(blocks[0].cols),)
+    return Local((first, *width), tuple(tiles), pad)
+
+
+def _stacked(experts: Iterable[Sequence[Block]]) -> Local:
+    """One tensor [experts on this rank, rows, cols]."""
+    slots = [_local(part, (range(slot, slot + 1),)) for slot, part in enumerate(experts)]
+    tiles = tuple(tile for slot in slots for tile in slot.tiles)
+    return Local((len(slots), *slots[0].shape), tiles)

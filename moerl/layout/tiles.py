@@ -1,0 +1,211 @@
+"""Tiles: where the elements of Hugging Face tensors live on a rank, and joins between two sides.
+
+Hugging Face names and coordinates are the common language: a tile says that `hf[tile.hf_box]` is
+stored at `local[tile.box]`.  Trainer ranks and engine ranks are both described this way, so
+
+    load   local[tile.box] = hf[tile.hf_box]         save   hf[tile.hf_box] = local[tile.box]
+    sync   join(trainer tiles, engine tiles)         reshard   join(tiles A, tiles B)
+
+Pure Python, no tensors: a plan exists, and is refused, before any byte moves.  Rejected: mapping
+objects that also communicate (no plan can be checked up front) and joining by names converted
+from framework to framework (quadratic, and a typo is a silent no-op).
+Idea of overlapping boxes: Awex, awex/transfer/transfer_plan.py, and Megatron-core's
+core/resharding/planner.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moerl.errors import LayoutError
+
+Box = tuple[range, ...]
+"""One range of step 1 per dim."""
+
+
+class Tile(NamedTuple):
+    """hf[hf_box] is stored at local[box].
+
+    The boxes have the same extents, aligned from the right: a local tensor that stacks experts has
+    one more leading dim, of extent 1 in the tile.
+    """
+
+    hf: str
+    hf_box: Box
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One live tensor of a rank: what the rules say it must look like and what it holds.
+
+    Example: tp 2, 130 vocabulary rows padded to 256, rank 1 holds rows 128..255 of the padded
+    embedding: shape (128, h), one tile of 2 rows, pad_rows 126.
+    """
+
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    pad_rows: int = 0  # last rows of dim 0 that no Hugging Face tensor holds
+
+
+Named = dict[str, Local]
+"""All live tensors of one rank, by local parameter name."""
+
+
+class Op(NamedTuple):
+    """Copy src_box of tensor src_name on rank src to dst_box of dst_name on rank dst."""
+
+    src: int
+    src_name: str
+    src_box: Box
+    dst: int
+    dst_name: str
+    dst_box: Box
+
+
+def num_elements(box: Box) -> int:
+    return math.prod(map(len, box))
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    """Index of the box in a numpy array, torch tensor or safetensors slice."""
+    return tuple(slice(r.start, r.stop) for r in box)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple(range(n) for n in shape)
+
+
+def check_covers(named: Named, live: Mapping[str, Sequence[int]]) -> None:
+    """Every live tensor is tiled exactly: each element once, pad rows never, nothing left over.
+
+    live: shape of each live parameter by name.  Raises LayoutError naming the tensor when a
+    parameter has no rule, a rule has no parameter, shapes differ, or tiles overlap or leave a gap.
+    """
+    for name in live:
+        if name not in named:
+            raise LayoutError(f"{name}: no layout rule covers this live parameter")
+    for name, local in named.items():
+        if name not in live:
+            raise LayoutError(f"{name}: the layout has this tensor, the live module does not")
+        if tuple(live[name]) != local.shape:
+            raise LayoutError(
+                f"{name}: live shape {tuple(live[name])}, the layout says {local.shape}"
+            )
+        _check_exact(name, local)
+
+
+def join(
+    sources: Mapping[int, Named], sinks: Mapping[int, Named], *, same_ranks: bool = False
+) -> list[Op]:
+    """Plan that writes every sink element exactly once.
+
+    Of several ranks that hold the same box the one that has sent least so far sends.  With
+    `same_ranks`, rank r is the same process on both sides: what it holds itself is not sent.
+    Raises LayoutError for a sink element that no source holds, or that two different boxes hold.
+    """
+    index = _index(sources)
+    sent: dict[int, int] = defaultdict(int)
+    ops: list[Op] = []
+    for dst, named in sinks.items():
+        for dst_name, local in named.items():
+            for tile in local.tiles:
+                parts: list[Box] = []
+                for hf_box, holders in index.get(tile.hf, {}).items():
+                    part = _meet(hf_box, tile.hf_box)
+                    if part is None:
+                        continue
+                    parts.append(part)
+                    src = dst if same_ranks and dst in holders else _least(holders, sent)
+                    src_name, held = holders[src]
+                    if not (same_ranks and src == dst):
+                        sent[src] += num_elements(part)
+                    source = (src, src_name, _local_box(held, part))
+                    ops.append(Op(*source, dst, dst_name, _local_box(tile, part)))
+                _check_parts(dst_name, tile, parts)
+    return ops
+
+
+def _index(sources: Mapping[int, Named]) -> dict[str, dict[Box, dict[int, tuple[str, Tile]]]]:
+    """HF name -> box -> rank -> holder.  Replicas have equal boxes and so share one entry."""
+    index: dict[str, dict[Box, dict[int, tuple[str, Tile]]]] = defaultdict(dict)
+    for rank, named in sources.items():
+        for name, local in named.items():
+            for tile in local.tiles:
+                holders = index[tile.hf].setdefault(tile.hf_box, {})
+                holders.setdefault(rank, (name, tile))
+    return index
+
+
+def _least(holders: Iterable[int], sent: Mapping[int, int]) -> int:
+    return min(holders, key=lambda rank: (sent.get(rank, 0), rank))
+
+
+def _meet(a: Box, b: Box) -> Box | None:
+    """Intersection of two boxes of one HF tensor; None when empty."""
+    if a == b:
+        return a
+    if len(a) != len(b):
+        raise LayoutError(f"boxes {a} and {b} of one tensor differ in rank")
+    part = tuple(
+        range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
+    )
+    return part if all(part) else None
+
+
+def _local_box(tile: Tile, part: Box) -> Box:
+    """Local coordinates of `part`, a piece of tile.hf_box."""
+    lead = len(tile.box) - len(part)
+    moved = (
+        range(local.start + cut.start - hf.start, local.start + cut.stop - hf.start)
+        for hf, local, cut in zip(tile.hf_box, tile.box[lead:], part, strict=True)
+    )
+    return (*tile.box[:lead], *moved)
+
+
+def _check_parts(dst_name: str, tile: Tile, parts: Sequence[Box]) -> None:
+    clash = _overlap(parts)
+    if clash:
+        raise LayoutError(
+            f"{dst_name}: sources hold {tile.hf} in boxes that overlap without being equal, "
+            f"{clash[0]} and {clash[1]}"
+        )
+    covered, needed = sum(map(num_elements, parts)), num_elements(tile.hf_box)
+    if covered != needed:
+        raise LayoutError(
+            f"{dst_name}: sources hold {covered} of {needed} elements of {tile.hf} {tile.hf_box}"
+        )
+
+
+def _check_exact(name: str, local: Local) -> None:
+    boxes = [tile.box for tile in local.tiles]
+    clash = _overlap(boxes)
+    if clash:
+        raise LayoutError(f"{name}: two tiles write the same elements, {clash[0]} and {clash[1]}")
+    stops = (local.shape[0] - local.pad_rows, *local.shape[1:])
+    for tile in local.tiles:
+        lead = len(tile.box) - len(tile.hf_box)
+        fits = all(r.stop <= stop for r, stop in zip(tile.box, stops, strict=True))
+        if not fits or [len(r) for r in tile.hf_box] != [len(r) for r in tile.box[lead:]]:
+            raise LayoutError(f"{name}: tile {tile} does not fit shape {local.shape}")
+    covered, needed = sum(map(num_elements, boxes)), math.prod(stops)
+    if covered != needed:
+        raise LayoutError(f"{name}: tiles cover {covered} of {needed} elements")
+
+
+def _overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None.  A sweep along dim 0."""
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b[0].start):
+        active = [other for other in active if other[0].stop > box[0].start]
+        for other in active:
+            if all(
+                max(x.start, y.start) < min(x.stop, y.stop) for x, y in zip(box, other, strict=True)
+            ):
+                return other, box
+        active.append(box)
+    return None
