@@ -1,0 +1,242 @@
+"""Charts of the report as inline SVG that follows the page's light or dark colours.
+
+matplotlib draws with placeholder colours, and each placeholder is replaced by a CSS variable of
+the page; text stays text, so it is readable, searchable and small.  A JavaScript chart library
+was rejected: the page has to open without a network, years later.  pyplot is never used: it is
+global state, and picks a window backend where one is installed.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from moerl.observe.overlap import Interval
+
+INK, GRID = "#0a0001", "#0a0002"
+COLORS = ("#0a0011", "#0a0012", "#0a0013", "#0a0014", "#0a0015", "#0a0016")  # series, in order
+_CSS = {INK: "var(--ink)", GRID: "var(--grid)"} | {
+    color: f"var(--c{index})" for index, color in enumerate(COLORS, start=1)
+}
+MAX_POINTS = 400  # of one line; longer runs are averaged in blocks
+CHART_INCHES = (5.2, 2.5)
+TIMELINE_INCHES = (10.4, 0.9)  # height without lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric of a chart.
+
+    band: name of a second metric drawn as value +- band.
+    smooth: also draw the raw values, thin, behind a moving mean over a twentieth of the run.
+    """
+
+    name: str
+    label: str
+    band: str = ""
+    band_scale: float = 1.0
+    smooth: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A panel of the report: lines over optimizer steps."""
+
+    title: str
+    unit: str  # of the vertical axis
+    lines: tuple[Line, ...]
+    log: bool = False
+    share: bool = False  # axis fixed to 0..1
+    zero: bool = False  # axis starts at 0
+    level: float | None = None  # a horizontal line to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One kind of work on one lane of the timeline."""
+
+    lane: str
+    kind: str
+    intervals: Sequence[Interval]  # seconds since the start of the window
+
+
+def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The chart as SVG, or None when no row has a value that it could draw."""
+    with _figure(CHART_INCHES) as (figure, axes):
+        drawn = [
+            line
+            for line, color in zip(chart.lines, COLORS, strict=False)
+            if _draw_line(axes, line, color, rows, chart.log)
+        ]
+        if not drawn:
+            return None
+        if chart.level is not None:
+            axes.axhline(chart.level, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.6)
+        if chart.share:
+            axes.set_ylim(-0.03, 1.03)
+        if chart.zero:
+            axes.set_ylim(bottom=0.0)
+        if chart.log:
+            _log_axis(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(chart.unit)
+        if len(drawn) > 1 or drawn[0].band:
+            _legend(axes)
+        return _svg(figure, chart.title)
+
+
+def draw_timeline(bars: Sequence[Bar], window_s: float) -> str | None:
+    """Lanes over time as SVG, one per process; None without a bar."""
+    lanes = sorted({bar.lane for bar in bars}, key=_lane_order)
+    if not lanes:
+        return None
+    kinds = sorted({bar.kind for bar in bars})
+    width, base = TIMELINE_INCHES
+    with _figure((width, base + 0.42 * len(lanes))) as (figure, axes):
+        for bar in bars:
+            color = COLORS[kinds.index(bar.kind) % len(COLORS)]
+            spans = [(start, end - start) for start, end in bar.intervals]
+            axes.broken_barh(
+                spans, (lanes.index(bar.lane) - 0.36, 0.72), facecolors=color, linewidth=0
+            )
+        for index, kind in enumerate(kinds):
+            axes.barh(0, 0, color=COLORS[index % len(COLORS)], label=kind)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.set_ylim(len(lanes) - 0.4, -0.6)
+        axes.set_xlim(0.0, window_s)
+        axes.set_xlabel("seconds from the start of this window")
+        axes.grid(False, axis="y")
+        _legend(axes)
+        return _svg(figure, "timeline")
+
+
+def _draw_line(
+    axes: Axes, line: Line, color: str, rows: Sequence[Mapping[str, Any]], log: bool
+) -> bool:
+    points = [
+        (row["step"], row[line.name], row.get(line.band, 0.0))
+        for row in rows
+        if line.name in row and (not log or row[line.name] > 0)
+    ]
+    if not points:
+        return False
+    pick = np.max if line.name.endswith("_max") else np.mean
+    steps, values, bands = (_blocks(column, pick) for column in np.array(points, float).T)
+    marker = "o" if len(steps) == 1 else ""
+    if line.smooth and len(values) >= 20:
+        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
+        shown = _moving_mean(values, max(3, len(values) // 20))
+    else:
+        shown = values
+    if line.band and any(line.band in row for row in rows):
+        half = bands * line.band_scale
+        axes.fill_between(steps, shown - half, shown + half, color=color, alpha=0.16, linewidth=0)
+    axes.plot(steps, shown, color=color, linewidth=1.7, label=line.label, marker=marker)
+    return True
+
+
+def _log_axis(axes: Axes) -> None:
+    """Decades, or 1-2-5 where fewer than two are in view; plain text, as mathematics is off."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    steps = (1.0,) if high / low > 100.0 else (1.0, 2.0, 5.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=8))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    )
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _short(value: float) -> str:
+    """0.01, but 1e-5."""
+    return f"{value:g}" if 1e-3 <= value < 1e4 else f"{value:.0e}".replace("e-0", "e-")
+
+
+def _blocks(values: np.ndarray, pick: Callable[[np.ndarray], Any]) -> np.ndarray:
+    """At most MAX_POINTS values, each standing for a block of neighbours."""
+    if len(values) <= MAX_POINTS:
+        return values
+    return np.array([pick(block) for block in np.array_split(values, MAX_POINTS)])
+
+
+def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Centred mean over `width` values; at the ends over those that exist."""
+    window = np.ones(width)
+    counts = np.convolve(np.ones(len(values)), window, mode="same")
+    return np.convolve(values, window, mode="same") / counts
+
+
+def _lane_order(lane: str) -> tuple[int, str]:
+    first = ("engine", "trainer")
+    return next((i for i, head in enumerate(first) if lane.startswith(head)), len(first)), lane
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=8,
+        frameon=False,
+        borderaxespad=0.1,
+        handlelength=1.2,
+        columnspacing=1.4,
+        fontsize=8.5,
+    )
+
+
+@contextmanager
+def _figure(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
+    style: Any = {  # matplotlib types the keys as one long list of literals
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9.0,
+        "text.parse_math": False,  # names come from trace files, and $ is not mathematics there
+        "text.color": INK,
+        "axes.edgecolor": GRID,
+        "axes.labelcolor": INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "xtick.major.size": 0.0,
+        "ytick.major.size": 0.0,
+        "xtick.minor.size": 0.0,
+        "ytick.minor.size": 0.0,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=inches, layout="constrained")
+        FigureCanvasSVG(figure)
+        yield figure, figure.add_subplot()
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """SVG element without fixed size, with page colours and identifiers of its own."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(
+        {"svg.hashsalt": title}
+    ):  # clip paths of two charts never share an id
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    for color, variable in _CSS.items():
+        svg = svg.replace(color, variable)
+    return re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", svg)

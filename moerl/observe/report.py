@@ -1,0 +1,452 @@
+"""report.html: one self-contained page that shows what a run did.
+
+It is made from the files of the run alone (metrics.jsonl, samples.jsonl, trace/), so it can be
+made again later, and for a run that died: whatever is missing leaves its place with a note.
+Sampled text is foreign and is escaped; only SVG drawn by moerl.observe.charts enters as markup.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+from omegaconf import OmegaConf
+
+from moerl.config.schema import Config
+from moerl.observe.charts import Bar, Chart, Line, draw_chart, draw_timeline
+from moerl.observe.console import clock
+from moerl.observe.metrics import Row, read_lines, read_rows
+from moerl.observe.overlap import (
+    GENERATE,
+    STEP,
+    Interval,
+    Span,
+    decode_overlap,
+    intersect,
+    intervals,
+    length,
+    merge,
+    subtract,
+    trainer_work,
+)
+from moerl.observe.template import PAGE
+from moerl.rundir import RunDir
+from moerl.trace import read_spans
+
+ENGINE_ALONE = "perf/engine_alone_tokens_per_s"
+ENGINE_TRAINING = "perf/engine_training_tokens_per_s"
+MAX_SAMPLES = 40  # rows of the table, spread over the run
+WINDOW_STEPS = 6  # trainer steps in the timeline window
+WINDOW_S = 20.0  # its length when there is no trainer step
+MAX_LANES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    text: str
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One headline number."""
+
+    label: str
+    value: str
+    note: str = ""
+    wide: bool = False
+    bad: bool = False
+
+
+SECTIONS = (
+    Section(
+        "Learning",
+        "Raw reward of the rollouts each step trained on: thin line per step, thick line a "
+        "moving mean, band one standard deviation of rewards.",
+        (
+            Chart("Reward", "reward", (Line("reward/mean", "mean", "reward/std", smooth=True),)),
+            Chart("Response length", "tokens", (Line("sample/length_mean", "mean"),), zero=True),
+            Chart(
+                "Groups without signal, answers cut off",
+                "share",
+                (
+                    Line("reward/zero_var_frac", "all rewards equal"),
+                    Line("sample/truncated_frac", "hit the length limit"),
+                ),
+                share=True,
+            ),
+            Chart("Gradient norm", "L2, before clipping", (Line("loss/grad_norm", "norm"),)),
+        ),
+    ),
+    Section(
+        "Mismatch between trainer and engine",
+        "Trainer log-probability against the one the engine recorded when it sampled the token. "
+        "Staleness is part of it: at lag 0 with both replays only rounding is left.",
+        (
+            Chart("k3 divergence", "nats", (Line("mismatch/k3", "k3"),), log=True),
+            Chart(
+                "Absolute log-probability difference",
+                "nats",
+                (
+                    Line("mismatch/abs_dlogp_max", "max"),
+                    Line("mismatch/abs_dlogp_mean", "mean"),
+                ),
+                log=True,
+            ),
+            Chart(
+                "Mean importance ratio",
+                "ratio",
+                (Line("mismatch/ratio_mean", "mean \u00b1 4 se", "mismatch/ratio_se", 4.0),),
+                level=1.0,
+            ),
+            Chart(
+                "Replay coverage",
+                "share of tokens",
+                (
+                    Line("routing/replay_cover_frac", "routing"),
+                    Line("keep/cover_frac", "sampling mask"),
+                ),
+                share=True,
+            ),
+        ),
+    ),
+    Section(
+        "Asynchrony",
+        "Two sides work at the same time: lag is the price, idle time is what it buys back.",
+        (
+            Chart(
+                "Version lag",
+                "versions",
+                (Line("async/lag_max", "max"), Line("async/lag_mean", "mean")),
+                zero=True,
+            ),
+            Chart(
+                "Throughput",
+                "tokens/s",
+                (
+                    Line("perf/rollout_tokens_per_s", "engine, generated"),
+                    Line("perf/train_tokens_per_s", "trainer"),
+                ),
+                zero=True,
+            ),
+            Chart(
+                "Idle",
+                "share of time",
+                (
+                    Line("async/engine_idle_frac", "engine"),
+                    Line("async/trainer_wait_frac", "trainer, waiting for a batch"),
+                ),
+                share=True,
+            ),
+            Chart("Buffer depth", "groups", (Line("async/buffer_depth", "groups"),), zero=True),
+            Chart(
+                "Requests aborted and resumed",
+                "requests",
+                (Line("async/interrupts", "requests"),),
+                zero=True,
+            ),
+            Chart(
+                "Weight update",
+                "seconds",
+                (
+                    Line("async/sync_transfer_s", "transfer"),
+                    Line("async/sync_pause_s", "engine pause"),
+                ),
+                zero=True,
+            ),
+        ),
+    ),
+)
+
+
+def write_report(
+    run: RunDir,
+    config: Config | Mapping[str, Any],
+    summary: Mapping[str, float] | None = None,
+) -> os.PathLike[str]:
+    """Write report.html of a run in any state and return its path.
+
+    summary: numbers measured outside the steps, named ENGINE_ALONE and ENGINE_TRAINING.
+    Raises RecordError when metrics.jsonl or samples.jsonl is damaged beyond a torn last line.
+    """
+    settings: dict[str, Any] = asdict(config) if isinstance(config, Config) else dict(config)
+    rows, spans = read_rows(run.metrics), read_spans(run.trace)
+    num_steps = int(_setting(settings, "run.steps", 0))
+    num_done = rows[-1]["step"] + 1 if rows else 0
+    page = (
+        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        .from_string(PAGE)
+        .render(
+            name=run.root.name,
+            complete=0 < num_steps <= num_done,
+            state=_state(num_done, num_steps),
+            subtitle=_subtitle(settings, rows),
+            tiles=_tiles(rows, spans, settings, summary or {}),
+            sections=[_section(section, rows) for section in SECTIONS],
+            timeline=_timeline(spans),
+            samples=_samples(read_lines(run.samples)),
+            config=OmegaConf.to_yaml(OmegaConf.create(settings)),
+        )
+    )
+    unfinished = run.report.with_suffix(".tmp")
+    unfinished.write_bytes(page.encode("utf-8", "replace"))  # model output may hold lone surrogates
+    unfinished.replace(run.report)
+    return run.report
+
+
+# --- headline ------------------------------------------------------------------------------------
+def reward_gain(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """Mean reward of the first and of the last tenth of the steps; None without a reward."""
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    if not rewards:
+        return None
+    tenth = max(1, len(rewards) // 10)
+    return fmean(rewards[:tenth]), fmean(rewards[-tenth:])
+
+
+def wall_time_s(rows: Sequence[Row]) -> float:
+    """Seconds from the start of the first step to the end of the last, pauses included."""
+    if not rows:
+        return 0.0
+    return rows[-1]["time_s"] - rows[0]["time_s"] + rows[0].get("perf/step_s", 0.0)
+
+
+def _tiles(
+    rows: Sequence[Row],
+    spans: Sequence[Span],
+    settings: Mapping[str, Any],
+    summary: Mapping[str, float],
+) -> list[Tile]:
+    tiles = [_reward_tile(rows)]
+    tiles.append(Tile("Wall time", clock(wall_time_s(rows)), f"for {len(rows):,} steps"))
+    tiles += _throughput_tiles(rows, summary)
+    tiles.append(_overlap_tile(spans))
+    tiles.append(
+        _extreme_tile(
+            "Largest mismatch", rows, "mismatch/abs_dlogp_max", ".2g", "max |dlogp|, nats"
+        )
+    )
+    tiles += [
+        _coverage_tile("Routing replayed", rows, "routing/replay_cover_frac"),
+        _coverage_tile("Sampling masks kept", rows, "keep/cover_frac"),
+    ]
+    limit = int(_setting(settings, "rollout.max_lag", 0))
+    tiles.append(
+        _extreme_tile(
+            "Largest lag", rows, "async/lag_max", ".0f", f"versions, limit {limit}", limit
+        )
+    )
+    refused = sum(v for row in rows for k, v in row.items() if k.startswith("refused/"))
+    tiles.append(Tile("Records refused", f"{refused:,.0f}", "never trained on", bad=refused > 0))
+    return tiles
+
+
+def _reward_tile(rows: Sequence[Row]) -> Tile:
+    gain = reward_gain(rows)
+    if gain is None:
+        return Tile("Reward", "-", "no step has a reward", wide=True)
+    first, last = gain
+    note = f"{last - first:+.3f}, mean of the first tenth of steps to mean of the last"
+    return Tile("Reward", f"{first:.3f} \u2192 {last:.3f}", note, wide=True)
+
+
+def _throughput_tiles(rows: Sequence[Row], summary: Mapping[str, float]) -> list[Tile]:
+    alone = summary.get(ENGINE_ALONE)
+    training = summary.get(ENGINE_TRAINING, _rate(rows, "perf/rollout_tokens_per_s"))
+    note = "generated, while training"
+    if alone:
+        note += f"; alone {alone:,.0f}"
+    return [
+        Tile("Engine tokens/s", _number(training, ",.0f"), note, wide=alone is not None),
+        Tile("Trainer tokens/s", _number(_rate(rows, "perf/train_tokens_per_s"), ",.0f")),
+    ]
+
+
+def _overlap_tile(spans: Sequence[Span]) -> Tile:
+    share = decode_overlap(spans)
+    return Tile("Overlap", _number(share, ".0%"), "engine decoding while the trainer works")
+
+
+def _extreme_tile(
+    label: str, rows: Sequence[Row], name: str, form: str, note: str, limit: float | None = None
+) -> Tile:
+    worst = max((row[name] for row in rows if name in row), default=None)
+    bad = limit is not None and worst is not None and worst > limit
+    return Tile(label, _number(worst, form), note, bad=bad)
+
+
+def _coverage_tile(label: str, rows: Sequence[Row], name: str) -> Tile:
+    worst = min((row[name] for row in rows if name in row), default=None)
+    text = "100%" if worst == 1.0 else _number(worst, ".4%")
+    return Tile(label, text, "of tokens, worst step", bad=worst is not None and worst != 1.0)
+
+
+def _rate(rows: Sequence[Row], name: str) -> float | None:
+    """Mean of a rate over the run, each step weighted by its seconds."""
+    pairs = [(row[name], row.get("perf/step_s", 1.0)) for row in rows if name in row]
+    total = sum(seconds for _, seconds in pairs)
+    return sum(value * seconds for value, seconds in pairs) / total if total > 0 else None
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _state(num_done: int, num_steps: int) -> str:
+    if not num_done:
+        return "Stopped before the first step"
+    return f"{'Complete' if num_done >= num_steps else 'Stopped'}: {num_done} of {num_steps} steps"
+
+
+def _subtitle(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    get = lambda name: _setting(settings, name, None)  # noqa: E731  a table of facts reads better
+    facts = {
+        "task": get("task.name"),
+        "engines": get("engine.count"),
+        "engine": get("engine.dtype"),
+        "trainer": get("trainer.dtype"),
+        "expert parallel": get("trainer.parallel.ep"),
+        "top-p": get("sampling.top_p"),
+        "routing replay": get("replay.routing"),
+        "sampling mask": {True: "kept", False: "off"}.get(get("replay.sampling_mask")),
+    }
+    parts = [f"{label} {value}" for label, value in facts.items() if value is not None]
+    if rows:
+        ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(rows[-1]["time_s"]))
+        parts.append(f"last step {ended}")
+    return ", ".join(parts)
+
+
+def _setting(settings: Mapping[str, Any], dotted: str, default: Any) -> Any:
+    value: Any = settings
+    for key in dotted.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+# --- body ----------------------------------------------------------------------------------------
+def _section(section: Section, rows: Sequence[Row]) -> dict[str, Any]:
+    charts = []
+    for chart in section.charts:
+        svg = draw_chart(chart, rows)
+        names = ", ".join(line.name for line in chart.lines)
+        charts.append({"title": chart.title, "svg": Markup(svg) if svg else None, "names": names})
+    return {"title": section.title, "text": section.text, "charts": charts}
+
+
+def _timeline(spans: Sequence[Span]) -> dict[str, Any]:
+    """Work per process in a window around the middle of the run, and the overlap of all of it."""
+    share = decode_overlap(spans)
+    text = "Work of each process in a window around the middle of the run. "
+    if share is not None:
+        text += (
+            f"Over the whole run an engine was decoding during {share:.1%} of the time in which "
+            "the trainer worked (its steps, less waiting for a batch)."
+        )
+    window = _window(spans)
+    if window is None:
+        return {"text": text, "svg": None}
+    bars, num_hidden = _bars(spans, window)
+    if num_hidden:
+        text += f" {num_hidden} more processes are not drawn."
+    svg = draw_timeline(bars, window[1] - window[0])
+    return {"text": text, "svg": Markup(svg) if svg else None}
+
+
+def _window(spans: Sequence[Span]) -> Interval | None:
+    """From the start of one trainer step to the end of a later one, around the middle."""
+    work = trainer_work(spans)
+    if work:
+        middle = (work[0][0] + work[-1][1]) / 2
+        usual = median(end - start for start, end in intervals(spans, "trainer", STEP))
+        half = WINDOW_STEPS / 2 * usual
+        return max(work[0][0], middle - half), min(work[-1][1], middle + half)
+    decoding = merge(intervals(spans, "engine", GENERATE))
+    if not decoding:
+        return None
+    middle = (decoding[0][0] + decoding[-1][1]) / 2
+    return middle - WINDOW_S / 2, middle + WINDOW_S / 2
+
+
+def _bars(spans: Sequence[Span], window: Interval) -> tuple[list[Bar], int]:
+    """Bars inside the window and how many processes were left out.
+
+    A step span contains its phases: only what no phase covers is drawn as "step".
+    """
+    found: dict[tuple[str, str], list[Interval]] = {}
+    for span in spans:
+        if span["start_s"] < window[1] and span["end_s"] > window[0]:
+            key = (str(span["process"]), str(span["name"]))
+            found.setdefault(key, []).append((span["start_s"], span["end_s"]))
+    lanes = sorted({lane for lane, _ in found})
+    kept = set([x for x in lanes if x.startswith(("engine", "trainer"))][:MAX_LANES])
+    kept |= set([x for x in lanes if x not in kept][: MAX_LANES - len(kept)])
+    names = _main_kinds(found)
+    bars: dict[tuple[str, str], list[Interval]] = {}
+    for (lane, name), parts in found.items():
+        if lane not in kept:
+            continue
+        if name == STEP:
+            phases = [
+                p
+                for (own, kind), ps in found.items()
+                if own == lane != kind
+                for p in ps
+                if kind != STEP
+            ]
+            parts = subtract(parts, phases)
+        bars.setdefault((lane, name if name in names else "other"), []).extend(parts)
+    shift = window[0]
+    return [
+        Bar(lane, kind, [(a - shift, b - shift) for a, b in intersect(parts, [window])])
+        for (lane, kind), parts in sorted(bars.items())
+    ], len(lanes) - len(kept)
+
+
+def _main_kinds(found: Mapping[tuple[str, str], Iterable[Interval]]) -> set[str]:
+    """The kinds of work that fill most time; the rest share one colour."""
+    seconds: dict[str, float] = {}
+    for (_, name), parts in found.items():
+        seconds[name] = seconds.get(name, 0.0) + length(parts)
+    order = sorted(seconds, key=lambda name: -seconds[name])
+    return set(order if len(order) <= MAX_KINDS else order[: MAX_KINDS - 1])
+
+
+def _samples(samples: Sequence[Any]) -> list[dict[str, str]]:
+    """Rows of the table, spread evenly over what was kept, as text."""
+    kept = [sample for sample in samples if isinstance(sample, dict)]
+    if len(kept) > MAX_SAMPLES:
+        last = len(kept) - 1
+        kept = [kept[round(i * last / (MAX_SAMPLES - 1))] for i in range(MAX_SAMPLES)]
+    rewards = [s["reward"] for s in kept if isinstance(s.get("reward"), int | float)]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    return [_sample(sample, low, high) for sample in kept]
+
+
+def _sample(sample: Mapping[str, Any], low: float, high: float) -> dict[str, str]:
+    reward = sample.get("reward")
+    score = float(reward) if isinstance(reward, int | float) else None
+    share = (score - low) / (high - low) if score is not None and high > low else 0.0
+    return {
+        "step": str(sample.get("step", "-")),
+        "version": str(sample.get("version", "-")),
+        "lag": str(sample.get("lag", "-")),
+        "reward": _number(score, ".3f"),
+        "share": f"{share:.3f}",
+        "prompt": _visible(str(sample.get("prompt", ""))),
+        "response": _visible(str(sample.get("response", ""))),
+    }
+
+
+def _visible(text: str) -> str:
+    """Control characters as their picture symbol, so that odd output is seen rather than lost."""
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
