@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from moerl.errors import ProtocolError
+from moerl.errors import ProtocolError, RecordError
 from moerl.types import BatchPlan, Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 
 
@@ -231,8 +231,11 @@ class Engine(Protocol):
 
     async def start(self, version: PolicyVersion) -> EngineStatus: ...
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment]:
-        """Run all requests in one engine call; every record is checked and sealed on return."""
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        """Run all requests in one engine call; every record is checked and sealed on return.
+
+        A record that breaks the contract comes back as its RecordError, in its place.
+        """
         ...
 
     async def join_sync(self, message: JoinSync) -> None: ...

@@ -1,0 +1,160 @@
+"""SGLang server arguments: ours, the user's `engine.args`, and what replay allows.
+
+Names are checked against the installed SGLang without importing it (its import costs seconds and a
+dozen packages): the ordered field list of ServerArgs is a plain tuple in one small file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import runpy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moerl.config.schema import EngineConfig
+from moerl.errors import ConfigError
+
+# Deployment features whose routing rows and masks are proven against another implementation by
+# tests/e2e/test_engine_e2e.py.
+FEATURES = ("prefix_cache", "chunked_prefill", "overlap_schedule", "abort_resume")
+
+# Features not proven with replay: ServerArgs field -> (feature, values that leave it off).
+_UNPROVEN: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "attn_cp_size": ("context parallelism", (1,)),
+    "attn_dp_size": ("data-parallel attention", (1,)),
+    "decoupled_spec_role": ("speculative decoding", ("null",)),
+    "disaggregation_mode": ("prefill/decode disaggregation", ("null",)),
+    "dllm_algorithm": ("diffusion decoding", (None,)),
+    "dp_size": ("data-parallel attention", (1,)),
+    "elastic_ep_backend": ("elastic expert parallelism", (None,)),
+    "enable_dp_attention": ("data-parallel attention", (False,)),
+    "enable_eplb": ("expert load balancing", (False,)),
+    "enable_hierarchical_cache": ("hierarchical cache", (False,)),
+    "enable_lmcache": ("hierarchical cache", (False,)),
+    "enable_lora": ("LoRA", (None, False)),
+    "enable_pdmux": ("prefill/decode multiplexing", (False,)),
+    "enable_prefill_cp": ("context parallelism", (False,)),
+    "enable_two_batch_overlap": ("two-batch overlap", (False,)),
+    "enable_unified_cache_external_linker": ("hierarchical cache", (False,)),
+    "ep_num_redundant_experts": ("redundant experts", (0,)),
+    "ep_size": ("expert parallelism", (1,)),
+    "hicache_storage_backend": ("hierarchical cache", (None,)),
+    "moe_dp_size": ("data-parallel experts", (1,)),
+    "pp_size": ("pipeline parallelism", (1,)),
+    "speculative_algorithm": ("speculative decoding", (None,)),
+}
+
+# Arguments that another setting or this program decides.
+_OWNED: dict[str, str] = {
+    "model_path": "set model.path",
+    "dtype": "set engine.dtype",
+    "tp_size": "set engine.tp",
+    "max_running_requests": "set engine.max_running_requests",
+    "max_total_tokens": "set engine.max_total_tokens",
+    "mem_fraction_static": "set engine.mem_fraction_static",
+    "host": "set engine.host",
+    "device": "set engine.platform",
+    "port": "a free port is chosen for each engine",
+    "nccl_port": "a free port is chosen for each engine",
+    "dist_init_addr": "an engine is one process group on one node",
+    "nnodes": "an engine is one process group on one node",
+    "node_rank": "an engine is one process group on one node",
+    "api_key": "every run makes its own token",
+    "admin_api_key": "every run makes its own token",
+    "weight_version": "the version is that of the policy",
+    "enable_return_routed_experts": "set replay.routing",
+    "skip_server_warmup": "readiness is checked by the host",
+    "skip_tokenizer_init": "the host sends and reads token ids",
+    "tokenizer_worker_num": "SGLang checks the token only with one tokenizer worker",
+    "use_ray": "the host starts the server",
+    "grpc_mode": "the host speaks HTTP",
+    "smg_grpc_mode": "the host speaks HTTP",
+    "grpc_port": "the host speaks HTTP",
+    "ssl_certfile": "the host speaks plain HTTP",
+    "encoder_only": "an engine generates",
+    "is_embedding": "an engine generates",
+    "config": "put the arguments into engine.args",
+}
+
+
+@lru_cache
+def field_names() -> frozenset[str]:
+    """Names of all server arguments of the installed SGLang."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise ConfigError("engine", "sglang", "the sglang package must be installed")
+    path = Path(spec.origin).parent / "srt" / "arg_groups" / "field_order.py"
+    if not path.is_file():
+        raise ConfigError("engine", "sglang", "this SGLang has no field list; install 0.5.23")
+    return frozenset(runpy.run_path(str(path))["POSITIONAL_FIELD_ORDER"])
+
+
+def check_args(args: dict[str, Any], *, replay: bool) -> None:
+    """Check `engine.args`.  Raises ConfigError: unknown name, one of ours, or not proven.
+
+    replay: routing is recorded, so a feature that may record other rows than it ran is refused.
+    """
+    for name, value in args.items():
+        field = f"engine.args.{name}"
+        if name in _OWNED:
+            raise ConfigError(field, value, _OWNED[name])
+        if name not in field_names():
+            close = difflib.get_close_matches(name, field_names(), 3)
+            hint = f", such as {' or '.join(close)}" if close else ""
+            raise ConfigError(field, value, f"it must name an SGLang server argument{hint}")
+        feature, off = _UNPROVEN.get(name, ("", ()))
+        if replay and feature and value not in off:
+            raise ConfigError(
+                field, value, f"{feature} is not proven with replay; allowed: {off[0]!r}"
+            )
+
+
+def uses_cuda(platform: str) -> bool:
+    """Resolve engine.platform."""
+    if platform not in ("auto", "cpu", "cuda"):
+        raise ConfigError("engine.platform", platform, "one of auto, cpu, cuda")
+    import torch
+
+    if platform == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.platform", platform, "torch finds no CUDA device here")
+    return platform != "cpu" and torch.cuda.is_available()
+
+
+def server_args(
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    routing: bool,
+    version: str,
+    port: int,
+    nccl_port: int,
+) -> dict[str, Any]:
+    """All arguments of one server, by ServerArgs field name.  Raises ConfigError.
+
+    routing: record the routed experts; version: the initial weight version.
+    """
+    check_args(config.args, replay=routing)
+    args: dict[str, Any] = {
+        "model_path": str(model_path),
+        "dtype": config.dtype,
+        "tp_size": config.tp,
+        "max_running_requests": config.max_running_requests,
+        "max_total_tokens": config.max_total_tokens,
+        "mem_fraction_static": config.mem_fraction_static,
+        "host": config.host,
+        "port": port,
+        "nccl_port": nccl_port,
+        "weight_version": version,
+        "enable_return_routed_experts": routing,
+        "skip_server_warmup": True,
+        "skip_tokenizer_init": True,
+    }
+    if not uses_cuda(config.platform):
+        args |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+        }
+    return args | config.args

@@ -1,0 +1,125 @@
+"""HTTP client of one SGLang server: every call carries the run's token.
+
+Only questions that change nothing (health, model_info, checksum) are repeated after a broken
+connection; a generation or an update that failed half-way is reported, never sent twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import orjson
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
+
+from moerl.errors import EngineError
+
+_CONNECT_S = 5.0
+_BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+class BadRequest(EngineError):
+    """The server refused a request as malformed (HTTP 400); nothing of it ran to an answer."""
+
+
+class EngineClient:
+    """Make and close it inside one event loop."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url
+        self._session = aiohttp.ClientSession(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            connector=aiohttp.TCPConnector(limit=0),
+            # No read timeout: a batch takes as long as its longest answer.  The host watches the
+            # process and gives up when that dies.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            trust_env=False,
+            json_serialize=lambda value: orjson.dumps(value).decode(),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def healthy(self) -> bool:
+        """One attempt, short: used to wait for readiness."""
+        try:
+            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(2.0)) as reply:
+                return reply.status == 200
+        except _BROKEN:
+            return False
+
+    async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """One batch (`input_ids` is a list of lists); one reply per request, in order.
+
+        Raises BadRequest when the server refuses the batch, EngineError otherwise.
+        """
+        return await self._post("/generate", body)
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True})
+
+    async def join_group(self, **fields: Any) -> None:
+        await self._succeed("/init_weights_update_group", fields)
+
+    async def leave_group(self, group: str) -> None:
+        await self._succeed("/destroy_weights_update_group", {"group_name": group})
+
+    async def begin_update(self) -> None:
+        await self._succeed("/begin_weight_update", {})
+
+    async def receive_bucket(self, **fields: Any) -> None:
+        await self._succeed("/update_weights_from_distributed", fields)
+
+    async def end_update(self) -> None:
+        await self._succeed("/end_weight_update", {})
+
+    async def flush_cache(self) -> None:
+        await self._post("/flush_cache", {})
+
+    async def weight_version(self) -> str:
+        return str((await self._ask("GET", "/model_info"))["weight_version"])
+
+    async def checksum(self) -> dict[str, Any]:
+        """Per-tensor checksums of every rank, as SGLang computes them."""
+        return await self._ask("POST", "/weights_checker", {"action": "checksum"})
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        async for attempt in AsyncRetrying(
+            stop=stop_after_attempt(3),
+            wait=wait_fixed(0.2),
+            retry=retry_if_exception_type(_BROKEN),
+            reraise=True,
+        ):
+            with attempt:
+                return await self._request(method, path, body)
+
+    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
+        reply = await self._post(path, body)
+        if not reply.get("success"):
+            raise EngineError(f"engine {path}: {reply.get('message', reply)}")
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            return await self._request("POST", path, body)
+        except _BROKEN as error:
+            what = str(error) or type(error).__name__
+            raise EngineError(f"engine {path} broke off: {what}") from error
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        async with self._session.request(method, path, json=body) as reply:
+            data = await reply.read()
+            if reply.status == 200:
+                return orjson.loads(data) if data[:1] in (b"{", b"[") else {}
+            kind = BadRequest if reply.status == 400 else EngineError
+            raise kind(f"engine {path}: HTTP {reply.status}: {_message(data)}")
+
+
+def _message(data: bytes) -> str:
+    """The server's own words, whichever of its three error shapes it used."""
+    try:
+        reply = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return data[:300].decode(errors="replace")
+    error = reply.get("error", reply.get("message", reply)) if isinstance(reply, dict) else reply
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

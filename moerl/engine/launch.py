@@ -1,0 +1,61 @@
+"""The server process: `python -m moerl.engine.launch`, one JSON job on standard input.
+
+The job is {"parent": pid, "args": {ServerArgs field: value}, "token": str}.  It comes by standard
+input so that the token is neither in the command line nor in the environment, and so that every
+server argument keeps its type.  The process dies with its parent (SIGKILL of the host leaves no
+server behind), and SGLang's own processes die with this one in the same way.
+
+Rejected: `python -m sglang.launch_server` (token on the command line, no import shim).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from moerl.engine import shim
+from moerl.engine.secret import Secret
+
+shim.arm()  # at import: each process that SGLang spawns imports this module again
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    die_with(job["parent"])
+    serve(job["args"], Secret(job["token"]))
+
+
+def die_with(parent: int) -> None:
+    """Be killed when `parent`, the process that started this one, ends for whatever reason.
+
+    Linux sends the signal when the parent's THREAD ends: start servers from a thread that lives on.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def serve(args: dict[str, Any], token: Secret) -> None:
+    """Run one HTTP server until it is told to stop."""
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s")
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(ServerArgs(**args, api_key=token, admin_api_key=token))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

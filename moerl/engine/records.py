@@ -1,0 +1,184 @@
+"""One engine reply -> checked arrays.  Pure functions; whatever is missing or odd is refused.
+
+Legend: T' tokens of the request, n sampled by this call, L MoE layers, K experts per token.  Read
+docs/alignment.md first: routing rows belong to fed-in tokens (T' + n - 1 of them, the last sampled
+token is never fed), log-probabilities and mask rows to produced tokens (n).
+
+The behaviour log-probability of truncated sampling is SGLang's `output_token_sampling_logprobs`
+(renormalised over the kept set); `output_token_logprobs` is the one before truncation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moerl.codec.routing import decode_engine_rows
+from moerl.codec.sampling_mask import encode_rows
+from moerl.errors import RecordError
+from moerl.types import Array, Finish, GenerateRequest, PolicyVersion
+
+_ROUNDING = 1e-6  # a log-probability above 0 by no more than this is rounding
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the record check must know of the served model."""
+
+    vocab_size: int
+    num_layers: int  # hidden layers, dense ones included
+    moe_layers: tuple[int, ...]  # 0-based numbers of the layers that route; empty = dense model
+    num_experts: int
+    top_k: int
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a sequence unless sampling.ignore_eos
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """A checked reply, not yet sealed."""
+
+    output_ids: Array  # [n] i32
+    logprobs: Array  # [n] f32, <= 0
+    finish: Finish
+    routing: Array | None  # [L, T' + n - 1 - rows_from, K] u8 or u16
+    audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when asked for
+    mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
+    cached_tokens: int
+
+
+def first_row(request: GenerateRequest) -> int:
+    """First routing row to ask the engine for."""
+    return 0 if request.audit else request.rows_from
+
+
+def parse(
+    reply: dict[str, Any],
+    request: GenerateRequest,
+    *,
+    version: PolicyVersion,
+    facts: ModelFacts,
+    routing: bool,
+) -> Reply:
+    """Check one element of a `/generate` answer against its request.
+
+    version: weights the engine must have used for every token; routing: rows were asked for.
+    Raises RecordError: `reply`, `finish`, `nan`, `length`, `token_range`, `version`,
+    `logprob_*`, and the reasons of `moerl.codec`.
+    """
+    try:
+        meta, output = reply["meta_info"], np.asarray(reply["output_ids"], np.int64).reshape(-1)
+        finish = _finish(meta, output, request, facts)
+        cached = int(meta.get("cached_tokens", 0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError("reply", f"{request.rollout_id}: {error!r}") from error
+    num_new = len(output)
+    if num_new == 0 or _unrecorded_abort(meta, finish, routing):
+        return _nothing(request, finish, cached)
+    if num_new > request.sampling.max_new_tokens:
+        raise RecordError("length", f"{num_new} tokens, {request.sampling.max_new_tokens} allowed")
+    if output.min() < 0 or output.max() >= facts.vocab_size:
+        raise RecordError("token_range", f"token ids must lie in 0..{facts.vocab_size - 1}")
+    _check_version(meta, version, num_new)
+    output = output.astype(np.int32)
+    rows, audit = _routing(meta, request, num_new, facts) if routing else (None, None)
+    return Reply(
+        output_ids=output,
+        logprobs=_logprobs(meta, output, truncates=request.sampling.truncates),
+        finish=finish,
+        routing=rows,
+        audit=audit,
+        mask=_mask(meta, output, facts) if request.sampling.truncates else None,
+        cached_tokens=cached,
+    )
+
+
+def _nothing(request: GenerateRequest, finish: Finish, cached: int) -> Reply:
+    if finish is not Finish.ABORT:
+        raise RecordError("length", f"{request.rollout_id}: no token, yet finish is {finish}")
+    empty = np.zeros(0, np.int32)
+    return Reply(empty, np.zeros(0, np.float32), finish, None, None, None, cached)
+
+
+def _unrecorded_abort(meta: dict[str, Any], finish: Finish, routing: bool) -> bool:
+    """A request aborted while retracted to the waiting queue comes back without its rows.
+
+    Its tokens are dropped, as if none had been sampled: the request is simply sent again.
+    """
+    return finish is Finish.ABORT and routing and meta.get("routed_experts") is None
+
+
+def _finish(
+    meta: dict[str, Any], output: Array, request: GenerateRequest, facts: ModelFacts
+) -> Finish:
+    """Why it ended.  An abort that hit the very step of a natural end is that end.
+
+    SGLang sets the abort before it looks for stop tokens, so a sequence whose last token is a stop
+    token may be reported as aborted; resuming it would sample beyond its end.
+    """
+    reason = meta["finish_reason"]
+    if reason.get("matched") == "NaN happened":  # SGLang replaced the token it could not sample
+        raise RecordError("nan", f"{request.rollout_id}: the engine sampled from NaN logits")
+    try:
+        finish = Finish(reason["type"])
+    except ValueError as error:
+        raise RecordError("finish", f"{request.rollout_id}: finish {reason}") from error
+    if finish is not Finish.ABORT or not len(output):
+        return finish
+    stops = (*request.sampling.stop_token_ids, *facts.eos_token_ids)
+    if not request.sampling.ignore_eos and int(output[-1]) in stops:
+        return Finish.STOP
+    return Finish.LENGTH if len(output) >= request.sampling.max_new_tokens else finish
+
+
+def _check_version(meta: dict[str, Any], version: PolicyVersion, num_new: int) -> None:
+    want = [{"version": str(version), "start": 0, "end": num_new}]
+    if meta.get("weight_versions") != want:
+        raise RecordError("version", f"spans {meta.get('weight_versions')}; want {want}")
+
+
+def _logprobs(meta: dict[str, Any], output: Array, *, truncates: bool) -> Array:
+    if truncates:
+        values = meta.get("output_token_sampling_logprobs")
+    else:
+        entries = meta.get("output_token_logprobs")
+        values = None if entries is None else [entry[0] for entry in entries]
+        if entries is not None and [entry[1] for entry in entries] != output.tolist():
+            raise RecordError("logprob_tokens", "log-probabilities of other tokens than sampled")
+    if values is None or len(values) != len(output):
+        have = "none" if values is None else len(values)
+        raise RecordError("length", f"{have} log-probabilities for {len(output)} tokens")
+    logprobs = np.asarray([np.nan if value is None else value for value in values], np.float32)
+    if not np.isfinite(logprobs).all():
+        raise RecordError("logprob_finite", "a log-probability is not finite")
+    if float(logprobs.max()) > _ROUNDING:
+        raise RecordError("logprob_sign", f"a log-probability is {float(logprobs.max()):.3g} > 0")
+    return np.minimum(logprobs, np.float32(0.0))
+
+
+def _routing(
+    meta: dict[str, Any], request: GenerateRequest, num_new: int, facts: ModelFacts
+) -> tuple[Array, Array | None]:
+    begin, split = first_row(request), request.rows_from
+    payload = meta.get("routed_experts")
+    if payload is None:
+        raise RecordError("routing_rows", f"{request.rollout_id}: the reply has no routing rows")
+    ids = decode_engine_rows(
+        payload,
+        num_rows=len(request.token_ids) + num_new - 1 - begin,
+        num_layers=facts.num_layers,
+        moe_layers=facts.moe_layers,
+        top_k=facts.top_k,
+        num_experts=facts.num_experts,
+    )
+    if not request.audit or split == 0:
+        return ids, None
+    return np.ascontiguousarray(ids[:, split:]), np.ascontiguousarray(ids[:, :split])
+
+
+def _mask(meta: dict[str, Any], output: Array, facts: ModelFacts) -> tuple[Array, Array]:
+    rows = meta.get("output_token_sampling_mask")
+    if rows is None:
+        raise RecordError("mask_rows", "the reply has no sampling mask")
+    return encode_rows(rows, output, vocab_size=facts.vocab_size)

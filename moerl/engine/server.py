@@ -1,0 +1,218 @@
+"""One SGLang HTTP server as a child process: start, watch, explain its death, stop.
+
+A start that fails is reported within a second of the process's exit, in one sentence with the
+exception it logged; nothing waits for a port that will never open.  No process outlives the host:
+the server dies with its parent (see `launch`), `stop` takes its whole tree down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from moerl.config.schema import EngineConfig
+from moerl.engine.args import server_args
+from moerl.engine.client import EngineClient
+from moerl.errors import EngineError
+
+_POLL_S = 0.1
+_GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_TAIL_LINES = 20
+
+# `pkg.SomeError: text` at the start of a line, or uvicorn's `[Errno 98] ...` anywhere in it.
+_EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: .*)?$|\[Errno \d+\] .*$")
+# What follows from the first failure rather than being it.
+_SECONDARY = re.compile(r"^(?:EOFError|BrokenPipeError|ConnectionResetError)|scheduler.*died")
+
+
+class EngineServer:
+    """Starts, watches and stops one server.  Not restartable: make a new one."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        routing: bool,
+        version: str,
+        token: str,
+        log: Path,
+        port: int | None = None,
+    ) -> None:
+        self.config, self.log, self.token = config, log, token
+        self.port = free_port(config.host) if port is None else port
+        self.args = server_args(
+            config,
+            model_path,
+            routing=routing,
+            version=version,
+            port=self.port,
+            nccl_port=free_port("127.0.0.1"),
+        )
+        self._model_path = model_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._children: list[psutil.Process] = []
+        self._scratch = Path(tempfile.gettempdir())
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    async def start(self, client: EngineClient) -> None:
+        """Start the process and wait until it serves.  Raises EngineError with the cause."""
+        if not (self._model_path / "config.json").is_file():
+            raise EngineError(f"engine: model folder {self._model_path} has no config.json")
+        self._spawn()
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while not await client.healthy():
+            cause = self.death()
+            if cause is None and time.monotonic() > deadline:
+                cause = f"not ready after start_timeout_s = {self.config.start_timeout_s:g} s"
+            if cause is not None:
+                await self.stop()
+                raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}")
+            await asyncio.sleep(_POLL_S)
+        self._children = self._workers()
+
+    def death(self) -> str | None:
+        """One sentence on why the server is dead, or None while all its processes live."""
+        assert self._process is not None, "start first"
+        code = self._process.poll()
+        if code is None and all(_alive(child) for child in self._children):
+            return None
+        how = "a worker of the server ended" if code is None else f"server {_ending(code)}"
+        return f"{how}: {cause_in(self._log_lines()) or 'no exception in its log'}"
+
+    def log_tail(self) -> str:
+        """The end of the server's log, for a person."""
+        return "\n".join([f"--- end of {self.log} ---", *self._log_lines()[-_TAIL_LINES:]])
+
+    async def stop(self) -> None:
+        """End the server and all its processes, within `_GRACE_S` and a second."""
+        if self._process is None:
+            return
+        tree = self._tree()
+        if self._process.poll() is None:
+            self._process.terminate()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, tree, _GRACE_S)
+        for process in {*alive, *self._tree()}:
+            _kill(process)
+        await asyncio.to_thread(self._process.wait, 5.0)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _spawn(self) -> None:
+        # In the caller's thread: the kernel ends the server when the thread that forked it ends.
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="moerl-engine-"))  # sockets of the server
+        job = {"parent": os.getpid(), "token": self.token, "args": self.args}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moerl.engine.launch"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode())
+        self._process.stdin.close()
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(self.config.cpu_threads)
+        env = dict(os.environ)
+        for name in ("SGLANG_USE_CPU_ENGINE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+            env.pop(name, None)
+        env |= {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TMPDIR": str(self._scratch),
+            "PYTHONUNBUFFERED": "1",
+            # /health then answers at once instead of generating a token for a second.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        }
+        if self.args.get("device") == "cpu" and self.config.tp > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_lists(
+                self.config.tp, self.config.cpu_threads
+            )
+        return env
+
+    def _tree(self) -> list[psutil.Process]:
+        assert self._process is not None
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return [child for child in self._children if _alive(child)]
+
+    def _workers(self) -> list[psutil.Process]:
+        """SGLang's own processes (scheduler ranks, detokenizer), whose death is the server's."""
+        return [child for child in self._tree()[1:] if "sglang::" in " ".join(child.cmdline())]
+
+    def _log_lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on, below the range the kernel hands out to outgoing connections."""
+    for _ in range(200):
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"no free port between 20000 and 32000 on {host}")
+
+
+def cause_in(lines: list[str]) -> str:
+    """The last exception line of a log; a consequence of one only when nothing else is there."""
+    found = [match.group().strip() for line in lines if (match := _EXCEPTION.search(line))]
+    first_hand = [line for line in found if not _SECONDARY.search(line)]
+    return (first_hand or found or [""])[-1]
+
+
+def _ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+
+
+def _core_lists(ranks: int, threads: int) -> str:
+    """One core list per rank, `threads` cores each, wrapping around the cores we may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    lists = [
+        ",".join(str(cores[(rank * threads + i) % len(cores)]) for i in range(threads))
+        for rank in range(ranks)
+    ]
+    return "|".join(lists)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return

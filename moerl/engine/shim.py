@@ -1,0 +1,49 @@
+"""Let a CUDA build of torchvision be imported beside a CPU build of torch.
+
+SGLang imports torchvision unconditionally.  Without CUDA its compiled operators do not load, and
+its meta registrations then fail because two operator schemas are missing.  Declaring both schemas
+just before the first import is enough: nothing in text serving calls them.
+
+Armed by `moerl.engine.launch` in the server and, because multiprocessing's spawn imports the main
+module again, in each process the server starts.  Rejected: a .pth file (it acts on every program of
+the environment and is lost in an editable install).
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def arm() -> None:
+    """Install the import hook once.  It does nothing when CUDA is available."""
+    if not any(isinstance(finder, _DeclareOperators) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _DeclareOperators())
+
+
+class _DeclareOperators:
+    """A finder that finds nothing: it only acts before the first import of torchvision."""
+
+    library: Any = None  # keeps the declarations alive
+
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "torchvision" and self.library is None:
+            self.library = _declare()
+        return None
+
+
+def _declare() -> Any:
+    import torch
+
+    if torch.cuda.is_available():
+        return "not needed"
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(operator + _SCHEMA)
+    return library
