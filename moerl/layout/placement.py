@@ -53,10 +53,10 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "etp", "dp", "vocab_divisible_by"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"parallel.{name}", getattr(self, name), "must be at least 1")
+                raise ConfigError(f"trainer.parallel.{name}", getattr(self, name), "must be at least 1")
         if self.stage_size % (self.ep * self.etp):
             raise ConfigError(
-                "parallel.ep",
+                "trainer.parallel.ep",
                 self.ep,
                 f"ep * etp = {self.ep * self.etp} must divide tp * cp * dp = {self.stage_size}",
             )
@@ -99,7 +99,7 @@ def check_parallel(spec: ModelSpec, layout: ParallelLayout) -> None:
     )
     for axis, size, what, num in needs:
         if num % size:
-            raise ConfigError(f"parallel.{axis}", size, f"must divide the model's {what} = {num}")
+            raise ConfigError(f"trainer.parallel.{axis}", size, f"must divide the model's {what} = {num}")
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

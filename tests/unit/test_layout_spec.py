@@ -1,0 +1,287 @@
+"""Configs that are read or refused, padding, rank order, and errors that name the tensor."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moerl.errors import ConfigError, LayoutError
+from moerl.layout import (
+    Local,
+    ParallelLayout,
+    Tile,
+    check_covers,
+    hf_shapes,
+    join,
+    megatron_tiles,
+    model_spec,
+    padded_vocab,
+    sglang_tiles,
+    stacked_aliases,
+)
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 130,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "max_position_embeddings": 512,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+
+
+def test_spec_reads_every_size() -> None:
+    spec = model_spec(CONFIG)
+    assert (spec.hidden, spec.layers, spec.heads, spec.kv_heads) == (32, 2, 8, 2)
+    assert (spec.q_rows, spec.kv_rows, spec.moe_layers) == (128, 32, (0, 1))
+    assert (spec.norm_topk_prob, spec.tied, spec.dtype) == (True, False, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "theta"),
+    [
+        ({}, 1e4),
+        ({"rope_theta": 1e6}, 1e6),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": 1e6, "rope_scaling": None}, 1e6),
+    ],
+)
+def test_rope_theta_of_every_transformers_version(change: dict, theta: float) -> None:
+    assert model_spec(CONFIG | change).rope_theta == theta
+
+
+def test_names_of_older_and_newer_configs() -> None:
+    newer = {k: v for k, v in CONFIG.items() if k != "num_experts"} | {"num_local_experts": 4}
+    assert model_spec(newer) == model_spec(CONFIG)
+    no_head_dim = {k: v for k, v in CONFIG.items() if k != "head_dim"}
+    assert model_spec(no_head_dim).head_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type = 'gpt2' has no layout; known families: qwen3_moe"),
+        ({"hidden_size": None}, "hidden_size = None .* positive integer"),
+        ({"num_experts": 0}, "num_experts = 0 .* positive integer"),
+        ({"vocab_size": "130"}, "vocab_size = '130' .* positive integer"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"quantization_config": {"bits": 8}}, "quantization_config = .* is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn' is not supported"),
+        ({"num_attention_heads": 7}, "num_attention_heads = 7 is not a multiple"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5 exceeds num_experts = 4"),
+    ],
+)
+def test_unusable_configs_are_refused_by_name(change: dict, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        model_spec(CONFIG | change)
+
+
+def test_missing_key_is_refused() -> None:
+    with pytest.raises(LayoutError, match="num_local_experts = None"):
+        model_spec({k: v for k, v in CONFIG.items() if k != "num_experts"})
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "divisible_by", "rows"),
+    [(130, 1, 128, 256), (128, 1, 128, 128), (130, 2, 64, 256), (130, 4, 1, 132), (5, 2, 128, 256)],
+)
+def test_padded_vocab(vocab: int, tp: int, divisible_by: int, rows: int) -> None:
+    assert padded_vocab(model_spec(CONFIG | {"vocab_size": vocab}), tp, divisible_by) == rows
+
+
+def test_a_rank_may_hold_only_padding() -> None:
+    spec = model_spec(CONFIG | {"vocab_size": 5})
+    local = megatron_tiles(spec, ParallelLayout(tp=2), 1)["embedding.word_embeddings.weight"]
+    assert local == Local((128, 32), (), 128)
+
+
+def test_tied_head_lives_once_per_stage_that_needs_it() -> None:
+    spec = model_spec(CONFIG | {"tie_word_embeddings": True})
+    assert "lm_head.weight" not in hf_shapes(spec)
+    assert "output_layer.weight" not in megatron_tiles(spec, ParallelLayout(), 0)
+    last = megatron_tiles(spec, ParallelLayout(pp=2), 1)["output_layer.weight"]
+    assert {tile.hf for tile in last.tiles} == {"model.embed_tokens.weight"}
+
+
+def test_te_flavor_renames_and_moves_nothing() -> None:
+    spec, layout = model_spec(CONFIG), ParallelLayout(ep=2, dp=2)
+    local = megatron_tiles(spec, layout, 1, "local")
+    te = megatron_tiles(spec, layout, 1, "te")
+    assert list(local.values()) == list(te.values())
+    prefix = "decoder.layers.1."
+    assert prefix + "self_attention.linear_qkv.layer_norm_weight" in te
+    assert prefix + "pre_mlp_layernorm.weight" in te
+    fc2 = te[prefix + "mlp.experts.linear_fc2.weight1"].tiles
+    assert [tile.hf for tile in fc2] == ["model.layers.1.mlp.experts.3.down_proj.weight"]
+    with pytest.raises(LayoutError, match="flavor = 'TE' is unknown"):
+        megatron_tiles(spec, layout, 1, "TE")  # type: ignore[arg-type]
+
+
+def test_hf_shapes_count_and_order() -> None:
+    shapes = hf_shapes(model_spec(CONFIG))
+    names = list(shapes)
+    assert len(names) == 3 + 2 * (9 + 4 * 3)
+    assert (names[0], names[-1]) == ("model.embed_tokens.weight", "lm_head.weight")
+    assert shapes["model.layers.1.self_attn.o_proj.weight"] == (32, 128)
+    assert shapes["model.layers.1.mlp.experts.3.down_proj.weight"] == (32, 24)
+
+
+def test_stacked_files_are_recognised_by_shape() -> None:
+    spec = model_spec(CONFIG)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    aliases = stacked_aliases(spec, {name: (4, 48, 32)})
+    box = (range(2, 3), range(24, 48), range(32))
+    assert aliases["model.layers.1.mlp.experts.2.up_proj.weight"] == (name, box)
+    with pytest.raises(LayoutError, match=r"gate_up_proj has shape \(4, 32, 48\)"):
+        stacked_aliases(spec, {name: (4, 32, 48)})
+
+
+# --- meshes --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 4}, "parallel.tp = 4 .* num_key_value_heads = 2"),
+        ({"pp": 3}, "parallel.pp = 3 .* num_hidden_layers = 2"),
+        ({"ep": 8, "dp": 8}, "parallel.ep = 8 .* num_experts = 4"),
+        ({"etp": 16, "dp": 16}, "parallel.etp = 16 .* moe_intermediate_size = 24"),
+        ({"ep": 2}, "parallel.ep = 2 .* must divide tp . cp . dp = 1"),
+        ({"tp": 0}, "parallel.tp = 0 .* at least 1"),
+    ],
+)
+def test_impossible_meshes_name_the_axis(sizes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        megatron_tiles(model_spec(CONFIG), ParallelLayout(**sizes), 0)
+
+
+def test_engine_tp_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(LayoutError, match="does not divide into 3 equal parts"):
+        sglang_tiles(model_spec(CONFIG), 3, 0)
+
+
+def test_coords_are_megatrons_rank_order() -> None:
+    """Oracle: megatron-core's own RankGenerator, as initialize_model_parallel builds both grids.
+
+    In a process of its own, because importing megatron here would precede the CPU platform's
+    patches of other tests.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", MEGATRON_ORDER],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "compared 55"
+
+
+MEGATRON_ORDER = """
+import itertools
+from megatron.core.parallel_state import RankGenerator
+from moerl.layout import ParallelLayout
+
+def groups(coords, axes, free):
+    found = {}
+    for rank, c in enumerate(coords):
+        found.setdefault(tuple(getattr(c, a) for a in axes if a != free), []).append(rank)
+    return sorted(found.values())
+
+num = 0
+for tp, cp, pp, dp, etp, ep in itertools.product((1, 2), (1, 2), (1, 2), (1, 3, 4), (1, 2), (1, 4)):
+    stage = tp * cp * dp
+    if stage % (etp * ep) or stage * pp > 16:
+        continue
+    layout = ParallelLayout(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+    coords = [layout.coords(rank) for rank in range(layout.world_size)]
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    expert = RankGenerator(tp=etp, ep=ep, dp=stage // (etp * ep), pp=pp, cp=1, order=order)
+    for axis in ("tp", "cp", "dp", "pp"):
+        assert groups(coords, ("tp", "cp", "dp", "pp"), axis) == sorted(dense.get_ranks(axis)), axis
+    for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp")):
+        mine = groups(coords, ("etp", "ep", "edp", "pp"), axis)
+        assert mine == sorted(expert.get_ranks(token)), axis
+    num += 1
+print("compared", num)
+"""
+
+
+# --- exact coverage ------------------------------------------------------------------------------
+def named(*tiles: Tile, shape: tuple[int, ...] = (4, 2), pad: int = 0) -> dict[str, Local]:
+    return {"w": Local(shape, tiles, pad)}
+
+
+def rows(start: int, stop: int, *, hf: int | None = None) -> Tile:
+    """Rows of tensor `t`, stored at the same rows, or from row `hf` of the Hugging Face tensor."""
+    first = start if hf is None else hf
+    hf_rows = range(first, first + stop - start)
+    return Tile("t", (hf_rows, range(2)), (range(start, stop), range(2)))
+
+
+@pytest.mark.parametrize(
+    ("local", "live", "message"),
+    [
+        (named(rows(0, 4)), {}, "w: the layout has this tensor"),
+        (named(rows(0, 4)), {"w": (4, 2), "v": (1,)}, "v: no layout rule"),
+        (named(rows(0, 4)), {"w": (2, 4)}, r"w: live shape \(2, 4\), the layout says \(4, 2\)"),
+        (named(rows(0, 3)), {"w": (4, 2)}, "w: tiles cover 6 of 8 elements"),
+        (named(rows(0, 3), rows(2, 4)), {"w": (4, 2)}, "w: two tiles write the same"),
+        (named(rows(0, 4), pad=1), {"w": (4, 2)}, "w: tile .* does not fit"),
+    ],
+)
+def test_coverage_errors_name_the_tensor(local: dict, live: dict, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        check_covers(local, live)
+
+
+def test_padding_is_not_a_gap() -> None:
+    check_covers(named(rows(0, 3), pad=1), {"w": (4, 2)})
+
+
+def test_join_refuses_a_gap_and_partial_replicas() -> None:
+    sink = {0: named(rows(0, 4))}
+    with pytest.raises(LayoutError, match="w: sources hold 6 of 8 elements of t"):
+        join({0: named(rows(0, 3))}, sink)
+    with pytest.raises(LayoutError, match="overlap without being equal"):
+        join({0: named(rows(0, 3)), 1: named(rows(1, 4))}, sink)
+    with pytest.raises(LayoutError, match="overlap without being equal"):
+        # a gap of one row and an overlap of one row: the element count alone would agree
+        join({0: named(rows(0, 2)), 1: named(rows(1, 3))}, sink)
+
+
+def test_join_spreads_replicas_and_prefers_the_sink_itself() -> None:
+    sources = {rank: named(rows(0, 4)) for rank in (1, 2)}
+    sinks = {rank: named(rows(0, 4)) for rank in range(3, 9)}
+    senders = [op.src for op in join(sources, sinks)]
+    assert (senders.count(1), senders.count(2)) == (3, 3)
+    own = join(sources, {1: named(rows(0, 4)), 2: named(rows(0, 4))}, same_ranks=True)
+    assert [(op.src, op.dst) for op in own] == [(1, 1), (2, 2)]
+
+
+def test_join_maps_a_part_into_both_local_boxes() -> None:
+    """Source keeps HF rows 2..3 at its rows 0..1; the sink wants HF row 3 at its row 0."""
+    sources = {0: named(rows(0, 2, hf=2), shape=(2, 2))}
+    (op,) = join(sources, {0: named(rows(0, 1, hf=3), shape=(1, 2))})
+    assert op.src_box == (range(1, 2), range(2))
+    assert op.dst_box == (range(0, 1), range(2))
+
+
+def test_every_mesh_rank_has_its_own_expert_shard() -> None:
+    layout = ParallelLayout(tp=2, ep=2, etp=1, dp=2)
+    seen = {(layout.coords(r).ep, layout.coords(r).edp) for r in range(layout.world_size)}
+    assert seen == set(itertools.product(range(2), range(2)))
