@@ -1,0 +1,240 @@
+"""Where prompts come from: a registry of sources, and the endless deterministic stream over one.
+
+A prompt is a function of (settings, seed, index) alone.  A resumed run therefore continues with
+exactly the prompts that were not consumed, without saving a data loader's state.  How an answer is
+scored lives in `moerl.data.rewards`, because that runs in other processes.
+
+A further task is one source class and one line of SOURCES (and its reward in `rewards`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from moerl.config.schema import TaskConfig
+from moerl.errors import ConfigError, ModelError
+from moerl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One entry of a source: plain text, or chat messages, and what its reward needs."""
+
+    prompt: str
+    answer: Any
+    messages: tuple[dict[str, str], ...] = ()  # instead of `prompt`
+    extra: dict[str, Any] = field(default_factory=dict)
+    origin: str = ""  # for error messages: "line 12"
+
+
+class Source(Protocol):
+    """`size` items per epoch, or None: endless, every index is another item."""
+
+    size: int | None
+
+    def item(self, index: int) -> Item: ...
+
+
+class SortDigits:
+    """`4827=` -> `2478`.  A tiny model learns it from random weights, as the reward is graded."""
+
+    size: int | None = None
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._digits, self._seed = config.digits, seed
+
+    def item(self, index: int) -> Item:
+        draw = random.Random(f"{self._seed}/{index}")
+        digits = [draw.choice("0123456789") for _ in range(self._digits)]
+        return Item("".join(digits) + "=", "".join(sorted(digits)))
+
+
+class ReasoningGym:
+    """Any dataset of the reasoning-gym package by name; `size` in its arguments makes epochs.
+
+    The entry is not carried along: the reward makes it again from its seed and index, since
+    entries hold tuples and other things that do not survive a message.
+    """
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._seed = int(config.dataset_args.get("seed", seed))
+        self._dataset = reasoning_gym_dataset(config, self._seed)
+        self.size: int | None = config.dataset_args.get("size")
+
+    def item(self, index: int) -> Item:
+        entry = self._dataset[index]
+        extra = {"item": index, "seed": self._seed}
+        return Item(str(entry["question"]), str(entry["answer"]), extra=extra)
+
+
+class Jsonl:
+    """A user's file: {"prompt" or "messages", "answer", any further fields} per line."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._items = read_jsonl(config.path)
+        self.size: int | None = len(self._items)
+
+    def item(self, index: int) -> Item:
+        return self._items[index]
+
+
+SOURCES: dict[str, Callable[[TaskConfig, int], Source]] = {
+    "sort_digits": SortDigits,
+    "reasoning_gym": ReasoningGym,
+    "jsonl": Jsonl,
+}
+
+
+class PromptStream:
+    """Endless prompts by index; a finite source is shuffled anew in each epoch by seed."""
+
+    def __init__(self, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
+        """Raises ConfigError for whatever can be known before the first prompt is drawn."""
+        if task.name not in SOURCES:
+            raise ConfigError("task.name", task.name, f"known tasks are {', '.join(SOURCES)}")
+        if task.chat_template and not tokenizer.chat_template:
+            raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
+        self._task, self._tokenizer, self._seed = task, tokenizer, seed
+        self._source = SOURCES[task.name](task, seed)
+        self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt number `index`.  Raises ConfigError when it is empty or too long."""
+        item = self._source.item(self._place(index))
+        text = self._text(item)
+        templated = bool(item.messages) or self._task.chat_template
+        ids = self._tokenizer.encode(text, add_special_tokens=not templated)
+        name = item.origin or f"prompt {index}"
+        if not ids:
+            raise ConfigError("task.name", self._task.name, f"{name} has no token")
+        if len(ids) > self._task.max_prompt_tokens:
+            raise ConfigError(
+                "task.max_prompt_tokens",
+                self._task.max_prompt_tokens,
+                f"{name} has {len(ids)} tokens; raise the limit or shorten the prompt",
+            )
+        return Prompt(index, tuple(ids), text, item.answer, dict(item.extra))
+
+    def _place(self, index: int) -> int:
+        size = self._source.size
+        if size is None:
+            return index
+        epoch, place = divmod(index, size)
+        if not self._task.shuffle:
+            return place
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(size)
+        return int(self._order[1][place])
+
+    def _text(self, item: Item) -> str:
+        if not item.messages and not self._task.chat_template:
+            return item.prompt
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                "task.path",
+                self._task.path,
+                f"{item.origin} has messages; the tokenizer no template",
+            )
+        messages = list(item.messages) or [{"role": "user", "content": item.prompt}]
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+
+def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
+    """The named dataset.  Raises ConfigError: not installed, unknown name, bad arguments."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(
+            "task.name", "reasoning_gym", "the package reasoning-gym is not installed"
+        ) from error
+    if config.dataset not in DATASETS:
+        near = get_close_matches(config.dataset, DATASETS) or sorted(DATASETS)
+        raise ConfigError("task.dataset", config.dataset, f"close names are {', '.join(near)}")
+    try:
+        return reasoning_gym.create_dataset(
+            config.dataset, **({"seed": seed} | config.dataset_args)
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError("task.dataset_args", config.dataset_args, str(error)) from error
+
+
+def read_jsonl(path: str) -> list[Item]:
+    """All items of a prompt file.  Raises ConfigError naming the file and the first bad line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "task.path", path, f"a readable UTF-8 file is wanted ({error})"
+        ) from error
+    items = [
+        _jsonl_item(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not items:
+        raise ConfigError("task.path", path, "the file holds no prompt")
+    return items
+
+
+def _jsonl_item(path: str, number: int, line: str) -> Item:
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError("task.path", path, f"line {number} {problem}")
+
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise refuse(f"is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise refuse('is not an object like {"prompt": "...", "answer": "..."}')
+    prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
+    if (prompt is None) == (messages is None):
+        raise refuse('must have exactly one of "prompt" and "messages"')
+    if messages is None and not isinstance(prompt, str):
+        raise refuse(f'has a "prompt" that is not text: {prompt!r}')
+    if messages is not None and not _are_messages(messages):
+        raise refuse('has "messages" that are not a list of {"role": text, "content": text}')
+    answer = fields.pop("answer", None)
+    return Item(prompt or "", answer, tuple(messages or ()), fields, f"line {number} of {path}")
+
+
+def _are_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in value
+        )
+    )
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a local model folder; nothing is downloaded.  Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path {folder} has no usable tokenizer: {first}") from error
+
+
+def response_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """Text of sampled tokens for the reward and for people; end and padding tokens left out."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))

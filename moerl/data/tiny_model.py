@@ -1,0 +1,141 @@
+"""A random-weight Qwen3-MoE folder with its own tokenizer, made on the spot: nothing is downloaded.
+
+The tokenizer is character level: printable ASCII, newline and tab, one token each, so that every
+built-in task can be written and a policy that starts from noise has few symbols to rule out.  Any
+other character becomes <unk>.  (A byte-level vocabulary would have no <unk>; it is twice as large
+and learns more slowly.)  Weights are written tensor by tensor under their Hugging Face names, in a
+fixed order from one generator, so that a seed gives the same bytes under any transformers version.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moerl.config.schema import TinyModel
+from moerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
+
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
+_CHARACTERS = string.digits + "=+-*/ \n\t" + string.ascii_letters + string.punctuation
+_MAX_POSITIONS = 4096
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
+    """Write config, weights (fp32 safetensors) and tokenizer; `folder` appears whole or not at all.
+
+    Raises ModelError when the folder exists.
+    """
+    from safetensors.torch import save_file
+
+    if folder.exists():
+        raise ModelError(f"{folder} exists already; a tiny model is made in a new folder only")
+    tokenizer = make_tokenizer()
+    config = _config(shape, len(tokenizer), tokenizer)
+    temporary = folder.parent / f".{folder.name}.{os.getpid()}"
+    temporary.mkdir(parents=True)
+    try:
+        config.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        weights = dict(_weights(shape, len(tokenizer), seed))
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def make_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per character, no merges, no added start token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, eos, unk = _SPECIAL
+    symbols = dict.fromkeys((*_SPECIAL, *_CHARACTERS))
+    core = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unk,
+        model_max_length=_MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def _config(
+    shape: TinyModel, vocab_size: int, tokenizer: PreTrainedTokenizerBase
+) -> Qwen3MoeConfig:
+    from transformers import Qwen3MoeConfig
+
+    settings: dict[str, Any] = dict(  # fields of a dataclass that mypy does not see
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.moe_ffn * shape.experts_per_token,  # no layer is dense: unused
+        moe_intermediate_size=shape.moe_ffn,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.experts_per_token,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        max_position_embeddings=_MAX_POSITIONS,
+        initializer_range=shape.initializer_range,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    return Qwen3MoeConfig(**settings)
+
+
+def _weights(shape: TinyModel, vocab_size: int, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Norms are one; everything else is normal with `initializer_range`."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, heads = shape.hidden_size, shape.num_heads * shape.head_dim
+    kv_heads = shape.num_kv_heads * shape.head_dim
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator) * shape.initializer_range
+
+    yield "model.embed_tokens.weight", normal(vocab_size, hidden)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", torch.ones(hidden)
+        yield f"{prefix}.self_attn.q_proj.weight", normal(heads, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", normal(kv_heads, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", normal(kv_heads, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", normal(hidden, heads)
+        yield f"{prefix}.self_attn.q_norm.weight", torch.ones(shape.head_dim)
+        yield f"{prefix}.self_attn.k_norm.weight", torch.ones(shape.head_dim)
+        yield f"{prefix}.post_attention_layernorm.weight", torch.ones(hidden)
+        yield f"{prefix}.mlp.gate.weight", normal(shape.num_experts, hidden)
+        for expert in range(shape.num_experts):
+            name = f"{prefix}.mlp.experts.{expert}"
+            yield f"{name}.gate_proj.weight", normal(shape.moe_ffn, hidden)
+            yield f"{name}.up_proj.weight", normal(shape.moe_ffn, hidden)
+            yield f"{name}.down_proj.weight", normal(hidden, shape.moe_ffn)
+    yield "model.norm.weight", torch.ones(hidden)
+    yield "lm_head.weight", normal(vocab_size, hidden)
