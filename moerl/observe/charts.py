@@ -178,9 +178,12 @@ def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
     return np.convolve(values, window, mode="same") / counts
 
 
-def _lane_order(lane: str) -> tuple[int, str]:
+def _lane_order(lane: str) -> tuple[int, list[tuple[int, str]]]:
+    """Engines, then trainers, then others; engine2 before engine10."""
     first = ("engine", "trainer")
-    return next((i for i, head in enumerate(first) if lane.startswith(head)), len(first)), lane
+    group = next((i for i, head in enumerate(first) if lane.startswith(head)), len(first))
+    parts = re.findall(r"\d+|\D+", lane)
+    return group, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _legend(axes: Axes) -> None:

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import IO, Any, Protocol
 
 from rich import box
@@ -94,6 +95,12 @@ class Console:
             self._board.add_step(row)
             self._view.step()
 
+    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows of the steps before a resume: they count and are drawn, but are not said again."""
+        with self._lock:
+            for row in rows:
+                self._board.add_step(row)
+
     def close(self, summary: Mapping[str, object] | None = None) -> None:
         """Show the final state, then one `name  value` line per entry; nothing in quiet mode."""
         with self._lock:
@@ -111,28 +118,30 @@ class _Board:
     waits: dict[str, float] = field(default_factory=dict)  # what -> monotonic start
     event: str = ""
     num_done: int = 0  # steps complete, those before a resume included
-    refused: dict[str, float] = field(default_factory=dict)  # reason -> records, this session
     start: float = field(default_factory=time.monotonic)
-    step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=21))
+    step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=21))  # unix time
 
     def add_step(self, row: Mapping[str, Any]) -> None:
         self.latest.update(row)
         self.num_done = int(row["step"]) + 1
-        self.step_ends.append(time.monotonic())
+        self.step_ends.append(float(row.get("time_s", time.time())))
         if "reward/mean" in row:
             self.rewards.append(float(row["reward/mean"]))
-        for name, value in row.items():
-            if name.startswith("refused/"):
-                reason = name.removeprefix("refused/")
-                self.refused[reason] = self.refused.get(reason, 0.0) + float(value)
 
     @property
     def eta_s(self) -> float | None:
-        """From the mean of the last 20 steps; None until two steps are known."""
+        """From the median of the last 20 steps, so a resume's gap does not count; None before."""
         if len(self.step_ends) < 2:
             return None
-        per_step = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+        per_step = median(end - start for start, end in pairwise(self.step_ends))
         return per_step * max(0, self.total_steps - self.num_done)
+
+    @property
+    def refused(self) -> dict[str, float]:
+        """Records refused so far by reason, without zeros; the rows count since the start."""
+        head = "refused/"
+        named = {name.removeprefix(head): v for name, v in self.latest.items() if head in name}
+        return {reason: float(num) for reason, num in sorted(named.items()) if num}
 
     def show(self, name: str, form: str, scale: float = 1.0) -> str:
         """Newest value of `name`, or a dash when it was never given."""
@@ -144,9 +153,7 @@ class _Board:
         return ", ".join(f"{what} ({now - at:.0f} s)" for what, at in self.waits.items())
 
     def refusals(self) -> str:
-        if not self.refused:
-            return "0"
-        parts = ", ".join(f"{why} {num:.0f}" for why, num in sorted(self.refused.items()) if num)
+        parts = ", ".join(f"{reason} {num:.0f}" for reason, num in self.refused.items())
         return f"{sum(self.refused.values()):.0f}" + (f" ({parts})" if parts else "")
 
 
@@ -278,7 +285,7 @@ def step_line(board: _Board) -> str:
         f" trainer {show('async/trainer_wait_frac', '.0f', 100)}%",
         f"cover {show('routing/replay_cover_frac', '.4g')}/{show('keep/cover_frac', '.4g')}",
     ]
-    if any(board.refused.values()):
+    if board.refused:
         parts.append(f"refused {board.refusals()}")
     if board.eta_s is not None:
         parts.append(f"eta {clock(board.eta_s)}")
@@ -309,8 +316,14 @@ def panel_rows(board: _Board, width: int, ascii_only: bool) -> list[tuple[str, T
             "policy",
             Text(
                 f"version {board.latest.get('version', '-')}   "
-                f"lag mean {show('async/lag_mean', '.1f')} max {show('async/lag_max', '.0f')}   "
-                f"buffer {show('async/buffer_depth', '.0f')}"
+                f"lag mean {show('async/lag_mean', '.1f')} max {show('async/lag_max', '.0f')}"
+            ),
+        ),
+        (
+            "buffer",
+            Text(
+                f"{show('async/buffer_depth', '.0f')} groups ready   "
+                f"{show('async/in_flight', '.0f')} rollouts in flight"
             ),
         ),
         (
@@ -321,7 +334,7 @@ def panel_rows(board: _Board, width: int, ascii_only: bool) -> list[tuple[str, T
             ),
         ),
         ("replay", _coverage(board)),
-        ("refused", Text(board.refusals(), "red" if any(board.refused.values()) else "")),
+        ("refused", Text(board.refusals(), "red" if board.refused else "")),
     ]
     if board.waits:
         rows.append(("waiting", Text(board.waiting(), "yellow")))

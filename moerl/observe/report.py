@@ -39,10 +39,11 @@ from moerl.observe.template import PAGE
 from moerl.rundir import RunDir
 from moerl.trace import read_spans
 
-ENGINE_ALONE = "perf/engine_alone_tokens_per_s"
-ENGINE_TRAINING = "perf/engine_training_tokens_per_s"
+ENGINE_ALONE = "engine tokens/s alone"  # names in the summary of a run
+ENGINE_TRAINING = "engine tokens/s while training"
 MAX_SAMPLES = 40  # rows of the table, spread over the run
 WINDOW_STEPS = 6  # trainer steps in the timeline window
+PUBLISH = "publish"  # span of the publishing thread
 WINDOW_S = 20.0  # its length when there is no trainer step
 MAX_LANES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
 
@@ -243,9 +244,22 @@ def _tiles(
             "Largest lag", rows, "async/lag_max", ".0f", f"versions, limit {limit}", limit
         )
     )
-    refused = sum(v for row in rows for k, v in row.items() if k.startswith("refused/"))
+    refused = _num_refused(rows)
     tiles.append(Tile("Records refused", f"{refused:,.0f}", "never trained on", bad=refused > 0))
     return tiles
+
+
+def _num_refused(rows: Sequence[Row]) -> float:
+    """Records refused in the run: each row counts since its process started, so growth is added."""
+    total = 0.0
+    before: Mapping[str, Any] = {}
+    for row in rows:
+        now = {name: value for name, value in row.items() if name.startswith("refused/")}
+        for name, value in now.items():
+            grown = value - before.get(name, 0.0)
+            total += grown if grown >= 0 else value  # a restarted controller counts from 0
+        before = now
+    return total
 
 
 def _reward_tile(rows: Sequence[Row]) -> Tile:
@@ -395,13 +409,14 @@ def _bars(spans: Sequence[Span], window: Interval) -> tuple[list[Bar], int]:
     for (lane, name), parts in found.items():
         if lane not in kept:
             continue
+        if name == PUBLISH:
+            lane = f"{lane} publish"  # a thread of its own, beside the steps
         if name == STEP:
             phases = [
-                p
-                for (own, kind), ps in found.items()
-                if own == lane != kind
-                for p in ps
-                if kind != STEP
+                part
+                for (own, kind), others in found.items()
+                if own == lane and kind not in (STEP, PUBLISH)
+                for part in others
             ]
             parts = subtract(parts, phases)
         bars.setdefault((lane, name if name in names else "other"), []).extend(parts)
@@ -441,6 +456,7 @@ def _sample(sample: Mapping[str, Any], low: float, high: float) -> dict[str, str
         "version": str(sample.get("version", "-")),
         "lag": str(sample.get("lag", "-")),
         "reward": _number(score, ".3f"),
+        "group_mean": _number(sample.get("group_mean"), ".3f"),
         "share": f"{share:.3f}",
         "prompt": _visible(str(sample.get("prompt", ""))),
         "response": _visible(str(sample.get("response", ""))),

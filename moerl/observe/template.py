@@ -117,16 +117,19 @@ footer { margin-top: 36px; font-size: 12.5px; }
 
 <h2>Sample rollouts</h2>
 {% if samples %}
-<p>Reward and text as they were scored. Lag is the number of weight updates between the weights
-that wrote the text and the weights that learned from it.</p>
+<p>Reward and text as they were scored, and the mean reward of the group that the
+rollout belongs to. Lag is the number of weight updates between the weights that wrote the text and
+the weights that learned from it.</p>
 <div class="card"><div class="scroll"><table>
-<thead><tr><th class="number">Step</th><th class="number">Reward</th><th class="number">Lag</th>
+<thead><tr><th class="number">Step</th><th class="number">Reward</th>
+<th class="number">Group mean</th><th class="number">Lag</th>
 <th>Version</th><th>Prompt</th><th>Response</th></tr></thead>
 <tbody>
 {% for sample in samples %}
 <tr><td class="number">{{ sample.step }}</td>
 <td class="number">
 <span class="badge" style="--share: {{ sample.share }}">{{ sample.reward }}</span></td>
+<td class="number">{{ sample.group_mean }}</td>
 <td class="number">{{ sample.lag }}</td><td>{{ sample.version }}</td>
 <td><div class="text">{{ sample.prompt }}</div></td>
 <td><div class="text">{{ sample.response }}</div></td></tr>

@@ -1,0 +1,192 @@
+"""metrics.jsonl holds each surviving step once, in order, whatever killed the process before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moerl.config.schema import Config, ObserveConfig
+from moerl.errors import ConfigError, ProtocolError, RecordError
+from moerl.observe.metrics import (
+    MetricsWriter,
+    TensorBoardSink,
+    open_sinks,
+    read_rows,
+    truncate_after,
+    undocumented,
+)
+from moerl.rundir import RunDir
+from moerl.types import PolicyVersion
+
+DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def write(path: Path, steps: range) -> None:
+    writer = MetricsWriter(path)
+    for step in steps:
+        writer.write(step, PolicyVersion(0, step + 1), {"b": step, "a": 0.5}, time_s=float(step))
+    writer.close()
+
+
+def test_row_order_and_fields(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", range(2))
+    assert (tmp_path / "m.jsonl").read_text().splitlines() == [
+        '{"step": 0, "version": "0.1", "time_s": 0.0, "a": 0.5, "b": 0.0}',
+        '{"step": 1, "version": "0.2", "time_s": 1.0, "a": 0.5, "b": 1.0}',
+    ]
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_step_out_of_order_is_refused(tmp_path: Path, step: int) -> None:
+    write(tmp_path / "m.jsonl", range(3))
+    writer = MetricsWriter(tmp_path / "m.jsonl")  # also after opening the file again
+    with pytest.raises(ProtocolError, match="only step 3 may follow"):
+        writer.write(step, "0.1", {})
+    writer.write(3, "0.4", {})
+    assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == [0, 1, 2, 3]
+
+
+def test_row_is_readable_before_close(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.write(0, "0.1", {"x": 1.0})
+    assert read_rows(tmp_path / "m.jsonl")[0]["x"] == 1.0
+
+
+def test_nonfinite_is_named_and_left_out(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.write(0, "0.1", {"x": float("nan"), "y": 1.0, "z": float("inf")})
+    (row,) = read_rows(tmp_path / "m.jsonl")
+    assert row["nonfinite"] == ["x", "z"]
+    assert {"x", "z"}.isdisjoint(row)
+    assert "NaN" not in (tmp_path / "m.jsonl").read_text()
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "ver', '{"step": 3, "version": "0.4"}', "\0\0\n"])
+def test_torn_last_line_is_cut_and_counted(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, range(3))
+    with path.open("a") as file:
+        file.write(torn)
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2]
+    writer = MetricsWriter(path)
+    assert writer.num_torn == 1
+    writer.write(3, "0.4", {})
+    writer.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_damage_that_is_not_a_torn_tail_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, range(3))
+    lines = path.read_text().splitlines()
+    for broken in ([lines[0], "{", lines[2]], [lines[0], lines[0]], [lines[0], "[]"]):
+        path.write_text("\n".join(broken) + "\n")
+        with pytest.raises(RecordError, match="line 2"):
+            read_rows(path)
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, 0), (3, 3), (5, 5), (9, 5)])
+def test_truncate_after_keeps_the_rows_before_step(tmp_path: Path, step: int, kept: int) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, range(5))
+    whole = path.read_bytes()
+    with path.open("a") as file:
+        file.write('{"step"')
+    assert truncate_after(path, step) == 5 - kept + 1
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:kept])
+    assert truncate_after(path, step) == 0
+
+
+def test_missing_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "m.jsonl") == []
+    assert truncate_after(tmp_path / "m.jsonl", 3) == 0
+
+
+# --- names ---------------------------------------------------------------------------------------
+EMITTED = """
+loss/pg loss/tokens loss/clip_low_frac loss/clip_high_frac loss/opsm_frac loss/opsm_drift_mean
+loss/grad_norm mismatch/tokens mismatch/k1 mismatch/k3 mismatch/abs_dlogp_mean
+mismatch/abs_dlogp_p99 mismatch/abs_dlogp_max mismatch/ratio_mean mismatch/ratio_se
+mismatch/extreme_frac_1p1 mismatch/extreme_frac_2 mismatch/ess_token_frac mismatch/k3/lag_2_3
+routing/replay_cover_frac keep/cover_frac keep/size_mean perf/step_s perf/train_tokens_per_s
+perf/forward_backward_s reward/mean reward/std reward/zero_var_frac sample/length_mean
+sample/length_max sample/truncated_frac async/lag_min async/lag_mean async/lag_max
+async/buffer_depth async/in_flight async/trainer_wait_s async/trainer_wait_frac
+async/engine_idle_frac async/dropped_stale_groups async/interrupts async/segments_mean
+async/sync_pause_s async/sync_transfer_s async/sync_bytes async/sync_wait_s async/sync_gib_per_s
+perf/rollout_tokens_per_s refused/mask_rows scorer/failed step version time_s nonfinite
+""".split()
+
+
+def test_every_emitted_name_is_documented() -> None:
+    assert undocumented(EMITTED, DOC.read_text()) == []
+
+
+def test_undocumented_finds_what_is_missing() -> None:
+    doc = "`a/b`, `refused/{reason}` and a/plain, `perf/{phase}_s`"
+    names = ["a/b", "a/c", "a/plain", "refused/x", "refused/", "refused/x/y", "perf/x_s", "perf/x"]
+    assert undocumented(names, doc) == ["a/c", "a/plain", "perf/x", "refused/", "refused/x/y"]
+    assert undocumented(["mismatch/k4", "async/lag", "loss/unheard_of"], DOC.read_text()) == [
+        "async/lag",
+        "loss/unheard_of",
+        "mismatch/k4",
+    ]
+
+
+# --- sinks ---------------------------------------------------------------------------------------
+def test_sinks_are_off_by_default(tmp_path: Path) -> None:
+    assert open_sinks(RunDir(tmp_path), Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("observe", "module", "field"),
+    [
+        (ObserveConfig(tensorboard=True), "tensorboard.summary", "observe.tensorboard"),
+        (ObserveConfig(wandb_project="p"), "wandb", "observe.wandb_project"),
+    ],
+)
+def test_missing_sink_package_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    observe: ObserveConfig,
+    module: str,
+    field: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # makes the import fail
+    with pytest.raises(ConfigError, match=f"{field}.*pip install {module.partition('.')[0]}"):
+        open_sinks(RunDir(tmp_path), Config(observe=observe))
+
+
+def test_sinks_get_the_finite_values_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[object, ...]] = []
+    run = SimpleNamespace(
+        log=lambda values, step: said.append((step, values)), finish=lambda: said.append(("end",))
+    )
+    fake = SimpleNamespace(
+        Settings=lambda **settings: settings,
+        init=lambda **given: said.append((given["project"], given["name"])) or run,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sinks = open_sinks(RunDir(tmp_path / "r1"), Config(observe=ObserveConfig(wandb_project="p")))
+    writer = MetricsWriter(tmp_path / "m.jsonl", sinks)
+    writer.write(4, "0.5", {"x": 1.0, "y": float("nan")})
+    writer.close()
+    assert said == [("p", "r1"), (4, {"x": 1.0}), ("end",)]
+
+
+def test_tensorboard_event_file_holds_the_values(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path / "tb")
+    sink.write(7, {"reward/mean": 0.25})
+    sink.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (event,) = events.Tensors("reward/mean")
+    assert (event.step, event.tensor_proto.float_val[0]) == (7, 0.25)
