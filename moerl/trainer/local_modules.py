@@ -30,13 +30,14 @@ class RMSNorm(torch.nn.RMSNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps)
+        self.epsilon = eps
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
             return super().forward(x)
         y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * y.to(x.dtype)
 
 

@@ -58,10 +58,9 @@ class Parallel:
 def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Parallel:
     """Join the gang described by torchrun's environment and build Megatron's groups.
 
-    Raises TrainerError outside torchrun, ConfigError when the gang has another size or the layout
-    is not proven: see `check_sizes`.
+    Raises TrainerError outside torchrun, ConfigError when the gang has another size.  Layouts that
+    train wrong or are not proven with replay are refused earlier, by `moerl.config.checks`.
     """
-    check_sizes(sizes)
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except KeyError as error:
@@ -97,32 +96,6 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         control=dist.new_group(backend="gloo", timeout=timeout),
     )
-
-
-def check_sizes(sizes: ParallelConfig) -> None:
-    """Refuse layouts that are wrong in megatron-core 0.16.1 or not proven with replay.
-
-    Raises ConfigError.  Source: with ep = 1 and etp = 1, tp > 1, expert gradients are never summed
-    over the tensor-parallel ranks (`tensor_parallel/layers.py` marks them as data parallel).
-    """
-    for field in ("pp", "cp"):
-        if getattr(sizes, field) != 1:
-            raise ConfigError(
-                f"trainer.parallel.{field}", getattr(sizes, field), "not proven with replay yet; 1"
-            )
-    if sizes.tp > 1 and sizes.ep == 1 and sizes.etp == 1:
-        raise ConfigError(
-            "trainer.parallel.etp",
-            sizes.etp,
-            f"with tp = {sizes.tp} and ep = 1 experts would train wrong; use etp = {sizes.tp}",
-        )
-    ranks = sizes.tp * sizes.dp
-    if ranks % (sizes.ep * sizes.etp):
-        raise ConfigError(
-            "trainer.parallel.ep",
-            sizes.ep,
-            f"ep x etp must divide the {ranks} ranks of tp x dp",
-        )
 
 
 def stop() -> None:

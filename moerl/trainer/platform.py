@@ -139,8 +139,8 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_exc: Any) -> bool:
-        return False
+    def __exit__(self, *_exc: Any) -> None:
+        pass
 
 
 def _patch_device() -> None:
@@ -195,8 +195,8 @@ def _patch_factories() -> None:
     ):  # fmt: skip
         setattr(torch, name, on_cpu(getattr(torch, name)))
     stay: Any = lambda self, *_args, **_kwargs: self  # noqa: E731
-    torch.Tensor.cuda = stay
-    torch.nn.Module.cuda = stay
+    setattr(torch.Tensor, "cuda", stay)  # noqa: B010
+    setattr(torch.nn.Module, "cuda", stay)  # noqa: B010
 
 
 def _patch_tensor_type() -> None:

@@ -177,7 +177,7 @@ class RouteReplay:
                 "routing_rows", f"{where}: shape {tuple(rows.shape)}, want [tokens, {self.top_k}]"
             )
         ids = rows.long()
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < self.num_experts):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_experts):
             raise RecordError(
                 "routing_range", f"{where}: an id lies outside 0..{self.num_experts - 1}"
             )
@@ -213,7 +213,7 @@ class LayerReplay:
         )
 
 
-def attach(model: torch.nn.Module, *, num_experts: int, top_k: int) -> RouteReplay:
+def attach(model: Any, *, num_experts: int, top_k: int) -> RouteReplay:
     """Put one `LayerReplay` on every MoE router of `model.decoder` and return their owner.
 
     model: the unwrapped GPTModel.  Multi-token-prediction routers are left alone.

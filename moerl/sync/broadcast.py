@@ -1,0 +1,205 @@
+"""Publishing weights through SGLang's bucketed distributed update, one engine at a time.
+
+The trainer's rank 0 and the tensor-parallel ranks of one engine form a process group of their own.
+A publish is a session: OpenUpdate (the controller interrupts the engine and begins its update
+session), one broadcast per bucket, CloseUpdate (the engine serves the version).  The sender
+broadcasts only after OpenUpdate was answered, because a broadcast that nobody receives hangs.
+
+A bucket is one flat uint8 tensor, tensors back to back in the order of `Bucket`, which is what the
+engine receives with load_format=flattened_bucket (SGLang 0.5.23 `srt/weight_sync/tensor_bucket.py`
+and `srt/model_executor/model_runner_components/weight_updater.py`, read, not imported).
+
+Rejected: one group over all engines (a dead engine would take the others with it), and torchrun's
+own store for the rendezvous (engines are outside the gang and must not reach it).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.config.schema import SyncConfig
+from moerl.errors import EngineError
+from moerl.protocols import (
+    Bucket,
+    CloseUpdate,
+    JoinSync,
+    Message,
+    Ok,
+    OpenUpdate,
+    PublishResult,
+    UpdateClosed,
+)
+from moerl.types import PolicyVersion
+
+Reply = TypeVar("Reply")
+
+
+class Control(Protocol):
+    """The publishing thread's own line to the controller."""
+
+    def expect(
+        self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
+    ) -> Reply: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenWeights:
+    """One version of the weights on rank 0, not changed while a publish reads it."""
+
+    version: PolicyVersion
+    buckets: tuple[Bucket, ...]
+    buffers: tuple[Tensor, ...]  # one flat uint8 tensor per bucket
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self.buffers)
+
+
+class BroadcastPublisher:
+    """Implements `protocols.Publisher`; used by one thread of rank 0."""
+
+    def __init__(
+        self, control: Control, sync: SyncConfig, *, address: str, engine_tp: int, backend: str
+    ) -> None:
+        """address: interface that engines can reach and nobody else; backend: gloo or nccl."""
+        self._control, self._sync = control, sync
+        self._address, self._backend = address, backend
+        self._world_size = 1 + engine_tp
+        self._groups: dict[int, _EngineGroup] = {}
+        self._frozen: FrozenWeights | None = None
+
+    def freeze(self, frozen: FrozenWeights) -> None:
+        """Offer one version for publishing; the caller keeps its buffers unchanged until done."""
+        self._frozen = frozen
+
+    def publish(self, engine: int, version: PolicyVersion) -> PublishResult:
+        """Bring one engine to `version`.  Raises EngineError when a transfer fails or is late."""
+        frozen = self._frozen
+        if frozen is None or frozen.version != version:
+            raise EngineError(f"version {version} is not frozen for publishing")
+        group = self._groups.get(engine) or self._join(engine)
+        opened = OpenUpdate(engine, version, group.name, frozen.buckets)
+        self._control.expect(opened, Ok, self._sync.timeout_s)
+        begin = time.perf_counter()
+        try:
+            for buffer in frozen.buffers:
+                dist.broadcast(buffer.to(group.device), src=0, group=group.handle)
+        except RuntimeError as error:
+            raise EngineError(f"sending version {version} to engine {engine}: {error}") from error
+        transfer_s = time.perf_counter() - begin
+        closed = self._control.expect(
+            CloseUpdate(engine, version), UpdateClosed, self._sync.timeout_s
+        )
+        return PublishResult(
+            engine=engine,
+            version=version,
+            num_bytes=frozen.num_bytes,
+            transfer_s=transfer_s,
+            pause_s=closed.pause_s,
+            aborted=closed.aborted,
+        )
+
+    def _join(self, engine: int) -> _EngineGroup:
+        """Open a group with one engine; the controller is told before this side waits for it."""
+        timeout = timedelta(seconds=self._sync.timeout_s)
+        listener = socket.create_server((self._address, 0))
+        port = int(listener.getsockname()[1])
+        store = dist.TCPStore(
+            self._address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        name = f"moerl-sync-{engine}"
+        self._control.expect(
+            JoinSync(engine, self._address, port, name, self._world_size, self._backend),
+            Ok,
+            self._sync.timeout_s,
+        )
+        try:
+            handle = _new_group(store, name, self._world_size, self._backend, timeout)
+        except RuntimeError as error:
+            raise EngineError(f"engine {engine} did not join the sync group: {error}") from error
+        device = torch.device("cuda" if self._backend == "nccl" else "cpu")
+        self._groups[engine] = _EngineGroup(name, handle, device)
+        return self._groups[engine]
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineGroup:
+    name: str
+    handle: dist.ProcessGroup
+    device: torch.device
+
+
+def _new_group(
+    store: dist.Store, name: str, world_size: int, backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Rank 0 of a group whose other members are not in this gang.
+
+    torch offers no public way to form a group across two default groups; this is the private
+    helper that the engine's `init_custom_process_group` uses, with the same key prefix.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    handle, _ = c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[handle] = {rank: rank for rank in range(world_size)}
+    return handle
+
+
+def make_buckets(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    bucket_bytes: int,
+) -> tuple[Bucket, ...]:
+    """Cut tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets its own).
+
+    Tensors of one dtype stay together, so every tensor starts at a multiple of its item size.
+    """
+    buckets: list[Bucket] = []
+    open_: list[tuple[str, str, tuple[int, ...]]] = []
+    filled = 0
+    for item in zip(names, dtypes, shapes, strict=True):
+        size = num_bytes([item[1]], [item[2]])
+        if open_ and (filled + size > bucket_bytes or item[1] != open_[0][1]):
+            buckets.append(_bucket(open_))
+            open_, filled = [], 0
+        open_.append(item)
+        filled += size
+    if open_:
+        buckets.append(_bucket(open_))
+    return tuple(buckets)
+
+
+def num_bytes(dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]]) -> int:
+    """Bytes of tensors back to back."""
+    return sum(
+        getattr(torch, dtype).itemsize * torch.Size(shape).numel()
+        for dtype, shape in zip(dtypes, shapes, strict=True)
+    )
+
+
+def _bucket(items: Sequence[tuple[str, str, tuple[int, ...]]]) -> Bucket:
+    names, dtypes, shapes = zip(*items, strict=True)
+    return Bucket(names=names, dtypes=dtypes, shapes=shapes)

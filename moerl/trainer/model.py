@@ -1,0 +1,254 @@
+"""A Megatron-core GPT/MoE model from a Hugging Face config.
+
+Every field of TransformerConfig is reachable through `trainer.megatron`, except those that follow
+from the model, the parallel layout, the precision or the platform (they would contradict the
+checkpoint or the process groups) and those that break replay or the plain-sum loss.  A field the
+installed version does not have is refused with its nearest neighbours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moerl.config.schema import ParallelConfig, TrainerConfig
+from moerl.errors import ConfigError
+from moerl.layout import Named, ParallelLayout, megatron_tiles, padded_vocab
+from moerl.layout.spec import ModelSpec
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.platform import Platform
+from moerl.trainer.replay import RouteReplay, attach
+
+# Fields no setting may change, with the reason shown to the person.
+_REFUSED: dict[str, str] = {
+    "moe_enable_routing_replay": "moerl attaches its own replay; remove it",
+    "moe_aux_loss_coeff": "gradients are plain sums over ranks, which auxiliary losses are not; 0",
+    "moe_z_loss_coeff": "gradients are plain sums over ranks, which auxiliary losses are not; null",
+    "mtp_num_layers": "multi-token prediction is not supported; null",
+    "calculate_per_token_loss": "moerl needs plain gradient sums; remove it",
+    "finalize_model_grads_func": "it is a function, set by moerl; remove it",
+    "grad_scale_func": "it is a function, set by moerl; remove it",
+    "no_sync_func": "it is a function, set by moerl; remove it",
+}
+# Values that would let a live choice pass the replayed one by, or drop a recorded row.
+_BREAKS_REPLAY: dict[str, str] = {
+    "moe_router_fusion": "the fused router returns before replay is consulted",
+    "moe_expert_capacity_factor": "it drops tokens after the replayed choice",
+    "moe_router_force_load_balancing": "it replaces the router's logits by noise",
+    "moe_router_enable_expert_bias": "the bias would be updated from replayed counts",
+    "overlap_moe_expert_parallel_comm": "it runs two microbatches at once",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """One rank's model and what the rest of the trainer needs to know of it."""
+
+    spec: ModelSpec
+    config: TransformerConfig
+    gpt: GPTModel  # bare: parameter names of the layout tables
+    module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
+    tiles: Named  # layout of gpt's parameters on this rank
+    replay: RouteReplay | None  # None: routers are always live
+    vocab_start: int  # first vocabulary entry of this rank's logits
+    half: bool
+
+    @property
+    def call_args(self) -> dict[str, Any]:
+        """Keep bf16 logits as they are: the rows that matter are cast later, alone."""
+        return {"fp32_output": False} if self.half else {}
+
+
+def build(
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    parallel: Parallel,
+    *,
+    with_replay: bool,
+) -> Model:
+    """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError."""
+    config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
+    use_te = parallel.platform.name == "cuda"
+    vocab = padded_vocab(spec, parallel.tp_size)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            config, use_transformer_engine=use_te, normalization="RMSNorm"
+        ),
+        vocab_size=vocab,
+        max_sequence_length=spec.max_positions,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        parallel_output=True,
+    )
+    gpt.to(parallel.device)
+    half = trainer.dtype == "bf16"
+    replay = None
+    if with_replay and spec.moe_layers:
+        replay = attach(gpt, num_experts=spec.experts, top_k=spec.experts_per_token)
+    return Model(
+        spec=spec,
+        config=config,
+        gpt=gpt,
+        module=Float16Module(config, gpt) if half else gpt,
+        tiles=megatron_tiles(
+            spec, layout_of(trainer.parallel), parallel.rank, "te" if use_te else "local"
+        ),
+        replay=replay,
+        vocab_start=vocab // parallel.tp_size * parallel.tp_rank,
+        half=half,
+    )
+
+
+def wrap(model: Model, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Gradient buffers and their reduction over data-parallel ranks, as plain fp32 sums."""
+    return DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=distributed_optimizer,
+        ),
+        model.module,
+    )
+
+
+def layout_of(sizes: ParallelConfig) -> ParallelLayout:
+    return ParallelLayout(
+        tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, dp=sizes.dp
+    )
+
+
+def transformer_config(
+    spec: ModelSpec, trainer: TrainerConfig, platform: Platform, *, with_replay: bool
+) -> TransformerConfig:
+    """TransformerConfig of a model, a layout, a precision and the user's `trainer.megatron`.
+
+    Raises ConfigError naming the field of `trainer.megatron` that is unknown, owned by moerl or
+    breaks replay, or repeating what megatron-core itself refuses.
+    """
+    owned = _model_fields(spec) | _layout_fields(trainer) | _precision_fields(trainer.dtype)
+    if platform.name == "cpu":
+        owned |= _cpu_fields()
+    user = trainer.megatron
+    check_megatron_fields(user, owned, with_replay=with_replay)
+    try:
+        return TransformerConfig(**(_defaults(platform) | user | owned))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError("trainer.megatron", dict(user), f"megatron-core says: {error}") from error
+
+
+def check_megatron_fields(
+    user: Mapping[str, Any], owned: Mapping[str, Any], *, with_replay: bool
+) -> None:
+    """Refuse what cannot be set.  Raises ConfigError naming the field, its value and the reason."""
+    known = {field.name for field in fields(TransformerConfig) if field.init}
+    for name, value in user.items():
+        field = f"trainer.megatron.{name}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"; did you mean {', '.join(near)}" if near else ""
+            raise ConfigError(field, value, f"the installed megatron-core has no such field{hint}")
+        if name in _REFUSED:
+            raise ConfigError(field, value, _REFUSED[name])
+        if name in owned and value != owned[name]:
+            raise ConfigError(
+                field, value, f"it follows from the model, layout or platform: {owned[name]}"
+            )
+        if with_replay and value and name in _BREAKS_REPLAY:
+            raise ConfigError(field, value, f"{_BREAKS_REPLAY[name]}; not with routing replay")
+    recompute = user.get("recompute_granularity")
+    reruns_router = recompute == "full" or (
+        recompute == "selective" and "moe" in (user.get("recompute_modules") or ())
+    )
+    if with_replay and reruns_router:
+        raise ConfigError(
+            "trainer.megatron.recompute_granularity",
+            recompute,
+            "running routers twice is not proven with replay yet; use selective without moe",
+        )
+
+
+def _model_fields(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "ffn_hidden_size": spec.moe_ffn,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.kv_heads,
+        "kv_channels": spec.head_dim,
+        "num_moe_experts": spec.experts,
+        "moe_ffn_hidden_size": spec.moe_ffn,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_layer_freq": [int(layer in spec.moe_layers) for layer in range(spec.layers)],
+        "moe_router_score_function": "softmax",
+        # softmax over all experts, not renormalised, is what norm_topk_prob=false means
+        "moe_router_pre_softmax": not spec.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.rms_eps,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "calculate_per_token_loss": True,
+    }
+
+
+def _layout_fields(trainer: TrainerConfig) -> dict[str, Any]:
+    sizes = trainer.parallel
+    return {
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "context_parallel_size": sizes.cp,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": sizes.etp,
+        "sequence_parallel": sizes.tp > 1,  # MoE with tensor parallelism requires it
+        "moe_token_dispatcher_type": trainer.dispatcher,
+    }
+
+
+def _precision_fields(dtype: str) -> dict[str, Any]:
+    half = dtype == "bf16"
+    params = torch.bfloat16 if half else torch.float32
+    return {"bf16": half, "fp16": False, "params_dtype": params, "pipeline_dtype": params}
+
+
+def _cpu_fields() -> dict[str, Any]:
+    """Fused kernels exist on CUDA only."""
+    fused = (
+        "gradient_accumulation_fusion",
+        "apply_rope_fusion",
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "persist_layer_norm",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+    )
+    return {"use_cpu_initialization": True} | dict.fromkeys(fused, False)
+
+
+def _defaults(platform: Platform) -> dict[str, Any]:
+    """Starting values that `trainer.megatron` may change."""
+    values: dict[str, Any] = {
+        "moe_router_dtype": "fp32",
+        "attention_softmax_in_fp32": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "batch_p2p_comm": False,
+    }
+    if platform.name == "cuda":
+        values |= {"moe_grouped_gemm": True, "use_cpu_initialization": False}
+    return values

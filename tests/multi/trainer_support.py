@@ -1,0 +1,204 @@
+"""Material for the trainer tests: a tiny random Qwen3-MoE folder and records that fit it.
+
+Records are synthetic: random tokens, random valid routes, random kept sets.  Everything is made
+from a seed, so each process of a gang can make the same plan by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from moerl.blob.store import BlobStore
+from moerl.data.batching import plan_batch
+from moerl.types import (
+    BatchPlan,
+    Episode,
+    EpisodeGroup,
+    Finish,
+    MaskBlob,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RoutingBlob,
+    SamplingParams,
+    Score,
+    Turn,
+    VersionSpan,
+)
+
+VOCAB, LAYERS, EXPERTS, TOP_K = 67, 3, 8, 2
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_model(folder: Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """A random Qwen3-MoE that transformers wrote."""
+    import torch
+
+    from moerl.engine import shim
+
+    shim.arm()  # transformers imports torchvision
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" in name:
+                param.copy_(1 + 0.1 * torch.randn_like(param))
+            else:
+                param.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_plan(
+    store: BlobStore,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    groups: int = 2,
+    siblings: int = 4,
+    dp_size: int = 1,
+    max_tokens: int = 64,
+    unused_expert: int | None = None,
+) -> BatchPlan:
+    """A plan of random records.  unused_expert: an expert that no route names."""
+    rng = np.random.default_rng([seed, step])
+    made = tuple(
+        _group(store, rng, 1000 * step + index, siblings, step, unused_expert)
+        for index in range(groups)
+    )
+    return plan_batch(
+        step,
+        PolicyVersion(0, step),
+        made,
+        dp_size=dp_size,
+        max_tokens_per_microbatch=max_tokens,
+    )
+
+
+def replan(plan: BatchPlan, dp_size: int, max_tokens: int = 64) -> BatchPlan:
+    """The same records over another number of data-parallel ranks."""
+    return plan_batch(
+        plan.step, plan.version, plan.groups, dp_size=dp_size, max_tokens_per_microbatch=max_tokens
+    )
+
+
+def _group(
+    store: BlobStore,
+    rng: np.random.Generator,
+    group_id: int,
+    siblings: int,
+    step: int,
+    unused_expert: int | None,
+) -> EpisodeGroup:
+    prompt = rng.integers(0, VOCAB, int(rng.integers(2, 6))).astype(np.int32)
+    episodes = []
+    for sibling in range(siblings):
+        name = f"{group_id}.{sibling}.s{rng.integers(1 << 30)}"
+        rollout = _rollout(store, rng, name, prompt, step, unused_expert)
+        score = Score(float(rng.integers(0, 2)))
+        episodes.append(Episode(f"{group_id}.{sibling}", (Turn(rollout),), score))
+    return EpisodeGroup(
+        group_id, Prompt(group_id, tuple(prompt.tolist()), "", None, {}), tuple(episodes)
+    )
+
+
+def _rollout(
+    store: BlobStore,
+    rng: np.random.Generator,
+    name: str,
+    prompt: np.ndarray,
+    step: int,
+    unused_expert: int | None,
+) -> Rollout:
+    num_sampled = int(rng.integers(3, 12))
+    output = rng.integers(0, VOCAB, num_sampled).astype(np.int32)
+    tokens = np.concatenate([prompt, output])
+    rows = len(tokens) - 1
+    version = PolicyVersion(0, step)
+    choices = [e for e in range(EXPERTS) if e != unused_expert]
+    ids = np.stack(
+        [[rng.permutation(choices)[:TOP_K] for _ in range(rows)] for _ in range(LAYERS)]
+    ).astype(np.uint8)
+    kept = [
+        np.union1d(rng.choice(VOCAB, int(rng.integers(0, 9)), replace=False), [token])
+        for token in output
+    ]
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in kept])]).astype(np.int64)
+    refs = store.seal(name, [ids, offsets, np.concatenate(kept).astype(np.int32)])
+    return Rollout(
+        rollout_id=name,
+        token_ids=tokens,
+        loss_mask=np.arange(len(tokens)) >= len(prompt),
+        logprobs=(-rng.random(num_sampled) * 3).astype(np.float32),
+        versions=(VersionSpan(0, version),),
+        routing=(RoutingBlob(refs[0], 0, rows, version, tuple(range(LAYERS)), EXPERTS),),
+        sampling_mask=(MaskBlob(refs[1], refs[2], 0, num_sampled),),
+        finish=Finish.LENGTH,
+        sampling=SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, top_k=8),
+        engine=0,
+    )
+
+
+def without_mask(plan: BatchPlan) -> BatchPlan:
+    """The same records as if sampling had not truncated (control: masks dropped)."""
+
+    def strip(rollout: Rollout) -> Rollout:
+        free = SamplingParams(max_new_tokens=16, temperature=rollout.sampling.temperature)
+        return replace(rollout, sampling=free, sampling_mask=())
+
+    groups = tuple(
+        replace(
+            group,
+            episodes=tuple(
+                replace(
+                    episode,
+                    turns=tuple(replace(turn, rollout=strip(turn.rollout)) for turn in episode.turns),
+                )
+                for episode in group.episodes
+            ),
+        )
+        for group in plan.groups
+    )
+    return replace(plan, groups=groups)
+
+
+def torchrun(ranks: int, args: list[str], *, timeout_s: float = 120.0) -> str:
+    """Run `python ARGS` on `ranks` processes; returns the output, raises with it on failure."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--standalone", *args]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output
