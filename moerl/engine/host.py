@@ -57,10 +57,10 @@ T = TypeVar("T")
 class _Update:
     """One open update session."""
 
-    def __init__(self, message: OpenUpdate, posts: asyncio.Task[None], start_s: float) -> None:
-        self.message, self.posts, self.start_s = message, posts, start_s
-        self.idle_s = time.time()  # when the last interrupted request had returned
-        self.aborted = 0
+    def __init__(self, message: OpenUpdate, aborted: int, start_s: float, idle_s: float) -> None:
+        self.message, self.aborted, self.start_s = message, aborted, start_s
+        self.idle_s = idle_s  # unix time when the last interrupted request had returned
+        self.posts: asyncio.Task[None] | None = None  # receives the buckets
 
 
 class EngineHost:
@@ -322,11 +322,11 @@ class EngineHost:
                 if self._join is not None:
                     await self._guard(self._join)
                 await self._drain(client)
+                self._update = _Update(message, self._aborted, start_s, time.time())
                 await self._guard(client.begin_update())
         except (EngineError, TimeoutError) as error:
             raise self._dirty("the update could not begin", error) from error
-        self._update = _Update(message, asyncio.create_task(self._receive(message)), start_s)
-        self._update.aborted = self._aborted
+        self._update.posts = asyncio.create_task(self._receive(message))
         self._expiry = asyncio.get_running_loop().call_later(
             self._update_timeout_s, self._break, "an update was opened but never closed"
         )
@@ -334,7 +334,7 @@ class EngineHost:
     async def close_update(self, message: CloseUpdate) -> UpdateClosed:
         """Wait for the last bucket, end the session, verify the version, admit requests again."""
         client, update = self._alive(), self._update
-        if update is None or update.message.version != message.version:
+        if update is None or not update.posts or update.message.version != message.version:
             raise EngineError(f"engine {self.index}: no update to {message.version} is open")
         self._expiry.cancel()
         try:

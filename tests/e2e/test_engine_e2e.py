@@ -1,0 +1,421 @@
+"""A real SGLang server against transformers: records, resumption, updates, token, death.
+
+One server serves the whole file, in order; the last test kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+import tiny_model as tiny
+import torch
+from safetensors.torch import load_file
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.engine.client import EngineClient
+from moerl.engine.host import EngineHost
+from moerl.engine.server import EngineServer
+from moerl.errors import EngineError, RecordError
+from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate
+from moerl.rundir import RunDir
+from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+
+pytestmark = pytest.mark.e2e
+
+TOKEN = "e2e-run-token"
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+TRUNCATED = SamplingParams(24, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
+FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)
+T = TypeVar("T")
+
+
+class World:
+    """A host with its event loop, and the weights it may serve."""
+
+    def __init__(self, root: Path) -> None:
+        torch.set_num_threads(1)
+        self.root = root
+        self.loop = asyncio.new_event_loop()
+        self.folders = {V0: tiny.save(root / "A", 0), V1: tiny.save(root / "B", 1)}
+        self.models = {version: tiny.load(folder) for version, folder in self.folders.items()}
+        self.store = BlobStore(root / "blobs", "node0")
+        self.config = EngineConfig(args={"chunked_prefill_size": 64}, max_total_tokens=16384)
+        run = RunDir(root / "run")
+        run.create()
+        self.log = run.logs / "engine0.log"
+        self.host = EngineHost(
+            0, self.config, self.folders[V0], tiny.FACTS, ReplayConfig(), self.store, run, TOKEN
+        )
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("engine"))
+    try:
+        world.run(world.host.start(V0), 240.0)
+        yield world
+    finally:
+        world.run(world.host.stop())
+        world.loop.close()
+
+
+def request(name: str, length: int, sampling: SamplingParams, seed: int = 0) -> GenerateRequest:
+    ids = np.random.RandomState(seed).randint(4, tiny.VOCAB, size=length).astype(np.int32)
+    return GenerateRequest(name, 0, ids, 0, sampling)
+
+
+def resume(
+    partial: GenerateRequest, got: Segment, sampling: SamplingParams, *, audit: bool = False
+) -> GenerateRequest:
+    ids = np.concatenate([partial.token_ids, got.output_ids])
+    sampled = partial.num_sampled + len(got.output_ids)
+    return GenerateRequest(partial.rollout_id, partial.segment + 1, ids, sampled, sampling, audit)
+
+
+def check_segment(world: World, ask: GenerateRequest, got: Segment | RecordError) -> float:
+    """Compare one segment with transformers; returns the largest log-probability difference."""
+    assert isinstance(got, Segment), got
+    ids = [*ask.token_ids.tolist(), *got.output_ids.tolist()]
+    logits, routes = tiny.forward(world.models[got.version], ids)
+    logp = (logits / ask.sampling.temperature).log_softmax(-1)
+    first = len(ask.token_ids) - 1  # the fed-in token that produced the first sampled one
+    if ask.sampling.truncates:
+        assert got.sampling_mask is not None
+        offsets = world.store.load(got.sampling_mask.offsets)
+        kept = world.store.load(got.sampling_mask.ids)
+        assert got.sampling_mask.first == ask.num_sampled
+    else:
+        assert got.sampling_mask is None
+    want = []
+    for step, token in enumerate(got.output_ids.tolist()):
+        row = logp[first + step]
+        if ask.sampling.truncates:
+            probs, order = row.exp().sort(descending=True)
+            keep = probs.cumsum(0) - probs <= ask.sampling.top_p
+            keep[ask.sampling.top_k :] = False
+            support = order[keep].sort().values
+            assert kept[offsets[step] : offsets[step + 1]].tolist() == support.tolist()
+            row = row - row[support].logsumexp(0)
+        want.append(row[token].item())
+    assert got.routing is not None
+    rows = world.store.load(got.routing.ids)
+    assert (got.routing.row_begin, got.routing.row_end) == (ask.rows_from, len(ids) - 1)
+    np.testing.assert_array_equal(rows, routes[:, ask.rows_from : len(ids) - 1])
+    return float(np.abs(got.logprobs - np.asarray(want, np.float32)).max())
+
+
+@pytest.mark.parametrize("sampling", [TRUNCATED, FULL], ids=["truncated", "full"])
+def test_records_equal_transformers(world: World, sampling: SamplingParams) -> None:
+    """Chunked prefill (200 > 64 tokens) and prefix-cache hits (sent twice) included."""
+    tag = "t" if sampling.truncates else "f"
+    lengths = (1, 5, 33, 200)
+    for attempt in range(2):
+        asks = [request(f"rec{tag}{attempt}.{n}", n, sampling, seed=n) for n in lengths]
+        got = world.run(world.host.generate(asks))
+        assert max(check_segment(world, *pair) for pair in zip(asks, got, strict=True)) < 5e-5
+        assert [segment.finish for segment in got] == [Finish.LENGTH] * len(asks)
+    assert got[-1].cached_tokens > 100
+
+
+def test_stop_token_ends_a_sequence(world: World) -> None:
+    ask = request("stop.0", 8, SamplingParams(64, stop_token_ids=tuple(range(64, 256))))
+    (got,) = world.run(world.host.generate([ask]))
+    assert check_segment(world, ask, got) < 5e-5
+    assert got.finish is Finish.STOP
+    assert got.output_ids[-1] >= 64 or got.output_ids[-1] == tiny.EOS
+
+
+def test_abort_and_resume(world: World) -> None:
+    """Rows of a partial and its resumption tile the sequence; audit adds the prefix rows."""
+    long = SamplingParams(600, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
+    asks = [request(f"abort.{i}", 10 + i, long, seed=i) for i in range(3)]
+
+    async def interrupted() -> list[Segment | RecordError]:
+        running = asyncio.create_task(world.host.generate(asks))
+        await asyncio.sleep(0.7)
+        client = world.host._client
+        assert client is not None
+        await client.abort_all()
+        return await running
+
+    partials = world.run(interrupted())
+    for ask, partial in zip(asks, partials, strict=True):
+        assert check_segment(world, ask, partial) < 5e-5
+        assert partial.finish is Finish.ABORT
+        assert 0 < len(partial.output_ids) < 600
+    # Different lengths (so different first rows) in one generate call, one of them audited.
+    resumed = [
+        resume(a, p, audit=not i) for i, (a, p) in enumerate(zip(asks, partials, strict=True))
+    ]
+    resumed = [
+        GenerateRequest(r.rollout_id, 1, r.token_ids, r.num_sampled, TRUNCATED, r.audit)
+        for r in resumed
+    ]
+    finished = world.run(world.host.generate(resumed))
+    for ask, partial, again, rest in zip(asks, partials, resumed, finished, strict=True):
+        assert check_segment(world, again, rest) < 5e-5
+        assert partial.routing.row_end == rest.routing.row_begin == len(again.token_ids) - 1
+        assert partial.routing.row_begin == 0
+        assert rest.rollout_id == ask.rollout_id
+    audited = finished[0].audit_rows
+    assert (audited.row_begin, audited.row_end) == (0, partials[0].routing.row_end)
+    np.testing.assert_array_equal(
+        world.store.load(audited.ids), world.store.load(partials[0].routing.ids)
+    )
+    assert finished[1].audit_rows is None
+
+
+def test_a_refused_request_does_not_sink_the_batch(world: World) -> None:
+    asks = [request("ok.0", 5, TRUNCATED), request("toolong.0", 5000, TRUNCATED)]
+    good, bad = world.run(world.host.generate(asks))
+    assert check_segment(world, asks[0], good) < 5e-5
+    assert isinstance(bad, RecordError)
+    assert bad.reason == "request"
+    assert world.run(world.host.status()).refused == {"request": 1}
+
+
+def test_token_is_required_and_hidden(world: World) -> None:
+    server = world.host._server
+    assert server is not None
+    paths = (
+        "/generate",
+        "/abort_request",
+        "/flush_cache",
+        "/init_weights_update_group",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/update_weights_from_tensor",
+        "/end_weight_update",
+        "/weights_checker",
+        "/pause_generation",
+    )
+
+    async def statuses(headers: dict[str, str]) -> list[int]:
+        async with aiohttp.ClientSession(server.url, headers=headers) as session:
+            replies = [await session.post(path, json={}) for path in paths]
+            replies.append(await session.get("/model_info"))
+            return [reply.status for reply in replies]
+
+    assert set(world.run(statuses({}))) <= {401, 403}
+    assert set(world.run(statuses({"Authorization": "Bearer guess"}))) <= {401, 403}
+    for process in server._tree():
+        assert TOKEN not in " ".join(process.cmdline())
+        assert TOKEN not in process.environ().values()
+    assert TOKEN not in world.log.read_text()
+
+
+def test_ports_are_ours_and_on_loopback(world: World) -> None:
+    """But one: torch's TCPStore (nccl_port) listens on every interface and cannot be told not to."""
+    server = world.host._server
+    assert server is not None
+    listening = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in server._tree()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    loopback = {port for address, port in listening if address == "127.0.0.1"}
+    assert server.port in loopback
+    assert {port for _, port in listening} - loopback <= {server.args["nccl_port"]}
+
+
+def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
+    tensors = load_file(world.folders[V1] / "model.safetensors")
+    names = sorted(tensors)
+    buckets = [_bucket(tensors, names[0::2]), _bucket(tensors, names[1::2])]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    opened = threading.Event()
+    sender = threading.Thread(target=_send, args=(port, tensors, buckets, opened), daemon=True)
+    long = SamplingParams(800, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
+    asks = [request(f"upd.{i}", 8, long, seed=i) for i in range(4)]
+    before = world.run(world.host.checksum())
+
+    async def update() -> tuple[Any, list[Segment], list[Segment]]:
+        host = world.host
+        sender.start()
+        await host.join_sync(JoinSync(0, "127.0.0.1", port, "sync-1", 2, "gloo"))
+        running = asyncio.create_task(host.generate(asks))
+        await asyncio.sleep(0.5)
+        await host.open_update(OpenUpdate(0, V1, "sync-1", tuple(buckets)))
+        held = asyncio.create_task(host.generate([request("held.0", 9, TRUNCATED)]))
+        opened.set()
+        closed = await host.close_update(CloseUpdate(0, V1))
+        return closed, await running, await held
+
+    closed, partials, held = world.run(update())
+    sender.join(10)
+    assert closed.aborted == 4
+    assert 0 < closed.pause_s < 30
+    for ask, partial in zip(asks, partials, strict=True):
+        assert (partial.version, partial.finish) == (V0, Finish.ABORT)
+        assert check_segment(world, ask, partial) < 5e-5
+    assert held[0].version == V1
+    assert check_segment(world, request("held.0", 9, TRUNCATED), held[0]) < 5e-5
+    resumed = [resume(*pair) for pair in zip(asks, partials, strict=True)]
+    resumed = [GenerateRequest(r.rollout_id, 1, r.token_ids, r.num_sampled, FULL) for r in resumed]
+    finished = world.run(world.host.generate(resumed))
+    for again, rest in zip(resumed, finished, strict=True):
+        assert rest.version == V1
+        assert check_segment(world, again, rest) < 5e-5
+    assert world.run(world.host.checksum()) != before
+    # Negative control: under the old weights the same check must see the difference.
+    world.models[V1] = world.models[V0]
+    with pytest.raises(AssertionError):
+        assert check_segment(world, resumed[0], finished[0]) < 5e-5
+
+
+def _bucket(tensors: dict[str, torch.Tensor], names: list[str]) -> Bucket:
+    return Bucket(
+        names=tuple(names),
+        dtypes=tuple(str(tensors[name].dtype).removeprefix("torch.") for name in names),
+        shapes=tuple(tuple(tensors[name].shape) for name in names),
+    )
+
+
+def _send(
+    port: int, tensors: dict[str, torch.Tensor], buckets: list[Bucket], opened: threading.Event
+) -> None:
+    """Rank 0 of the sync group: joins, waits for the session, broadcasts every bucket."""
+    import torch.distributed.distributed_c10d as c10d
+
+    store = c10d.TCPStore(
+        "127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False
+    )
+    group, _ = c10d._new_process_group_helper(
+        2, 0, [], c10d.Backend("gloo"), c10d.PrefixStore("sync-1", store), group_name="sync-1"
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    assert opened.wait(30)
+    for bucket in buckets:
+        flat = torch.cat([tensors[name].flatten().view(torch.uint8) for name in bucket.names])
+        torch.distributed.broadcast(flat, src=0, group=group)
+
+
+def test_start_failures_name_the_cause(world: World, tmp_path: Path) -> None:
+    """No folder at once; unloadable weights and a taken port as soon as the server gave up."""
+    (tmp_path / "empty").mkdir()
+    config = json.loads((world.folders[V0] / "config.json").read_text())
+    (tmp_path / "empty" / "config.json").write_text(json.dumps(config))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        results = world.run(
+            asyncio_gather(
+                _start(world, tmp_path / "absent", tmp_path / "absent.log"),
+                _start(world, tmp_path / "empty", tmp_path / "empty.log"),
+                _start(world, world.folders[V0], tmp_path / "port.log", port=port),
+            ),
+            200.0,
+        )
+    absent, empty, port_error = (text.splitlines() for text in results)
+    assert absent == [f"engine: model folder {tmp_path / 'absent'} has no config.json"]
+    assert "Cannot find any model weights" in empty[0]
+    assert "address already in use" in port_error[0]
+    assert all("--- end of" in lines[1] for lines in (empty, port_error))
+
+
+async def asyncio_gather(*work: Coroutine[Any, Any, T]) -> list[T]:
+    return list(await asyncio.gather(*work))
+
+
+async def _start(world: World, folder: Path, log: Path, port: int | None = None) -> str:
+    server = EngineServer(
+        world.config, folder, routing=True, version="0.0", token=TOKEN, log=log, port=port
+    )
+    client = EngineClient(server.url, "another-token")
+    try:
+        await server.start(client)
+    except EngineError as error:
+        return str(error)
+    finally:
+        await client.close()
+        await server.stop()
+    return "started"
+
+
+HOST_SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+from moerl.blob.store import BlobStore
+from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.engine.host import EngineHost
+from moerl.engine.records import ModelFacts
+from moerl.rundir import RunDir
+from moerl.types import PolicyVersion
+
+async def main(root, model):
+    run = RunDir(root)
+    run.create()
+    facts = ModelFacts(256, 3, (0, 1, 2), 8, 2)
+    host = EngineHost(1, EngineConfig(max_total_tokens=4096), model, facts, ReplayConfig(),
+                      BlobStore(root / "blobs", "n"), run, "token")
+    await host.start(PolicyVersion(0, 0))
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+def test_killed_host_leaves_no_server(world: World, tmp_path: Path) -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST_SCRIPT, str(tmp_path), str(world.folders[V0])],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "ready\n"
+        below = psutil.Process(host.pid).children(recursive=True)
+        assert len(below) >= 3  # server, scheduler, detokenizer
+    finally:
+        host.kill()
+        host.wait()
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert not alive
+
+
+def test_killed_server_fails_calls_with_its_cause(world: World) -> None:
+    """Last: it ends the shared server.  A running and a later call both see the cause."""
+    server = world.host._server
+    assert server is not None
+    below = server._tree()
+
+    async def killed() -> float:
+        ask = request("killed.0", 8, SamplingParams(3000, ignore_eos=True))
+        running = asyncio.create_task(world.host.generate([ask]))
+        await asyncio.sleep(0.3)
+        os.kill(server.pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="killed by signal 9"):
+            await running
+        with pytest.raises(EngineError, match="killed by signal 9"):
+            await world.host.generate([ask])
+        return time.monotonic() - start
+
+    assert world.run(killed()) < 5.0
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert not alive
