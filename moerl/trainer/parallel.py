@@ -30,6 +30,7 @@ class Parallel:
     rank: int
     world_size: int
     dp: Group  # ranks that see different rows
+    dp_gloo: Group  # the same ranks over gloo: sums of metrics
     dp_rank: int
     tp: Group  # ranks that share a vocabulary, attention heads and sequence positions
     tp_rank: int
@@ -89,6 +90,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         rank=rank,
         world_size=world_size,
         dp=parallel_state.get_data_parallel_group(),
+        dp_gloo=parallel_state.get_data_parallel_group_gloo(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp=parallel_state.get_tensor_model_parallel_group(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),

@@ -1,0 +1,307 @@
+"""One optimizer step from one plan: pack, replayed forward and backward, update, metrics.
+
+The loss of a step is the plain sum of weight x token loss over all ranks and microbatches, with
+weights that depend on the plan alone.  Megatron's schedule would divide by a token count; its
+finaliser is called without one, so gradients stay sums and the split cannot change them.
+
+There is one optimizer step per batch, so the weights at the first forward are the weights of every
+forward: the mismatch between trainer and engine costs no extra pass.
+
+Legend: N sampled tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from moerl.algorithms.advantages import plan_advantages
+from moerl.algorithms.aggregation import plan_weights
+from moerl.algorithms.mismatch import MismatchSums
+from moerl.algorithms.objectives import SUM_NAMES, loss_metrics, policy_loss
+from moerl.blob.store import BlobStore
+from moerl.config.schema import Config, OptimizerConfig
+from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.errors import TrainerError
+from moerl.trainer import forward
+from moerl.trainer.model import Model, wrap
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.replay import Mode
+from moerl.types import BatchPlan
+
+_COUNTS = (
+    "fed",  # fed-in tokens without padding
+    "forwarded",  # with padding
+    "fed_rows",  # fed-in tokens x MoE layers of this rank
+    "replayed_rows",  # recorded (token, layer) rows that routers consumed
+    "routing_bytes",
+    "sampled",
+    "sampled_truncated",  # sampled under a truncating recipe
+    "masked",  # sampled tokens with a recorded kept set
+    "kept",  # entries of all kept sets
+    "kept_singleton",
+    "mask_bytes",
+    "entropy",
+)
+
+
+@dataclass(slots=True)
+class StepSums:
+    """What one rank adds up over the microbatches of a step; joined over dp ranks once."""
+
+    loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUM_NAMES), dtype=torch.float64))
+    mismatch: MismatchSums = field(default_factory=MismatchSums.zero)
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
+    kept_max: float = 0.0
+
+    def join(self, group: dist.ProcessGroup) -> StepSums:
+        """Sums over the ranks of a gloo group."""
+        packed = torch.cat([self.loss, torch.tensor(list(self.counts.values())).double()])
+        dist.all_reduce(packed, group=group)
+        peak = torch.tensor(self.kept_max, dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        counts = dict(zip(self.counts, packed[len(SUM_NAMES) :].tolist(), strict=True))
+        return StepSums(
+            packed[: len(SUM_NAMES)], self.mismatch.all_reduce(group), counts, float(peak)
+        )
+
+
+class Learner:
+    """Model, optimizer and schedule of one rank; `step` trains one plan."""
+
+    def __init__(self, model: Model, parallel: Parallel, config: Config, store: BlobStore) -> None:
+        self.model, self.parallel, self.config, self.store = model, parallel, config, store
+        optimizer = config.trainer.optimizer
+        self.ddp: DistributedDataParallel = wrap(model, distributed_optimizer=optimizer.distributed)
+        self.optimizer: MegatronOptimizer = _optimizer(self.ddp, optimizer, config.trainer.dtype)
+        self.schedule = _schedule(self.optimizer, optimizer, config.run.steps)
+        model.config.finalize_model_grads_func = _finalize_as_sums
+        model.config.grad_scale_func = self.optimizer.scale_loss
+
+    def step(self, plan: BatchPlan) -> dict[str, float]:
+        """Train one plan; returns the metrics of the step, equal on all ranks.
+
+        Raises RecordError for a record that breaks replay, TrainerError when the loss or the
+        gradient is not finite (the weights are then not to be used).
+        """
+        begin = time.perf_counter()
+        advantages = plan_advantages(self.config.algorithm.advantage, plan)
+        sums = StepSums()
+        pack_s = self._accumulate(plan, advantages, sums)
+        joined = sums.join(self.parallel.dp_gloo)
+        metrics = loss_metrics(joined.loss)
+        if not math.isfinite(metrics.get("loss/pg", 0.0)):
+            raise TrainerError(f"step {plan.step}: the loss is {metrics['loss/pg']}")
+        computed = time.perf_counter()
+        self.schedule.step(1)  # before the update: the first one has the first warm-up rate
+        _, grad_norm, _ = self.optimizer.step()
+        if grad_norm is not None:
+            if not math.isfinite(grad_norm):
+                raise TrainerError(f"step {plan.step}: the gradient norm is {grad_norm}")
+            metrics["loss/grad_norm"] = float(grad_norm)
+        end = time.perf_counter()
+        metrics |= joined.mismatch.metrics() | _describe(joined, self.model.replay is not None)
+        metrics |= _advantage_metrics(advantages)
+        metrics |= {
+            "loss/lr": float(self.optimizer.param_groups[0]["lr"]),
+            "perf/step_s": end - begin,
+            "perf/pack_s": pack_s,
+            "perf/forward_backward_s": computed - begin - pack_s,
+            "perf/optimizer_s": end - computed,
+            "perf/train_tokens_per_s": joined.counts["fed"] / (end - begin),
+        }
+        return metrics
+
+    def gradients(self, plan: BatchPlan) -> StepSums:
+        """Accumulate the gradients of a plan and do not update; returns the joined sums."""
+        sums = StepSums()
+        self._accumulate(plan, plan_advantages(self.config.algorithm.advantage, plan), sums)
+        return sums.join(self.parallel.dp_gloo)
+
+    def _accumulate(self, plan: BatchPlan, advantages: list[float], sums: StepSums) -> float:
+        """Forward and backward of all microbatches of this rank; returns seconds spent packing."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batches = _Batches(self, plan, advantages)
+        get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, sums),
+            data_iterator=iter(batches),
+            model=[self.ddp],
+            num_microbatches=plan.num_microbatches,
+            seq_length=1,  # unused without pipeline stages
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        if self.model.replay is not None:
+            self.model.replay.finish_step()
+        return batches.pack_s
+
+    def _forward_step(
+        self,
+        sums: StepSums,
+        batches: Iterator[tuple[int, Microbatch]],
+        ddp: DistributedDataParallel,
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+        index, batch = next(batches)
+        mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
+        output = forward.logits(self.model, ddp, batch, index, mode)
+        return output, partial(self._loss, batch, sums)
+
+    def _loss(
+        self, batch: Microbatch, sums: StepSums, logits: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprob_N, entropy_N = forward.sampled_logprobs(self.model, logits, batch, self.parallel)
+        device = logprob_N.device
+        engine_N = batch.old_logprob.to(device)
+        result = policy_loss(
+            self.config.algorithm,
+            logprob_N,
+            engine_N,
+            batch.advantage.to(device),
+            batch.weight.to(device),
+            batch.seq.to(device),
+            max(len(batch.rollouts), 1),
+        )
+        sums.loss += result.sums
+        sums.mismatch += MismatchSums.of(logprob_N, engine_N, batch.lag)
+        _count(sums, batch, self.model, float(entropy_N.sum()))
+        return result.loss, torch.tensor(0, dtype=torch.int, device=device), {}
+
+
+class _Batches:
+    """Microbatches of this rank, packed when they are needed, their routes given to the routers."""
+
+    def __init__(self, learner: Learner, plan: BatchPlan, advantages: list[float]) -> None:
+        self._learner, self._plan, self._advantages = learner, plan, advantages
+        self.pack_s = 0.0
+
+    def __iter__(self) -> Iterator[tuple[int, Microbatch]]:
+        learner, plan = self._learner, self._plan
+        weights = plan_weights(learner.config.algorithm.aggregation, plan)
+        for index in range(plan.num_microbatches):
+            begin = time.perf_counter()
+            batch = pack_microbatch(
+                plan,
+                learner.parallel.dp_rank,
+                index,
+                learner.store,
+                advantages=self._advantages,
+                weights=weights,
+                read_mask=learner.config.replay.sampling_mask,
+                multiple_of=learner.parallel.tp_size,
+            )
+            if learner.model.replay is not None:
+                forward.load_routes(learner.model, batch, index, learner.parallel)
+            self.pack_s += time.perf_counter() - begin
+            yield index, batch
+
+
+def _finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Megatron's finaliser without the token count it would divide the gradients by."""
+    megatron_finalize(model, None, **kwargs)
+
+
+def _optimizer(
+    ddp: DistributedDataParallel, settings: OptimizerConfig, dtype: str
+) -> MegatronOptimizer:
+    half = dtype == "bf16"
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=half,
+        params_dtype=torch.bfloat16 if half else torch.float32,
+        use_distributed_optimizer=settings.distributed,
+    )
+    return get_megatron_optimizer(config, [ddp])
+
+
+def _schedule(
+    optimizer: MegatronOptimizer, settings: OptimizerConfig, run_steps: int
+) -> OptimizerParamScheduler:
+    decay_steps = settings.decay_steps or run_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=min(settings.min_lr, settings.lr),
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+
+
+def _count(sums: StepSums, batch: Microbatch, model: Model, entropy: float) -> None:
+    counts = sums.counts
+    layers = len(model.replay.layers) if model.replay else 0
+    counts["fed"] += batch.num_fed
+    counts["forwarded"] += batch.tokens.numel()
+    counts["fed_rows"] += batch.num_fed * layers
+    counts["replayed_rows"] += batch.read.routing_rows
+    counts["routing_bytes"] += batch.read.routing
+    counts["sampled"] += len(batch.sampled)
+    counts["entropy"] += entropy
+    counts["sampled_truncated"] += sum(
+        rollout.num_sampled for rollout in batch.rollouts if rollout.sampling.truncates
+    )
+    if batch.mask_offsets is not None:
+        sizes = batch.mask_offsets.diff()
+        counts["masked"] += len(sizes)
+        counts["kept"] += float(sizes.sum())
+        counts["kept_singleton"] += float((sizes == 1).sum())
+        counts["mask_bytes"] += batch.read.mask
+        if len(sizes):
+            sums.kept_max = max(sums.kept_max, float(sizes.max()))
+
+
+def _describe(sums: StepSums, replayed: bool) -> dict[str, float]:
+    """Coverage and payload metrics; what could not be computed is absent."""
+    counts = sums.counts
+    metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
+    if counts["sampled"]:
+        metrics["loss/entropy"] = counts["entropy"] / counts["sampled"]
+    if replayed and counts["fed_rows"]:
+        metrics["routing/replay_cover_frac"] = counts["replayed_rows"] / counts["fed_rows"]
+        metrics["routing/fallback_rows"] = counts["fed_rows"] - counts["replayed_rows"]
+        metrics["routing/bytes_per_token"] = counts["routing_bytes"] / counts["fed"]
+    if counts["sampled_truncated"]:
+        metrics["keep/cover_frac"] = counts["masked"] / counts["sampled_truncated"]
+    if counts["masked"]:
+        metrics["keep/size_mean"] = counts["kept"] / counts["masked"]
+        metrics["keep/size_max"] = sums.kept_max
+        metrics["keep/singleton_frac"] = counts["kept_singleton"] / counts["masked"]
+        metrics["keep/bytes_per_token"] = counts["mask_bytes"] / counts["masked"]
+    return metrics
+
+
+def _advantage_metrics(advantages: list[float]) -> dict[str, float]:
+    values = torch.tensor(advantages, dtype=torch.float64)
+    return {
+        "adv/mean": float(values.mean()),
+        "adv/std": float(values.std(unbiased=False)),
+        "adv/pos_frac": float((values > 0).double().mean()),
+    }
