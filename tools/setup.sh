@@ -74,10 +74,11 @@ install() {
 
 compiler_present() {
   local name
-  for name in c++ g++ clang++; do
+  for name in cc gcc clang; do
     if command -v "$name" >/dev/null; then return; fi
   done
-  fail "no C++ compiler (c++, g++ or clang++) is on PATH: install one, for example the package g++"
+  fail "no C compiler (cc, gcc or clang) is on PATH and some packages come as source:" \
+    "install one, for example Debian's package build-essential"
 }
 
 # Prints the first Python 3.11 on PATH that can make an environment with pip in it.
@@ -107,9 +108,9 @@ run_pip() {
   pip_pid=$!
   local ticks=0
   while kill -0 "$pip_pid" 2>/dev/null; do
-    sleep 0.5
+    sleep 0.1
     ticks=$((ticks + 1))
-    if ((ticks % 20 == 0)); then say "$(progress)"; fi
+    if ((ticks % 100 == 0)); then say "$(progress)"; fi
   done
   local code=0
   wait "$pip_pid" || code=$?

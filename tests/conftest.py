@@ -1,0 +1,54 @@
+"""What several folders of tests share: a tiny model on disk, free ports, a quiet environment.
+
+The environment variables are set here, before any test imports torch or transformers, because
+those read them at import.  Heavy packages are imported inside fixtures only: unit tests of the
+torch-free layers must stay fast.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",  # a test that reaches for a hub fails instead of waiting
+    TRANSFORMERS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",  # its threads warn after every fork
+    OMP_NUM_THREADS="1",  # several ranks and an engine share two cores
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE folder (2 layers, 8 experts, top-2) with its tokenizer; read it only."""
+    from moerl.config.schema import TinyModel
+    from moerl.data.tiny_model import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(folder, TinyModel(enabled=True), seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Returns a function that names another free loopback TCP port at every call.
+
+    Somebody else may take the port before its user binds it; ports once handed out are not handed
+    out again in this session.
+    """
+    given: set[int] = set()
+
+    def port() -> int:
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                number: int = probe.getsockname()[1]
+            if number not in given:
+                given.add(number)
+                return number
+
+    return port

@@ -1,0 +1,214 @@
+"""Imports go downwards only, each heavy package has one home, and light modules stay light.
+
+The checker reads syntax trees, so an import inside a function or under TYPE_CHECKING counts too.
+It takes a folder: the negative controls run it over synthetic trees that break one rule each.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lowest layer first: a package imports only from rows before its own.
+ROWS = [
+    {"types", "errors", "protocols", "config", "trace", "rundir"},
+    {"codec", "blob", "layout"},
+    {"algorithms", "data"},
+    {"trainer", "engine", "sync", "scoring", "rollout", "observe"},
+    {"launch"},
+    {"cli", "tools", "__main__"},
+]
+OPEN_ROWS = {0, len(ROWS) - 1}  # members of the first and last row may import each other
+ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+HOMES = {
+    "megatron": "trainer",
+    "transformer_engine": "trainer",
+    "sglang": "engine",
+    "mooncake": "sync",
+    "ray": "launch",
+}
+TORCH_FREE = ROWS[0] | ROWS[1]
+
+
+def imported_names(file: Path, package: str) -> set[str]:
+    """Full dotted names that a file imports; relative ones start from `package`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join(
+                (parents if node.level else []) + ([node.module] if node.module else [])
+            )
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def violations(tree: Path) -> list[str]:
+    """One sentence per import under `tree` (the folder of the package moerl) that breaks a rule."""
+    found: list[str] = []
+    for file in sorted(tree.rglob("*.py")):
+        where = file.relative_to(tree).with_suffix("").parts
+        if where == ("__init__",):
+            allowed_row, home = -1, ""  # the package itself imports nothing of its own
+        elif where[0] not in ROW_OF:
+            found.append(f"{file.name}: moerl.{where[0]} has no row in the table of layers")
+            continue
+        else:
+            allowed_row, home = ROW_OF[where[0]], where[0]
+        package = ".".join(("moerl", *where[:-1]))
+        for name in sorted(imported_names(file, package)):
+            problem = judge(name, home, allowed_row)
+            if problem:
+                found.append(f"{'/'.join(where)}.py imports {name}: {problem}")
+    return found
+
+
+def judge(name: str, home: str, row: int) -> str:
+    """What is wrong with package `home` of layer `row` importing `name`; empty when nothing is."""
+    top, _, rest = name.partition(".")
+    if top in HOMES and home != HOMES[top]:
+        return f"{top} belongs to moerl.{HOMES[top]} only"
+    if top == "torch" and home in TORCH_FREE:
+        return f"moerl.{home} is torch-free"
+    target = rest.split(".")[0]
+    if top != "moerl" or target == home or target not in ROW_OF:
+        return ""  # `from moerl import __version__` has a target that is no package
+    if ROW_OF[target] > row:
+        return "that layer is above"
+    if ROW_OF[target] == row and row not in OPEN_ROWS:
+        return "siblings do not import each other"
+    return ""
+
+
+def test_imports_go_downwards_only() -> None:
+    assert violations(ROOT / "moerl") == []
+
+
+GOOD = {
+    "__init__.py": "",
+    "types.py": "import numpy\nfrom moerl.errors import MoerlError",
+    "errors.py": "import moerl",
+    "codec/routing.py": "from . import other\nfrom ..types import Rollout",
+    "codec/other.py": "from moerl.config.schema import Config",
+    "data/packing.py": "import torch\nfrom moerl.codec.routing import decode",
+    "trainer/step.py": "import megatron.core\nfrom moerl import trace",
+    "launch/actors.py": "import ray\nfrom moerl.trainer.step import run",
+    "cli.py": "from moerl import __version__\nfrom moerl.launch.actors import start",
+}
+BAD = [
+    ("types.py", "from moerl.codec import routing", "above"),
+    ("codec/routing.py", "from ..data import packing", "above"),
+    ("codec/routing.py", "from moerl import trainer", "above"),
+    ("codec/routing.py", "def f():\n    import moerl.launch.actors", "above"),
+    ("__init__.py", "from moerl.types import Rollout", "above"),
+    ("launch/actors.py", "from moerl.cli import main", "above"),
+    ("trainer/step.py", "from moerl.engine.host import Host", "siblings"),
+    ("codec/routing.py", "import moerl.layout.tiles", "siblings"),
+    ("rollout/loop.py", "if True:\n    from megatron.core import x", "moerl.trainer only"),
+    ("rollout/loop.py", "import sglang.srt.utils as u", "moerl.engine only"),
+    ("trainer/step.py", "import ray", "moerl.launch only"),
+    ("engine/host.py", "from mooncake.engine import TransferEngine", "moerl.sync only"),
+    ("layout/tiles.py", "import torch.nn", "torch-free"),
+    ("config/schema.py", "from torch import Tensor", "torch-free"),
+    ("helpers/misc.py", "", "no row"),
+]
+
+
+def write_tree(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+
+
+def test_checker_accepts_a_good_tree(tmp_path: Path) -> None:
+    write_tree(tmp_path, GOOD)
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(("file", "text", "expected"), BAD)
+def test_checker_reports_a_bad_import(tmp_path: Path, file: str, text: str, expected: str) -> None:
+    write_tree(tmp_path, GOOD | {file: text})
+    (problem,) = violations(tmp_path)
+    assert expected in problem
+
+
+# --- what importing really loads ------------------------------------------------------------------
+HEAVY = {"torch", "ray", "sglang", "transformers", "megatron", "mooncake", "matplotlib"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The heavy packages in memory after a new interpreter ran `statement`."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps([*sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return HEAVY & {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+
+
+def test_configuration_and_command_line_load_nothing_heavy() -> None:
+    assert loaded_by("import moerl.config") == set()
+    assert loaded_by("import moerl.cli") == set()
+
+
+def test_torch_free_layers_load_nothing_heavy() -> None:
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for name in sorted(TORCH_FREE)
+        for file in [ROOT / "moerl" / f"{name}.py", *(ROOT / "moerl" / name).rglob("*.py")]
+        if file.exists()
+    ]
+    assert len(modules) > len(TORCH_FREE)
+    assert loaded_by("import " + ", ".join(modules)) == set()
+
+
+def test_loaded_packages_are_seen() -> None:
+    """Negative control."""
+    assert loaded_by("import matplotlib") == {"matplotlib"}
+
+
+# --- tracked files name no outside machine -------------------------------------------------------
+# Brackets keep the patterns from matching themselves.
+OUTSIDE = re.compile(
+    r"(?<![\w.$}~*-])/(?:[h]ome|[U]sers|[r]oot|[w]ork)/\w"  # somebody's folders
+    r"|https?://[^\s/]*(?:[p]ypi|[p]ythonhosted|[r]egistry|[m]irror)"
+    r"|--(?:[e]xtra-)?[i]ndex-url[ =]\S|--[f]ind-links[ =]\S"
+)
+
+
+def outside_names(text: str) -> list[str]:
+    return [match.group() for match in OUTSIDE.finditer(text)]
+
+
+def test_tracked_files_name_no_outside_path_or_package_index() -> None:
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    found = {}
+    for name in filter(None, listing.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and (names := outside_names(path.read_bytes().decode(errors="ignore"))):
+            found[name] = names
+    assert found == {}
+
+
+def test_outside_names_are_found() -> None:
+    """Negative control; the names are put together here so that this file has none itself."""
+    for parts in (
+        ("see /", "home/ada/model"),
+        ("'/", "work/x'"),
+        ("http", "s://files.", "pythonhosted.example/x"),
+        ("pip install --index", "-url https://example.org"),
+    ):
+        assert outside_names("".join(parts))
+    assert outside_names("https://example.org/home/page /dev/shm $PWD/work/x a/root/b") == []
