@@ -66,6 +66,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "observe.sample_rollouts": 0,
+    "observe.engine_alone_s": 0,
     "trainer.parallel.tp": 1,
     "trainer.parallel.pp": 1,
     "trainer.parallel.cp": 1,
@@ -125,7 +126,7 @@ def check_model(config: Config) -> dict[str, Any]:
 
 def check_divides(parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any]) -> None:
     """Heads, experts and expert width must divide by the ranks that cut them."""
-    experts = int(hf.get("num_experts") or 0)
+    experts = int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
     sizes = [
         ("trainer.parallel.tp", parallel.tp, "num_attention_heads", hf.get("num_attention_heads")),
         ("trainer.parallel.tp", parallel.tp, "num_key_value_heads", hf.get("num_key_value_heads")),
@@ -189,7 +190,7 @@ def _check_parallel(p: ParallelConfig) -> None:
         raise ConfigError(
             "trainer.parallel.ep",
             p.ep,
-            f"ep x etp = {p.ep * p.etp} must divide tp x cp x dp = {dense} ",
+            f"ep x etp = {p.ep * p.etp} must divide tp x cp x dp = {dense}",
         )
     if p.tp > 1 and p.ep == 1 and p.etp == 1:
         raise ConfigError(

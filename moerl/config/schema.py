@@ -179,7 +179,7 @@ class ObserveConfig:
     tensorboard: bool = False
     wandb_project: str = ""  # empty = off
     sample_rollouts: int = 16  # rollouts with text kept for the report
-    routing_audit_every: int = 0  # steps between recorded live forwards; 0 = off
+    engine_alone_s: float = 0.0  # at the end, measure the engines alone for so long; 0 = off
 
 
 @dataclass(frozen=True)

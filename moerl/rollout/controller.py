@@ -148,16 +148,40 @@ class Controller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def status(self) -> dict[str, object]:
-        """For the live panel."""
+    def status(self) -> dict[str, float]:
+        """For the live panel, between steps; names of docs/metrics.md."""
         return {
-            "ready_groups": self.buffer.num_ready,
-            "started_groups": self.buffer.num_started,
-            "next_step": self.buffer.next_step,
-            "engine_versions": [str(version) for version in self._versions],
-            "refused": dict(self.ledger.refused),
-            "trainer_connected": self._incarnation is not None,
-        }
+            "async/buffer_depth": float(self.buffer.num_ready),
+            "async/in_flight": float(self.buffer.num_started * self.config.rollout.group_size),
+        } | {f"refused/{reason}": float(n) for reason, n in self.ledger.refused.items()}
+
+    async def measure_engines(self, seconds: float) -> float:
+        """Tokens/s of idle engines on fresh prompts, both replays on; nothing is kept."""
+        begin, tokens, index = time.monotonic(), 0, 0
+
+        async def once(engine: int, first: int) -> int:
+            partials = [
+                PartialRollout(
+                    f"measure-{first + i}-{j}",
+                    self.prompts.prompt(first + i),
+                    self.sampling,
+                    audit=False,
+                )
+                for i in range(self.config.rollout.groups_per_request)
+                for j in range(self.config.rollout.group_size)
+            ]
+            replies = await self.engines[engine].generate([p.request() for p in partials])
+            self._join(partials, replies)
+            for uri in (uri for p in partials for uri in p.blob_uris()):
+                self.blobs.delete(uri)
+            return sum(p.num_sampled for p in partials)
+
+        while time.monotonic() - begin < seconds:
+            step = self.config.rollout.groups_per_request
+            calls = [once(e, index + e * step) for e in range(len(self.engines))]
+            index += len(calls) * step
+            tokens += sum(await asyncio.gather(*calls))
+        return tokens / (time.monotonic() - begin)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         async def guarded() -> None:

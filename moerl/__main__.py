@@ -1,0 +1,5 @@
+"""`python -m moerl` is `moerl`."""
+
+from moerl.cli import main
+
+main()

@@ -1,0 +1,160 @@
+"""The command line: `moerl train`, `moerl mismatch`.  Imports heavy packages only when they run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moerl.errors import ConfigError, MoerlError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous RL post-training of Mixture-of-Experts models, with Keep Routing and "
+    "Keep Sampling Mask on by default.",
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the recipe."),
+]
+Recipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE", help="A YAML file, or a name under configs/recipes."),
+]
+
+
+@app.command()
+def train(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    run: Annotated[str, typer.Option(help="Name of the run directory below run.root.")] = "",
+    resume: Annotated[
+        str, typer.Option(metavar="RUN", help="Continue runs/RUN (or a path) from its checkpoint.")
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Resolve and check everything, start nothing.")
+    ] = False,
+) -> None:
+    """Train a recipe to its last step.
+
+    Examples:
+
+      moerl train quickstart
+
+      moerl train configs/recipes/quickstart.yaml run.steps=300 sampling.top_p=0.9 --run mine
+
+      moerl train --resume mine
+    """
+    if bool(recipe) == bool(resume):
+        raise ConfigError("RECIPE", recipe, "give either a RECIPE or --resume RUN")
+    if resume:
+        folder = _run_folder(resume)
+        raise typer.Exit(_guarded({"resume": str(folder), "recipe": "", "overrides": []}))
+    assert recipe is not None
+    settings = list(overrides or [])
+    config = _checked(recipe, settings)
+    name = run or config.run.name
+    if not run and name == Path(recipe).stem:
+        name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings.append(f"run.name={name}")
+    if dry_run:
+        from moerl.launch.dry_run import describe
+
+        described = replace(config, run=replace(config.run, name=name))
+        typer.echo(describe(described))
+        return
+    if (Path(config.run.root) / name / "state.json").exists():
+        raise ConfigError(
+            "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
+        )
+    raise typer.Exit(_guarded({"resume": "", "recipe": recipe, "overrides": settings}))
+
+
+@app.command()
+def mismatch(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="DIR", help="Hugging Face folder to probe, e.g. runs/X/hf.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Sampled tokens to score, at least.")] = 20000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    keep: Annotated[
+        str, typer.Option(metavar="DIR", help="Keep records and scores in this new folder.")
+    ] = "",
+) -> None:
+    """Measure the train/inference mismatch with {none, routing, mask, both} replayed.
+
+    Generates fresh rollouts at lag 0 with the real engine and scores them with the real trainer,
+    in fp32 and in bf16.
+    """
+    if not recipe:
+        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
+    config = _checked(recipe, list(overrides or []), checkpoint)
+    request = {
+        "recipe": recipe,
+        "overrides": list(overrides or []),
+        "checkpoint": checkpoint,
+        "tokens": tokens,
+        "json": as_json,
+        "keep": keep,
+        "stop_timeout_s": config.supervision.stop_timeout_s,
+    }
+    raise typer.Exit(_guarded(request, module="moerl.launch.mismatch"))
+
+
+def _checked(recipe: str, overrides: list[str], checkpoint: str = "") -> Any:
+    """Everything that can be said about the settings without starting anything."""
+    from moerl.config import load_config, resolve
+    from moerl.config.checks import check, check_model
+
+    config = resolve(load_config(recipe, overrides))
+    if checkpoint:
+        config = replace(config, model=replace(config.model, path=checkpoint))
+    check(config)
+    if config.model.path or not config.model.tiny.enabled:
+        check_model(config)
+    return config
+
+
+def _run_folder(name: str) -> Path:
+    for folder in (Path(name), Path("runs") / name):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError("--resume", name, "no config.yaml there; give a run's name or its folder")
+
+
+def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
+    """Run the request in a guarded root process; its scratch folders are removed afterwards."""
+    from moerl.launch.processes import run_guarded
+
+    scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
+    try:
+        body = json.dumps(request | {"scratch": str(scratch)})
+        return run_guarded([sys.executable, "-m", module, body], stop_timeout_s=8.0)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(Path("/dev/shm") / scratch.name, ignore_errors=True)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence on standard error and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except MoerlError as error:
+        print(f"moerl: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Ray actors: thin shells around plain classes; every class inside is testable without Ray.
+
+Everything that is not the trainer runs here: one controller, one engine host per SGLang server, one
+scorer.  Each actor has a `watch` call that returns only when the thing it holds has ended, so the
+supervisor learns of a failure as soon as Ray does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
+
+from moerl.errors import MoerlError
+from moerl.launch.plan import RunPlan
+from moerl.observe.metrics import MetricsWriter, open_sinks
+from moerl.protocols import (
+    CloseUpdate,
+    EngineStatus,
+    JoinSync,
+    OpenUpdate,
+    UpdateClosed,
+)
+from moerl.rollout.controller import Controller, StepReport
+from moerl.rollout.server import TrainerServer
+from moerl.types import (
+    Episode,
+    GenerateRequest,
+    PolicyVersion,
+    Prompt,
+    Score,
+    Segment,
+)
+
+
+def log_to(path: Path) -> None:
+    """Process logs go to files; standard output belongs to the panel."""
+    logging.basicConfig(
+        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+
+
+async def call(remote: Any) -> Any:
+    """Await a remote call; our own errors come out as they went in, not wrapped by Ray."""
+    try:
+        return await remote
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MoerlError):
+            raise cause from None
+        raise
+
+
+@ray.remote(num_cpus=0, max_concurrency=64)
+class EngineActor:
+    """One engine host: starts its SGLang server, speaks HTTP to it, seals its records."""
+
+    def __init__(self, plan: RunPlan, index: int) -> None:
+        log_to(plan.run.logs / f"engine-{index}.host.log")
+        self._host = plan.engine_host(index)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def start(self, version: PolicyVersion) -> EngineStatus:
+        return await self._host.start(version)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Any]:
+        return await self._host.generate(requests)
+
+    async def join_sync(self, message: JoinSync) -> None:
+        await self._host.join_sync(message)
+
+    async def open_update(self, message: OpenUpdate) -> None:
+        await self._host.open_update(message)
+
+    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
+        return await self._host.close_update(message)
+
+    async def status(self) -> EngineStatus:
+        return await self._host.status()
+
+    async def watch(self) -> None:
+        """Returns never; raises EngineError when the server ends."""
+        await self._host.watch()
+
+    async def stop(self) -> None:
+        await self._host.stop()
+
+
+class RemoteEngine:
+    """The `Engine` protocol over an actor handle."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def start(self, version: PolicyVersion) -> EngineStatus:
+        return await call(self._actor.start.remote(version))
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment]:
+        return await call(self._actor.generate.remote(requests))
+
+    async def join_sync(self, message: JoinSync) -> None:
+        await call(self._actor.join_sync.remote(message))
+
+    async def open_update(self, message: OpenUpdate) -> None:
+        await call(self._actor.open_update.remote(message))
+
+    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
+        return await call(self._actor.close_update.remote(message))
+
+    async def status(self) -> EngineStatus:
+        return await call(self._actor.status.remote())
+
+    async def stop(self) -> None:
+        await call(self._actor.stop.remote())
+
+
+@ray.remote(num_cpus=0, max_concurrency=64)
+class ScorerActor:
+    """Reward functions in worker processes, outside every event loop."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        log_to(plan.run.logs / "scorer.log")
+        self._scorer = plan.scorer()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        return await self._scorer.score(prompt, episodes, texts)
+
+    async def close(self) -> None:
+        self._scorer.close()
+
+
+class RemoteScorer:
+    """The `Scorer` protocol over an actor handle.
+
+    Rewards look at prompt, answer and text; records stay where they are.
+    """
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        bare = [Episode(episode.episode_id, ()) for episode in episodes]
+        return await call(self._actor.score.remote(prompt, bare, list(texts)))
+
+
+@ray.remote(num_cpus=0, max_concurrency=64)
+class ControllerActor:
+    """The controller, its door for the trainer, and the one writer of metrics and samples."""
+
+    def __init__(self, plan: RunPlan, engines: Sequence[ActorHandle], scorer: ActorHandle) -> None:
+        log_to(plan.run.logs / "controller.log")
+        self._plan, self._engines = plan, [RemoteEngine(actor) for actor in engines]
+        self._scorer = RemoteScorer(scorer)
+        self._rows: list[dict[str, Any]] = []
+
+    async def open(self) -> str:
+        """Bind the trainer's door; returns its endpoint.  Must be called once, first."""
+        plan = self._plan
+        self._controller = Controller(
+            plan.config,
+            facts=plan.facts(),
+            engines=self._engines,
+            scorer=self._scorer,
+            prompts=plan.prompts(),
+            decode=plan.decode,
+            blobs=plan.blobs(),
+            records=plan.records,
+            on_step=self._on_step,
+        )
+        self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
+        self._server = TrainerServer(
+            plan.config.cluster.address, plan.token, self._controller.handle
+        )
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve())
+        return self._server.endpoint
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def watch(self) -> None:
+        """Runs the controller's loops; raises the run's first failure."""
+        await self._controller.run()
+
+    async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Status for the panel, and the rows of metrics.jsonl since the last call."""
+        rows, self._rows = self._rows, []
+        return self._controller.status(), rows
+
+    async def measure_engines(self, seconds: float) -> float:
+        """Tokens/s of the engines with nothing else running, both replays on."""
+        return await self._controller.measure_engines(seconds)
+
+    async def stop(self) -> None:
+        await self._controller.stop()
+        self._serving.cancel()
+        self._server.close()
+        self._metrics.close()
+
+    def _on_step(self, report: StepReport) -> None:
+        row = self._metrics.write(report.step, report.version, report.metrics)
+        with self._plan.run.samples.open("a") as file:
+            for sample in report.samples:
+                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        self._rows.append(row)

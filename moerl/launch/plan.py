@@ -1,0 +1,146 @@
+"""What every process of one run needs to know, in one value; and the exact trainer command.
+
+A `RunPlan` is plain data and travels to the actors; its methods build the concrete objects there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moerl.blob import BlobStore
+from moerl.config import Config
+from moerl.layout import ModelSpec, model_spec
+from moerl.rundir import RunDir
+
+if TYPE_CHECKING:
+    from moerl.data.tasks import PromptStream
+    from moerl.engine.host import EngineHost
+    from moerl.rollout.controller import ModelFacts
+    from moerl.scoring import ProcessScorer
+
+
+@dataclass(slots=True)
+class RunPlan:
+    """One start of one run.  `token` is the run's random secret; it stays out of command lines."""
+
+    config: Config
+    run: RunDir
+    model_path: Path
+    hf_config: dict[str, Any]
+    token: str
+    incarnation: int
+    blob_dir: Path
+    checkpoint: Path | None  # resume from here
+    records: Path | None  # headers of trained groups, with rollout.keep_records
+    _tokenizer: Any = field(default=None, repr=False)
+
+    @property
+    def node(self) -> str:
+        """Name of this node's blob store; the incarnation keeps restarts apart."""
+        return f"local-{self.incarnation}"
+
+    def blobs(self) -> BlobStore:
+        return BlobStore(self.blob_dir, self.node)
+
+    def spec(self) -> ModelSpec:
+        return model_spec(self.hf_config)
+
+    def facts(self) -> ModelFacts:
+        from moerl.rollout.controller import ModelFacts
+
+        spec = self.spec()
+        return ModelFacts(
+            vocab_size=spec.vocab_size,
+            num_moe_layers=len(spec.moe_layers),
+            top_k_experts=spec.experts_per_token,
+            stop_token_ids=self.eos_token_ids(),
+        )
+
+    def engine_host(self, index: int) -> EngineHost:
+        from moerl.engine.host import EngineHost
+        from moerl.engine.records import ModelFacts
+
+        spec = self.spec()
+        facts = ModelFacts(
+            vocab_size=spec.vocab_size,
+            num_layers=spec.layers,
+            moe_layers=spec.moe_layers,
+            num_experts=spec.experts,
+            top_k=spec.experts_per_token,
+            eos_token_ids=self.eos_token_ids(),
+        )
+        return EngineHost(
+            index,
+            self.config.engine,
+            self.model_path,
+            facts,
+            self.config.replay,
+            self.blobs(),
+            self.run,
+            self.token,
+            update_timeout_s=self.config.sync.timeout_s,
+        )
+
+    def scorer(self) -> ProcessScorer:
+        from moerl.scoring import ProcessScorer
+
+        task = self.config.task
+        return ProcessScorer(task, workers=task.scorer_workers, timeout_s=task.score_timeout_s)
+
+    def prompts(self) -> PromptStream:
+        from moerl.data.tasks import PromptStream
+
+        return PromptStream(self.config.task, self.tokenizer(), self.config.run.seed)
+
+    def tokenizer(self) -> Any:
+        """The model folder's tokenizer (transformers), loaded once per process."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        return self._tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer().decode(token_ids, skip_special_tokens=True))
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence, sent with every request rather than left to the engine."""
+        for source in (self.model_path / "generation_config.json", None):
+            data = json.loads(source.read_text()) if source and source.exists() else self.hf_config
+            eos = data.get("eos_token_id")
+            if eos is not None:
+                return tuple(eos) if isinstance(eos, list) else (int(eos),)
+        return ()
+
+
+def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
+    """The torchrun line of the trainer gang; the token travels in the environment."""
+    config = plan.config
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(config.trainer.parallel.world_size)]
+    command += ["--local-addr", config.cluster.address]
+    command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
+    command += ["--controller", endpoint, "--incarnation", str(plan.incarnation)]
+    command += ["--blob-dir", str(plan.blob_dir), "--node", plan.node]
+    if plan.checkpoint is not None:
+        command += ["--checkpoint", str(plan.checkpoint)]
+    return command
+
+
+def trainer_environment(plan: RunPlan) -> dict[str, str]:
+    """Launcher settings of a rank; nothing here changes what is computed."""
+    return dict(os.environ) | {
+        "MOERL_TOKEN": plan.token,
+        "OMP_NUM_THREADS": str(plan.config.trainer.cpu_threads),
+        "GLOO_SOCKET_IFNAME": plan.config.cluster.interface,
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,45 @@
+"""The root process of a run: `python -m moerl.launch.root`, started by the front only.
+
+One JSON object on the command line says what to do; see `moerl.launch.processes` for why there are
+two processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from moerl.config.load import load_config, load_saved
+from moerl.errors import MoerlError
+from moerl.launch.processes import become_subreaper, die_with_parent
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    die_with_parent()
+    become_subreaper()
+    try:
+        return _run(request)
+    except MoerlError as error:
+        print(f"moerl: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(request: dict) -> int:
+    from moerl.launch.train import train
+
+    scratch = Path(request["scratch"])
+    if request["resume"]:
+        config = load_saved(Path(request["resume"]) / "config.yaml")
+        return train(config, resume=True, scratch=scratch)
+    config = load_config(request["recipe"], request["overrides"])
+    return train(config, resume=False, scratch=scratch)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything this run started has ended; Ray's exit hooks would wait for it

@@ -1,0 +1,311 @@
+"""The controller's loops with a stub engine, a stub scorer and a trainer that speaks the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from moerl.blob import BlobStore
+from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
+from moerl.errors import ConfigError, EngineError, RecordError, ScoreError, TrainerError
+from moerl.protocols import (
+    CloseUpdate,
+    EngineStatus,
+    Failed,
+    Hello,
+    Ok,
+    OpenUpdate,
+    Plan,
+    Refused,
+    StepDone,
+    Stop,
+    TakePlan,
+    UpdateClosed,
+    decode,
+    encode,
+)
+from moerl.rollout.controller import Controller, ModelFacts, StepReport
+from moerl.rollout.server import TrainerServer
+from moerl.types import (
+    Episode,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    Prompt,
+    Score,
+    Segment,
+)
+
+CONFIG = Config(
+    run=RunConfig(steps=4),
+    rollout=RolloutConfig(
+        groups_per_step=2, group_size=2, max_lag=2, buffer_depth=2, groups_per_request=2
+    ),
+    sampling=SamplingConfig(max_new_tokens=4),
+)
+
+
+class StubEngine:
+    """Samples four tokens; an update interrupts a call after two of them."""
+
+    def __init__(self, refuse: Sequence[int] = ()) -> None:
+        self.version, self.tokens = PolicyVersion(0, 0), 0
+        self.interrupt, self.open = asyncio.Event(), asyncio.Event()
+        self.open.set()
+        self.refuse = list(refuse)  # group ids whose next reply is a refusal
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        await self.open.wait()
+        version = self.version
+        self.requests += requests
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await self.interrupt.wait()
+        return [self._reply(request, version) for request in requests]
+
+    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
+        group = int(request.rollout_id.split(".")[0])
+        if group in self.refuse:
+            self.refuse.remove(group)
+            return RecordError("routing_rows", "too few")
+        left = request.sampling.max_new_tokens
+        count = min(2, left) if self.interrupt.is_set() else left
+        self.tokens += count
+        return Segment(
+            request.rollout_id,
+            np.full(count, 3, np.int32),
+            np.full(count, -0.1, np.float32),
+            version,
+            Finish.LENGTH if count == left else Finish.ABORT,
+            None, None, None, 0, 0, 0.0, 0.0,
+        )  # fmt: skip
+
+    async def open_update(self, message: OpenUpdate) -> None:
+        self.open.clear()
+        self.interrupt.set()
+        await asyncio.sleep(0.005)
+        self.version = message.version
+        self.interrupt.clear()
+        self.open.set()
+
+    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
+        return UpdateClosed(pause_s=0.001, aborted=1)
+
+    async def status(self) -> EngineStatus:
+        return EngineStatus(0, self.version, 1, 0, self.tokens, 0.1)
+
+
+class StubScorer:
+    def __init__(self, error: ScoreError | None = None) -> None:
+        self.error = error
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        if self.error:
+            raise self.error
+        return [Score(float(i)) for i, _ in enumerate(episodes)]
+
+
+class Prompts:
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index, (1, 2), f"p{index}", None, {})
+
+
+def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
+    reports: list[StepReport] = []
+    controller = Controller(
+        config,
+        facts=ModelFacts(vocab_size=10, num_moe_layers=0, top_k_experts=0, stop_token_ids=()),
+        engines=[engine],
+        scorer=kwargs.get("scorer", StubScorer()),
+        prompts=Prompts(),
+        decode=lambda ids: " ".join(map(str, ids)),
+        blobs=BlobStore(tmp_path / "blobs", "n"),
+        records=kwargs.get("records"),
+        on_step=reports.append,
+    )
+    return controller, reports
+
+
+async def train(controller: Controller, steps: int, consumed: tuple[int, ...] = ()) -> list:
+    """A trainer that publishes after every step."""
+    assert await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), consumed)) == Ok()
+    plans = []
+    for step in range(steps):
+        reply = await controller.handle(TakePlan(step, 5.0))
+        assert isinstance(reply, Plan), reply
+        plans.append(reply.plan)
+        await asyncio.sleep(0.005)  # the step
+        version = PolicyVersion(0, step + 1)
+        await controller.handle(StepDone(step, version, {"loss/pg": 0.0}, ""))
+        await controller.handle(OpenUpdate(0, version, "g", ()))
+        await controller.handle(CloseUpdate(0, version))
+    return plans
+
+
+async def running(controller: Controller, work):
+    """Run `work` beside the controller; the controller's own failure wins."""
+    loops = asyncio.create_task(controller.run())
+    try:
+        job = asyncio.create_task(work)
+        await asyncio.wait({loops, job}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        if loops.done():
+            job.cancel()
+            return await loops
+        return await job
+    finally:
+        await controller.stop()
+        with contextlib.suppress(BaseException):
+            await loops
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        controller, reports = make(tmp_path, engine)
+
+        async def work() -> list:
+            plans = await train(controller, 4)
+            assert isinstance(await controller.handle(TakePlan(4, 1.0)), Stop)
+            return plans
+
+        plans = await running(controller, work())
+        ids = [group.group_id for plan in plans for group in plan.groups]
+        assert sorted(ids) == list(range(8)), "every group once, no surplus"
+        for plan in plans:
+            assert all(0 <= plan.step - g.oldest.step <= 2 for g in plan.groups)
+        spans = [len(r.versions) for p in plans for g in p.groups for r in g.rollouts()]
+        assert max(spans) == 2, "no rollout was interrupted by an update and resumed"
+        assert [r.step for r in reports] == [0, 1, 2, 3]
+        row = reports[-1].metrics
+        assert row["reward/mean"] == 0.5
+        assert row["async/lag_max"] <= 2
+        assert row["async/interrupts"] == 1
+        assert row["sample/length_mean"] == 4
+
+    asyncio.run(body())
+
+
+def test_resume_does_not_train_consumed_groups(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine())
+        plans = await running(controller, train(controller, 2, consumed=(0, 2)))
+        assert sorted(g.group_id for p in plans for g in p.groups) == [1, 3, 4, 5]
+
+    asyncio.run(body())
+
+
+def test_a_refused_record_is_counted_and_generated_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, reports = make(tmp_path, StubEngine(refuse=[1]))
+        plans = await running(controller, train(controller, 4))
+        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+        assert reports[-1].metrics["refused/routing_rows"] == 1
+
+    asyncio.run(body())
+
+
+def test_three_refusals_end_the_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(refuse=[1] * 6))
+        with pytest.raises(EngineError, match="group 1 was refused 3 times"):
+            await running(controller, train(controller, 4))
+
+    asyncio.run(body())
+
+
+def test_a_bad_reward_names_the_setting(tmp_path: Path) -> None:
+    async def body() -> None:
+        scorer = StubScorer(ScoreError("non-finite reward nan for prompt 0"))
+        controller, _ = make(tmp_path, StubEngine(), scorer=scorer)
+        with pytest.raises(ConfigError, match=r"task\.reward = .*non-finite reward nan"):
+            await running(controller, train(controller, 4))
+
+    asyncio.run(body())
+
+
+def test_depth_zero_is_synchronous(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = replace(CONFIG, rollout=replace(CONFIG.rollout, buffer_depth=0))
+        engine = StubEngine()
+        controller, reports = make(tmp_path, engine, config)
+        plans = await running(controller, train(controller, 3))
+        assert all(g.oldest.step == p.step for p in plans for g in p.groups)
+        assert all(r.metrics["async/lag_max"] == 0 for r in reports)
+
+    asyncio.run(body())
+
+
+def test_an_engine_of_another_history_gets_no_work(tmp_path: Path) -> None:
+    """After a resume the engines serve the start weights until the trainer publishes."""
+
+    async def body() -> None:
+        engine = StubEngine()
+        controller, _ = make(tmp_path, engine)
+
+        async def work() -> None:
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 2), ()))
+            await asyncio.sleep(0.1)
+            assert not engine.requests
+            await controller.handle(OpenUpdate(0, PolicyVersion(1, 2), "g", ()))
+            await controller.handle(CloseUpdate(0, PolicyVersion(1, 2)))
+            await controller.handle(TakePlan(2, 5.0))
+            assert engine.requests
+
+        await running(controller, work())
+
+    asyncio.run(body())
+
+
+def test_the_trainers_cause_ends_the_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine())
+
+        async def work() -> None:
+            await controller.handle(Failed(1, "loss is not finite at step 3"))
+            await asyncio.sleep(5)
+
+        with pytest.raises(TrainerError, match="rank 1: loss is not finite"):
+            await running(controller, work())
+
+    asyncio.run(body())
+
+
+def test_records_are_kept_when_asked(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(), records=tmp_path / "records")
+        await running(controller, train(controller, 2))
+        assert len(list((tmp_path / "records").glob("step-*.msgpack"))) == 2
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("token", ["right", "wrong"])
+def test_the_door_requires_the_token(token: str) -> None:
+    async def body() -> None:
+        async def handle(message):
+            return Ok()
+
+        server = TrainerServer("127.0.0.1", "right", handle)
+        serving = asyncio.create_task(server.serve())
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.connect(server.endpoint)
+        await socket.send_multipart([token.encode(), encode(TakePlan(0, 1.0))])
+        async with asyncio.timeout(5):
+            reply = decode((await socket.recv_multipart())[-1])
+        assert isinstance(reply, Ok if token == "right" else Refused)
+        serving.cancel()
+        server.close()
+        socket.close(0)
+
+    asyncio.run(body())

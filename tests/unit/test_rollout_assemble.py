@@ -1,0 +1,144 @@
+"""Segments join into one aligned record; every broken join is refused at the door."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moerl.errors import RecordError
+from moerl.rollout.assemble import PartialRollout, blob_uris
+from moerl.types import (
+    BlobRef,
+    Finish,
+    GenerateRequest,
+    MaskBlob,
+    PolicyVersion,
+    Prompt,
+    RoutingBlob,
+    SamplingParams,
+    Segment,
+    check,
+)
+
+LAYERS, TOP_K, VOCAB = 2, 2, 50
+PROMPT = Prompt(3, (5, 9, 11), "p", None, {})
+SAMPLING = SamplingParams(max_new_tokens=6, top_p=0.9, top_k=8)
+
+
+def blob(name: str, dtype: str, shape: tuple[int, ...]) -> BlobRef:
+    return BlobRef(f"blob://n/{name}", 0, dtype, shape, "0" * 16)
+
+
+def reply(
+    request: GenerateRequest, tokens: list[int], version: int, finish: Finish = Finish.ABORT
+) -> Segment:
+    """What an engine host returns: rows for every newly fed token, a mask row per new token."""
+    end = len(request.token_ids) + len(tokens) - 1
+    name = f"{request.rollout_id}-s{request.segment}"
+    rows = (LAYERS, end - request.rows_from, TOP_K)
+    policy = PolicyVersion(0, version)
+    routing = RoutingBlob(blob(name, "uint8", rows), request.rows_from, end, policy, (0, 1), 8)
+    mask = MaskBlob(
+        blob(name, "int64", (len(tokens) + 1,)),
+        blob(name, "int32", (3 * len(tokens),)),
+        request.num_sampled,
+        len(tokens),
+    )
+    some = bool(tokens)
+    return Segment(
+        rollout_id=request.rollout_id,
+        output_ids=np.asarray(tokens, np.int32),
+        logprobs=np.full(len(tokens), -0.5, np.float32),
+        version=policy,
+        finish=finish,
+        routing=routing if some else None,
+        sampling_mask=mask if some else None,
+        audit_rows=None,
+        engine=0,
+        cached_tokens=0,
+        start_s=0.0,
+        end_s=1.0,
+    )
+
+
+def accept(partial: PartialRollout) -> None:
+    check(partial.rollout(), vocab_size=VOCAB, num_moe_layers=LAYERS, top_k_experts=TOP_K)
+
+
+def test_two_interruptions_give_one_aligned_record() -> None:
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial.add(reply(partial.request(), [1, 2], 0))
+    partial.add(reply(partial.request(), [], 0))  # aborted before its first token
+    second = partial.request()
+    assert (second.num_sampled, second.rows_from) == (2, 4)
+    assert second.sampling.max_new_tokens == 4
+    partial.add(reply(second, [3], 1))
+    partial.add(reply(partial.request(), [4, 5], 2, Finish.STOP))
+    record = partial.rollout()
+    assert partial.finished
+    assert record.token_ids.tolist() == [5, 9, 11, 1, 2, 3, 4, 5]
+    assert record.loss_mask.tolist() == [False] * 3 + [True] * 5
+    assert [(s.first, s.version.step) for s in record.versions] == [(0, 0), (2, 1), (3, 2)]
+    assert [(r.row_begin, r.row_end) for r in record.routing] == [(0, 4), (4, 5), (5, 7)]
+    assert [(m.first, m.num_tokens) for m in record.sampling_mask] == [(0, 2), (2, 1), (3, 2)]
+    assert [v.step for v in record.version_of_tokens()] == [0, 0, 1, 2, 2]
+    assert blob_uris(record) == ["blob://n/3.0-s0", "blob://n/3.0-s2", "blob://n/3.0-s3"]
+    accept(partial)
+
+
+def test_an_abort_at_the_length_limit_is_finished() -> None:
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial.add(reply(partial.request(), [1, 2, 3, 4, 5, 6], 0))
+    assert partial.finished
+    assert partial.rollout().finish == Finish.LENGTH
+
+
+def test_a_version_that_goes_back_is_refused() -> None:
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial.add(reply(partial.request(), [1], 2))
+    with pytest.raises(RecordError, match="after 0.2"):
+        partial.add(reply(partial.request(), [1], 1))
+
+
+def test_a_missing_seam_row_is_refused() -> None:
+    """The row of the last token before a stop exists only in the resumed call: drop it."""
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial.add(reply(partial.request(), [1, 2], 0))
+    request = partial.request()
+    late = GenerateRequest(
+        request.rollout_id,
+        request.segment,
+        np.append(request.token_ids, np.int32(7)),  # pretends one more token was fed before
+        request.num_sampled,
+        request.sampling,
+    )
+    segment = reply(late, [3], 0, Finish.STOP)
+    partial.add(segment)
+    with pytest.raises(RecordError) as refused:
+        accept(partial)
+    assert refused.value.reason == "routing_rows"
+
+
+def test_cumulative_rows_are_refused() -> None:
+    """An engine that sends all rows again on resume gives too many."""
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial.add(reply(partial.request(), [1, 2], 0))
+    request = partial.request()
+    again = GenerateRequest(
+        request.rollout_id, request.segment, request.token_ids, 0, request.sampling
+    )
+    partial.add(reply(again, [3], 0, Finish.STOP))
+    with pytest.raises(RecordError) as refused:
+        accept(partial)
+    assert refused.value.reason == "routing_rows"
+
+
+def test_a_missing_mask_is_refused() -> None:
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    from dataclasses import replace
+
+    segment = replace(reply(partial.request(), [1, 2], 0, Finish.STOP), sampling_mask=None)
+    partial.add(segment)
+    with pytest.raises(RecordError) as refused:
+        accept(partial)
+    assert refused.value.reason == "mask_rows"
