@@ -35,8 +35,11 @@ MODES = ("auto", "panel", "lines", "quiet")
 STILL_WAITING_S = 5.0  # lines mode repeats what a start-up waits for this often
 PANEL_MAX_WIDTH = 100  # columns; wider only moves the numbers apart
 LABEL_WIDTH = 10
-BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"  # sparkline, low to high
-BAR, ASCII_BAR = ("━", "─"), ("#", "-")
+BLOCKS, ASCII_BLOCKS = (
+    "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
+    "_.-=+*%#",
+)  # sparkline, low to high
+BAR, ASCII_BAR = ("\u2501", "\u2500"), ("#", "-")
 
 
 class Console:

@@ -66,6 +66,15 @@ td .text { max-height: 9.5em; overflow: auto; white-space: pre-wrap; overflow-wr
 .badge { display: inline-block; min-width: 3.6em; padding: 0 7px; border-radius: 6px;
   text-align: center; color: var(--strong);
   background: color-mix(in srgb, var(--c3) calc(var(--share) * 55%), var(--page)); }
+@media (max-width: 640px) {
+  table { min-width: 0; } thead { display: none; }
+  tr { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 10px 0;
+    border-bottom: 1px solid var(--line); }
+  tr:last-child { border-bottom: 0; }
+  td, tr:last-child td { padding: 0; border: 0; }
+  td::before { content: attr(data-label) " "; font-size: 12px; }
+  td.text-cell { flex-basis: 100%; min-width: 0; }
+}
 details summary { cursor: pointer; font-weight: 600; color: var(--strong); }
 pre { margin: 10px 0 0; overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo,
   Consolas, monospace; }
@@ -126,13 +135,14 @@ the weights that learned from it.</p>
 <th>Version</th><th>Prompt</th><th>Response</th></tr></thead>
 <tbody>
 {% for sample in samples %}
-<tr><td class="number">{{ sample.step }}</td>
-<td class="number">
+<tr><td class="number" data-label="Step">{{ sample.step }}</td>
+<td class="number" data-label="Reward">
 <span class="badge" style="--share: {{ sample.share }}">{{ sample.reward }}</span></td>
-<td class="number">{{ sample.group_mean }}</td>
-<td class="number">{{ sample.lag }}</td><td>{{ sample.version }}</td>
-<td><div class="text">{{ sample.prompt }}</div></td>
-<td><div class="text">{{ sample.response }}</div></td></tr>
+<td class="number" data-label="Group mean">{{ sample.group_mean }}</td>
+<td class="number" data-label="Lag">{{ sample.lag }}</td>
+<td data-label="Version">{{ sample.version }}</td>
+<td class="text-cell" data-label="Prompt"><div class="text">{{ sample.prompt }}</div></td>
+<td class="text-cell" data-label="Response"><div class="text">{{ sample.response }}</div></td></tr>
 {% endfor %}
 </tbody></table></div></div>
 {% else %}<div class="card missing"><h3>No text kept</h3>

@@ -1,0 +1,197 @@
+"""The report of any run: complete, dead at birth, torn, hostile."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from moerl.config.schema import Config, RunConfig
+from moerl.observe.metrics import MetricsWriter
+from moerl.observe.report import ENGINE_ALONE, reward_gain, wall_time_s, write_report
+from moerl.rundir import RunDir
+from moerl.trace import Tracer
+
+HOSTILE = (
+    "</div><script>alert('x')</script><img src=x onerror=y> & \x07 \ud800 {{ 7 * 7 }} $\\frac$"
+)
+VOID = {"meta", "img", "br", "path", "use"}
+
+
+class Page(HTMLParser):
+    """Counts tags, checks that they nest, and collects the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self._open: list[str] = []
+        self.text = ""
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    directory = RunDir(tmp_path / "r1")
+    directory.create()
+    return directory
+
+
+def fill(run: RunDir, num_steps: int, **more: float) -> None:
+    """A run whose numbers are known: reward 0, 1, 2, ...; two seconds a step."""
+    writer = MetricsWriter(run.metrics)
+    engine, trainer = Tracer(run.trace, "engine0"), Tracer(run.trace, "trainer0")
+    for step in range(num_steps):
+        start = 100.0 + 2 * step
+        trainer.add("step", start, start + 2.0)
+        trainer.add("wait", start, start + 1.0)
+        trainer.add("publish", start + 1.5, start + 2.5)
+        engine.add("generate", start + 1.25, start + 2.0)
+        values = {
+            "reward/mean": float(step),
+            "reward/std": 0.5,
+            "mismatch/k3": 1e-6 * (step + 1),
+            "mismatch/abs_dlogp_max": 1e-3,
+            "routing/replay_cover_frac": 1.0,
+            "keep/cover_frac": 1.0,
+            "async/lag_max": 2.0,
+            "perf/step_s": 2.0,
+            "perf/rollout_tokens_per_s": 1000.0,
+        }
+        writer.write(step, f"0.{step + 1}", values | more, time_s=start + 2.0)
+    writer.close()
+
+
+def report(run: RunDir, config: Config | dict[str, object] | None = None, **summary: float) -> str:
+    config = config if config is not None else Config(run=RunConfig(steps=20))
+    path = write_report(run, config, summary)
+    return Path(path).read_text(encoding="utf-8")
+
+
+def tile(html: str, label: str) -> str:
+    found = re.search(rf'label">{re.escape(label)}</div>\s*<div class="value">([^<]*)<', html)
+    assert found, f"no tile {label}"
+    return found[1]
+
+
+def test_headline_numbers(run: RunDir) -> None:
+    fill(run, 20)
+    html = report(run, **{ENGINE_ALONE: 2450.0})
+    assert tile(html, "Reward") == "0.500 \u2192 18.500"
+    assert "+18.000" in html
+    assert tile(html, "Wall time") == "0:40"
+    assert tile(html, "Engine tokens/s") == "1,000"
+    assert "alone 2,450" in html
+    assert tile(html, "Overlap") == "75%"
+    assert tile(html, "Largest mismatch") == "0.001"
+    assert tile(html, "Routing replayed") == "100%"
+    assert tile(html, "Largest lag") == "2"
+    assert "Complete: 20 of 20 steps" in html
+    assert 'class="tile bad"' not in html
+
+
+def test_alarms_are_marked(run: RunDir) -> None:
+    fill(run, 3, **{"routing/replay_cover_frac": 0.99999, "async/lag_max": 9.0, "refused/x": 2.0})
+    html = report(run)
+    assert tile(html, "Routing replayed") == "99.9990%"
+    assert tile(html, "Records refused") == "2"  # each row counts since the start
+    assert html.count('class="tile bad"') == 3
+    assert "Stopped: 3 of 20 steps" in html
+
+
+def test_page_is_self_contained_and_well_formed(run: RunDir) -> None:
+    fill(run, 20)
+    html = report(run)
+    page = Page(html)
+    assert "script" not in page.tags
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"url\((?!#)|@import", html)
+    identifiers = re.findall(r'clipPath id="([^"]+)"', html)
+    assert len(identifiers) == len(set(identifiers))
+    assert "#0a00" not in html  # every placeholder colour became a variable of the page
+
+
+def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
+    fill(run, 2)
+    Tracer(run.trace, "engine<script>$x$").add("<b>$\\frac$", 101.0, 103.0)
+    sample = {"step": 0, "version": HOSTILE, "prompt": HOSTILE, "response": HOSTILE, "reward": 0.5}
+    run.samples.write_text(json.dumps(sample) + "\n" + '{"step": 1, "prom')
+    name = HOSTILE.replace("\ud800", "")  # YAML, where settings come from, has no lone surrogates
+    html = report(run, asdict(Config(run=RunConfig(name=name, steps=20))))
+    page = Page(html)
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert page.text.count("<script>alert('x')</script>") >= 3
+    assert "{{ 7 * 7 }}" in page.text
+    assert "49" not in tile(html, "Reward")
+    assert "\u2407" in page.text  # the bell is visible
+
+
+@pytest.mark.parametrize("with_folders", [True, False])
+def test_run_that_died_before_the_first_step(tmp_path: Path, with_folders: bool) -> None:
+    run = RunDir(tmp_path / "dead")
+    run.create() if with_folders else run.root.mkdir()
+    html = report(run)
+    Page(html)
+    assert "Stopped before the first step" in html
+    assert tile(html, "Reward") == "-"
+    assert "<svg" not in html
+    assert "no value of reward/mean to draw" in html
+    assert "no engine or trainer spans" in html
+    assert "observe.sample_rollouts" in html
+
+
+def test_missing_metric_leaves_its_plot_out_with_a_note(run: RunDir) -> None:
+    fill(run, 5)
+    html = report(run)
+    assert "no value of loss/grad_norm to draw" in html
+    assert "no value of mismatch/k3 to draw" not in html
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 25, 1000])
+def test_any_length_of_run(run: RunDir, num_steps: int) -> None:
+    fill(run, num_steps)
+    run.samples.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(num_steps)))
+    html = report(run)
+    Page(html)
+    assert "<svg" in html
+    assert len(html) < 600_000
+
+
+def test_zero_mismatch_is_no_reason_to_crash(run: RunDir) -> None:
+    """A logarithmic axis cannot show 0: bitwise equal sides leave the plot out."""
+    fill(run, 5, **{"mismatch/k3": 0.0})
+    assert "no value of mismatch/k3 to draw" in report(run)
+
+
+def test_reward_gain_is_last_tenth_less_first() -> None:
+    rows = [{"step": s, "time_s": 0.0, "reward/mean": float(s)} for s in range(30)]
+    assert reward_gain(rows) == (1.0, 28.0)
+    assert reward_gain(rows[:1]) == (0.0, 0.0)
+    assert reward_gain([{"step": 0, "time_s": 0.0}]) is None
+
+
+def test_wall_time_counts_the_first_step() -> None:
+    assert wall_time_s([]) == 0.0
+    assert wall_time_s([{"time_s": 10.0, "perf/step_s": 3.0}, {"time_s": 12.0}]) == 5.0
