@@ -56,3 +56,16 @@ class RunDir:
     def create(self) -> None:
         for folder in (self.root, self.checkpoints, self.logs, self.trace):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of `step` finished optimizer steps is; it exists only when whole."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Finished steps and folder of the newest whole checkpoint."""
+        found = [
+            (int(path.name.removeprefix("step-")), path)
+            for path in self.checkpoints.glob("step-*")
+            if path.name.removeprefix("step-").isdigit()
+        ]
+        return max(found, default=None)

@@ -27,9 +27,9 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
     config = _with_model(config, run)
     hf_config = check_model(config)
     incarnation = _next_incarnation(run, resume=resume)
-    checkpoint = latest_checkpoint(run) if resume else None
+    step, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
     if resume:
-        truncate_after(run.metrics, checkpoint_step(checkpoint))
+        truncate_after(run.metrics, step)
     kept = run.records / f"{incarnation}" if config.rollout.keep_records else None
     blob_dir = kept / "blobs" if kept else Path(config.cluster.blob_dir) / scratch.name
     plan = RunPlan(

@@ -4,8 +4,8 @@
 everything else.  Both are child subreapers (prctl), so whatever loses its parent becomes a child of
 the root, or of the front if the root is gone: nothing escapes the tree.
 
-- The front dies (SIGKILL included): the kernel sends the root SIGTERM (parent-death signal), and the
-  root ends its descendants.
+- The front dies (SIGKILL included): the kernel sends the root SIGTERM (parent-death signal), and
+  the root ends its descendants.
 - The root dies: the front inherits its descendants and ends them.
 - Anything else dies: the root notices, says why, and ends the rest.
 

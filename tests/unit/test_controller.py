@@ -1,4 +1,4 @@
-"""The controller's loops with a stub engine, a stub scorer and a trainer that speaks the protocol."""
+"""The controller's loops with a stub engine and scorer and a trainer that speaks the protocol."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_an_abort_at_the_length_limit_is_finished() -> None:
 def test_a_version_that_goes_back_is_refused() -> None:
     partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
     partial.add(reply(partial.request(), [1], 2))
-    with pytest.raises(RecordError, match="after 0.2"):
+    with pytest.raises(RecordError, match=r"after 0\.2"):
         partial.add(reply(partial.request(), [1], 1))
 
 

@@ -1,0 +1,108 @@
+"""No orphan: whoever of the pair dies, everything the run started ends, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+# A root that starts a daemonised grandchild: new session, parent gone, SIGTERM ignored.
+ROOT = """
+import os, subprocess, sys, time
+from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
+import signal
+die_with_parent()
+become_subreaper()
+stubborn = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "open({pids!r}, 'a').write(f'{{os.getpid()}} ');  time.sleep(120)"
+)
+launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {{stubborn!r}}], start_new_session=True)"
+subprocess.run([sys.executable, "-c", launcher])
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+def stop(*_):
+    end_descendants(0.2)
+    os._exit(3)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+open({pids!r}, "a").write(f"{{os.getpid()}} ")
+time.sleep(120)
+"""
+FRONT = """
+import sys
+from moerl.launch.processes import run_guarded
+sys.exit(run_guarded([sys.executable, {root!r}], stop_timeout_s=1.0))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    pids, root, front = tmp_path / "pids", tmp_path / "root.py", tmp_path / "front.py"
+    root.write_text(textwrap.dedent(ROOT.format(pids=str(pids))))
+    front.write_text(textwrap.dedent(FRONT.format(root=str(root))))
+    process = subprocess.Popen([sys.executable, str(front)], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if pids.exists() and len(pids.read_text().split()) == 3:
+            break
+        time.sleep(0.05)
+    members = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    assert len(members) == 3
+    yield process, members
+    for member in members:
+        if member.is_running():
+            member.kill()
+    process.kill()
+    process.wait()
+
+
+def gone(members: list[psutil.Process], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(m.is_running() and m.status() != psutil.STATUS_ZOMBIE for m in members):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def root_of(members: list[psutil.Process], front: int) -> psutil.Process:
+    return next(m for m in members if m.ppid() == front)
+
+
+def test_front_is_killed(run) -> None:
+    process, members = run
+    process.kill()
+    assert gone(members, 10)
+
+
+def test_root_is_killed(run) -> None:
+    process, members = run
+    root_of(members, process.pid).kill()
+    assert process.wait(15) == 128 + signal.SIGKILL
+    assert gone(members, 1)
+    assert "ended by signal 9" in process.stdout.read()
+
+
+def test_interrupt(run) -> None:
+    process, members = run
+    process.send_signal(signal.SIGINT)
+    assert process.wait(15) == 3
+    assert gone(members, 1)
+
+
+def test_others_are_left_alone(run) -> None:
+    """Control: a bystander with the same command line survives the sweep."""
+    process, members = run
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process.kill()
+    assert gone(members, 10)
+    assert bystander.poll() is None
+    os.kill(bystander.pid, signal.SIGKILL)
+    bystander.wait()
