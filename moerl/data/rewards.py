@@ -7,6 +7,7 @@ raise, hang or return nonsense: `moerl.scoring` contains it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ def make_reward(config: TaskConfig) -> Reward:
     if config.name == "reasoning_gym":
         return _reasoning_gym(config)
     if config.reward in NAMED:
+        _require(config.reward)
         return NAMED[config.reward]
     return _dotted(config.reward)
 
@@ -62,6 +64,11 @@ def math_verify(prompt: Prompt, response: str) -> float:
 
 
 NAMED: dict[str, Reward] = {"exact_match": exact_match, "math_verify": math_verify}
+
+
+def _require(reward: str) -> None:
+    if reward == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("task.reward", reward, "the package math-verify is not installed")
 
 
 @lru_cache(maxsize=64)

@@ -85,29 +85,29 @@ def _config(
 ) -> Qwen3MoeConfig:
     from transformers import Qwen3MoeConfig
 
-    settings: dict[str, Any] = dict(  # fields of a dataclass that mypy does not see
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.moe_ffn * shape.experts_per_token,  # no layer is dense: unused
-        moe_intermediate_size=shape.moe_ffn,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.experts_per_token,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        tie_word_embeddings=False,
-        max_position_embeddings=_MAX_POSITIONS,
-        initializer_range=shape.initializer_range,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
-    )
+    settings: dict[str, Any] = {  # fields of a dataclass that mypy does not see
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.moe_ffn * shape.experts_per_token,  # no layer is dense: unused
+        "moe_intermediate_size": shape.moe_ffn,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+        "max_position_embeddings": _MAX_POSITIONS,
+        "initializer_range": shape.initializer_range,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
     return Qwen3MoeConfig(**settings)
 
 

@@ -1,0 +1,5 @@
+"""Rewards in worker processes: outside the event loop, with a deadline."""
+
+from moerl.scoring.process import ProcessScorer
+
+__all__ = ["ProcessScorer"]

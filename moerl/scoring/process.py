@@ -1,0 +1,103 @@
+"""Scores responses in a pool of worker processes, each response with a deadline.
+
+A reward is foreign code: it may raise, hang, exit or return nonsense.  Each of these becomes a
+`ScoreError` of that response alone; a hung or crashed worker is killed and replaced.  What a failed
+score means for the run is the caller's decision.
+
+Processes rather than threads, because a hung thread cannot be ended and because math-verify keeps
+time by SIGALRM, which only the main thread of a process may use (pebble runs tasks there).
+Spawned rather than forked: the parent has event loops and threads.  A worker whose parent was
+killed ends itself within a second, even in the middle of a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from pebble import ProcessExpired, ProcessPool
+
+from moerl.config.schema import TaskConfig
+from moerl.data.rewards import Reward, make_reward
+from moerl.errors import ScoreError
+from moerl.types import Episode, Prompt, Score
+
+_reward: Reward | None = None  # set once in each worker by `_prepare`
+
+
+class ProcessScorer:
+    """The `Scorer` protocol over worker processes."""
+
+    def __init__(self, task: TaskConfig, workers: int, timeout_s: float) -> None:
+        """Raises ConfigError when the task's reward cannot be made.  Workers start on first use."""
+        make_reward(task)
+        self._name = task.reward or task.dataset or task.name
+        self._timeout_s = timeout_s
+        self._pool = ProcessPool(
+            max_workers=workers,
+            initializer=_prepare,
+            initargs=(task, os.getpid()),
+            context=multiprocessing.get_context("spawn"),
+        )
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        """Scores of all episodes, in order.  Raises the first ScoreError after all have ended."""
+        results = await self.score_each(prompt, episodes, texts)
+        for result in results:
+            if isinstance(result, ScoreError):
+                raise result
+        return [result for result in results if isinstance(result, Score)]
+
+    async def score_each(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score | ScoreError]:
+        """A Score, or what went wrong, for each episode."""
+        assert len(episodes) == len(texts), f"{len(episodes)} episodes, {len(texts)} texts"
+        return await asyncio.gather(*(self._one(prompt, text) for text in texts))
+
+    def close(self) -> None:
+        """End all workers, running rewards included."""
+        self._pool.stop()
+        self._pool.join()
+
+    async def _one(self, prompt: Prompt, text: str) -> Score | ScoreError:
+        future = self._pool.schedule(_evaluate, args=(prompt, text), timeout=self._timeout_s)
+        try:
+            outcome = await asyncio.wrap_future(future)
+        except TimeoutError:
+            outcome = f"took longer than task.score_timeout_s = {self._timeout_s}"
+        except ProcessExpired as error:
+            outcome = f"ended its process with exit code {error.exitcode}"
+        if isinstance(outcome, float) and not math.isfinite(outcome):
+            outcome = f"gave a non-finite reward ({outcome})"
+        if isinstance(outcome, str):
+            return ScoreError(f"reward {self._name} {outcome} for prompt {prompt.index}")
+        return Score(outcome)
+
+
+def _prepare(task: TaskConfig, parent: int) -> None:
+    global _reward
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _reward = make_reward(task)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _evaluate(prompt: Prompt, text: str) -> float | str:
+    """The reward, or what went wrong in words: a user's exception may not survive pickling."""
+    assert _reward is not None, "worker used before _prepare"
+    try:
+        return float(_reward(prompt, text))
+    except (Exception, SystemExit) as error:
+        return f"raised {type(error).__name__}: {error}"

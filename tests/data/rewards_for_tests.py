@@ -1,0 +1,32 @@
+"""Reward functions that misbehave in every way a user's can; named by dotted path in tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+
+class _Unpicklable(Exception):
+    def __init__(self, first: str, second: object) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def by_text(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> float:
+    """The response says what to do."""
+    if response == "hang":
+        time.sleep(3600)
+    if response == "raise":
+        raise _Unpicklable("broken reward", threading.Lock())
+    if response == "sys_exit":
+        sys.exit(3)
+    if response == "crash":
+        os._exit(7)
+    if response == "pid":
+        return float(os.getpid())
+    if response == "main_thread":
+        return float(threading.current_thread() is threading.main_thread())
+    return float(response) + float(extra.get("bonus", 0.0))

@@ -1,0 +1,159 @@
+"""Rewards run in worker processes; every way of failing hurts one response only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moerl.config.schema import TaskConfig
+from moerl.errors import ConfigError, ScoreError
+from moerl.scoring import ProcessScorer
+from moerl.types import Episode, Prompt, Score
+
+ROOT = Path(__file__).parents[2]
+TASK = TaskConfig(name="jsonl", reward="tests.data.rewards_for_tests:by_text")
+PROMPT = Prompt(4, (1, 2), "text", None, {"bonus": 0.25})
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[ProcessScorer]:
+    scorer = ProcessScorer(TASK, workers=1, timeout_s=1.0)
+    yield scorer
+    scorer.close()
+
+
+def score_each(scorer: ProcessScorer, *texts: str) -> list[Score | ScoreError]:
+    episodes = [Episode(f"4.{idx}", ()) for idx in range(len(texts))]
+    return asyncio.run(scorer.score_each(PROMPT, episodes, texts))
+
+
+def test_scores_in_order_with_the_extra_fields(scorer: ProcessScorer) -> None:
+    assert score_each(scorer, "1", "-2", "0.5") == [Score(1.25), Score(-1.75), Score(0.75)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nan", "non-finite reward (nan)"),
+        ("-inf", "non-finite reward (-inf)"),
+        ("raise", "raised _Unpicklable: broken reward"),
+        ("sys_exit", "raised SystemExit: 3"),
+        ("not a number", "raised ValueError"),
+        ("hang", "took longer than task.score_timeout_s = 1.0"),
+        ("crash", "exit code 7"),
+    ],
+)
+def test_a_failure_is_an_error_of_that_response_alone(
+    scorer: ProcessScorer, text: str, said: str
+) -> None:
+    before, failed, after = score_each(scorer, "1", text, "2")
+    assert (before, after) == (Score(1.25), Score(2.25))
+    assert isinstance(failed, ScoreError)
+    assert said in str(failed)
+    assert "for prompt 4" in str(failed)
+    assert "\n" not in str(failed)
+
+
+def test_score_raises_what_score_each_reports(scorer: ProcessScorer) -> None:
+    episodes = [Episode("4.0", ()), Episode("4.1", ())]
+    with pytest.raises(ScoreError, match="non-finite reward"):
+        asyncio.run(scorer.score(PROMPT, episodes, ["1", "nan"]))
+    assert asyncio.run(scorer.score(PROMPT, episodes, ["1", "2"])) == [Score(1.25), Score(2.25)]
+
+
+def test_a_hung_worker_is_replaced_and_the_loop_goes_on(scorer: ProcessScorer) -> None:
+    async def run() -> tuple[int, list[Score | ScoreError]]:
+        ticks, scored = (
+            0,
+            asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], ["hang"])),
+        )
+        while not scored.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks, scored.result()
+
+    (pid,) = score_each(scorer, "pid")
+    ticks, (failed,) = asyncio.run(run())
+    (other,) = score_each(scorer, "pid")
+    assert isinstance(failed, ScoreError)
+    assert isinstance(pid, Score)
+    assert isinstance(other, Score)
+    assert pid != other
+    assert ticks > 5, "the event loop stood still while a reward ran"
+
+
+def test_rewards_run_in_the_main_thread_of_another_process(scorer: ProcessScorer) -> None:
+    where, pid = score_each(scorer, "main_thread", "pid")
+    assert where == Score(1.0)
+    assert isinstance(pid, Score)
+    assert int(pid.reward) != os.getpid()
+
+
+def test_math_verify_works_inside_a_worker() -> None:
+    scorer = ProcessScorer(TaskConfig(name="jsonl", reward="math_verify"), 1, 20.0)
+    prompt = Prompt(0, (1,), "", "\\frac{1}{2}", {})
+    texts = ["so it is 0.5", "$\\frac{2}{4}$", "2", "no idea"]
+    episodes = [Episode("", ())] * 4
+    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes, texts))]
+    unreadable = asyncio.run(
+        scorer.score_each(Prompt(1, (1,), "", "", {}), [Episode("", ())], ["1"])
+    )
+    scorer.close()
+    assert rewards == [1.0, 1.0, 0.0, 0.0]
+    assert isinstance(unreadable[0], ScoreError)
+
+
+def test_close_leaves_no_worker_even_while_one_hangs() -> None:
+    async def run() -> list[psutil.Process]:
+        (score,) = await scorer.score(PROMPT, [Episode("", ())], ["pid"])
+        hung = asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], ["hang"]))
+        await asyncio.sleep(0.1)
+        worker = psutil.Process(int(score.reward))
+        assert worker.is_running()
+        scorer.close()
+        hung.cancel()
+        return [worker]
+
+    scorer = ProcessScorer(TASK, workers=1, timeout_s=60.0)
+    _, alive = psutil.wait_procs(asyncio.run(run()), timeout=10)
+    assert not alive
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    code = (
+        "import asyncio\n"
+        "from tests.unit.test_scoring import PROMPT, TASK, Episode, ProcessScorer\n"
+        "if __name__ == '__main__':\n"
+        "    scorer = ProcessScorer(TASK, 1, 60.0)\n"
+        "    async def run():\n"
+        "        (s,) = await scorer.score(PROMPT, [Episode('', ())], ['pid'])\n"
+        "        print(int(s.reward), flush=True)\n"
+        "        await scorer.score(PROMPT, [Episode('', ())], ['hang'])\n"
+        "    asyncio.run(run())\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert parent.stdout is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.2)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    parent.stdout.close()
+    _, alive = psutil.wait_procs([worker], timeout=10)
+    assert not alive
+
+
+def test_an_unusable_reward_is_refused_before_anything_starts() -> None:
+    for reward in ("exact", "no.such.module:f", "tests.data.rewards_for_tests:nothing", ""):
+        with pytest.raises(ConfigError, match=r"task\.reward = .*package\.module:function"):
+            ProcessScorer(TaskConfig(name="jsonl", reward=reward), 1, 1.0)
