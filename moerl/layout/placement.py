@@ -14,7 +14,7 @@ from moerl.errors import ConfigError, LayoutError
 from moerl.layout.families import EMBED, FAMILY_TABLES, HEAD, TE_NAMES
 from moerl.layout.rules import Place, Rule, Shard, Table, expand
 from moerl.layout.spec import ModelSpec, padded_vocab
-from moerl.layout.tiles import Box, Local, Named, Tile, whole
+from moerl.layout.tiles import Box, Local, Named, Tile, full_box
 
 Flavor = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
@@ -53,7 +53,9 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "etp", "dp", "vocab_divisible_by"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.parallel.{name}", getattr(self, name), "must be at least 1")
+                raise ConfigError(
+                    f"trainer.parallel.{name}", getattr(self, name), "must be at least 1"
+                )
         if self.stage_size % (self.ep * self.etp):
             raise ConfigError(
                 "trainer.parallel.ep",
@@ -99,7 +101,9 @@ def check_parallel(spec: ModelSpec, layout: ParallelLayout) -> None:
     )
     for axis, size, what, num in needs:
         if num % size:
-            raise ConfigError(f"trainer.parallel.{axis}", size, f"must divide the model's {what} = {num}")
+            raise ConfigError(
+                f"trainer.parallel.{axis}", size, f"must divide the model's {what} = {num}"
+            )
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -123,7 +127,7 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def hf_tiles(spec: ModelSpec) -> Named:
     """The whole Hugging Face tensors as if they were one rank's local tensors."""
     return {
-        name: Local(shape, (Tile(name, whole(shape), whole(shape)),))
+        name: Local(shape, (Tile(name, full_box(shape), full_box(shape)),))
         for name, shape in hf_shapes(spec).items()
     }
 

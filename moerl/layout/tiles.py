@@ -76,7 +76,7 @@ def at(box: Box) -> tuple[slice, ...]:
     return tuple(slice(r.start, r.stop) for r in box)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     return tuple(range(n) for n in shape)
 
 

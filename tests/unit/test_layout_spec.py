@@ -11,6 +11,7 @@ import pytest
 
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
+    FAMILIES,
     Local,
     ParallelLayout,
     Tile,
@@ -23,6 +24,7 @@ from moerl.layout import (
     sglang_tiles,
     stacked_aliases,
 )
+from moerl.layout.families import FAMILY_TABLES
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -88,6 +90,10 @@ def test_names_of_older_and_newer_configs() -> None:
 def test_unusable_configs_are_refused_by_name(change: dict, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         model_spec(CONFIG | change)
+
+
+def test_every_known_family_has_tables() -> None:
+    assert set(FAMILIES) == set(FAMILY_TABLES)
 
 
 def test_missing_key_is_refused() -> None:
