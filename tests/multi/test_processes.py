@@ -24,7 +24,10 @@ stubborn = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     "open({pids!r}, 'a').write(f'{{os.getpid()}} ');  time.sleep(120)"
 )
-launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {{stubborn!r}}], start_new_session=True)"
+launcher = (
+    "import subprocess, sys;"
+    f"subprocess.Popen([sys.executable, '-c', {{stubborn!r}}], start_new_session=True)"
+)
 subprocess.run([sys.executable, "-c", launcher])
 child = subprocess.Popen([sys.executable, "-c", stubborn])
 def stop(*_):
