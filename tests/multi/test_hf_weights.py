@@ -277,7 +277,7 @@ def run_workers(tmp_path: Path, task: str, world: int, *args: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "axes",
-    [{"ep": 2, "dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 2, "dp": 2}],
+    [{"ep": 2, "dp": 2}, {"tp": 2, "pp": 2, "ep": 2}],
     ids=lambda axes: "-".join(f"{k}{v}" for k, v in axes.items()),
 )
 def test_gather_returns_the_folder_bitwise(
