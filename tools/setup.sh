@@ -5,13 +5,14 @@
 # file reads.  CPU profile only: a .venv that a person made with a CUDA build of torch (the `gpu`
 # extra of pyproject.toml) is left as it is.
 #
-# .venv/.moerl-stamp holds the fingerprint of the inputs of a finished installation, or `incomplete`
-# while one runs.  The fingerprint is written last, so an interrupted installation is seen, and
-# rebuilt from scratch: pip cannot tell a half unpacked package from a whole one.
+# .venv/.moerl-stamp holds the fingerprint of the inputs of a finished installation.  It is written
+# last.  While packages are unpacked it says `incomplete`, and an environment found so is rebuilt
+# from scratch: pip cannot tell a half unpacked package from a whole one.  Then `packages`, until
+# this project is installed and checked.
 #
-# Packages are installed without dependency resolution: the locks are complete, and nothing that they
-# do not name can enter.  Where wheels come from is pip's own configuration; no index is named here.
-# Rejected: a resolver run per machine (slow, not repeatable, draws in CUDA libraries through sglang).
+# Packages are installed without dependency resolution: the locks are complete, and nothing that
+# they do not name can enter.  Where wheels come from is pip's own configuration; no index is named
+# here.  Rejected: a resolver run per machine (slow, not repeatable, draws in CUDA through sglang).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -46,7 +47,7 @@ own_cuda_environment() {
   [[ ! -f $stamp ]] && grep -qs "^cuda.* = '" "$site/torch/version.py"
 }
 
-# Whether packages may be installed over what is there: right Python, whole, not moved from elsewhere.
+# Whether packages may be installed over what is there: right Python, whole, not moved here.
 reusable() {
   [[ -x .venv/bin/python && -d $site ]] &&
     [[ ! -f $stamp || $(<"$stamp") != incomplete ]] &&
@@ -66,6 +67,7 @@ install() {
     echo incomplete >"$stamp"
   fi
   run_pip "$(cat "${locks[@]}" | grep -c ==) pinned packages" "${locks[@]/#/--requirement=}"
+  echo packages >"$stamp"
   run_pip "this project" --no-build-isolation --editable .
   verify
   fingerprint >"$stamp"
@@ -85,7 +87,8 @@ compiler_present() {
 find_python() {
   local candidate met="none was found" version
   for candidate in $(type -ap python3.11 python3 python); do
-    version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+    version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+      continue
     if [[ $version != 3.11 ]]; then
       met="$candidate is $version"
     elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
@@ -128,7 +131,7 @@ progress() {
   if grep -q "^Installing collected packages" "$log"; then
     echo "unpacking, $(find "$site" -maxdepth 1 -name '*.dist-info' | wc -l) packages done"
   else
-    echo "fetching, $(grep -c -E '^(Collecting|Requirement already satisfied)' "$log") packages looked up"
+    echo "fetching, $(grep -cE '^(Collecting|Requirement already)' "$log") packages looked up"
   fi
 }
 
@@ -138,11 +141,12 @@ import importlib.metadata, sys
 import torch
 
 if torch.version.cuda is not None:
-    sys.exit(f"setup: torch {torch.__version__} is a CUDA build, the CPU profile needs a +cpu build: "
+    sys.exit(f"setup: torch {torch.__version__} is a CUDA build, the CPU profile needs a +cpu one: "
              "remove .venv and check which indexes pip is configured with")
 names = sorted({d.name for d in importlib.metadata.distributions()})
 if cuda := [name for name in names if name.lower().startswith("nvidia-")]:
-    sys.exit(f"setup: {', '.join(cuda)} must not be in the CPU profile: uninstall it or remove .venv")
+    sys.exit(f"setup: {', '.join(cuda)} must not be in the CPU profile: uninstall it or remove "
+             ".venv")
 PYTHON
 }
 

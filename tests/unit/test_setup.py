@@ -40,7 +40,8 @@ case "$1 $2" in
   "-m pip")
     echo "pip ${*: -1}" >>"$STUB/calls"
     if [[ -e $STUB/hang ]]; then exec sleep 300; fi
-    if [[ -e $STUB/pip_says ]]; then cat "$STUB/pip_says"; exit 1; fi ;;
+    if [[ -e $STUB/pip_says ]]; then cat "$STUB/pip_says"; exit 1; fi
+    if [[ -e $STUB/project_breaks && ${*: -1} == . ]]; then exit 1; fi ;;
   "- ") PYTHONPATH="$STUB/site" exec "$REAL_PYTHON" -S - ;;
 esac
 """
@@ -150,6 +151,15 @@ def test_failed_installation_shows_pips_words_and_is_rebuilt(project: Project) -
     assert project.calls() == ["venv", *INSTALL]
 
 
+def test_project_that_does_not_build_leaves_the_packages(project: Project) -> None:
+    (project.stub / "project_breaks").touch()
+    assert "while installing this project" in only_sentence(project)
+    project.calls()
+    (project.stub / "project_breaks").unlink()
+    assert project.run()[0] == 0
+    assert project.calls() == INSTALL
+
+
 def test_interrupted_installation_stops_pip_and_is_rebuilt(project: Project) -> None:
     (project.stub / "hang").touch()
     process = project.start()
@@ -189,7 +199,7 @@ def only_sentence(project: Project) -> str:
     code, _, err = project.run()
     assert code == 1
     stamp = project.root / ".venv/.moerl-stamp"
-    assert not stamp.exists() or stamp.read_text() == "incomplete\n"
+    assert not stamp.exists() or stamp.read_text() in ("incomplete\n", "packages\n")
     return err.splitlines()[-1]
 
 
