@@ -127,7 +127,7 @@ def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
     command += ["--local-addr", config.cluster.address]
     command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
     command += ["--controller", endpoint, "--incarnation", str(plan.incarnation)]
-    command += ["--blob-dir", str(plan.blob_dir), "--node", plan.node]
+    command += ["--blob-dir", str(plan.blob_dir), "--blob-node", plan.node]
     if plan.checkpoint is not None:
         command += ["--checkpoint", str(plan.checkpoint)]
     return command

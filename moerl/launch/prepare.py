@@ -30,6 +30,7 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
     step, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
     if resume:
         truncate_after(run.metrics, step)
+        truncate_after(run.samples, step)
     kept = run.records / f"{incarnation}" if config.rollout.keep_records else None
     blob_dir = kept / "blobs" if kept else Path(config.cluster.blob_dir) / scratch.name
     plan = RunPlan(

@@ -13,6 +13,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,8 +63,7 @@ def train(config: Config, *, resume: bool, scratch: Path) -> int:
         plan = prepare(config, run, resume=resume, scratch=scratch)
         save_config(plan.config, run.config)
         console = Console(config.run.console, config.run.steps)
-        for row in read_rows(run.metrics):
-            console.step(row)
+        console.restore(read_rows(run.metrics))
         supervisor = _Supervisor(plan, console, scratch)
         try:
             summary = supervisor.run()
@@ -138,7 +138,12 @@ class _Supervisor:
     # --- start --------------------------------------------------------------------------------
     def _start_ray(self) -> None:
         self.console.wait("ray")
-        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        os.environ |= {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_AUTH_MODE": "token",  # the cluster of this run answers nobody else
+            "RAY_AUTH_TOKEN": self.plan.token,
+        }
         ray.init(
             address="local",  # never another run's cluster
             num_cpus=0,
@@ -228,8 +233,9 @@ class _Supervisor:
     def _trainer_cause(self) -> str:
         path = self.plan.run.logs / "trainer.log"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        causes = [line.strip() for line in lines if "Error" in line or "moerl" in line]
-        return causes[-1] if causes else f"no exception in {path}"
+        lines = [line.strip() for line in lines if line.strip()]
+        causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
+        return (causes or lines or [f"nothing in {path}"])[-1]
 
     def _measure(self) -> dict[str, float]:
         """Engines alone, after training; and the same while training, from the metrics."""

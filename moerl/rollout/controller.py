@@ -436,8 +436,8 @@ class Controller:
         if not self.config.observe.sample_rollouts or step % every:
             return []
         group = groups[0]
-        best = max(group.episodes, key=lambda e: e.score.reward if e.score else 0.0)
-        rollout = best.turns[-1].rollout
+        episode = group.episodes[0]  # not the best one: the report shows what is typical
+        rollout = episode.turns[-1].rollout
         return [
             {
                 "step": step,
@@ -445,7 +445,7 @@ class Controller:
                 "lag": step - rollout.oldest.step,
                 "prompt": group.prompt.text,
                 "response": self.decode(rollout.token_ids[rollout.prompt_len :].tolist()),
-                "reward": best.score.reward if best.score else None,
+                "reward": episode.score.reward if episode.score else None,
                 "group_mean": float(
                     np.mean([e.score.reward for e in group.episodes if e.score is not None])
                 ),
