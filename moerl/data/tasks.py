@@ -41,7 +41,8 @@ class Item:
 class Source(Protocol):
     """`size` items per epoch, or None: endless, every index is another item."""
 
-    size: int | None
+    @property
+    def size(self) -> int | None: ...
 
     def item(self, index: int) -> Item: ...
 
@@ -83,7 +84,7 @@ class Jsonl:
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._items = read_jsonl(config.path)
-        self.size: int | None = len(self._items)
+        self.size = len(self._items)
 
     def item(self, index: int) -> Item:
         return self._items[index]
@@ -108,10 +109,15 @@ class PromptStream:
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self._source = SOURCES[task.name](task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
+        if isinstance(self._source, Jsonl):  # a bad line must not end the run in its tenth hour
+            for place in range(self._source.size):
+                self._make(place, self._source.item(place))
 
     def prompt(self, index: int) -> Prompt:
         """Prompt number `index`.  Raises ConfigError when it is empty or too long."""
-        item = self._source.item(self._place(index))
+        return self._make(index, self._source.item(self._place(index)))
+
+    def _make(self, index: int, item: Item) -> Prompt:
         text = self._text(item)
         templated = bool(item.messages) or self._task.chat_template
         ids = self._tokenizer.encode(text, add_special_tokens=not templated)

@@ -1,0 +1,275 @@
+"""Prompts are a function of seed and index; rewards; refusals in one sentence; the tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moerl.config.schema import TaskConfig, TinyModel
+from moerl.data.rewards import make_reward
+from moerl.data.tasks import PromptStream, load_tokenizer, response_text
+from moerl.data.tiny_model import make_tiny_model, make_tokenizer
+from moerl.errors import ConfigError, ModelError, MoerlError
+from moerl.types import Prompt
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+def jsonl(path: Path, *lines: object) -> str:
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
+    return str(path)
+
+
+def one_sentence(error: MoerlError) -> bool:
+    return "\n" not in str(error) and len(str(error)) < 500
+
+
+# --- the stream ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "task",
+    [TaskConfig(digits=5), TaskConfig(name="reasoning_gym", dataset="chain_sum")],
+    ids=["sort_digits", "reasoning_gym"],
+)
+def test_a_resumed_stream_continues_exactly(task: TaskConfig, tokenizer: Any) -> None:
+    straight = PromptStream(task, tokenizer, seed=3)
+    first = [straight.prompt(index) for index in range(20)]
+    resumed = PromptStream(task, tokenizer, seed=3)
+    assert [resumed.prompt(index) for index in range(12, 20)] == first[12:]
+    other = PromptStream(task, tokenizer, seed=4)
+    assert [other.prompt(index) for index in range(20)] != first, "control: the seed matters"
+    assert len({prompt.text for prompt in first}) > 15
+
+
+def test_each_epoch_of_a_file_is_a_new_order_of_all_lines(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", *({"prompt": f"p{i}", "answer": i} for i in range(30)))
+    task = TaskConfig(name="jsonl", path=path, reward="exact_match")
+    stream = PromptStream(task, tokenizer, 0)
+    epochs = [[stream.prompt(30 * e + i).answer for i in range(30)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert stream.prompt(7).answer == epochs[0][7], "an earlier epoch can be asked for again"
+    ordered = PromptStream(
+        TaskConfig(name="jsonl", path=path, reward="exact_match", shuffle=False), tokenizer, 0
+    )
+    assert [ordered.prompt(i).answer for i in range(31)] == [*range(30), 0]
+
+
+def test_jsonl_fields_and_messages_travel(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
+    path = jsonl(
+        tmp_path / "p.jsonl",
+        {"prompt": "2+2=", "answer": "4", "level": 3, "tags": ["a"]},
+        "",
+        {"messages": messages, "answer": "2"},
+    )
+    task = TaskConfig(name="jsonl", path=path, reward="exact_match", shuffle=False)
+    plain, chat = (PromptStream(task, tokenizer, 0).prompt(i) for i in range(2))
+    assert (plain.text, plain.answer, plain.extra) == ("2+2=", "4", {"level": 3, "tags": ["a"]})
+    assert tokenizer.decode(plain.token_ids) == "2+2="
+    assert chat.text == "system: be brief\nuser: 1+1\nassistant: "
+    assert tokenizer.decode(chat.token_ids) == chat.text
+
+
+def test_the_chat_template_is_applied_on_request(tokenizer: Any) -> None:
+    prompt = PromptStream(TaskConfig(chat_template=True), tokenizer, 0).prompt(0)
+    plain = PromptStream(TaskConfig(), tokenizer, 0).prompt(0)
+    assert prompt.text == f"user: {plain.text}\nassistant: "
+    bare = make_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match=r"task\.chat_template = True .*no template"):
+        PromptStream(TaskConfig(chat_template=True), bare, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{not json", "line 2 is not JSON"),
+        ('"text"', "line 2 is not an object"),
+        ('{"answer": 1}', 'line 2 must have exactly one of "prompt" and "messages"'),
+        ('{"prompt": "a", "messages": []}', "line 2 must have exactly one"),
+        ('{"prompt": 5}', 'line 2 has a "prompt" that is not text'),
+        ('{"messages": [{"role": "user"}]}', 'line 2 has "messages"'),
+    ],
+)
+def test_a_bad_line_is_named(line: str, said: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": "a", "answer": 1}, line)
+    with pytest.raises(ConfigError, match=r"task\.path = ") as caught:
+        PromptStream(TaskConfig(name="jsonl", path=path, reward="exact_match"), tokenizer, 0)
+    assert said in str(caught.value)
+    assert one_sentence(caught.value)
+
+
+def test_other_refusals_name_field_value_and_what_is_allowed(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    empty = jsonl(tmp_path / "empty.jsonl", "")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    cases = [
+        (TaskConfig(name="sort"), "task.name = 'sort'", "sort_digits, reasoning_gym, jsonl"),
+        (TaskConfig(name="jsonl", path="/no/file"), "task.path = '/no/file'", "No such file"),
+        (TaskConfig(name="jsonl", path=str(binary)), "task.path", "UTF-8"),
+        (TaskConfig(name="jsonl", path=empty), "task.path", "holds no prompt"),
+        (
+            TaskConfig(name="reasoning_gym", dataset="chain_sums"),
+            "task.dataset = 'chain_sums'",
+            "chain_sum",
+        ),
+        (
+            TaskConfig(name="reasoning_gym", dataset="chain_sum", dataset_args={"terms": 2}),
+            "task.dataset_args",
+            "terms",
+        ),
+    ]
+    for task, named, allowed in cases:
+        with pytest.raises(ConfigError) as caught:
+            PromptStream(task, tokenizer, 0)
+        assert named in str(caught.value)
+        assert allowed in str(caught.value)
+        assert one_sentence(caught.value)
+
+
+def test_a_prompt_that_is_too_long_or_empty_is_refused_at_once(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": "x"}, {"prompt": "x" * 9})
+    fits = TaskConfig(name="jsonl", path=path, reward="exact_match", max_prompt_tokens=9)
+    assert len(PromptStream(fits, tokenizer, 0).prompt(0).token_ids) in (1, 9)
+    with pytest.raises(
+        ConfigError, match=r"task\.max_prompt_tokens = 8 .*line 2 of .* has 9 tokens"
+    ):
+        PromptStream(replace(fits, max_prompt_tokens=8), tokenizer, 0)
+    jsonl(Path(path), {"prompt": ""})
+    with pytest.raises(ConfigError, match=r"line 1 of .* has no token"):
+        PromptStream(fits, tokenizer, 0)
+    generated = PromptStream(TaskConfig(max_prompt_tokens=3), tokenizer, 0)
+    with pytest.raises(ConfigError, match="prompt 6 has 5 tokens"):
+        generated.prompt(6)
+
+
+# --- rewards -------------------------------------------------------------------------------------
+def reward_of(task: TaskConfig, answer: object, response: str, **extra: object) -> float:
+    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), response)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [("1234", 1.0), ("1243", 0.5), ("4321", 0.0), ("12", 0.5), ("", 0.0), ("12345678", 0.5)],
+)
+def test_sort_digits_pays_for_right_positions(response: str, reward: float) -> None:
+    assert reward_of(TaskConfig(), "1234", response) == reward
+
+
+def test_sort_digits_answers_are_sorted(tokenizer: Any) -> None:
+    prompt = PromptStream(TaskConfig(digits=6), tokenizer, 0).prompt(5)
+    assert prompt.text.endswith("=")
+    assert prompt.answer == "".join(sorted(prompt.text[:-1]))
+    assert len(prompt.token_ids) == 7
+
+
+def test_reasoning_gym_uses_its_own_verifier(tokenizer: Any) -> None:
+    task = TaskConfig(name="reasoning_gym", dataset="chain_sum", dataset_args={"max_terms": 2})
+    reward, stream = make_reward(task), PromptStream(task, tokenizer, 11)
+    for index in (0, 700, 3):
+        prompt = stream.prompt(index)
+        assert reward(prompt, prompt.answer) == 1.0
+        assert reward(prompt, f"well, <answer>{prompt.answer}</answer>") == 1.0
+        assert reward(prompt, f"{prompt.answer}9") < 1.0
+        assert reward(prompt, stream.prompt(index + 1).answer + "1") < 1.0
+    json.dumps(prompt.extra)  # plain data: it travels
+
+
+def test_exact_match_and_user_function() -> None:
+    exact = TaskConfig(name="jsonl", reward="exact_match")
+    assert reward_of(exact, 42, " 42\n") == 1.0
+    assert reward_of(exact, 42, "42.0") == 0.0
+    own = TaskConfig(name="jsonl", reward="tests.data.rewards_for_tests:by_text")
+    assert reward_of(own, None, "2", bonus=0.5) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("x^2+1", "so $1+x^2$", 1.0),
+        ("\\frac{1}{2}", "0.5", 1.0),
+        ("$\\frac{1}{2}$", "\\boxed{2}", 0.0),
+        ("3,000", "3000", 1.0),
+    ],
+)
+def test_math_verify(answer: str, response: str, reward: float) -> None:
+    assert reward_of(TaskConfig(name="jsonl", reward="math_verify"), answer, response) == reward
+
+
+# --- tiny model and tokenizer --------------------------------------------------------------------
+def test_the_tokenizer_is_one_token_per_character_and_exact(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    text = "4827=2478 Don't\n\tx_{1} <a> \\frac~ ."
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.unk_token_id not in ids
+    assert response_text(tokenizer, [*ids, tokenizer.eos_token_id]) == text
+    assert tokenizer.encode("é") == [tokenizer.unk_token_id]
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no usable tokenizer") as caught:
+        load_tokenizer(tmp_path)
+    assert one_sentence(caught.value)
+
+
+def test_a_seed_gives_the_same_bytes_and_another_does_not(tmp_path: Path) -> None:
+    shape = TinyModel(hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, moe_ffn=8)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_tiny_model(tmp_path / name, shape, seed)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "b").iterdir())
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    a, c = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "c"))
+    assert not torch.equal(a["lm_head.weight"], c["lm_head.weight"])
+    assert not list(tmp_path.glob(".*")), "a temporary folder was left behind"
+    with pytest.raises(ModelError, match="exists already"):
+        make_tiny_model(tmp_path / "a", shape, 1)
+
+
+def test_transformers_opens_the_tiny_model_without_a_missing_tensor(tiny_model: Path) -> None:
+    from moerl.engine import shim
+
+    shim.arm()
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(tiny_model, output_loading_info=True)
+    assert not any(info.values()), info
+    logits = model(torch.tensor([[3, 4, 5]])).logits
+    assert logits.shape == (1, 3, len(load_tokenizer(tiny_model)))
+    assert torch.isfinite(logits).all()
+    assert 0.01 < logits.std().item() < 10
+
+
+def test_the_tool_makes_a_folder_and_refuses_an_unknown_key(tmp_path: Path) -> None:
+    def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "tools/make_tiny_model.py"), *arguments],
+            capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        )  # fmt: skip
+
+    made = tool("out", "hidden_size=16", "--seed", "3")
+    assert (made.returncode, made.stdout.strip()) == (0, "out"), made.stderr
+    assert json.loads((tmp_path / "out/config.json").read_text())["hidden_size"] == 16
+    refused = tool("other", "hidden=16")
+    assert refused.returncode == 1
+    assert "known keys are hidden_size" in refused.stderr
+    assert not (tmp_path / "other").exists()
