@@ -34,7 +34,9 @@ _TAIL_LINES = 20
 # `pkg.SomeError: text` at the start of a line, or uvicorn's `[Errno 98] ...` anywhere in it.
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: .*)?$|\[Errno \d+\] .*$")
 # What follows from the first failure rather than being it.
-_SECONDARY = re.compile(r"^(?:EOFError|BrokenPipeError|ConnectionResetError)|scheduler.*died")
+_SECONDARY = re.compile(
+    r"^(?:EOFError|BrokenPipeError|ConnectionResetError|requests\.|urllib3\.)|scheduler.*died"
+)
 
 
 class EngineServer:
@@ -78,6 +80,8 @@ class EngineServer:
         """Start the process and wait until it serves.  Raises EngineError with the cause."""
         if not (self._model_path / "config.json").is_file():
             raise EngineError(f"engine: model folder {self._model_path} has no config.json")
+        if not _is_free(self.config.host, self.port):
+            raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._spawn()
         deadline = time.monotonic() + self.config.start_timeout_s
         while not await client.healthy():
@@ -114,7 +118,9 @@ class EngineServer:
         for process in tree:
             _kill(process)
         self._process.kill()
-        await asyncio.to_thread(psutil.wait_procs, tree, _KILL_S)
+        deadline = time.monotonic() + _KILL_S
+        while any(_alive(process) for process in tree) and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S / 2)
         self._process.wait(_KILL_S)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -178,13 +184,18 @@ def free_port(host: str) -> int:
     """A port nobody listens on, below the range the kernel hands out to outgoing connections."""
     for _ in range(200):
         port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+        if _is_free(host, port):
             return port
     raise EngineError(f"no free port between 20000 and 32000 on {host}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def cause_in(lines: list[str]) -> str:

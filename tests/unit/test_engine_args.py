@@ -1,0 +1,106 @@
+"""Server arguments: every name is checked, ours are ours, what replay does not allow is refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moerl.config.schema import EngineConfig
+from moerl.engine import args
+from moerl.engine.secret import Secret
+from moerl.engine.server import cause_in, free_port
+from moerl.errors import ConfigError
+
+
+def built(config: EngineConfig, routing: bool = True) -> dict[str, Any]:
+    return args.server_args(
+        config, Path("model"), routing=routing, version="0.3", port=1, nccl_port=2
+    )
+
+
+def test_cpu_arguments() -> None:
+    got = built(EngineConfig(platform="cpu", tp=2, args={"chunked_prefill_size": 64}))
+    assert got["device"] == "cpu"
+    assert got["attention_backend"] == "torch_native"
+    assert (got["tp_size"], got["weight_version"], got["chunked_prefill_size"]) == (2, "0.3", 64)
+    assert set(got) <= args.field_names()
+
+
+def test_user_arguments_replace_defaults_we_do_not_own() -> None:
+    config = EngineConfig(platform="cpu", args={"attention_backend": "intel_amx"})
+    assert built(config)["attention_backend"] == "intel_amx"
+
+
+def test_our_tables_name_existing_arguments() -> None:
+    assert set(args._UNPROVEN) <= args.field_names()
+    assert set(args._OWNED) - {"config"} <= args.field_names()
+
+
+def test_unknown_name_suggests_close_ones() -> None:
+    with pytest.raises(ConfigError, match=r"engine.args.chunked_prefil_size = 64.*chunked_prefill"):
+        built(EngineConfig(args={"chunked_prefil_size": 64}))
+
+
+@pytest.mark.parametrize("name", ["port", "model_path", "enable_return_routed_experts", "api_key"])
+def test_arguments_we_own_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.args.{name}"):
+        built(EngineConfig(args={name: 1}))
+
+
+UNPROVEN = [
+    ("speculative_algorithm", "EAGLE"),
+    ("enable_hierarchical_cache", True),
+    ("enable_dp_attention", True),
+    ("enable_eplb", True),
+    ("disaggregation_mode", "prefill"),
+    ("pp_size", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), UNPROVEN)
+def test_unproven_feature_is_refused_with_replay_only(name: str, value: object) -> None:
+    config = EngineConfig(platform="cpu", args={name: value})
+    with pytest.raises(ConfigError, match="not proven with replay"):
+        built(config)
+    assert built(config, routing=False)[name] == value
+
+
+@pytest.mark.parametrize("name", [name for name, _ in UNPROVEN])
+def test_naming_a_feature_to_leave_it_off_is_allowed(name: str) -> None:
+    off = args._UNPROVEN[name][1][0]
+    assert built(EngineConfig(platform="cpu", args={name: off}))[name] == off
+
+
+def test_platform_is_checked() -> None:
+    with pytest.raises(ConfigError, match=r"engine.platform = 'tpu'"):
+        args.uses_cuda("tpu")
+
+
+def test_secret_hides_and_survives_pickling() -> None:
+    secret = pickle.loads(pickle.dumps(Secret("abc")))
+    assert secret == "abc"
+    assert f"Bearer {secret}" == "Bearer abc"
+    assert "abc" not in repr({"api_key": secret})
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (["[ts] Scheduler hit an exception: Traceback", "RuntimeError: No memory", "[ts] bye"],
+         "RuntimeError: No memory"),
+        (["RuntimeError: No memory", "Traceback", "EOFError"], "RuntimeError: No memory"),
+        (["Traceback", "EOFError"], "EOFError"),
+        (["ERROR: [Errno 98] error while attempting to bind: address already in use"],
+         "[Errno 98] error while attempting to bind: address already in use"),
+        (["all is well", "Ignore import error: x"], ""),
+    ],
+)  # fmt: skip
+def test_cause_of_a_death(log: list[str], cause: str) -> None:
+    assert cause_in(log) == cause
+
+
+def test_free_ports_differ() -> None:
+    assert len({free_port("127.0.0.1") for _ in range(8)}) > 1

@@ -1,0 +1,200 @@
+"""Record check: a correct reply passes, and each broken one is refused under its own reason."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moerl.engine.records import ModelFacts, parse
+from moerl.errors import RecordError
+from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams
+
+VERSION = PolicyVersion(1, 4)
+FACTS = ModelFacts(
+    vocab_size=50, num_layers=3, moe_layers=(0, 2), num_experts=8, top_k=2, eos_token_ids=(2,)
+)
+TRUNCATED = SamplingParams(4, top_p=0.9, top_k=10)
+FULL = SamplingParams(4)
+
+
+def ask(sampling: SamplingParams = TRUNCATED, **changes: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {
+        "rollout_id": "7.0",
+        "segment": 0,
+        "token_ids": np.array([5, 9, 11], np.int32),
+        "num_sampled": 0,
+        "sampling": sampling,
+    }
+    return GenerateRequest(**(fields | changes))
+
+
+def rows(count: int) -> np.ndarray:
+    """[count, 3 layers, 2]: row t of layer l routes to experts (t + l) % 8 and (t + l + 1) % 8."""
+    first = (np.arange(count)[:, None] + np.arange(3)) % 8
+    return np.stack([first, (first + 1) % 8], -1).astype("<i4")
+
+
+def payload(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def reply(**meta: Any) -> dict[str, Any]:
+    """What the engine answers to `ask()`: tokens 7 and 3 after a prompt of three."""
+    fields = {
+        "finish_reason": {"type": "length", "length": 2},
+        "weight_versions": [{"version": "1.4", "start": 0, "end": 2}],
+        "cached_tokens": 1,
+        "output_token_logprobs": [[-1.5, 7, None], [-0.5, 3, None]],
+        "output_token_sampling_logprobs": [-1.25, -0.25],
+        "output_token_sampling_mask": [[9, 7], [3]],
+        "routed_experts": payload(rows(4)),
+    }
+    return {"output_ids": [7, 3], "meta_info": fields | meta}
+
+
+def parsed(
+    got: dict[str, Any], request: GenerateRequest | None = None, routing: bool = True
+) -> Any:
+    return parse(got, request or ask(), version=VERSION, facts=FACTS, routing=routing)
+
+
+def test_truncated_reply() -> None:
+    record = parsed(reply())
+    assert record.output_ids.tolist() == [7, 3]
+    assert record.logprobs.tolist() == [-1.25, -0.25]
+    assert record.logprobs.dtype == np.float32
+    assert record.finish is Finish.LENGTH
+    assert record.cached_tokens == 1
+    np.testing.assert_array_equal(record.routing, rows(4)[:, [0, 2]].transpose(1, 0, 2))
+    assert record.routing.dtype == np.uint8
+    offsets, ids = record.mask
+    assert (offsets.tolist(), ids.tolist()) == ([0, 2, 3], [7, 9, 3])
+
+
+def test_full_distribution_uses_the_plain_logprobs() -> None:
+    record = parsed(reply(), ask(FULL))
+    assert record.logprobs.tolist() == [-1.5, -0.5]
+    assert record.mask is None
+
+
+def test_dense_model_needs_no_rows() -> None:
+    assert parsed(reply(routed_experts=None), routing=False).routing is None
+
+
+def test_resumed_request_gets_new_rows_only() -> None:
+    request = ask(num_sampled=1)  # row 2 is that of the last token of the partial
+    record = parsed(reply(routed_experts=payload(rows(4)[2:])), request)
+    np.testing.assert_array_equal(record.routing[0], rows(4)[2:, 0])
+    assert record.audit is None
+
+
+def test_audit_splits_prefix_rows_from_new_ones() -> None:
+    record = parsed(reply(), ask(num_sampled=1, audit=True))
+    np.testing.assert_array_equal(record.audit[1], rows(4)[:2, 2])
+    np.testing.assert_array_equal(record.routing[1], rows(4)[2:, 2])
+
+
+def test_rounding_above_zero_is_clamped() -> None:
+    record = parsed(reply(output_token_sampling_logprobs=[5e-7, -0.25]))
+    assert record.logprobs.tolist() == [0.0, -0.25]
+
+
+ABORTED = {"type": "abort", "message": "Abort"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "finish"),
+    [
+        ([7, 3], TRUNCATED, Finish.ABORT),
+        ([7, 2], TRUNCATED, Finish.STOP),  # the abort hit the step that sampled the end
+        ([7, 3], SamplingParams(4, top_p=0.9, top_k=9, stop_token_ids=(3,)), Finish.STOP),
+        ([7, 2], SamplingParams(4, top_p=0.9, top_k=9, ignore_eos=True), Finish.ABORT),
+        ([7, 3], SamplingParams(2, top_p=0.9, top_k=9), Finish.LENGTH),
+    ],
+)
+def test_finish_of_an_abort(tokens: list[int], sampling: SamplingParams, finish: Finish) -> None:
+    got = reply(finish_reason=ABORTED, output_token_sampling_mask=[[7], [2, 3]])
+    got["output_ids"] = tokens
+    assert parsed(got, ask(sampling)).finish is finish
+
+
+@pytest.mark.parametrize("tokens", [[], [7, 3]])
+def test_abort_without_records_counts_as_nothing(tokens: list[int]) -> None:
+    """In the queue, never started or retracted: the tokens come without their rows."""
+    got = {"output_ids": tokens, "meta_info": {"finish_reason": ABORTED}}
+    record = parsed(got)
+    assert len(record.output_ids) == len(record.logprobs) == 0
+    assert (record.routing, record.mask, record.finish) == (None, None, Finish.ABORT)
+
+
+def blank() -> np.ndarray:
+    got = rows(4)
+    got[:, 2] = 0
+    return got
+
+
+@pytest.mark.parametrize(
+    ("reason", "meta"),
+    [
+        ("version", {"weight_versions": [{"version": "1.3", "start": 0, "end": 2}]}),
+        ("version", {"weight_versions": None}),
+        (
+            "version",
+            {
+                "weight_versions": [
+                    {"version": "1.3", "start": 0, "end": 1},
+                    {"version": "1.4", "start": 1, "end": 2},
+                ]
+            },
+        ),
+        ("logprob_sign", {"output_token_sampling_logprobs": [1e-5, -0.25]}),
+        ("logprob_finite", {"output_token_sampling_logprobs": [None, -0.25]}),
+        ("logprob_finite", {"output_token_sampling_logprobs": [float("-inf"), -0.25]}),
+        ("length", {"output_token_sampling_logprobs": [-0.25]}),
+        ("length", {"output_token_sampling_logprobs": None}),
+        ("mask_rows", {"output_token_sampling_mask": None}),
+        ("mask_rows", {"output_token_sampling_mask": [[7]]}),
+        ("mask_empty", {"output_token_sampling_mask": [[7], []]}),
+        ("mask_sampled", {"output_token_sampling_mask": [[7], [4]]}),
+        ("mask_range", {"output_token_sampling_mask": [[7], [3, 50]]}),
+        ("mask_duplicate", {"output_token_sampling_mask": [[7, 7], [3]]}),
+        ("routing_rows", {"routed_experts": None}),
+        ("routing_rows", {"routed_experts": payload(rows(3))}),
+        ("routing_range", {"routed_experts": payload(rows(4) + 7)}),
+        ("routing_blank", {"routed_experts": payload(blank())}),
+        ("routing_payload", {"routed_experts": "?"}),
+        ("nan", {"finish_reason": {"type": "stop", "matched": "NaN happened"}}),
+        ("finish", {"finish_reason": {"type": "tired"}}),
+        ("reply", {"finish_reason": {}}),
+    ],
+)
+def test_broken_replies_are_refused(reason: str, meta: dict[str, Any]) -> None:
+    with pytest.raises(RecordError) as caught:
+        parsed(reply(**meta))
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "tokens"),
+    [("token_range", [7, 50]), ("token_range", [-1, 3]), ("length", [3] * 5), ("length", [])],
+)
+def test_broken_tokens_are_refused(reason: str, tokens: list[int]) -> None:
+    got = reply()
+    got["output_ids"] = tokens
+    with pytest.raises(RecordError) as caught:
+        parsed(got)
+    assert caught.value.reason == reason
+
+
+def test_logprobs_of_other_tokens_are_refused() -> None:
+    got = reply(output_token_logprobs=[[-1.5, 7, None], [-0.5, 4, None]])
+    with pytest.raises(RecordError, match="logprob_tokens"):
+        parsed(got, ask(FULL))
+
+
+def test_reply_without_meta_is_refused() -> None:
+    with pytest.raises(RecordError, match="reply"):
+        parsed({"output_ids": [1]})
