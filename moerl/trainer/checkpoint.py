@@ -94,6 +94,7 @@ def load(path: Path, learner: Learner, parallel: Parallel) -> Progress:
     state = dist_checkpointing.load(_state(learner, parallel, is_loading=True), str(path))
     learner.model.gpt.load_state_dict(state["model"])
     learner.optimizer.load_state_dict(state["optimizer"])
+    _unshare_adam_steps(learner)
     learner.schedule.load_state_dict(state["schedule"])
     _restore_random(state["random"])
     return Progress(
@@ -134,6 +135,19 @@ def _restore_random(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _unshare_adam_steps(learner: Learner) -> None:
+    """Give each parameter its own step count again.
+
+    The distributed optimizer's loader hands one `step` tensor to all of them; torch Adam then
+    counts it up once per parameter, and the second update after a resume has a wrong bias
+    correction (losses differ in the third digit, nothing fails).
+    """
+    for chained in learner.optimizer.chained_optimizers:
+        for state in chained.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
 
 
 def _give_adam_state(learner: Learner) -> None:
