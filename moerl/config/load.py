@@ -27,10 +27,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError naming the field, the value and what is allowed.
     """
     path = find_recipe(recipe)
-    layers = [_read_yaml(path)]
-    for name in reversed(layers[0].get("include") or []):
-        layers.insert(0, _read_yaml(_find_include(str(name), path)))
-    config = _merge([*layers, _dotlist(overrides)])
+    config = _merge([*_with_includes(path, ()), _dotlist(overrides)])
     if not config.run.name:
         return replace(config, run=replace(config.run, name=path.stem))
     return config
@@ -67,6 +64,17 @@ def find_recipe(recipe: str) -> Path:
             return path
     known = sorted(p.stem for p in (CONFIG_ROOT / "recipes").glob("*.yaml"))
     raise ConfigError("RECIPE", recipe, f"give a YAML file or one of {', '.join(known)}")
+
+
+def _with_includes(path: Path, above: tuple[Path, ...]) -> list[dict[str, Any]]:
+    """The file's own includes first, depth first, then the file itself."""
+    if path in above:
+        raise ConfigError("include", str(path), "a file cannot include itself")
+    data = _read_yaml(path)
+    layers: list[dict[str, Any]] = []
+    for name in data.get("include") or []:
+        layers += _with_includes(_find_include(str(name), path), (*above, path))
+    return [*layers, data]
 
 
 def _find_include(name: str, recipe: Path) -> Path:
