@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
+_GYM_SIZE = 20_000  # items of a reasoning-gym dataset that names no size
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One entry of a source: plain text, or chat messages, and what its reward needs."""
@@ -62,7 +65,10 @@ class SortDigits:
 
 
 class ReasoningGym:
-    """Any dataset of the reasoning-gym package by name; `size` in its arguments makes epochs.
+    """Any dataset of the reasoning-gym package by name.
+
+    `size` in its arguments bounds an epoch; the default is large, because some datasets make all
+    items at once and one refuses a size that its rules cannot fill.
 
     The entry is not carried along: the reward makes it again from its seed and index, since
     entries hold tuples and other things that do not survive a message.
@@ -71,7 +77,7 @@ class ReasoningGym:
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._seed = int(config.dataset_args.get("seed", seed))
         self._dataset = reasoning_gym_dataset(config, self._seed)
-        self.size: int | None = config.dataset_args.get("size")
+        self.size = len(self._dataset)
 
     def item(self, index: int) -> Item:
         entry = self._dataset[index]
@@ -174,7 +180,7 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
         raise ConfigError("task.dataset", config.dataset, f"close names are {', '.join(near)}")
     try:
         return reasoning_gym.create_dataset(
-            config.dataset, **({"seed": seed} | config.dataset_args)
+            config.dataset, **({"seed": seed, "size": _GYM_SIZE} | config.dataset_args)
         )
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError("task.dataset_args", config.dataset_args, str(error)) from error

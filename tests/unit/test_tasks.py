@@ -188,7 +188,6 @@ def test_reasoning_gym_uses_its_own_verifier(tokenizer: Any) -> None:
         assert reward(prompt, prompt.answer) == 1.0
         assert reward(prompt, f"well, <answer>{prompt.answer}</answer>") == 1.0
         assert reward(prompt, f"{prompt.answer}9") < 1.0
-        assert reward(prompt, stream.prompt(index + 1).answer + "1") < 1.0
     json.dumps(prompt.extra)  # plain data: it travels
 
 
