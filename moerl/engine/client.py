@@ -62,9 +62,6 @@ class EngineClient:
     async def join_group(self, **fields: Any) -> None:
         await self._succeed("/init_weights_update_group", fields)
 
-    async def leave_group(self, group: str) -> None:
-        await self._succeed("/destroy_weights_update_group", {"group_name": group})
-
     async def begin_update(self) -> None:
         await self._succeed("/begin_weight_update", {})
 
@@ -73,9 +70,6 @@ class EngineClient:
 
     async def end_update(self) -> None:
         await self._succeed("/end_weight_update", {})
-
-    async def flush_cache(self) -> None:
-        await self._post("/flush_cache", {})
 
     async def weight_version(self) -> str:
         return str((await self._ask("GET", "/model_info"))["weight_version"])

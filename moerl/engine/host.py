@@ -33,7 +33,7 @@ from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.records import ModelFacts, Reply
 from moerl.engine.server import EngineServer
 from moerl.errors import EngineError, RecordError
-from moerl.protocols import Bucket, CloseUpdate, EngineStatus, JoinSync, OpenUpdate, UpdateClosed
+from moerl.protocols import CloseUpdate, EngineStatus, JoinSync, OpenUpdate, UpdateClosed
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.types import (
@@ -92,6 +92,7 @@ class EngineHost:
         self._watch: asyncio.Task[None] | None = None
         self._join: asyncio.Task[None] | None = None
         self._update: _Update | None = None
+        self._expiry: asyncio.TimerHandle | None = None
         self._cause: str | None = "it was not started"
         self._broken = asyncio.Event()
         self._admit = asyncio.Event()
@@ -131,6 +132,8 @@ class EngineHost:
     async def stop(self) -> None:
         """End the server and everything it started; a host that is not running stays so."""
         self._break("it was stopped")
+        if self._expiry is not None:
+            self._expiry.cancel()
         for task in (self._watch, self._join, self._update.posts if self._update else None):
             if task is not None:
                 task.cancel()
@@ -294,17 +297,7 @@ class EngineHost:
     # --- weight updates --------------------------------------------------------------------------
     async def join_sync(self, message: JoinSync) -> None:
         """Start joining the trainer's group and return: its rank 0 waits for this engine."""
-        client = self._alive()
-        self._join = asyncio.create_task(
-            client.join_group(
-                master_address=message.address,
-                master_port=message.port,
-                rank_offset=1,
-                world_size=message.world_size,
-                group_name=message.group,
-                backend=message.backend,
-            )
-        )
+        self._join = asyncio.create_task(self._join_group(self._alive(), message))
 
     async def open_update(self, message: OpenUpdate) -> None:
         """Interrupt what runs, begin the session, and start receiving the buckets in order.
@@ -326,7 +319,7 @@ class EngineHost:
                 await self._guard(client.begin_update())
         except (EngineError, TimeoutError) as error:
             raise self._dirty("the update could not begin", error) from error
-        self._update.posts = asyncio.create_task(self._receive(message))
+        self._update.posts = asyncio.create_task(self._receive(client, message))
         self._expiry = asyncio.get_running_loop().call_later(
             self._update_timeout_s, self._break, "an update was opened but never closed"
         )
@@ -336,7 +329,8 @@ class EngineHost:
         client, update = self._alive(), self._update
         if update is None or not update.posts or update.message.version != message.version:
             raise EngineError(f"engine {self.index}: no update to {message.version} is open")
-        self._expiry.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         try:
             async with asyncio.timeout(self._update_timeout_s):
                 await self._guard(update.posts)
@@ -359,16 +353,34 @@ class EngineHost:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _ABORT_S)
 
-    async def _receive(self, message: OpenUpdate) -> None:
-        client, last = self._alive(), len(message.buckets) - 1
-        for position, bucket in enumerate(message.buckets):
-            await client.receive_bucket(
-                **_bucket_fields(bucket),
-                group_name=message.group,
-                load_format="flattened_bucket",
-                flush_cache=position == last,
-                weight_version=str(message.version) if position == last else None,
-            )
+    async def _join_group(self, client: EngineClient, message: JoinSync) -> None:
+        """SGLang's scheduler does nothing else until the group is complete: bound the wait."""
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                await client.join_group(
+                    master_address=message.address,
+                    master_port=message.port,
+                    rank_offset=1,
+                    world_size=message.world_size,
+                    group_name=message.group,
+                    backend=message.backend,
+                )
+        except (EngineError, TimeoutError) as error:
+            raise self._dirty(f"joining sync group {message.group} failed", error) from error
+
+    async def _receive(self, client: EngineClient, message: OpenUpdate) -> None:
+        last = len(message.buckets) - 1
+        try:
+            for position, bucket in enumerate(message.buckets):
+                await client.receive_bucket(
+                    **msgspec.to_builtins(bucket),
+                    group_name=message.group,
+                    load_format="flattened_bucket",
+                    flush_cache=position == last,
+                    weight_version=str(message.version) if position == last else None,
+                )
+        except EngineError as error:
+            raise self._dirty(f"the update to {message.version} failed", error) from error
 
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer) -> None:
@@ -400,9 +412,15 @@ class EngineHost:
         task, broken = asyncio.ensure_future(work), asyncio.ensure_future(self._broken.wait())
         try:
             await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
-            if self._broken.is_set() and not (task.done() and not task.cancelled()):
+            if not task.done():
                 raise self._failure()
             return await task
+        except BadRequest:
+            raise
+        except EngineError as error:
+            # The connection to a dying server breaks before the watch has seen the cause.
+            await asyncio.wait((broken,), timeout=2 * _WATCH_S)
+            raise (self._failure() if self._broken.is_set() else error) from error
         finally:
             broken.cancel()
             task.cancel()
@@ -440,10 +458,6 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
     }
-
-
-def _bucket_fields(bucket: Bucket) -> dict[str, Any]:
-    return msgspec.to_builtins(bucket)
 
 
 def _was_aborted(reply: dict[str, Any]) -> bool:

@@ -1,0 +1,257 @@
+"""The host's state machine against a scripted server: updates, failures, what is held and when."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.engine import host as host_module
+from moerl.engine.client import BadRequest
+from moerl.engine.host import EngineHost
+from moerl.engine.records import ModelFacts
+from moerl.errors import EngineError, RecordError
+from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate
+from moerl.rundir import RunDir
+from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+FACTS = ModelFacts(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
+BUCKETS = (Bucket(("a",), ("float32",), ((2,),)), Bucket(("b",), ("float32",), ((3,),)))
+OPEN = OpenUpdate(0, V1, "group", BUCKETS)
+
+
+class ScriptedServer:
+    """Stands for the process: lives until `cause` is set."""
+
+    url, pid = "http://nowhere", 1
+    cause: str | None = None
+
+    def __init__(self, *_args: object, **_fields: object) -> None: ...
+
+    async def start(self, client: object) -> None: ...
+
+    def death(self) -> str | None:
+        return self.cause
+
+    def log_tail(self) -> str:
+        return "--- end of log ---"
+
+    async def stop(self) -> None: ...
+
+
+class ScriptedClient:
+    """Answers one token per request; holds answers back while `slow` until it is told to abort."""
+
+    def __init__(self, *_args: object) -> None:
+        self.calls: list[Any] = []
+        self.version, self.slow = str(V0), False
+        self.released = asyncio.Event()
+        self.bucket_error: Exception | None = None
+
+    async def close(self) -> None: ...
+
+    async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        self.calls.append(body)
+        if len(body["rid"]) > 1 and any(len(ids) > 9 for ids in body["input_ids"]):
+            raise BadRequest("one is too long")
+        if any(len(ids) > 9 for ids in body["input_ids"]):
+            raise BadRequest("this is too long")
+        version = self.version
+        if self.slow:
+            await self.released.wait()
+        start = body["routed_experts_start_len"]
+        reason = {"type": "abort" if self.slow else "length"}
+        return [self._reply(ids, start, version, reason) for ids in body["input_ids"]]
+
+    def _reply(self, ids: list[int], start: int, version: str, reason: dict) -> dict[str, Any]:
+        rows = np.broadcast_to(np.array([1, 3], "<i4"), (len(ids) - start, 2, 2))
+        meta = {
+            "finish_reason": reason,
+            "weight_versions": [{"version": version, "start": 0, "end": 1}],
+            "output_token_logprobs": [[-1.0, 7, None]],
+            "routed_experts": base64.b64encode(rows.tobytes()).decode(),
+        }
+        return {"output_ids": [7], "meta_info": meta}
+
+    async def abort_all(self) -> None:
+        self.released.set()
+
+    async def join_group(self, **fields: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def begin_update(self) -> None:
+        self.calls.append("begin")
+
+    async def receive_bucket(self, **fields: Any) -> None:
+        self.calls.append(fields)
+        if self.bucket_error is not None:
+            raise self.bucket_error
+        self.version = fields["weight_version"] or self.version
+
+    async def end_update(self) -> None:
+        self.calls.append("end")
+
+    async def weight_version(self) -> str:
+        return self.version
+
+
+@pytest.fixture
+def play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[EngineHost], Coroutine[Any, Any, None]]], None]:
+    """Run one scenario against a started host."""
+    monkeypatch.setattr(host_module, "EngineServer", ScriptedServer)
+    monkeypatch.setattr(host_module, "EngineClient", ScriptedClient)
+    monkeypatch.setattr(host_module, "_WATCH_S", 0.01)
+    run = RunDir(tmp_path)
+    run.create()
+
+    async def main(scenario: Callable[[EngineHost], Coroutine[Any, Any, None]]) -> None:
+        store = BlobStore(tmp_path / "blobs", "n")
+        host = EngineHost(
+            0, EngineConfig(), tmp_path, FACTS, ReplayConfig(), store, run, "t",
+            update_timeout_s=0.5,
+        )  # fmt: skip
+        await host.start(V0)
+        try:
+            await asyncio.wait_for(scenario(host), 10)
+        finally:
+            await host.stop()
+
+    return lambda scenario: asyncio.run(main(scenario))
+
+
+def ask(name: str, length: int = 4, num_sampled: int = 0) -> GenerateRequest:
+    return GenerateRequest(
+        name, 0, np.arange(length, dtype=np.int32), num_sampled, SamplingParams(4)
+    )
+
+
+def script(host: EngineHost) -> Any:
+    return host._client
+
+
+def test_results_keep_the_order_of_requests(play: Any) -> None:
+    """Resumed requests go out in calls of their own: rows start where each of them needs."""
+
+    async def scenario(host: EngineHost) -> None:
+        asks = [ask("a"), ask("b", 5, 2), ask("c"), ask("d", 6, 2), ask("e", 12)]
+        got = await host.generate(asks)
+        assert [s.rollout_id for s in got[:4]] == ["a", "b", "c", "d"]
+        assert [s.routing.row_begin for s in got[:4]] == [0, 4, 0, 5]
+        assert [s.routing.row_end for s in got[:4]] == [4, 5, 4, 6]
+        assert isinstance(got[4], RecordError)
+        assert (await host.status()).refused == {"request": 1}
+        assert (await host.status()).generated_tokens == 4
+
+    play(scenario)
+
+
+def test_update_aborts_holds_and_resumes(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        script(host).slow = True
+        running = asyncio.create_task(host.generate([ask("a"), ask("b")]))
+        await asyncio.sleep(0.02)
+        await host.open_update(OPEN)
+        assert [s.finish for s in await running] == [Finish.ABORT] * 2
+        script(host).slow = False
+        held = asyncio.create_task(host.generate([ask("c")]))
+        await asyncio.sleep(0.02)
+        assert not held.done()
+        closed = await host.close_update(CloseUpdate(0, V1))
+        assert closed.aborted == 2
+        (segment,) = await held
+        assert isinstance(segment, Segment)
+        assert segment.version == V1
+        buckets = [call for call in script(host).calls if "load_format" in call]
+        assert [call["flush_cache"] for call in buckets] == [False, True]
+        assert [call["weight_version"] for call in buckets] == [None, str(V1)]
+        assert [call["names"] for call in buckets] == [("a",), ("b",)]
+
+    play(scenario)
+
+
+def test_failed_bucket_makes_the_engine_dirty_until_restarted(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        script(host).bucket_error = EngineError("connection closed by peer")
+        await host.open_update(OPEN)
+        with pytest.raises(EngineError, match=r"update to 0.1 failed: connection closed by peer"):
+            await host.close_update(CloseUpdate(0, V1))
+        with pytest.raises(EngineError, match=r"update to 0.1 failed"):
+            await host.generate([ask("a")])
+        await host.start(V1)
+        script(host).version = str(V1)
+        assert isinstance((await host.generate([ask("a")]))[0], Segment)
+
+    play(scenario)
+
+
+def test_failed_bucket_is_noticed_before_close(play: Any) -> None:
+    """The trainer may be dead and never close: calls held by the update must not wait for it."""
+
+    async def scenario(host: EngineHost) -> None:
+        script(host).bucket_error = EngineError("connection closed by peer")
+        await host.open_update(OPEN)
+        with pytest.raises(EngineError, match="connection closed by peer"):
+            await host.generate([ask("a")])
+
+    play(scenario)
+
+
+def test_group_that_never_completes_breaks_the_engine(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        script(host).slow = True
+        await host.join_sync(JoinSync(0, "127.0.0.1", 1, "group", 2, "gloo"))
+        with pytest.raises(EngineError, match="joining sync group group failed: no answer"):
+            await host.generate([ask("a")])
+
+    play(scenario)
+
+
+def test_restart_during_an_update_forgets_it(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        await host.open_update(OPEN)
+        await host.start(V0)
+        await asyncio.sleep(0.7)  # longer than update_timeout_s
+        assert isinstance((await host.generate([ask("a")]))[0], Segment)
+
+    play(scenario)
+
+
+def test_update_that_nobody_closes_breaks_held_calls(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        await host.open_update(OPEN)
+        with pytest.raises(EngineError, match="opened but never closed"):
+            await host.generate([ask("a")])
+
+    play(scenario)
+
+
+def test_wrong_version_after_an_update_is_an_error(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        await host.open_update(OpenUpdate(0, V1, "group", ()))  # no bucket carries the version
+        with pytest.raises(EngineError, match=r"serves 0.0 after an update to 0.1"):
+            await host.close_update(CloseUpdate(0, V1))
+
+    play(scenario)
+
+
+def test_death_fails_running_and_later_calls(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        script(host).slow = True
+        running = asyncio.create_task(host.generate([ask("a")]))
+        await asyncio.sleep(0.02)
+        host._server.cause = "server was killed by signal 9: no exception in its log"
+        for work in (running, host.generate([ask("b")]), host.open_update(OPEN)):
+            with pytest.raises(EngineError, match="killed by signal 9"):
+                await work
+
+    play(scenario)
