@@ -98,22 +98,22 @@ def policy_loss(
     )
     drift_Q = sequence_drift(logprob_N, old_logprob_N, seq_N, num_seqs)
     weighted = token.loss * weight_N
-    masked = 0.0
+    masked_seqs = seq_N[:0]
     if config.off_policy_delta > 0:
         keep_N = off_policy_mask(drift_Q, advantage_N, seq_N, config.off_policy_delta)
         weighted = weighted * keep_N
-        masked = float(seq_N[~keep_N].unique().numel())
+        masked_seqs = seq_N[~keep_N].unique()
     loss = weighted.sum()
-    sums = [
-        float(len(logprob_N)),
-        float(loss.detach()),
-        float(token.clipped_low.sum()),
-        float(token.clipped_high.sum()),
-        float(seq_N.unique().numel()),
-        masked,
-        float(drift_Q.sum()),
-    ]
-    return PolicyLoss(loss, torch.tensor(sums, dtype=torch.float64))
+    sums = (  # in the order of SUM_NAMES
+        torch.tensor(len(logprob_N)),
+        loss.detach(),
+        token.clipped_low.sum(),
+        token.clipped_high.sum(),
+        torch.tensor(len(seq_N.unique())),
+        torch.tensor(len(masked_seqs)),
+        drift_Q.sum(),
+    )
+    return PolicyLoss(loss, torch.stack([value.to(loss.device).double() for value in sums]))
 
 
 def loss_metrics(sums: Tensor) -> dict[str, float]:
