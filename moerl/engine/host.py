@@ -158,6 +158,11 @@ class EngineHost:
             refused=dict(self._refused),
         )
 
+    async def watch(self) -> None:
+        """Returns never; raises EngineError when the engine breaks."""
+        await self._broken.wait()
+        raise self._failure()
+
     async def checksum(self) -> dict[str, Any]:
         """Per-tensor checksums of the weights as served."""
         return await self._guard(self._alive().checksum())

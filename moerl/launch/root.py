@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
+from typing import Any
 
 from moerl.config.load import load_config, load_saved
 from moerl.errors import MoerlError
@@ -27,7 +29,14 @@ def main() -> int:
         return 1
 
 
-def _run(request: dict) -> int:
+def _run(request: dict[str, Any]) -> int:
+    # Ray reads these when it is imported: a cluster of this run's own that answers nobody else.
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     from moerl.launch.train import train
 
     scratch = Path(request["scratch"])

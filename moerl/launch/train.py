@@ -34,6 +34,7 @@ from moerl.launch.processes import end_descendants
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.report import reward_gain, write_report
+from moerl.rollout.controller import cause_of
 from moerl.rundir import RunDir
 from moerl.types import PolicyVersion
 
@@ -67,9 +68,9 @@ def train(config: Config, *, resume: bool, scratch: Path) -> int:
         supervisor = _Supervisor(plan, console, scratch)
         try:
             summary = supervisor.run()
-        except MoerlError as error:
+        except Exception as error:
             log.exception("the run failed")
-            cause, summary = str(error), {}
+            cause, summary = cause_of(error), {}
         else:
             cause = ""
         end_descendants(grace_s=_GRACE_S)
@@ -138,12 +139,6 @@ class _Supervisor:
     # --- start --------------------------------------------------------------------------------
     def _start_ray(self) -> None:
         self.console.wait("ray")
-        os.environ |= {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "RAY_AUTH_MODE": "token",  # the cluster of this run answers nobody else
-            "RAY_AUTH_TOKEN": self.plan.token,
-        }
         ray.init(
             address="local",  # never another run's cluster
             num_cpus=0,

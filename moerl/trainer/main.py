@@ -1,0 +1,92 @@
+"""A rank of the trainer gang, started by torchrun:
+
+    torchrun ... -m moerl.trainer.main --run-dir runs/X --controller tcp://127.0.0.1:PORT ...
+
+The gang knows nothing of Ray.  A failure on any rank is told to the controller in one sentence and
+the process ends at once: its peers may hang in a collective, torchrun ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from moerl.blob.store import BlobStore
+from moerl.config.load import load_saved
+from moerl.errors import MoerlError
+from moerl.rundir import RunDir
+from moerl.trainer import platform
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    args = _arguments()
+    run = RunDir(args.run_dir)
+    logging.basicConfig(
+        filename=run.logs / f"trainer-{os.environ.get('RANK', '0')}.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    signal.signal(signal.SIGTERM, _leave)
+    config = load_saved(run.config)
+    torch.set_num_threads(config.trainer.cpu_threads)
+    place = platform.prepare(
+        config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+    )
+    from moerl.trainer import parallel  # the platform comes before anything that imports megatron
+    from moerl.trainer.gang import Gang, Post, report_failure
+
+    post = Post(
+        run=run,
+        controller=args.controller,
+        token=os.environ.pop("MOERL_TOKEN", ""),
+        incarnation=args.incarnation,
+        blobs=BlobStore(args.blob_dir, args.blob_node),
+        checkpoint=args.checkpoint,
+    )
+
+    def end(error: BaseException) -> None:
+        cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+        log.error("this rank ends: %s", cause, exc_info=error)
+        print(f"trainer rank {os.environ.get('RANK')}: {cause}", file=sys.stderr, flush=True)
+        report_failure(post, cause)
+        os._exit(1)
+
+    try:
+        gang = Gang(
+            config,
+            post,
+            parallel.start(config.trainer.parallel, place, timeout_s=config.trainer.step_timeout_s),
+            end,
+        )
+        gang.run()
+        parallel.stop()
+    except BaseException as error:
+        end(error)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, required=True, help="runs/NAME, with config.yaml")
+    parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")
+    parser.add_argument("--incarnation", type=int, required=True, help="starts before this one")
+    parser.add_argument("--checkpoint", type=Path, help="continue from this folder")
+    parser.add_argument("--blob-dir", type=Path, required=True, help="where records are sealed")
+    parser.add_argument("--blob-node", required=True, help="name of this node's blobs")
+    return parser.parse_args()
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> None:
+    os._exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":  # the checkpoint's writer processes import this module again
+    main()
