@@ -32,7 +32,7 @@ class PolicyLoss:
     """What one microbatch adds to the loss of the step."""
 
     loss: Tensor  # scalar: sum of weight x mask x token loss
-    sums: Tensor  # [len(SUM_NAMES)] f64, detached; add over microbatches and ranks
+    sums: Tensor  # [len(SUM_NAMES)] f64 on the CPU; add over microbatches and ranks
 
 
 SUM_NAMES = ("tokens", "loss", "clip_low", "clip_high", "sequences", "masked_sequences", "drift")
@@ -113,7 +113,7 @@ def policy_loss(
         torch.tensor(len(masked_seqs)),
         drift_Q.sum(),
     )
-    return PolicyLoss(loss, torch.stack([value.to(loss.device).double() for value in sums]))
+    return PolicyLoss(loss, torch.stack([value.to(loss.device).double() for value in sums]).cpu())
 
 
 def loss_metrics(sums: Tensor) -> dict[str, float]:
