@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from moerl.config.schema import SyncConfig
+from moerl.config.schema import Config, SyncConfig
 from moerl.errors import EngineError
 from moerl.protocols import (
-    Bucket,
     CloseUpdate,
     JoinSync,
     Message,
@@ -38,6 +36,9 @@ from moerl.protocols import (
     PublishResult,
     UpdateClosed,
 )
+from moerl.sync.frozen import FrozenWeights
+from moerl.sync.outlet import Outlet
+from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 
 Reply = TypeVar("Reply")
@@ -51,17 +52,29 @@ class Control(Protocol):
     ) -> Reply: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FrozenWeights:
-    """One version of the weights on rank 0, not changed while a publish reads it."""
-
-    version: PolicyVersion
-    buckets: tuple[Bucket, ...]
-    buffers: tuple[Tensor, ...]  # one flat uint8 tensor per bucket
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.numel() for buffer in self.buffers)
+def open_outlet(
+    config: Config,
+    control: Control,
+    *,
+    backend: str,
+    tracer: Tracer,
+    on_failure: Callable[[BaseException], None],
+) -> Outlet:
+    """What a trainer's rank 0 publishes through when `sync.transport` is broadcast."""
+    publisher = BroadcastPublisher(
+        control,
+        config.sync,
+        address=config.cluster.address,
+        engine_tp=config.engine.tp,
+        backend=backend,
+    )
+    return Outlet(
+        publisher,
+        config.engine.count,
+        bucket_bytes=config.sync.bucket_bytes,
+        tracer=tracer,
+        on_failure=on_failure,
+    )
 
 
 class BroadcastPublisher:
@@ -164,42 +177,3 @@ def _new_group(
     )
     c10d._world.pg_group_ranks[handle] = {rank: rank for rank in range(world_size)}
     return handle
-
-
-def make_buckets(
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    bucket_bytes: int,
-) -> tuple[Bucket, ...]:
-    """Cut tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets its own).
-
-    Tensors of one dtype stay together, so every tensor starts at a multiple of its item size.
-    """
-    buckets: list[Bucket] = []
-    open_: list[tuple[str, str, tuple[int, ...]]] = []
-    filled = 0
-    for item in zip(names, dtypes, shapes, strict=True):
-        size = num_bytes([item[1]], [item[2]])
-        if open_ and (filled + size > bucket_bytes or item[1] != open_[0][1]):
-            buckets.append(_bucket(open_))
-            open_, filled = [], 0
-        open_.append(item)
-        filled += size
-    if open_:
-        buckets.append(_bucket(open_))
-    return tuple(buckets)
-
-
-def num_bytes(dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]]) -> int:
-    """Bytes of tensors back to back."""
-    return sum(
-        getattr(torch, dtype).itemsize * torch.Size(shape).numel()
-        for dtype, shape in zip(dtypes, shapes, strict=True)
-    )
-
-
-def _bucket(items: Sequence[tuple[str, str, tuple[int, ...]]]) -> Bucket:
-    names, dtypes, shapes = zip(*items, strict=True)
-    return Bucket(names=names, dtypes=dtypes, shapes=shapes)

@@ -1,4 +1,4 @@
-"""A rank of the trainer gang, started by torchrun:
+"""One rank of the trainer gang, started by torchrun:
 
     torchrun ... -m moerl.trainer.main --run-dir runs/X --controller tcp://127.0.0.1:PORT ...
 
@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 
@@ -26,10 +27,14 @@ from moerl.trainer import platform
 
 log = logging.getLogger(__name__)
 
+_GROUP_SLACK_S = 120.0  # ranks wait in a collective while rank 0 waits for the controller
+
 
 def main() -> None:
+    """Train as one rank until the controller says stop."""
     args = _arguments()
     run = RunDir(args.run_dir)
+    warnings.filterwarnings("ignore")  # megatron names every optional package it lacks
     logging.basicConfig(
         filename=run.logs / f"trainer-{os.environ.get('RANK', '0')}.log",
         level=logging.INFO,
@@ -38,9 +43,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
     config = load_saved(run.config)
     torch.set_num_threads(config.trainer.cpu_threads)
-    place = platform.prepare(
-        config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
-    )
+    try:
+        place = platform.prepare(
+            config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+        )
+    except MoerlError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     from moerl.trainer import parallel  # the platform comes before anything that imports megatron
     from moerl.trainer.gang import Gang, Post, report_failure
 
@@ -56,7 +64,8 @@ def main() -> None:
     def end(error: BaseException) -> None:
         cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
         log.error("this rank ends: %s", cause, exc_info=error)
-        print(f"trainer rank {os.environ.get('RANK')}: {cause}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK")
+        print(f"TrainerError: trainer rank {rank}: {cause}", file=sys.stderr, flush=True)
         report_failure(post, cause)
         os._exit(1)
 

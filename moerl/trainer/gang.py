@@ -1,0 +1,267 @@
+"""The trainer gang: take a plan, train it, publish the weights, say so; until there is no plan.
+
+Every rank runs this loop; rank 0 alone speaks to the controller and passes plans on as bytes.
+After an optimizer step the weights are gathered on rank 0, copied (frozen) and published by a
+background thread while the next step trains; the next freeze waits for it, so at most one publish
+is in flight.  What publishes is named by `sync.transport`, a module of `moerl.sync`: the gang knows
+its interface only.
+
+A step is reported before its checkpoint is written: a crash in between costs a redone step, while
+the other order could leave a step inside a checkpoint without its row in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import Config
+from moerl.errors import MoerlError, TrainerError
+from moerl.protocols import Failed, Hello, Ok, Plan, StepDone, Stop, TakePlan, decode, encode
+from moerl.rundir import RunDir
+from moerl.trace import Tracer
+from moerl.trainer import checkpoint
+from moerl.trainer.client import ControllerClient
+from moerl.trainer.hf_weights import HfFolder, HfGather, load_hf, save_hf
+from moerl.trainer.model import build, layout_of
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.step import Learner
+from moerl.types import BatchPlan, PolicyVersion
+
+_REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Where this gang belongs: set by the launcher, the same on all ranks."""
+
+    run: RunDir
+    controller: str  # tcp://HOST:PORT
+    token: str
+    incarnation: int
+    blobs: BlobStore
+    checkpoint: Path | None  # resume from here
+
+
+class Outlet(Protocol):
+    """Rank 0's way to the engines (`moerl.sync.outlet`)."""
+
+    def publish(self, tensors: dict[str, Tensor], version: PolicyVersion) -> dict[str, float]:
+        """Copy the weights, start sending them; metrics of the publish that was in flight."""
+        ...
+
+    def wait(self) -> dict[str, float]:
+        """Wait for the publish in flight, if any, and return its metrics."""
+        ...
+
+
+class Gang:
+    """One rank of the gang."""
+
+    def __init__(
+        self,
+        config: Config,
+        post: Post,
+        parallel: Parallel,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """on_failure: ends the process; called when the publishing thread fails."""
+        self.config, self.post, self.parallel = config, post, parallel
+        self.tracer = Tracer(post.run.trace, f"trainer-{parallel.rank}")
+        _seed(config.run.seed)
+        self.source = HfFolder(config.model.path)
+        self.model = build(
+            self.source.spec,
+            config.trainer,
+            parallel,
+            with_replay=config.replay.routing != "off",
+        )
+        load_hf(dict(self.model.gpt.named_parameters()), self.model.tiles, self.source)
+        self.learner = Learner(self.model, parallel, config, post.blobs)
+        self.gather = HfGather(
+            lambda: dict(self.model.gpt.named_parameters()),
+            self.source.spec,
+            layout_of(parallel.sizes),
+            parallel.rank,
+            "te" if parallel.platform.name == "cuda" else "local",
+            parallel.control,
+        )
+        self.version = PolicyVersion(post.incarnation, 0)
+        self.consumed: list[int] = []
+        self.saved_step = -1  # optimizer steps inside the newest checkpoint
+        self.client: ControllerClient | None = None
+        self.outlet: Outlet | None = None
+        if parallel.is_first:
+            timeout_s = config.trainer.step_timeout_s
+            self.client = ControllerClient(post.controller, post.token, timeout_s=timeout_s)
+            if config.engine.count:
+                self.outlet = _open_outlet(config, post, parallel, self.tracer, on_failure)
+
+    def run(self) -> None:
+        """Train until the controller says stop, then leave the checkpoint and the HF folder."""
+        self._resume()
+        self._hello()
+        # engines start from the model folder, which is version 0.0; anything else is published
+        # before the first plan, or they would sample from weights this history never had
+        if self.version != PolicyVersion(0, 0):
+            self._publish()
+            self._settle()
+        if self.config.checkpoint.keep_versions:
+            self._keep_version()
+        while (plan := self._take_plan()) is not None:
+            self._train(plan)
+        self._settle()
+        if self.saved_step != self.version.step:
+            self._checkpoint()
+        self._save_hf(self.post.run.hf)
+        dist.barrier(self.parallel.control)
+
+    def _resume(self) -> None:
+        if self.post.checkpoint is None:
+            return
+        with self.tracer.span("load"):
+            progress = checkpoint.load(self.post.checkpoint, self.learner, self.parallel)
+        self.consumed = list(progress.consumed)
+        self.saved_step = progress.version.step
+        self.version = PolicyVersion(self.post.incarnation, progress.version.step)
+
+    def _hello(self) -> None:
+        if self.client is not None:
+            hello = Hello(
+                token=self.post.token,
+                world_size=self.parallel.world_size,
+                dp_size=self.parallel.dp_size,
+                version=self.version,
+                consumed=tuple(self.consumed),
+            )
+            self.client.expect(hello, Ok)
+
+    def _take_plan(self) -> BatchPlan | None:
+        """The next plan on every rank, or None when the run is over."""
+        holder: list[bytes | None] = [None]
+        with self.tracer.span("wait", step=self.version.step):
+            if self.client is not None:
+                limit_s = self.config.trainer.step_timeout_s
+                reply = self.client.ask(
+                    TakePlan(self.version.step, limit_s), limit_s + _REPLY_SLACK_S
+                )
+                holder = [encode(reply)]
+            dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
+        assert holder[0] is not None, "rank 0 passes the controller's reply on"
+        message = decode(holder[0])
+        if isinstance(message, Stop):
+            return None
+        if not isinstance(message, Plan):
+            raise TrainerError(f"TakePlan was answered with {type(message).__name__}")
+        plan = message.plan
+        if plan.version != self.version or plan.step != self.version.step:
+            raise TrainerError(
+                f"plan of step {plan.step} starts from {plan.version}, "
+                f"the gang is at {self.version}"
+            )
+        return plan
+
+    def _train(self, plan: BatchPlan) -> None:
+        with self.tracer.span("step", step=plan.step):
+            metrics = self.learner.step(plan)
+        self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
+        self.consumed += [group.group_id for group in plan.groups]
+        if self.version.step < self.config.run.steps:
+            metrics |= self._publish()
+        if self.config.checkpoint.keep_versions:
+            self._keep_version()
+        if self.client is not None:
+            self.client.expect(StepDone(plan.step, self.version, metrics, ""), Ok)
+        every = self.config.checkpoint.every
+        if every and self.version.step % every == 0:
+            self._checkpoint()
+
+    def _publish(self) -> dict[str, float]:
+        """Freeze the weights and start publishing them; metrics of the publish before."""
+        if not self.config.engine.count:
+            return {}
+        with self.tracer.span("freeze", version=str(self.version)):
+            tensors = self.gather.gather(_wire_dtype(self.config))
+            if self.outlet is None:
+                return {}
+            assert tensors is not None, "rank 0 gathers the weights"
+            return self.outlet.publish(tensors, self.version)
+
+    def _settle(self) -> None:
+        """Wait until no publish is in flight."""
+        if self.outlet is not None:
+            self.outlet.wait()
+        dist.barrier(self.parallel.control)
+
+    def _keep_version(self) -> None:
+        self._save_hf(self.post.run.versions / str(self.version))
+
+    def _save_hf(self, folder: Path) -> None:
+        tensors = self.gather.gather()
+        if tensors is not None:
+            save_hf(folder, tensors, self.source.path)
+
+    def _checkpoint(self) -> None:
+        self._settle()  # megatron forks its writers: no other thread should be at work
+        with self.tracer.span("checkpoint", step=self.version.step):
+            checkpoint.save(
+                self.post.run.checkpoints,
+                self.learner,
+                checkpoint.Progress(
+                    version=self.version,
+                    consumed=tuple(sorted(self.consumed)),
+                    metrics_rows=self.version.step,
+                ),
+                self.parallel,
+                keep=self.config.checkpoint.keep,
+            )
+        self.saved_step = self.version.step
+
+
+def _open_outlet(
+    config: Config,
+    post: Post,
+    parallel: Parallel,
+    tracer: Tracer,
+    on_failure: Callable[[BaseException], None],
+) -> Outlet:
+    transport = importlib.import_module(f"moerl.sync.{config.sync.transport}")
+    outlet: Outlet = transport.open_outlet(
+        config,
+        # a line of its own: a publish never delays a plan, and sockets belong to one thread
+        ControllerClient(post.controller, post.token, timeout_s=config.sync.timeout_s),
+        backend=parallel.platform.backend,
+        tracer=tracer,
+        on_failure=on_failure,
+    )
+    return outlet
+
+
+def _wire_dtype(config: Config) -> torch.dtype | None:
+    """Never send more than the engine keeps; None = the parameters' own."""
+    return torch.bfloat16 if config.engine.dtype == "bfloat16" else None
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def report_failure(post: Post, cause: str) -> None:
+    """Tell the controller why this rank dies; a controller that is gone cannot be told."""
+    with contextlib.suppress(MoerlError):
+        client = ControllerClient(post.controller, post.token, timeout_s=2.0)
+        client.ask(Failed(int(os.environ.get("RANK", "0")), cause))
