@@ -1,0 +1,92 @@
+"""Decode attention for all requests of a batch at once, on a plain CPU.
+
+SGLang's `torch_native` backend calls attention once per request and layer, so a decode step of many
+short requests is mostly Python.  Here requests are padded to a common length and attended together,
+in groups whose padded size is bounded: 3 x faster for 256 requests of 16 tokens, 1.7 x at 76.
+
+Rejected: the same for prefill.  Its padded form cannot skip the upper triangle, so it gains only on
+very short prompts and takes twice as long at 1000 tokens.
+
+Legend: B requests of a group, L tokens of the longest one, H query heads, G key-value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_GROUP_TOKENS = 65536  # padded B x L of one group: bounds the gathered copy of the cache
+
+
+def decode(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """Hook around `TorchNativeAttnBackend._run_sdpa_forward_decode` of SGLang 0.5.23.
+
+    Same arguments and, to rounding, same result.  Encoders, cross attention and sliding windows
+    are left to the original.
+    """
+    _, query, output, k_cache, v_cache, req_to_token, pool_idx, seq_lens, encoder_lens = args
+    unusual = options["is_cross_attn"] or options["sliding_window_size"] is not None
+    if encoder_lens is not None or unusual:
+        return original(*args, **options)
+    return attend(
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token[pool_idx],
+        seq_lens,
+        scale=options["scaling"],
+        gqa=options["enable_gqa"],
+    )
+
+
+def attend(
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    """Attention of the last token of each request to all its tokens.
+
+    query, output [requests, H, D]; k_cache, v_cache [slots, G, D]; seq_lens [requests];
+    slots [requests, >= max(seq_lens)], the cache slot of each token.  Fills and returns output.
+    """
+    lengths = seq_lens.tolist()
+    for first, last in _groups(lengths):
+        length = max(lengths[first:last])
+        seen = torch.arange(length) < seq_lens[first:last, None]  # [B, L]
+        # Beyond its end a request reads its own first slot: masked, but never uninitialised.
+        at = slots[first:last, :length]
+        at = torch.where(seen, at, at[:, :1])
+        out_BH1D = scaled_dot_product_attention(
+            query[first:last, :, None],
+            k_cache[at].transpose(1, 2).to(query.dtype),
+            v_cache[at].transpose(1, 2).to(query.dtype),
+            attn_mask=seen[:, None, None],
+            scale=scale,
+            enable_gqa=gqa,
+        )
+        output[first:last] = out_BH1D[:, :, 0]
+    return output
+
+
+def _groups(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive requests, cut where the padded size would pass the bound."""
+    first, longest = 0, 0
+    for position, length in enumerate(lengths):
+        longest = max(longest, length)
+        if position > first and longest * (position + 1 - first) > _GROUP_TOKENS:
+            yield first, position
+            first, longest = position, length
+    if lengths:
+        yield first, len(lengths)
