@@ -134,7 +134,8 @@ class BroadcastPublisher:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        name = f"moerl-sync-{engine}"
+        # unlike any group an engine that outlived an earlier gang still knows
+        name = f"moerl-sync-{engine}-{port}"
         self._control.expect(
             JoinSync(engine, self._address, port, name, self._world_size, self._backend),
             Ok,

@@ -33,6 +33,7 @@ from moerl.types import (
 )
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 67, 3, 8, 2
+UNUSED_EXPERT = 5  # named by no route of a plan that asks for it
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -175,7 +176,9 @@ def without_mask(plan: BatchPlan) -> BatchPlan:
             episodes=tuple(
                 replace(
                     episode,
-                    turns=tuple(replace(turn, rollout=strip(turn.rollout)) for turn in episode.turns),
+                    turns=tuple(
+                        replace(turn, rollout=strip(turn.rollout)) for turn in episode.turns
+                    ),
                 )
                 for episode in group.episodes
             ),
