@@ -60,10 +60,10 @@ def train(config: Config, *, resume: bool, scratch: Path) -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    with _only_one(run):
+    with _only_one(run), _own_output(run) as (out, err):
         plan = prepare(config, run, resume=resume, scratch=scratch)
         save_config(plan.config, run.config)
-        console = Console(config.run.console, config.run.steps)
+        console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
         supervisor = _Supervisor(plan, console, scratch)
         try:
@@ -75,10 +75,12 @@ def train(config: Config, *, resume: bool, scratch: Path) -> int:
             cause = ""
         end_descendants(grace_s=_GRACE_S)
         supervisor.close()
-        return _close(plan, console, summary, cause)
+        return _close(plan, console, summary, cause, err)
 
 
-def _close(plan: RunPlan, console: Console, numbers: dict[str, float], cause: str) -> int:
+def _close(
+    plan: RunPlan, console: Console, numbers: dict[str, float], cause: str, err: IO[str]
+) -> int:
     """Report and last words."""
     run = plan.run
     write_report(run, plan.config, numbers)
@@ -92,10 +94,10 @@ def _close(plan: RunPlan, console: Console, numbers: dict[str, float], cause: st
     words["report"] = run.report
     console.close(words)
     if cause:
-        print(f"moerl: {cause}", file=sys.stderr)
+        print(f"moerl: {cause}", file=err)
         print(
             f"moerl: logs are in {run.logs}; continue with: moerl train --resume {run.root}",
-            file=sys.stderr,
+            file=err,
             flush=True,
         )
         return 130 if cause == _INTERRUPT else 1
@@ -282,3 +284,27 @@ def _only_one(run: RunDir) -> Iterator[None]:
         except BlockingIOError as error:
             raise MoerlError(f"{run.root} is in use by another moerl process") from error
         yield
+
+
+@contextlib.contextmanager
+def _own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
+    """(stdout, stderr) for this file alone; what children and libraries print goes to a log.
+
+    The descriptors themselves are swapped, because Ray's daemons inherit them.
+    """
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((run.logs / "output.log").open("ab"))
+        ours = []
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            copy = os.dup(stream.fileno())
+            ours.append(
+                stack.enter_context(os.fdopen(copy, "w", encoding=stream.encoding, buffering=1))
+            )
+            os.dup2(log.fileno(), stream.fileno())
+        try:
+            yield ours[0], ours[1]
+        finally:
+            for stream, copy in zip((sys.stdout, sys.stderr), ours, strict=True):
+                stream.flush()
+                os.dup2(copy.fileno(), stream.fileno())
