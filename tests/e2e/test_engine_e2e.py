@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Coroutine, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -124,6 +123,12 @@ def check_segment(world: World, ask: GenerateRequest, got: Segment | RecordError
     return float(np.abs(got.logprobs - np.asarray(want, np.float32)).max())
 
 
+def test_every_hook_found_its_target(world: World) -> None:
+    """SGLang only warns about a hook whose target is gone; then a new version moved it."""
+    applied = [line for line in world.log.read_text().splitlines() if "plugin=moerl_hooks" in line]
+    assert len(applied) == 3
+
+
 @pytest.mark.parametrize("sampling", [TRUNCATED, FULL], ids=["truncated", "full"])
 def test_records_equal_transformers(world: World, sampling: SamplingParams) -> None:
     """Chunked prefill (200 > 64 tokens) and prefix-cache hits (sent twice) included."""
@@ -145,14 +150,26 @@ def test_stop_token_ends_a_sequence(world: World) -> None:
     assert got.output_ids[-1] >= 64 or got.output_ids[-1] == tiny.EOS
 
 
+async def prefilled(world: World, seen: int) -> None:
+    """Wait until the server prefilled again after `seen` times, and then for a few tokens more."""
+    while prefills(world) <= seen:
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)
+
+
+def prefills(world: World) -> int:
+    return world.log.read_text().count("Prefill batch")
+
+
 def test_abort_and_resume(world: World) -> None:
     """Rows of a partial and its resumption tile the sequence; audit adds the prefix rows."""
     long = SamplingParams(600, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
     asks = [request(f"abort.{i}", 10 + i, long, seed=i) for i in range(3)]
 
     async def interrupted() -> list[Segment | RecordError]:
+        seen = prefills(world)
         running = asyncio.create_task(world.host.generate(asks))
-        await asyncio.sleep(0.7)
+        await prefilled(world, seen)
         client = world.host._client
         assert client is not None
         await client.abort_all()
@@ -253,8 +270,9 @@ def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
         host = world.host
         sender.start()
         await host.join_sync(JoinSync(0, "127.0.0.1", port, "sync-1", 2, "gloo"))
+        seen = prefills(world)
         running = asyncio.create_task(host.generate(asks))
-        await asyncio.sleep(0.5)
+        await prefilled(world, seen)
         await host.open_update(OpenUpdate(0, V1, "sync-1", tuple(buckets)))
         held = asyncio.create_task(host.generate([request("held.0", 9, TRUNCATED)]))
         opened.set()
@@ -403,18 +421,16 @@ def test_killed_server_fails_calls_with_its_cause(world: World) -> None:
     assert server is not None
     below = server._tree()
 
-    async def killed() -> float:
+    async def killed() -> None:
         ask = request("killed.0", 8, SamplingParams(3000, ignore_eos=True))
         running = asyncio.create_task(world.host.generate([ask]))
         await asyncio.sleep(0.3)
         os.kill(server.pid, signal.SIGKILL)
-        start = time.monotonic()
         with pytest.raises(EngineError, match="killed by signal 9"):
             await running
         with pytest.raises(EngineError, match="killed by signal 9"):
             await world.host.generate([ask])
-        return time.monotonic() - start
 
-    assert world.run(killed()) < 5.0
+    world.run(killed())
     _, alive = psutil.wait_procs(below, timeout=10)
     assert not alive
