@@ -66,7 +66,8 @@ class EngineServer:
         self._model_path = model_path
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[psutil.Process] = []
-        self._scratch = Path(tempfile.gettempdir())
+        self._scratch: Path | None = None
+        self._shared: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -93,6 +94,7 @@ class EngineServer:
                 raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}")
             await asyncio.sleep(_POLL_S)
         self._children = self._workers()
+        self._shared = {path for process in self._tree() for path in _shared_files(process)}
 
     def death(self) -> str | None:
         """One sentence on why the server is dead, or None while all its processes live."""
@@ -122,7 +124,10 @@ class EngineServer:
         while any(_alive(process) for process in tree) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S / 2)
         self._process.wait(_KILL_S)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        for path in self._shared:
+            Path(path).unlink(missing_ok=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _spawn(self) -> None:
         # In the caller's thread: the kernel ends the server when the thread that forked it ends.
@@ -217,6 +222,12 @@ def _core_lists(ranks: int, threads: int) -> str:
         for rank in range(ranks)
     ]
     return "|".join(lists)
+
+
+def _shared_files(process: psutil.Process) -> list[str]:
+    """Load counters in shared memory that SGLang never removes (`managers/load_snapshot.py`)."""
+    maps = (entry.path for entry in process.memory_maps())
+    return [path for path in maps if path.startswith("/dev/shm/sglang_loads_")]
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -22,7 +22,6 @@ import aiohttp
 import numpy as np
 import psutil
 import pytest
-import tiny_model as tiny
 import torch
 from safetensors.torch import load_file
 
@@ -35,6 +34,7 @@ from moerl.errors import EngineError, RecordError
 from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate
 from moerl.rundir import RunDir
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from tests.e2e import tiny_model as tiny
 
 pytestmark = pytest.mark.e2e
 
@@ -431,6 +431,10 @@ def test_killed_server_fails_calls_with_its_cause(world: World) -> None:
         with pytest.raises(EngineError, match="killed by signal 9"):
             await world.host.generate([ask])
 
+    shared = set(server._shared)
+    assert shared
     world.run(killed())
+    world.run(world.host.stop())
+    assert not any(Path(path).exists() for path in shared)
     _, alive = psutil.wait_procs(below, timeout=10)
     assert not alive
