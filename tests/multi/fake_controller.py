@@ -75,7 +75,10 @@ class FakeEngine:
                     for dtype, shape in zip(dtypes, bucket.shapes, strict=True)
                 ]
                 flat = torch.empty(sum(sizes), dtype=torch.uint8)
-                dist.broadcast(flat, src=0, group=self._group)
+                try:
+                    dist.broadcast(flat, src=0, group=self._group)
+                except RuntimeError:  # the gang ended in the middle of a publish
+                    return
                 pieces = flat.split(sizes)
                 for name, dtype, shape, piece in zip(
                     bucket.names, dtypes, bucket.shapes, pieces, strict=True

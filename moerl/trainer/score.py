@@ -1,0 +1,320 @@
+"""Score kept rollouts with the trainer's own forward pass: the numbers behind `moerl mismatch`.
+
+    torchrun --nproc-per-node N -m moerl.trainer.score --job FILE
+
+The same model, replay and log-probability code as training.  Written to `job.out` (.npz), tokens in
+the order of the rollouts file:
+
+    rollout_ids [R], num_sampled [R]
+    engine [S]                          the engine's log-probabilities
+    DTYPE/VARIANT [S]                   the trainer's, for each precision and variant
+    DTYPE/slots, DTYPE/slots_agree      (token, layer) pairs; same expert set live and recorded
+    DTYPE/tokens, DTYPE/tokens_agree    fed-in tokens; same sets in all layers
+    DTYPE/diff_margin [D]               live router margin of each pair that differs
+    DTYPE/executed                      pairs whose executed experts equal the record (all of them)
+
+Executed experts are read from the map that the dispatcher acts on, not from what replay returned; a
+pair that differs from the record ends the job with an error.
+
+Legend: R rollouts, S sampled tokens, N tokens of a microbatch in router order, K experts per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import ParallelConfig, TrainerConfig
+from moerl.data.audit import split_segments
+from moerl.data.batching import plan_batch
+from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.errors import MoerlError, RecordError
+from moerl.protocols import decode_value
+from moerl.trainer.platform import prepare
+from moerl.trainer.replay import Mode
+from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
+from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
+
+if TYPE_CHECKING:
+    from moerl.trainer.model import Model
+    from moerl.trainer.parallel import Parallel
+
+Routes = dict[int, Tensor]  # layer -> [N, K]
+_TIMEOUT_S = 600.0
+_CORRUPTED_FRAC = 0.01
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one precision found on one rank; joined over ranks by `merge`."""
+
+    logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: defaultdict(dict))
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    diff_margin: list[np.ndarray] = field(default_factory=list)
+
+    def merge(self, other: Tally) -> None:
+        for variant, found in other.logprobs.items():
+            self.logprobs[variant] |= found
+        for name, count in other.counts.items():
+            self.counts[name] += count
+        self.diff_margin += other.diff_margin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="score kept rollouts with the trainer's forward")
+    parser.add_argument("--job", type=Path, required=True, help="JSON of a ScoreJob")
+    warnings.filterwarnings("ignore")  # megatron names every optional package it lacks
+    try:
+        _score(load_job(parser.parse_args().job))
+    except MoerlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # peers may hang in a collective: torchrun ends them
+
+
+def _score(job: ScoreJob) -> None:
+    platform = prepare(job.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    from moerl.trainer import parallel
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = ParallelConfig(dp=world_size, ep=job.ep)
+    ranks = parallel.start(sizes, platform, timeout_s=_TIMEOUT_S)
+    rollouts = _read_rollouts(job)
+    plan = _plan(rollouts, job, world_size)
+    store = BlobStore(Path(job.blob_dir), job.blob_node)
+    tallies = {dtype: _score_dtype(job, dtype, plan, store, ranks) for dtype in job.dtypes}
+    every: list[Any] = [None] * world_size
+    dist.all_gather_object(every, tallies, group=ranks.control)
+    if ranks.is_first:
+        _write(job, rollouts, every)
+    parallel.stop()
+
+
+def _read_rollouts(job: ScoreJob) -> list[Rollout]:
+    rollouts: list[Rollout] = decode_value(Path(job.rollouts).read_bytes(), list[Rollout])
+    if job.version:
+        parts = [part for rollout in rollouts for part in split_segments(rollout)]
+        rollouts = [part for part in parts if str(part.versions[0].version) == job.version]
+    if not rollouts:
+        raise RecordError("empty", f"{job.rollouts} holds nothing to score")
+    return rollouts
+
+
+def _plan(rollouts: list[Rollout], job: ScoreJob, dp_size: int) -> BatchPlan:
+    """Every rollout once; the lag is not used, so the newest version stands for the weights."""
+    prompt = Prompt(0, (), "", None, {})
+    episodes = tuple(Episode(rollout.rollout_id, (Turn(rollout),)) for rollout in rollouts)
+    newest = max(span.version for rollout in rollouts for span in rollout.versions)
+    return plan_batch(
+        0,
+        newest,
+        (EpisodeGroup(0, prompt, episodes),),
+        dp_size=dp_size,
+        max_tokens_per_microbatch=job.max_tokens_per_microbatch,
+    )
+
+
+@torch.no_grad()
+def _score_dtype(
+    job: ScoreJob, dtype: str, plan: BatchPlan, store: BlobStore, ranks: Parallel
+) -> Tally:
+    from moerl.trainer.hf_weights import HfFolder, load_hf
+    from moerl.trainer.model import build
+
+    trainer = TrainerConfig(
+        dtype=dtype, parallel=ranks.sizes, dispatcher=job.dispatcher, megatron=job.megatron
+    )
+    folder = HfFolder(job.model)
+    model = build(folder.spec, trainer, ranks, with_replay=True)
+    load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
+    model.module.eval()
+    tally = Tally()
+    for index in range(plan.num_microbatches):
+        batch = pack_microbatch(plan, ranks.dp_rank, index, store)
+        _Scorer(model, batch, index, ranks, tally).run(job.variants)
+    return tally
+
+
+class _Scorer:
+    """All variants of one microbatch; forwards are shared by variants with the same routes."""
+
+    def __init__(
+        self, model: Model, batch: Microbatch, index: int, ranks: Parallel, tally: Tally
+    ) -> None:
+        assert model.replay is not None, "the model was built with replay"
+        self.model, self.batch, self.index, self.ranks = model, batch, index, ranks
+        self.tally, self.replay = tally, model.replay
+        self.recorded = batch.routes(self.replay.layers)
+        self.real = _real_rows(batch)
+        self.live: Routes = {}
+
+    def run(self, variants: list[str]) -> None:
+        self._score("live", self._live_logits(), variants)
+        for kind in dict.fromkeys(VARIANTS[name][0] for name in variants):
+            if kind != "live":
+                routes = self._altered(kind)
+                self._score(kind, self._replayed_logits(routes), variants)
+
+    def _live_logits(self) -> Tensor:
+        from moerl.trainer import forward
+
+        logits = forward.logits(self.model, self.model.module, self.batch, self.index, Mode.RECORD)
+        agree = torch.ones(int(self.real.sum()), dtype=torch.bool)
+        for layer in self.replay.layers:
+            choice = self.replay.live(self.index, layer)
+            self.live[layer] = choice.ids.cpu()
+            live = self.live[layer][self.real].sort(1).values
+            same = (live == self.recorded[layer][self.real].sort(1).values).all(1)
+            margin = choice.margin.cpu()[self.real]
+            self.tally.diff_margin.append(margin[~same].float().numpy())
+            self.tally.counts["slots"] += len(same)
+            self.tally.counts["slots_agree"] += int(same.sum())
+            agree &= same
+        self.tally.counts["tokens"] += len(agree)
+        self.tally.counts["tokens_agree"] += int(agree.sum())
+        self.replay.clear()
+        return logits
+
+    def _replayed_logits(self, routes: Routes) -> Tensor:
+        from moerl.trainer import forward
+
+        self.replay.load(self.index, forward.local_rows(routes, self.ranks))
+        with _executed(self.model) as executed:
+            logits = forward.logits(
+                self.model, self.model.module, self.batch, self.index, Mode.REPLAY
+            )
+        for layer, used in executed.items():
+            want = torch.zeros_like(used).scatter_(1, routes[layer].to(used.device), True)
+            wrong = (used != want).any(1)
+            if bool(wrong.any()):
+                raise RecordError(
+                    "routing_executed",
+                    f"layer {layer}: {int(wrong.sum())} tokens ran other experts than replayed",
+                )
+            if routes is self.recorded:
+                self.tally.counts["executed"] += int(self.real.sum())
+        self.replay.finish_step()
+        return logits
+
+    def _score(self, kind: str, logits: Tensor, variants: list[str]) -> None:
+        from moerl.trainer import forward
+
+        for name in variants:
+            routes, masked = VARIANTS[name]
+            if routes != kind:
+                continue
+            batch = self.batch
+            if not masked:
+                batch = replace(batch, mask_offsets=None, mask_ids=None)
+            logprob, _ = forward.sampled_logprobs(self.model, logits, batch, self.ranks)
+            for row, rollout in enumerate(batch.rollouts):
+                values = logprob.cpu()[batch.seq == row].float().numpy()
+                self.tally.logprobs[name][rollout.rollout_id] = values
+
+    def _altered(self, kind: str) -> Routes:
+        """The recorded routes, or one of the controls."""
+        recorded, rows = self.recorded, len(self.batch.tokens)
+        if kind == "recorded":
+            return recorded
+        if kind == "shifted":
+            return {layer: ids.roll(rows, 0) for layer, ids in recorded.items()}
+        if kind == "reversed":
+            return dict(zip(recorded, reversed(list(recorded.values())), strict=True))
+        if kind == "corrupted":
+            return {layer: self._corrupted(ids, layer) for layer, ids in recorded.items()}
+        assert kind == "prompt_live", kind
+        prompt = _prompt_rows(self.batch)[:, None]
+        return {
+            layer: torch.where(prompt, self.live[layer], ids) for layer, ids in recorded.items()
+        }
+
+    def _corrupted(self, ids: Tensor, layer: int) -> Tensor:
+        """1% of rows: the first expert becomes the next one that the row does not name."""
+        generator = torch.Generator().manual_seed(layer + 1)
+        chosen = torch.rand(len(ids), generator=generator) < _CORRUPTED_FRAC
+        result = ids.clone()
+        for row in chosen.nonzero()[:, 0].tolist():
+            named = set(ids[row].tolist())
+            free = [e for e in range(self.replay.num_experts) if e not in named]
+            if free:
+                first = int(ids[row, 0])
+                result[row, 0] = min(free, key=lambda e: (e - first) % self.replay.num_experts)
+        return result
+
+
+@contextmanager
+def _executed(model: Model) -> Iterator[dict[int, Tensor]]:
+    """Routing maps [N, E] bool as each router hands them to its dispatcher, by layer."""
+    maps: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            maps[layer] = output[1].detach().bool()
+
+        return hook
+
+    handles = [
+        layer.mlp.router.register_forward_hook(keep(layer.layer_number - 1))
+        for layer in model.gpt.decoder.layers
+        if hasattr(layer.mlp, "router")
+    ]
+    try:
+        yield maps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _real_rows(batch: Microbatch) -> Tensor:
+    """[S * B] bool, router order: rows that are fed-in tokens, not padding."""
+    length = batch.tokens.shape[1]
+    fed = torch.zeros(len(batch.tokens), dtype=torch.long)
+    for row, rollout in enumerate(batch.rollouts):
+        fed[row] = rollout.num_tokens - 1
+    return (torch.arange(length)[:, None] < fed[None]).reshape(-1)
+
+
+def _prompt_rows(batch: Microbatch) -> Tensor:
+    """[S * B] bool, router order: fed-in prompt tokens."""
+    length = batch.tokens.shape[1]
+    prompt = torch.zeros(len(batch.tokens), dtype=torch.long)
+    for row, rollout in enumerate(batch.rollouts):
+        prompt[row] = rollout.prompt_len
+    return (torch.arange(length)[:, None] < prompt[None]).reshape(-1)
+
+
+def _write(job: ScoreJob, rollouts: list[Rollout], every: list[dict[str, Tally]]) -> None:
+    arrays: dict[str, Any] = {
+        "rollout_ids": np.array([rollout.rollout_id for rollout in rollouts]),
+        "num_sampled": np.array([rollout.num_sampled for rollout in rollouts]),
+        "engine": np.concatenate([rollout.logprobs for rollout in rollouts]),
+    }
+    for dtype in job.dtypes:
+        tally = Tally()
+        for found in every:
+            tally.merge(found[dtype])
+        for variant, by_id in tally.logprobs.items():
+            arrays[f"{dtype}/{variant}"] = np.concatenate(
+                [by_id[rollout.rollout_id] for rollout in rollouts]
+            )
+        for name, count in tally.counts.items():
+            arrays[f"{dtype}/{name}"] = np.array(count)
+        arrays[f"{dtype}/diff_margin"] = np.concatenate(tally.diff_margin)
+    np.savez(job.out, **arrays)
+
+
+if __name__ == "__main__":
+    main()

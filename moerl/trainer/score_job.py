@@ -1,0 +1,62 @@
+"""What `moerl.trainer.score` is asked to do; plain data, written as JSON by whoever starts it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moerl.errors import ConfigError
+
+# name: (routes of the forward pass, recorded kept sets used)
+VARIANTS: dict[str, tuple[str, bool]] = {
+    "none": ("live", False),
+    "mask": ("live", True),
+    "routing": ("recorded", False),
+    "both": ("recorded", True),
+    # controls: records that a gate must reject
+    "both_shifted": ("shifted", True),  # rows of the token before
+    "both_reversed": ("reversed", True),  # layers in the opposite order
+    "both_corrupted": ("corrupted", True),  # 1% of rows name one other expert
+    "both_prompt_live": ("prompt_live", True),  # recorded for sampled tokens, live for the prompt
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """Score kept rollouts with one set of weights."""
+
+    model: str  # Hugging Face folder
+    rollouts: str  # file: msgpack of list[Rollout] (`protocols.encode_value`)
+    blob_dir: str
+    blob_node: str
+    out: str  # .npz to write, see `moerl.trainer.score`
+    variants: list[str] = field(default_factory=lambda: ["none", "routing", "mask", "both"])
+    dtypes: list[str] = field(default_factory=lambda: ["fp32"])
+    ep: int = 1
+    platform: str = "auto"
+    dispatcher: str = "alltoall"
+    max_tokens_per_microbatch: int = 8192
+    version: str = ""  # score only the segments of this version, each with its own audit rows
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2))
+
+
+def load_job(path: Path) -> ScoreJob:
+    """Raises ConfigError for an unknown field, variant or precision."""
+    data = json.loads(path.read_text())
+    known = ScoreJob.__dataclass_fields__
+    for name in data:
+        if name not in known:
+            raise ConfigError(f"job.{name}", data[name], f"known fields are {', '.join(known)}")
+    job = ScoreJob(**data)
+    for name in job.variants:
+        if name not in VARIANTS:
+            raise ConfigError("job.variants", name, f"use {', '.join(VARIANTS)}")
+    for name in job.dtypes:
+        if name not in ("fp32", "bf16"):
+            raise ConfigError("job.dtypes", name, "use fp32 or bf16")
+    return job
