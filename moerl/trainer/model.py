@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -153,6 +153,7 @@ def check_megatron_fields(
 ) -> None:
     """Refuse what cannot be set.  Raises ConfigError naming the field, its value and the reason."""
     known = {field.name for field in fields(TransformerConfig) if field.init}
+    hints = get_type_hints(TransformerConfig)
     for name, value in user.items():
         field = f"trainer.megatron.{name}"
         if name not in known:
@@ -161,6 +162,7 @@ def check_megatron_fields(
             raise ConfigError(field, value, f"the installed megatron-core has no such field{hint}")
         if name in _REFUSED:
             raise ConfigError(field, value, _REFUSED[name])
+        _check_type(field, value, hints[name])
         if name in owned and value != owned[name]:
             raise ConfigError(
                 field, value, f"it follows from the model, layout or platform: {owned[name]}"
@@ -177,6 +179,18 @@ def check_megatron_fields(
             recompute,
             "running routers twice is not proven with replay yet; use selective without moe",
         )
+
+
+def _check_type(field: str, value: object, hint: Any) -> None:
+    """Plain annotations only: megatron-core itself checks no type and fails much later."""
+    kinds = set(get_args(hint)) or {hint}
+    if not kinds <= {bool, int, float, str, type(None)}:
+        return
+    if float in kinds and type(value) is int:
+        return
+    if type(value) not in kinds:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds - {type(None)}))
+        raise ConfigError(field, value, f"a {names} is needed")
 
 
 def _model_fields(spec: ModelSpec) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""`trainer.megatron`: any TransformerConfig field, and one sentence for what cannot be set.
+
+Megatron is imported in a process of its own: on the CPU it needs torch patched, which other tests
+must not see.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from trainer_support import ROOT
+
+PROGRAM = """
+import json, sys, warnings
+warnings.filterwarnings("ignore")
+from moerl.trainer.platform import prepare
+place = prepare("cpu")
+from moerl.config.schema import ParallelConfig, TrainerConfig
+from moerl.errors import ConfigError
+from moerl.layout import model_spec
+from moerl.trainer.model import transformer_config
+hf = dict(model_type="qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2,
+          num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4,
+          num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=64,
+          norm_topk_prob=True)
+answers = []
+for fields, replay in json.loads(sys.argv[1]):
+    try:
+        config = transformer_config(
+            model_spec(hf), TrainerConfig(megatron=fields), place, with_replay=replay)
+        answers.append({name: str(getattr(config, name)) for name in fields})
+    except ConfigError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+REFUSED = [
+    ({"hidden_dropuot": 0.1}, True, "did you mean hidden_dropout"),
+    ({"hidden_size": 64}, True, "it follows from the model"),
+    ({"moe_router_fusion": True}, True, "platform"),
+    ({"moe_enable_routing_replay": True}, True, "attaches its own replay"),
+    ({"moe_aux_loss_coeff": 0.01}, True, "plain sums"),
+    ({"moe_expert_capacity_factor": 1.0}, True, "drops tokens"),
+    ({"recompute_granularity": "full"}, True, "not proven with replay"),
+    ({"recompute_granularity": "partial"}, False, "megatron-core says"),
+    ({"hidden_dropout": "a bit"}, False, "float is needed"),
+    ({"moe_z_loss_coeff": 0.1}, False, "plain sums"),
+]
+ACCEPTED = [
+    ({"moe_router_dtype": "fp64"}, True),
+    ({"hidden_size": 32}, True),
+    ({"moe_expert_capacity_factor": 1.0}, False),
+]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[object]:
+    cases = [case[:2] for case in REFUSED] + ACCEPTED
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(cases)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_refused_in_one_sentence(index: int, answers: list[object]) -> None:
+    fields, _, expected = REFUSED[index]
+    answer = answers[index]
+    assert isinstance(answer, str), f"{fields} was accepted"
+    assert expected in answer
+    assert "trainer.megatron" in answer
+
+
+def test_accepted(answers: list[object]) -> None:
+    for (fields, _), answer in zip(ACCEPTED, answers[len(REFUSED) :], strict=True):
+        assert answer == {name: str(value) for name, value in fields.items()}
