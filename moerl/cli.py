@@ -54,13 +54,14 @@ def train(
       moerl train configs/recipes/quickstart.yaml run.steps=300 sampling.top_p=0.9 --run mine
 
       moerl train --resume mine
+
+      moerl train --resume mine run.steps=400
     """
-    if bool(recipe) == bool(resume):
-        raise ConfigError("RECIPE", recipe, "give either a RECIPE or --resume RUN")
     if resume:
-        folder = _run_folder(resume)
-        raise typer.Exit(_guarded({"resume": str(folder), "recipe": "", "overrides": []}))
-    assert recipe is not None
+        changed = [item for item in (recipe, *(overrides or [])) if item]
+        raise typer.Exit(_resume(_run_folder(resume), changed))
+    if not recipe:
+        raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
     settings = list(overrides or [])
     config = _checked(recipe, settings)
     name = run or config.run.name
@@ -77,7 +78,8 @@ def train(
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
         )
-    raise typer.Exit(_guarded({"resume": "", "recipe": recipe, "overrides": settings}))
+    request = {"resume": "", "recipe": recipe, "overrides": settings}
+    raise typer.Exit(_guarded(request, config.cluster.blob_dir))
 
 
 @app.command()
@@ -108,9 +110,8 @@ def mismatch(
         "tokens": tokens,
         "json": as_json,
         "keep": keep,
-        "stop_timeout_s": config.supervision.stop_timeout_s,
     }
-    raise typer.Exit(_guarded(request, module="moerl.launch.mismatch"))
+    raise typer.Exit(_guarded(request, config.cluster.blob_dir, module="moerl.launch.mismatch"))
 
 
 def _checked(recipe: str, overrides: list[str], checkpoint: str = "") -> Any:
@@ -127,6 +128,19 @@ def _checked(recipe: str, overrides: list[str], checkpoint: str = "") -> Any:
     return config
 
 
+def _resume(folder: Path, overrides: list[str]) -> int:
+    from moerl.config import resolve
+    from moerl.config.checks import check, check_model
+    from moerl.config.load import load_saved
+
+    config = resolve(load_saved(folder / "config.yaml", overrides))
+    check(config)
+    check_model(config)
+    return _guarded(
+        {"resume": str(folder), "recipe": "", "overrides": overrides}, config.cluster.blob_dir
+    )
+
+
 def _run_folder(name: str) -> Path:
     for folder in (Path(name), Path("runs") / name):
         if (folder / "config.yaml").is_file():
@@ -134,7 +148,7 @@ def _run_folder(name: str) -> Path:
     raise ConfigError("--resume", name, "no config.yaml there; give a run's name or its folder")
 
 
-def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
+def _guarded(request: dict[str, Any], blob_dir: str, module: str = "moerl.launch.root") -> int:
     """Run the request in a guarded root process; its scratch folders are removed afterwards."""
     from moerl.launch.processes import run_guarded
 
@@ -144,7 +158,7 @@ def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
         return run_guarded([sys.executable, "-m", module, body], stop_timeout_s=8.0)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(Path("/dev/shm") / scratch.name, ignore_errors=True)
+        shutil.rmtree(Path(blob_dir) / scratch.name, ignore_errors=True)
 
 
 def main() -> None:

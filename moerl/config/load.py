@@ -33,9 +33,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def load_saved(path: Path) -> Config:
-    """Read runs/NAME/config.yaml, written by `save_config`."""
-    return _merge([_read_yaml(path)])
+def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read runs/NAME/config.yaml, written by `save_config`, with key=value overrides."""
+    return _merge([_read_yaml(path), _dotlist(overrides)])
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -198,6 +198,9 @@ class ControllerActor:
         """Runs the controller's loops; raises the run's first failure."""
         await self._controller.run()
 
+    async def engines_started(self) -> None:
+        self._controller.engines_started()
+
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Status for the panel, and the rows of metrics.jsonl since the last call."""
         rows, self._rows = self._rows, []

@@ -115,6 +115,7 @@ class _Supervisor:
         self._trainer: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self._watches: dict[Any, str] = {}
+        self._interrupted = False
 
     def run(self) -> dict[str, float]:
         """Train to the end.  Returns numbers measured outside the steps."""
@@ -125,12 +126,10 @@ class _Supervisor:
         self.scorer = ScorerActor.remote(plan)
         self.controller = ControllerActor.remote(plan, self.engines, self.scorer)
         endpoint = self._get(self.controller.open.remote(), "controller")
-        self._write_pids()
+        self._watches[self.controller.watch.remote()] = "controller"
         self._start_trainer(endpoint)
         self._start_engines()
-        self._watches[self.controller.watch.remote()] = "controller"
-        for index, engine in enumerate(self.engines):
-            self._watches[engine.watch.remote()] = f"engine {index}"
+        self._write_pids()
         self._watch_until_trained()
         return self._measure()
 
@@ -174,8 +173,11 @@ class _Supervisor:
                 name = starts.pop(ref)
                 self._get(ref, name)
                 self.console.ready(name)
+            self._look_at_watches(timeout_s=0)
             self._look_at_trainer()
-        self._write_pids()
+        for index, engine in enumerate(self.engines):
+            self._watches[engine.watch.remote()] = f"engine {index}"
+        self._get(self.controller.engines_started.remote(), "controller")
 
     def _write_pids(self) -> None:
         """Who is who, for a person and for the tests that end one of them."""
@@ -195,10 +197,7 @@ class _Supervisor:
     def _watch_until_trained(self) -> None:
         waiting_for_trainer = True
         while True:
-            ready, _ = ray.wait(list(self._watches), timeout=_POLL_S)
-            for ref in ready:
-                self._get(ref, self._watches[ref])
-                raise EngineError(f"{self._watches[ref]} ended without a cause")
+            self._look_at_watches(timeout_s=_POLL_S)
             status, rows = self._get(self.controller.poll.remote(), "controller", timeout_s=30.0)
             if rows and waiting_for_trainer:
                 self.console.ready("trainer")
@@ -212,8 +211,20 @@ class _Supervisor:
                     self.console.step(row)
                 return
 
+    def _look_at_watches(self, timeout_s: float) -> None:
+        """Raises the failure of the first actor that ended."""
+        ready, _ = ray.wait(list(self._watches), timeout=timeout_s)
+        for ref in ready:
+            self._get(ref, self._watches[ref])
+            raise EngineError(f"{self._watches[ref]} ended without a cause")
+
     def _look_at_trainer(self) -> bool:
-        """True when the gang ended well; raises TrainerError with its cause otherwise."""
+        """True when the gang ended well; raises TrainerError with its cause otherwise.
+
+        Every loop that waits comes by here, so an interrupt is noticed here too.
+        """
+        if self._interrupted:
+            raise Interrupted(_INTERRUPT)
         assert self._trainer is not None
         code = self._trainer.poll()
         if code is None:
@@ -268,8 +279,8 @@ class _Supervisor:
             raise EngineError(f"{name}: {error}") from error
 
     def _catch_signals(self) -> None:
-        def stop(signum: int, _frame: FrameType | None) -> None:
-            raise Interrupted(_INTERRUPT)
+        def stop(_signum: int, _frame: FrameType | None) -> None:
+            self._interrupted = True  # an exception raised here would surface inside Ray
 
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)

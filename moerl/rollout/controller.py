@@ -125,6 +125,7 @@ class Controller:
         )
         self._versions = [PolicyVersion(0, 0)] * len(engines)
         self._incarnation: int | None = None  # unknown until the trainer says hello
+        self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
         self._in_flight = 0
         self._attempts: dict[int, int] = {}
@@ -139,6 +140,10 @@ class Controller:
         for index in range(len(self.engines)):
             self._spawn(self._produce(index))
         await self._failure
+
+    def engines_started(self) -> None:
+        """The trainer's hello is answered from here on: it may publish and ask for plans."""
+        self._engines_up.set()
 
     async def stop(self) -> None:
         self._stopping = True
@@ -358,6 +363,7 @@ class Controller:
                 raise ProtocolError(f"{type(message).__name__} is not for the controller")
 
     async def _hello(self, message: Hello) -> Message:
+        await self._engines_up.wait()
         self._dp_size = message.dp_size
         self._incarnation = message.version.incarnation
         self.buffer.restart(message.version.step, message.consumed)

@@ -134,6 +134,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         records=kwargs.get("records"),
         on_step=reports.append,
     )
+    controller.engines_started()
     return controller, reports
 
 
@@ -263,6 +264,22 @@ def test_an_engine_of_another_history_gets_no_work(tmp_path: Path) -> None:
             assert engine.requests
 
         await running(controller, work())
+
+    asyncio.run(body())
+
+
+def test_hello_waits_for_the_engines(tmp_path: Path) -> None:
+    """A resumed trainer publishes right after hello: no engine may be missing then."""
+
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine())
+        controller._engines_up.clear()
+        hello = asyncio.create_task(controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ())))
+        await asyncio.sleep(0.05)
+        assert not hello.done()
+        controller.engines_started()
+        assert await hello == Ok()
+        await controller.stop()
 
     asyncio.run(body())
 

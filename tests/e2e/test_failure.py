@@ -1,0 +1,126 @@
+"""SIGKILL of any process, and Ctrl-C: cause in one sentence, no orphan, resume, each step once.
+
+One run is ended five times in five ways and resumed each time; what survives must be one history.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moerl.protocols import decode_value
+from moerl.types import EpisodeGroup
+from tests.e2e.runs import Run, start, survivors
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STEPS = 40
+SETTINGS = [
+    f"run.steps={STEPS}",
+    "checkpoint.every=2",
+    "checkpoint.keep=2",
+    "rollout.keep_records=true",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.groups_per_request=4",
+    "observe.engine_alone_s=0",
+]
+CAUSES = {
+    "interrupt": "interrupted",
+    "trainer": "trainer",
+    "engine": "engine 0",
+    "controller": "controller",
+    "engine host": "engine 0",
+}
+
+
+def victim_of(run: Run, how: str) -> int:
+    pids = run.pids()
+    names = {"trainer": "trainer", "controller": "controller", "engine": "engine-0"}
+    return pids[{**names, "engine host": "engine-0-host"}[how]]
+
+
+def end_one(run: Run, how: str) -> None:
+    """Let it make steps and a checkpoint, end one process, and look at what is left."""
+    before = len(run.rows())
+    run.wait_for(lambda: len(run.rows()) >= before + 3 and run.dir.latest_checkpoint() is not None)
+    members = run.members()
+    assert len(members) > 8, [m.name() for m in members]
+    if how == "interrupt":
+        run.process.send_signal(signal.SIGINT)
+    else:
+        os.kill(victim_of(run, how), signal.SIGKILL)
+    left = survivors(members, 10.0)
+    assert not left, f"10 s after {how}: {[(p.pid, p.cmdline()[:4]) for p in left]}"
+    assert run.process.wait(5) != 0
+    assert CAUSES[how] in run.text().split("moerl: ")[1].splitlines()[0], run.text()
+    assert "--resume" in run.text()
+
+
+def test_one_history_over_five_deaths(tmp_path: Path) -> None:
+    run = start(tmp_path, "quickstart", *SETTINGS, name="x")
+    try:
+        for how in CAUSES:
+            end_one(run, how)
+            run = start(tmp_path, "--resume", str(run.dir.root))
+        # the front itself: nobody is left to print a cause, and nothing may be left at all
+        before = len(run.rows())
+        run.wait_for(lambda: len(run.rows()) >= before + 2)
+        members = run.members()
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert not survivors(members, 10.0)
+        run.process.wait()
+        steps_so_far = len(run.rows())
+        total = steps_so_far + 3
+        run = start(tmp_path, "--resume", str(run.dir.root), f"run.steps={total}")
+        assert run.finish() == 0, run.text()
+    finally:
+        run.end()
+    assert [row["step"] for row in run.rows()] == list(range(total))
+    assert run.dir.hf.is_dir()
+    check_trained_once(run, total)
+
+
+def check_trained_once(run: Run, total: int) -> None:
+    """In the surviving history each prompt group is trained once and none is skipped."""
+    trained: list[int] = []
+    by_step: dict[int, Path] = {}
+    for folder in sorted(run.dir.records.iterdir(), key=lambda p: int(p.name)):
+        for path in sorted(folder.glob("step-*.msgpack")):
+            by_step[int(path.stem.removeprefix("step-"))] = path  # a later incarnation wins
+    assert sorted(by_step) == list(range(total))
+    for step, row in zip(sorted(by_step), run.rows(), strict=True):
+        incarnation = int(row["version"].split(".")[0])
+        assert by_step[step].parent.name == str(incarnation), "metrics and records disagree"
+        groups = decode_value(by_step[step].read_bytes(), list[EpisodeGroup])
+        trained += [group.group_id for group in groups]
+    assert len(trained) == len(set(trained)), "a group was trained twice"
+    assert set(range(max(trained) + 1)) - set(trained) <= set(
+        range(max(trained) - 12, max(trained) + 1)
+    ), "a group was lost"
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    """Ports, folders, Ray clusters and processes of two runs never meet."""
+    small = [s for s in SETTINGS if "steps" not in s or "per_step" in s]
+    runs = [start(tmp_path / n, "quickstart", "run.steps=3", *small, name=n) for n in ("a", "b")]
+    try:
+        assert [run.finish() for run in runs] == [0, 0], [run.text() for run in runs]
+    finally:
+        for run in runs:
+            run.end()
+    assert all([row["step"] for row in run.rows()] == [0, 1, 2] for run in runs)
+
+
+def test_a_model_that_does_not_fit_is_said_within_seconds(tmp_path: Path) -> None:
+    """The engine's own cause, with the end of its log, not a silent wait."""
+    run = start(
+        tmp_path, "quickstart", *SETTINGS, "engine.args.tokenizer_path=/no/such", name="bad"
+    )
+    assert run.finish(120) != 0
+    assert "/no/such" in run.text()
+    assert not [p for p in psutil.process_iter() if p.ppid() == run.process.pid]
