@@ -42,7 +42,9 @@ class Platform:
 def prepare(requested: str = "auto", *, local_rank: int = 0, any_version: bool = False) -> Platform:
     """Choose the platform and make megatron-core importable on it.
 
-    Call it before any module that imports megatron.  Raises ConfigError for a platform this
+    Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS,
+    GLOO_SOCKET_IFNAME and, on the CPU, TORCHDYNAMO_DISABLE (megatron would compile its expert-bias
+    update: a compiler and 20 s cold).  Raises ConfigError for a platform this
     machine does not have, ModelError for a megatron-core version the patches were not tested with.
     """
     version = importlib.metadata.version("megatron-core")
@@ -64,21 +66,6 @@ def prepare(requested: str = "auto", *, local_rank: int = 0, any_version: bool =
         raise ConfigError("trainer.platform", "cpu", "hide the GPUs first (CUDA_VISIBLE_DEVICES=)")
     _apply_cpu_patches()
     return Platform("cpu", _CPU, "gloo")
-
-
-def launch_environment(platform: str, *, threads: int, interface: str) -> dict[str, str]:
-    """Variables the launcher sets for a trainer process, before Python starts.
-
-    Without TORCHDYNAMO_DISABLE megatron compiles its expert-bias update on the CPU (needs a
-    compiler, 20 s cold); gloo needs to be told the interface on a machine with several.
-    """
-    environment = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": interface}
-    if platform == "cpu":
-        environment["TORCHDYNAMO_DISABLE"] = "1"
-    else:
-        environment["NCCL_SOCKET_IFNAME"] = interface
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    return environment
 
 
 def _apply_cpu_patches() -> None:
