@@ -121,16 +121,25 @@ class RunPlan:
 
 def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
     """The torchrun line of the trainer gang; the token travels in the environment."""
-    config = plan.config
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(config.trainer.parallel.world_size)]
-    command += ["--local-addr", config.cluster.address]
+    command = _torchrun(plan, plan.config.trainer.parallel.world_size)
     command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
     command += ["--controller", endpoint, "--incarnation", str(plan.incarnation)]
     command += ["--blob-dir", str(plan.blob_dir), "--blob-node", plan.node]
     if plan.checkpoint is not None:
         command += ["--checkpoint", str(plan.checkpoint)]
     return command
+
+
+def scoring_command(plan: RunPlan, job: Path) -> list[str]:
+    """The torchrun line of a scoring gang: data and expert parallel as in training."""
+    command = _torchrun(plan, plan.config.trainer.parallel.dp)
+    return [*command, "-m", "moerl.trainer.score", "--job", str(job)]
+
+
+def _torchrun(plan: RunPlan, ranks: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks)]
+    return [*command, "--local-addr", plan.config.cluster.address]
 
 
 def trainer_environment(plan: RunPlan) -> dict[str, str]:

@@ -1,0 +1,292 @@
+"""`moerl mismatch`: fresh rollouts at lag 0, scored with {none, routing, mask, both} replayed.
+
+No Ray and no training: one engine host in this process, then one scoring gang through torchrun.
+Engine and trainer are the classes that training uses.  A pairing of equal precision on equal
+kernels has nothing for replay to close, so the trainer scores in bf16 as well as in fp32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moerl.algorithms.mismatch import MismatchSums
+from moerl.config import Config, load_config, resolve
+from moerl.config.checks import check, check_model
+from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
+from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
+from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.protocols import encode_value
+from moerl.rollout.assemble import PartialRollout
+from moerl.rundir import RunDir
+from moerl.trainer.score_job import ScoreJob
+from moerl.types import PolicyVersion, Rollout, SamplingParams
+from moerl.types import check as check_rollout
+
+VARIANTS = ("none", "routing", "mask", "both")
+DTYPES = ("fp32", "bf16")
+
+
+def measure(
+    config: Config,
+    folder: Path,
+    *,
+    num_tokens: int,
+    variants: Sequence[str] = VARIANTS,
+    dtypes: Sequence[str] = DTYPES,
+) -> dict[str, Any]:
+    """Generate, score, compare.  Leaves records, job and scores in `folder`.
+
+    Returns {"tokens", "model", "engine_dtype", "sampling", "results": {dtype: {variant: metrics}},
+    "routing": {dtype: live agreement}}.  Raises MoerlError.
+    """
+    plan = _plan(config, folder)
+    rollouts = asyncio.run(_generate(plan, num_tokens))
+    job = score(plan, rollouts, folder, variants=variants, dtypes=dtypes)
+    return _compare(plan, np.load(job.out), variants, dtypes)
+
+
+def score(
+    plan: RunPlan,
+    rollouts: Sequence[Rollout],
+    folder: Path,
+    *,
+    variants: Sequence[str],
+    dtypes: Sequence[str],
+    model: Path | None = None,
+    version: str = "",
+) -> ScoreJob:
+    """Run the scoring gang over `rollouts` (or, with `version`, over their segments of it)."""
+    records = folder / "rollouts.msgpack"
+    records.write_bytes(encode_value(list(rollouts)))
+    trainer = plan.config.trainer
+    job = ScoreJob(
+        model=str(model or plan.model_path),
+        rollouts=str(records),
+        blob_dir=str(plan.blob_dir),
+        blob_node=plan.node,
+        out=str(folder / f"scores{version and '-' + version}.npz"),
+        variants=list(variants),
+        dtypes=list(dtypes),
+        ep=trainer.parallel.ep,
+        platform=trainer.platform,
+        dispatcher=trainer.dispatcher,
+        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+        version=version,
+        megatron=dict(trainer.megatron),
+    )
+    job.save(folder / "job.json")
+    log = folder / "score.log"
+    with log.open("wb") as file:
+        done = subprocess.run(
+            scoring_command(plan, folder / "job.json"),
+            env=trainer_environment(plan),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
+        raise TrainerError(f"scoring failed: {(lines or ['see ' + str(log)])[0]}")
+    return job
+
+
+def _plan(config: Config, folder: Path) -> RunPlan:
+    folder.mkdir(parents=True, exist_ok=True)
+    run = RunDir(folder)
+    run.create()
+    if not config.model.path and config.model.tiny.enabled:
+        from moerl.data.tiny_model import make_tiny_model
+
+        make_tiny_model(folder / "model", config.model.tiny, config.run.seed)
+        config = replace(config, model=replace(config.model, path=str(folder / "model")))
+    return RunPlan(
+        config=config,
+        run=run,
+        model_path=Path(config.model.path),
+        hf_config=check_model(config),
+        token=os.urandom(16).hex(),
+        incarnation=0,
+        blob_dir=folder / "blobs",
+        checkpoint=None,
+        records=None,
+    )
+
+
+async def _generate(plan: RunPlan, num_tokens: int) -> list[Rollout]:
+    """Rollouts of fresh prompts from one engine, at least `num_tokens` sampled tokens."""
+    _say("starting the engine")
+    host = plan.engine_host(0)
+    await host.start(PolicyVersion(0, 0))
+    try:
+        return await _sample(plan, host, num_tokens)
+    finally:
+        await host.stop()
+
+
+async def _sample(plan: RunPlan, host: Any, num_tokens: int) -> list[Rollout]:
+    config, facts, prompts = plan.config, plan.facts(), plan.prompts()
+    rollouts: list[Rollout] = []
+    sampled, index = 0, 0
+    said = 0
+    while sampled < num_tokens:
+        partials = [
+            PartialRollout(
+                f"{index + i}.{j}", prompts.prompt(index + i), _sampling(plan), audit=False
+            )
+            for i in range(config.rollout.groups_per_request)
+            for j in range(config.rollout.group_size)
+        ]
+        index += config.rollout.groups_per_request
+        for partial, reply in zip(
+            partials, await host.generate([p.request() for p in partials]), strict=True
+        ):
+            if isinstance(reply, RecordError):
+                raise reply
+            partial.add(reply)
+            rollout = partial.rollout()
+            check_rollout(
+                rollout,
+                vocab_size=facts.vocab_size,
+                num_moe_layers=facts.num_moe_layers,
+                top_k_experts=facts.top_k_experts,
+            )
+            rollouts.append(rollout)
+            sampled += rollout.num_sampled
+        if sampled * 10 // num_tokens > said:
+            said = sampled * 10 // num_tokens
+            _say(f"generated {sampled:,} of {num_tokens:,} tokens")
+    if not sampled:
+        raise EngineError("the engine sampled no token")
+    return rollouts
+
+
+def _sampling(plan: RunPlan) -> SamplingParams:
+    sampling = plan.config.sampling
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=plan.eos_token_ids(),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _compare(
+    plan: RunPlan, scores: Any, variants: Sequence[str], dtypes: Sequence[str]
+) -> dict[str, Any]:
+    engine = torch.from_numpy(scores["engine"])
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    routing: dict[str, dict[str, float]] = {}
+    for dtype in dtypes:
+        results[dtype] = {}
+        for variant in variants:
+            trainer = torch.from_numpy(scores[f"{dtype}/{variant}"])
+            sums = MismatchSums.of(trainer, engine, torch.zeros(len(engine), dtype=torch.long))
+            results[dtype][variant] = {
+                name.removeprefix("mismatch/"): value
+                for name, value in sums.metrics().items()
+                if "/lag" not in name
+            }
+        margins = scores[f"{dtype}/diff_margin"]
+        routing[dtype] = {
+            "live_agreement": float(scores[f"{dtype}/slots_agree"] / scores[f"{dtype}/slots"]),
+            "live_token_agreement": float(
+                scores[f"{dtype}/tokens_agree"] / scores[f"{dtype}/tokens"]
+            ),
+            "slots": float(scores[f"{dtype}/slots"]),
+            "diff_margin_max": float(margins.max()) if len(margins) else 0.0,
+        }
+        if f"{dtype}/executed" in scores:
+            routing[dtype]["executed"] = float(scores[f"{dtype}/executed"])
+    return {
+        "model": str(plan.model_path),
+        "tokens": len(engine),
+        "engine_dtype": plan.config.engine.dtype,
+        "sampling": asdict(plan.config.sampling),
+        "results": results,
+        "routing": routing,
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Side by side, one row per precision and variant."""
+    table = Table(
+        title=f"trainer against engine ({found['engine_dtype']}), lag 0, {found['tokens']:,} tokens"
+    )
+    for column in ("trainer", "replay", "k3", "mean |d|", "max |d|", "E[ratio]", "se", "F(2)"):
+        table.add_column(column, justify="left" if column in ("trainer", "replay") else "right")
+    table.add_column("live routing", justify="right")
+    for dtype, variants in found["results"].items():
+        agreement = found["routing"][dtype]["live_agreement"]
+        for variant, m in variants.items():
+            table.add_row(
+                dtype,
+                variant,
+                f"{m['k3']:.2e}",
+                f"{m['abs_dlogp_mean']:.2e}",
+                f"{m['abs_dlogp_max']:.2e}",
+                f"{m['ratio_mean']:.5f}",
+                f"{m.get('ratio_se', 0.0):.1e}",
+                f"{m['extreme_frac_2']:.1e}",
+                f"{100 * agreement:.3f}%" if variant == "none" else "",
+            )
+        table.add_section()
+    Console(width=max(100, Console().width)).print(table)
+    print(
+        "d = trainer - engine log-probability of each sampled token, in nats. k3 estimates\n"
+        "KL(engine, trainer); E[ratio] is 1 when both score the same distribution; F(2) is the\n"
+        "share of tokens whose ratio is beyond 2 either way; live routing is the share of\n"
+        "(token, layer) pairs where the trainer's own router picks the recorded experts."
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    die_with_parent()
+    become_subreaper()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    config = resolve(load_config(request["recipe"], request["overrides"]))
+    if request["checkpoint"]:
+        config = replace(config, model=replace(config.model, path=request["checkpoint"]))
+    folder = Path(request["keep"] or Path(request["scratch"]) / "mismatch")
+    try:
+        check(config)
+        found = measure(config, folder, num_tokens=request["tokens"])
+    except MoerlError as error:
+        _say(f"moerl: {error}")
+        return 1
+    except KeyboardInterrupt:
+        _say("moerl: interrupted")
+        return 130
+    finally:
+        end_descendants(grace_s=2.0)
+    if request["json"]:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
