@@ -116,6 +116,25 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert all([row["step"] for row in run.rows()] == [0, 1, 2] for run in runs)
 
 
+def test_a_reward_that_is_not_finite_names_the_setting(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    run = start(
+        tmp_path,
+        "quickstart",
+        *SETTINGS,
+        "task.name=jsonl",
+        f"task.path={path}",
+        "task.reward=tests.e2e.rewards:not_finite",
+        name="nan",
+    )
+    assert run.finish(180) == 1
+    cause = run.text().split("moerl: ")[1].splitlines()[0]
+    assert "task.reward = 'tests.e2e.rewards:not_finite'" in cause, cause
+    assert "nan" in cause
+    assert "finite" in cause
+
+
 def test_a_model_that_does_not_fit_is_said_within_seconds(tmp_path: Path) -> None:
     """The engine's own cause, with the end of its log, not a silent wait."""
     run = start(

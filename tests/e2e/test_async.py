@@ -1,0 +1,176 @@
+"""Asynchrony is real: the engine decodes while the trainer steps, and records survive it.
+
+Outputs of 200 tokens, a publish after every step: rollouts are interrupted and resumed.  Each
+segment, with its own rows (`replay.audit`), is scored again with the weights of its own version.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moerl.config.load import load_saved
+from moerl.launch.mismatch import score
+from moerl.launch.plan import RunPlan
+from moerl.observe.overlap import decode_overlap
+from moerl.protocols import decode_value
+from moerl.trace import read_spans
+from moerl.types import EpisodeGroup, Rollout
+from tests.e2e.runs import Run, start
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+SETTINGS = [
+    "sampling.max_new_tokens=200",
+    "sampling.ignore_eos=true",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.groups_per_request=2",
+    "rollout.max_lag=3",
+    "observe.engine_alone_s=0",
+    "checkpoint.every=0",
+    "task.name=jsonl",
+    "task.reward=tests.e2e.rewards:digit_share",
+    "trainer.optimizer.warmup_steps=0",
+]
+LONG = [
+    *SETTINGS,
+    "run.steps=6",
+    "rollout.buffer_depth=2",
+    "replay.audit=true",
+    "rollout.keep_records=true",
+    "checkpoint.keep_versions=true",
+]
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("async")
+    run = start(root, "quickstart", *LONG, f"task.path={prompts(root)}", name="x")
+    assert run.finish() == 0, run.text()
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(long_run: Run) -> list[tuple[int, Rollout]]:
+    """(step, rollout) of everything that was trained."""
+    found = []
+    for path in sorted((long_run.dir.records / "0").glob("step-*.msgpack")):
+        step = int(path.stem.removeprefix("step-"))
+        groups = decode_value(path.read_bytes(), list[EpisodeGroup])
+        found += [(step, rollout) for group in groups for rollout in group.rollouts()]
+    return found
+
+
+def test_the_engine_decodes_while_the_trainer_steps(long_run: Run) -> None:
+    overlap = decode_overlap(read_spans(long_run.dir.trace))
+    assert overlap is not None
+    assert overlap >= 0.5, overlap
+
+
+def test_depth_zero_shows_no_overlap(tmp_path: Path) -> None:
+    """Control: a synchronous run of the same shape."""
+    settings = [*SETTINGS, "run.steps=3", "rollout.buffer_depth=0"]
+    run = start(tmp_path, "quickstart", *settings, f"task.path={prompts(tmp_path)}", name="sync")
+    assert run.finish() == 0, run.text()
+    overlap = decode_overlap(read_spans(run.dir.trace))
+    assert overlap is not None
+    assert overlap < 0.02, overlap
+    assert all(row["async/lag_max"] == 0 for row in run.rows())
+
+
+def test_no_token_is_too_old(long_run: Run, trained: list[tuple[int, Rollout]]) -> None:
+    lags = [step - rollout.oldest.step for step, rollout in trained]
+    assert min(lags) >= 0
+    assert max(lags) <= 3
+    assert max(lags) == max(row["async/lag_max"] for row in long_run.rows())
+
+
+def test_outputs_are_long_and_some_span_versions(trained: list[tuple[int, Rollout]]) -> None:
+    assert min(rollout.num_sampled for _, rollout in trained) >= 200
+    spans = [len(rollout.versions) for _, rollout in trained]
+    assert max(spans) >= 2, "no trained rollout was interrupted by a publish"
+
+
+def test_each_segment_matches_its_own_version(
+    long_run: Run, trained: list[tuple[int, Rollout]], tmp_path: Path
+) -> None:
+    plan = plan_of(long_run)
+    rollouts = [rollout for _, rollout in trained if len(rollout.versions) >= 2][:24]
+    versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
+    wrong = {}
+    for version in versions:
+        weights = long_run.dir.versions / str(version)
+        job = score(
+            plan,
+            rollouts,
+            tmp_path,
+            variants=["both"],
+            dtypes=["fp32"],
+            model=weights,
+            version=str(version),
+        )
+        gap = difference(Path(job.out))
+        assert gap.max() <= 5e-5, f"segments of {version}: {gap.max()}"
+        assert gap.mean() <= 5e-6
+        if version != versions[0]:  # control: another version's weights must not fit
+            other = long_run.dir.versions / str(versions[0])
+            wrong[version] = score(
+                plan,
+                rollouts,
+                tmp_path,
+                variants=["both"],
+                dtypes=["fp32"],
+                model=other,
+                version=str(version),
+            )
+            assert difference(Path(wrong[version].out)).max() > 1e-3
+
+
+def test_one_version_for_the_whole_rollout_fails(
+    long_run: Run, trained: list[tuple[int, Rollout]], tmp_path: Path
+) -> None:
+    """Control: an interrupted rollout scored with its last version's weights alone."""
+    rollouts = [rollout for _, rollout in trained if len(rollout.versions) >= 2][:8]
+    newest = max(span.version for rollout in rollouts for span in rollout.versions)
+    job = score(
+        plan_of(long_run),
+        rollouts,
+        tmp_path,
+        variants=["both"],
+        dtypes=["fp32"],
+        model=long_run.dir.versions / str(newest),
+    )
+    assert difference(Path(job.out)).max() > 1e-3
+
+
+def prompts(folder: Path) -> Path:
+    """Any text does: the reward looks at the response alone."""
+    path = folder / "prompts.jsonl"
+    rows = [{"prompt": f"write some digits {i}: ", "answer": ""} for i in range(64)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def plan_of(run: Run) -> RunPlan:
+    """Enough of the run's plan to score its kept records."""
+    config = load_saved(run.dir.config)
+    return RunPlan(
+        config=config,
+        run=run.dir,
+        model_path=Path(config.model.path),
+        hf_config={},
+        token="",
+        incarnation=0,
+        blob_dir=run.dir.records / "0" / "blobs",
+        checkpoint=None,
+        records=None,
+    )
+
+
+def difference(path: Path) -> np.ndarray:
+    scores = np.load(path)
+    return np.abs(scores["fp32/both"] - scores["engine"])
