@@ -6,18 +6,32 @@ compute the tiles of every other one and all arrive at the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from moerl.errors import ConfigError, LayoutError
-from moerl.layout.families import EMBED, FAMILY_TABLES, HEAD, TE_NAMES
-from moerl.layout.rules import Place, Rule, Shard, Table, expand
+from moerl.layout.families import (
+    EMBED,
+    FAMILY_TABLES,
+    FIRST,
+    HEAD,
+    LAST,
+    MTP,
+    MTP_COPIES,
+    MTP_PREFIX,
+    te_rule,
+)
+from moerl.layout.rules import Layer, Part, Place, Rule, Shard, expand
 from moerl.layout.spec import ModelSpec, padded_vocab
 from moerl.layout.tiles import Box, Local, Named, Tile, full_box
 
 Flavor = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
+
+MEGATRON_VERSION = "0.16.1"
+"""The release whose names are the default of `megatron_tiles`."""
 
 SGLANG_VOCAB_MULTIPLE = 64
 
@@ -40,6 +54,7 @@ class ParallelLayout:
     """Sizes of the mesh axes.  Experts share the ranks of tp x cp x dp within a pipeline stage.
 
     Raises ConfigError when the expert axes do not divide a stage's ranks.
+    Example: 8 layers, pp 2, vpp 2: stage 0 has chunks (0, 1) and (4, 5), stage 1 (2, 3) and (6, 7).
     """
 
     tp: int = 1
@@ -49,9 +64,12 @@ class ParallelLayout:
     etp: int = 1
     dp: int = 1
     vocab_divisible_by: int = 128  # Megatron's make_vocab_size_divisible_by
+    vpp: int = 1  # model chunks per pipeline stage
+    first_stage_layers: int = 0  # layers of the first stage; 0 = as many as the others
+    last_stage_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "ep", "etp", "dp", "vocab_divisible_by"):
+        for name in ("tp", "pp", "cp", "ep", "etp", "dp", "vocab_divisible_by", "vpp"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"trainer.parallel.{name}", getattr(self, name), "must be at least 1"
@@ -62,6 +80,8 @@ class ParallelLayout:
                 self.ep,
                 f"ep * etp = {self.ep * self.etp} must divide tp * cp * dp = {self.stage_size}",
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError("trainer.parallel.vpp", self.vpp, "needs pp of at least 2")
 
     @property
     def stage_size(self) -> int:
@@ -95,7 +115,8 @@ def check_parallel(spec: ModelSpec, layout: ParallelLayout) -> None:
     """Raises ConfigError naming the axis when the model's sizes do not divide by it."""
     needs = (
         ("tp", layout.tp, "num_key_value_heads", spec.kv_heads),
-        ("pp", layout.pp, "num_hidden_layers", spec.layers),
+        ("tp", layout.tp, "intermediate_size", spec.ffn),
+        ("tp", layout.tp, "shared experts' width", spec.shared_ffn),
         ("ep", layout.ep, "num_experts", spec.experts),
         ("etp", layout.etp, "moe_intermediate_size", spec.moe_ffn),
     )
@@ -104,24 +125,77 @@ def check_parallel(spec: ModelSpec, layout: ParallelLayout) -> None:
             raise ConfigError(
                 f"trainer.parallel.{axis}", size, f"must divide the model's {what} = {num}"
             )
+    if spec.o_bias and layout.etp > 1:
+        raise ConfigError(
+            "trainer.parallel.etp", layout.etp, "megatron-core cuts no experts with biases; use 1"
+        )
+    _stage_sizes(spec.layers, layout)
+
+
+def chunk_layers(num_layers: int, layout: ParallelLayout, stage: int, chunk: int) -> range:
+    """Global numbers of the layers in one model chunk of a pipeline stage.
+
+    Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset (0.16.1).
+    """
+    per_chunk = [num // layout.vpp for num in _stage_sizes(num_layers, layout)]
+    start = chunk * sum(per_chunk) + sum(per_chunk[:stage])
+    return range(start, start + per_chunk[stage])
+
+
+def _stage_sizes(num_layers: int, layout: ParallelLayout) -> list[int]:
+    """Layers of each pipeline stage.  Raises ConfigError when they do not divide."""
+    ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
+    ends = {stage: num for stage, num in ends.items() if num}
+    middle = layout.pp - len(ends)
+    left = num_layers - sum(ends.values())
+    if left < 0 or (left % middle if middle else left):
+        raise ConfigError(
+            "trainer.parallel.pp", layout.pp, f"must divide the model's num_hidden_layers = {left}"
+        )
+    sizes = [ends.get(stage, left // middle if middle else 0) for stage in range(layout.pp)]
+    if any(num % layout.vpp for num in sizes):
+        raise ConfigError(
+            "trainer.parallel.vpp",
+            layout.vpp,
+            f"must divide the layers of every pipeline stage, {sizes}",
+        )
+    return sizes
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shape of every Hugging Face tensor, one expert per tensor, in the order of a checkpoint."""
-    family = FAMILY_TABLES[spec.family]
+    return dict(_hf_shapes(spec))
 
+
+@lru_cache(maxsize=8)
+def _hf_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     def sizes(names: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(getattr(spec, name) for name in names)
 
-    root = {name: sizes(dims) for name, dims in family.root.items() if not _skip(name, spec)}
-    shapes = {EMBED: root.pop(EMBED)}
-    for layer in range(spec.layers):
+    shapes = {name: sizes(dims) for name, dims in FIRST.hf.items()}
+    for layer in range(spec.layers + spec.mtp_layers):
         prefix = f"model.layers.{layer}."
-        shapes |= {prefix + name: sizes(dims) for name, dims in family.layer.items()}
-        for expert in range(spec.experts):
-            for name, dims in family.expert.items():
-                shapes[prefix + name.format(e=expert)] = sizes(dims)
-    return shapes | root
+        for part in _parts(spec, layer):
+            per_expert = {name: dims for name, dims in part.hf.items() if "{e}" in name}
+            shapes |= {prefix + n: sizes(d) for n, d in part.hf.items() if n not in per_expert}
+            for expert in range(spec.experts if per_expert else 0):
+                for name, dims in per_expert.items():
+                    shapes[prefix + name.format(e=expert)] = sizes(dims)
+    return shapes | {
+        name: sizes(dims) for name, dims in LAST.hf.items() if not (spec.tied and name == HEAD)
+    }
+
+
+def mtp_copies(spec: ModelSpec) -> dict[str, str]:
+    """Tensors that a checkpoint repeats in its prediction layers: copy -> original.
+
+    They are no tensors of their own here: a reader ignores them, a writer writes them again.
+    """
+    return {
+        f"model.layers.{layer}.{name}": original
+        for layer in range(spec.layers, spec.layers + spec.mtp_layers)
+        for name, original in MTP_COPIES.items()
+    }
 
 
 def hf_tiles(spec: ModelSpec) -> Named:
@@ -135,103 +209,191 @@ def hf_tiles(spec: ModelSpec) -> Named:
 def stacked_aliases(
     spec: ModelSpec, file_shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, Box]]:
-    """Per-expert names that a file keeps stacked: name -> (tensor in the file, its 3-D box).
+    """Per-expert names that a file keeps stacked: name -> (tensor in the file, its box there).
 
     transformers 5 may write `mlp.experts.gate_up_proj` [E, 2F, h] (gate rows first) and
     `mlp.experts.down_proj` [E, h, F].  The file decides, never the model class.
+    The box of a tensor in `transposed_stacks` is in the file's own order, [expert, cols, rows].
     Raises LayoutError when a stacked tensor has another shape.
     """
-    shapes = hf_shapes(spec)
     aliases: dict[str, tuple[str, Box]] = {}
-    for layer in spec.moe_layers:
-        prefix = f"model.layers.{layer}."
-        for stacked, parts in FAMILY_TABLES[spec.family].stacked.items():
-            name = prefix + stacked
-            if name not in file_shapes:
-                continue
-            rows = [shapes[prefix + part.format(e=0)][0] for part in parts]
-            cols = shapes[prefix + parts[0].format(e=0)][1]
-            want = (spec.experts, sum(rows), cols)
-            if tuple(file_shapes[name]) != want:
-                raise LayoutError(
-                    f"{name} has shape {tuple(file_shapes[name])}, the config says {want}"
-                )
-            for expert in range(spec.experts):
-                first = 0
-                for part, num in zip(parts, rows, strict=True):
-                    box = (range(expert, expert + 1), range(first, first + num), range(cols))
-                    aliases[prefix + part.format(e=expert)] = (name, box)
-                    first += num
+    for name, (want, places) in stacked_forms(spec).items():
+        if name not in file_shapes:
+            continue
+        if tuple(file_shapes[name]) != want:
+            raise LayoutError(
+                f"{name} has shape {tuple(file_shapes[name])}, the config says {want}"
+            )
+        aliases |= {part: (name, box) for part, box in places.items()}
     return aliases
 
 
+def stacked_forms(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], dict[str, Box]]]:
+    """Experts as one tensor per layer: name -> (shape in the file, box of each expert's tensor).
+
+    The boxes of one name cover it exactly: a writer of stacked files needs nothing else.
+    """
+    shapes = _hf_shapes(spec)
+    swap = transposed_stacks(spec)
+    forms: dict[str, tuple[tuple[int, ...], dict[str, Box]]] = {}
+    for layer in range(spec.layers + spec.mtp_layers):
+        prefix = f"model.layers.{layer}."
+        for part in _parts(spec, layer):
+            for stacked, names in part.stacked.items():
+                rows = [shapes[prefix + name.format(e=0)][0] for name in names]
+                cols = shapes[prefix + names[0].format(e=0)][1:]
+                boxes: dict[str, Box] = {}
+                for expert in range(spec.experts):
+                    start = 0
+                    for name, num in zip(names, rows, strict=True):
+                        box = (range(start, start + num), *full_box(cols))
+                        box = box[::-1] if swap else box
+                        boxes[prefix + name.format(e=expert)] = (range(expert, expert + 1), *box)
+                        start += num
+                inner = (sum(rows), *cols)
+                shape = (spec.experts, *(inner[::-1] if swap else inner))
+                forms[prefix + stacked] = (shape, boxes)
+    return forms
+
+
+def transposed_stacks(spec: ModelSpec) -> bool:
+    """Whether plain files keep stacked experts as [E, cols, rows] (gpt-oss in BF16).
+
+    MXFP4 files of the same family keep [E, rows, cols]: the kind of checkpoint decides, because the
+    released down_proj is square and its shape says nothing.
+    """
+    return FAMILY_TABLES[spec.family].expert_files == "transposed"
+
+
 def megatron_tiles(
-    spec: ModelSpec, layout: ParallelLayout, rank: int, flavor: Flavor = "local"
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    rank: int,
+    flavor: Flavor = "local",
+    version: str = MEGATRON_VERSION,
 ) -> Named:
     """Tensors of one trainer rank, named as `GPTModel.named_parameters()` names them there.
 
-    Layers and experts are counted from 0 on each rank.
+    Layers and experts are counted from 0 on each rank; with vpp > 1 the names of model chunk c
+    start with `chunk{c}.`.  Buffers that are weights (expert bias) are included.
+    version: of megatron-core; it decides the name of the layer inside a prediction layer.
     Raises ConfigError when sizes do not divide.
     """
     check_parallel(spec, layout)
-    where = layout.coords(rank)
-    first, last = where.pp == 0, where.pp == layout.pp - 1
-    table = _untie(FAMILY_TABLES[spec.family].megatron, spec, shared=first and last)
-    if flavor == "te":
-        table = replace(table, layer=tuple(_te_name(rule) for rule in table.layer))
-    elif flavor != "local":
+    if flavor not in ("local", "te"):
         raise LayoutError(f"flavor = {flavor!r} is unknown; use local or te")
-    place = Place(
-        layers=Shard(where.pp, layout.pp).part(spec.layers, "layers"),
-        first=first,
-        last=last,
-        tp=Shard(where.tp, layout.tp),
-        etp=Shard(where.etp, layout.etp),
-        ep=Shard(where.ep, layout.ep),
-        vocab_rows=padded_vocab(spec, layout.tp, layout.vocab_divisible_by),
+    where = layout.coords(rank)
+    named: Named = {}
+    for chunk in range(layout.vpp):
+        place = Place(
+            *_megatron_chunk(spec, layout, where.pp, chunk, version),
+            tp=Shard(where.tp, layout.tp),
+            etp=Shard(where.etp, layout.etp),
+            ep=Shard(where.ep, layout.ep),
+            vocab_rows=padded_vocab(spec, layout.tp, layout.vocab_divisible_by),
+        )
+        if flavor == "te":
+            place = _te_place(place)
+        prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
+        tensors = expand(spec, _hf_shapes(spec), place)
+        named |= {prefix + name: local for name, local in tensors.items()}
+    return named
+
+
+def _megatron_chunk(
+    spec: ModelSpec, layout: ParallelLayout, stage: int, chunk: int, version: str
+) -> tuple[tuple[Rule, ...], tuple[Layer, ...], tuple[Rule, ...]]:
+    """Rules before, in and after the layers of one model chunk."""
+    is_first = stage == 0 and chunk == 0
+    is_last = stage == layout.pp - 1 and chunk == layout.vpp - 1
+    numbers = chunk_layers(spec.layers, layout, stage, chunk)
+    layers = [
+        Layer(number, f"decoder.layers.{index}.", _megatron_rules(spec, number))
+        for index, number in enumerate(numbers)
+    ]
+    if is_last:
+        layers += _megatron_mtp(spec, version)
+    # prediction layers embed the next token, so their stage has the embedding as well
+    embeds = is_first or (is_last and spec.mtp_layers)
+    last = _untie(LAST.megatron, spec, shared=is_first) if is_last else ()
+    return FIRST.megatron if embeds else (), tuple(layers), last
+
+
+def _megatron_mtp(spec: ModelSpec, version: str) -> Iterator[Layer]:
+    body = "transformer_layer." if version_tuple(version) < (0, 17) else "mtp_model_layer."
+    for i in range(spec.mtp_layers):
+        prefix, number = MTP_PREFIX.format(i=i), spec.layers + i
+        yield Layer(number, prefix, MTP.megatron)
+        yield Layer(number, prefix + body, _megatron_rules(spec, number))
+
+
+def version_tuple(version: str) -> tuple[int, int]:
+    """(major, minor) of a release such as 0.16.1 or 0.17.0rc1."""
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+def _megatron_rules(spec: ModelSpec, number: int) -> tuple[Rule, ...]:
+    """Of the ordinary layer, also where it is the body of a prediction layer."""
+    return tuple(rule for part in _parts(spec, number, with_mtp=False) for rule in part.megatron)
+
+
+def _te_place(place: Place) -> Place:
+    layers = tuple(
+        Layer(layer.number, layer.prefix, tuple(map(te_rule, layer.rules)))
+        for layer in place.layers
     )
-    return expand(table, spec, hf_shapes(spec), place)
+    return Place(place.first, layers, place.last, place.tp, place.etp, place.ep, place.vocab_rows)
 
 
-def sglang_tiles(spec: ModelSpec, tp: int, rank: int) -> Named:
-    """Tensors of one engine rank (attention and experts both cut over tp, no expert parallelism).
+def sglang_tiles(spec: ModelSpec, tp: int, rank: int, ep: int = 1) -> Named:
+    """Tensors of one engine rank: attention cut over tp, experts over ep and then tp / ep.
 
     Covers the canonical layout of unquantised weights; a runner that repacks experts after loading
     must restore it first.  The vocabulary is padded to 64, or 64 * tp where that does not divide.
-    Source: sglang 0.5.23, srt/layers/vocab_parallel_embedding.py, srt/models/qwen3_moe.py.
+    Prediction layers belong to another model there and are left out.
+    Source: sglang 0.5.23, srt/layers/vocab_parallel_embedding.py, srt/models,
+    srt/distributed/parallel_state.py (expert ranks: the outer part of the tp rank).
     """
     if not 0 <= rank < tp:
         raise LayoutError(f"rank {rank} is not in 0..{tp - 1}")
+    if tp % ep:
+        raise LayoutError(f"engine ep = {ep} does not divide tp = {tp}")
     padded = -(-spec.vocab_size // SGLANG_VOCAB_MULTIPLE) * SGLANG_VOCAB_MULTIPLE
     if padded % tp:
         multiple = SGLANG_VOCAB_MULTIPLE * tp
         padded = -(-spec.vocab_size // multiple) * multiple
-    shard = Shard(rank, tp)
+    layers = (
+        Layer(n, f"model.layers.{n}.", tuple(r for part in _parts(spec, n) for r in part.sglang))
+        for n in range(spec.layers)
+    )
     place = Place(
-        layers=range(spec.layers),
-        first=True,
-        last=True,
-        tp=shard,
-        etp=shard,
-        ep=Shard(0, 1),
+        first=FIRST.sglang,
+        layers=tuple(layers),
+        last=_untie(LAST.sglang, spec, shared=False),
+        tp=Shard(rank, tp),
+        etp=Shard(rank % (tp // ep), tp // ep),
+        ep=Shard(rank // (tp // ep), ep),
         vocab_rows=padded,
     )
-    table = _untie(FAMILY_TABLES[spec.family].sglang, spec, shared=False)
-    return expand(table, spec, hf_shapes(spec), place)
+    return expand(spec, _hf_shapes(spec), place)
 
 
-def _skip(name: str, spec: ModelSpec) -> bool:
-    return spec.tied and name == HEAD
+def _parts(spec: ModelSpec, layer: int, with_mtp: bool = True) -> Iterator[Part]:
+    """What layer number `layer` consists of; prediction layers end with an ordinary MoE layer."""
+    family = FAMILY_TABLES[spec.family]
+    if layer >= spec.layers and with_mtp:
+        yield MTP
+    routes = layer in spec.moe_layers or layer >= spec.layers
+    for part in (*family.every, *(family.moe if routes else family.dense)):
+        if not part.when or getattr(spec, part.when):
+            yield part
 
 
-def _untie(table: Table, spec: ModelSpec, *, shared: bool) -> Table:
+def _untie(rules: tuple[Rule, ...], spec: ModelSpec, *, shared: bool) -> tuple[Rule, ...]:
     """Tied embeddings: the head is the embedding's tensor (shared), or a second copy of it."""
     if not spec.tied:
-        return table
-    rest = tuple(rule for rule in table.last if rule.hf != (HEAD,))
-    copies = tuple(replace(rule, hf=(EMBED,)) for rule in table.last if rule.hf == (HEAD,))
-    return replace(table, last=rest if shared else rest + copies)
-
-
-def _te_name(rule: Rule) -> Rule:
-    return replace(rule, local=TE_NAMES.get(rule.local, rule.local))
+        return rules
+    rest = tuple(rule for rule in rules if rule.hf != (HEAD,))
+    copies = tuple(replace(rule, hf=(EMBED,)) for rule in rules if rule.hf == (HEAD,))
+    return rest if shared else rest + copies

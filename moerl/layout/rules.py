@@ -8,6 +8,7 @@ shapes, so each is written down once.  Adding a model family means adding tables
     concat        HF tensors end to end (gate, up)         flat     the fused rows as one axis
     concat_heads  the same, cut at heads only (q, k, v)    each     every block on its own
     qkv_grouped   per kv group its q heads, k, v           columns  a column range of every block
+    deinterleave  rows 0, 2, 4, .. then 1, 3, 5, ..        first    whole on rank 0, zeros elsewhere
 
 Rejected: trusting a parameter's own `partition_dim` (Transformer Engine sets 0 on all grouped
 expert weights) and one class per kind of layer (the arithmetic is then written many times).
@@ -16,7 +17,7 @@ expert weights) and one class per kind of layer (the arithmetic is then written 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moerl.errors import LayoutError
@@ -75,6 +76,12 @@ def qkv_grouped(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
     ]
 
 
+def deinterleave(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    """One tensor whose even rows are the gate and whose odd rows are the up projection."""
+    (part,) = parts
+    return [part._replace(rows=part.rows[0::2]), part._replace(rows=part.rows[1::2])]
+
+
 # --- cuts ----------------------------------------------------------------------------------------
 def whole(blocks: Sequence[Block], shard: Shard) -> list[Block]:
     return list(blocks)
@@ -114,6 +121,11 @@ def columns(blocks: Sequence[Block], shard: Shard) -> list[Block]:
     return kept
 
 
+def first(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    """For a bias added after a row-parallel product: a second copy would be added twice."""
+    return list(blocks) if shard.rank == 0 else [block._replace(hf="") for block in blocks]
+
+
 # --- tables --------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -128,35 +140,47 @@ class Rule:
     fuse: Fusion = copy
     cut: Cut = whole
     pad_vocab: bool = False  # rows are padded to the framework's vocabulary size
+    dtype: str = ""  # kept in this dtype whatever the model's is
+    te: str = ""  # its name in a Transformer Engine module, where that differs
+    te_cut: Cut | None = None  # its cut there, where that differs
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """The rules of one framework for one family: first stage, every layer, last stage."""
+class Part:
+    """Tensors that come together in a layer: their HF shapes, and the rules of both frameworks."""
 
-    layer_prefix: str  # {l} is the index of the layer on the rank
-    first: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    last: tuple[Rule, ...]
+    hf: Mapping[str, tuple[str, ...]]  # name -> sizes, attributes of ModelSpec
+    megatron: tuple[Rule, ...]
+    sglang: tuple[Rule, ...]
+    when: str = ""  # attribute of ModelSpec that says whether the model has them; "" = always
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other file form: [E, ...] tensor -> the per-expert tensors its rows hold, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer to expand: its number in HF names, its prefix on the rank, its rules."""
+
+    number: int
+    prefix: str
+    rules: tuple[Rule, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """What one rank holds: its layers, and its shard along each axis that cuts weights."""
 
-    layers: range  # global layer numbers
-    first: bool  # holds the embedding
-    last: bool  # holds the final norm and the head
+    first: tuple[Rule, ...]  # before the layers; () where the rank has no embedding
+    layers: tuple[Layer, ...]
+    last: tuple[Rule, ...]
     tp: Shard
     etp: Shard  # tensor parallelism inside an expert
     ep: Shard
     vocab_rows: int  # vocabulary with the framework's padding
 
 
-def expand(
-    table: Table, spec: ModelSpec, hf_shapes: Mapping[str, tuple[int, ...]], place: Place
-) -> Named:
-    """All tensors of one rank by local name, in the table's order.
+def expand(spec: ModelSpec, hf_shapes: Mapping[str, tuple[int, ...]], place: Place) -> Named:
+    """All tensors of one rank by local name, in the tables' order.
 
     Raises LayoutError when a rule names an HF tensor that the family's table does not have.
     """
@@ -170,30 +194,30 @@ def expand(
             fused.append(Block("", range(pad), fused[0].cols))
         return fused
 
-    def add_root(rule: Rule) -> None:
-        named[rule.local] = _local(rule.cut(blocks(rule, ""), place.tp))
+    def add(rule: Rule, local_prefix: str = "", hf_prefix: str = "") -> None:
+        kept = rule.cut(blocks(rule, hf_prefix), place.tp)
+        named[local_prefix + rule.local] = _local(kept, dtype=rule.dtype)
 
     def add_experts(rule: Rule, local_prefix: str, hf_prefix: str) -> None:
         mine = place.ep.part(spec.experts, "experts")
         kept = [rule.cut(blocks(rule, hf_prefix, expert), place.etp) for expert in mine]
         if "{e}" not in rule.local:
-            named[local_prefix + rule.local] = _stacked(kept)
+            named[local_prefix + rule.local] = _stacked(kept, rule.dtype)
             return
         for slot, part in enumerate(kept):
-            named[local_prefix + rule.local.format(e=slot)] = _local(part)
+            named[local_prefix + rule.local.format(e=slot)] = _local(part, dtype=rule.dtype)
 
-    for rule in table.first if place.first else ():
-        add_root(rule)
-    for index, layer in enumerate(place.layers):
-        local_prefix, hf_prefix = table.layer_prefix.format(l=index), f"model.layers.{layer}."
-        for rule in table.layer:
+    for rule in place.first:
+        add(rule)
+    for layer in place.layers:
+        hf_prefix = f"model.layers.{layer.number}."
+        for rule in layer.rules:
             if "{e}" in rule.hf[0]:
-                add_experts(rule, local_prefix, hf_prefix)
+                add_experts(rule, layer.prefix, hf_prefix)
             else:
-                kept = rule.cut(blocks(rule, hf_prefix), place.tp)
-                named[local_prefix + rule.local] = _local(kept)
-    for rule in table.last if place.last else ():
-        add_root(rule)
+                add(rule, layer.prefix, hf_prefix)
+    for rule in place.last:
+        add(rule)
     return named
 
 
@@ -204,26 +228,26 @@ def _block(name: str, hf_shapes: Mapping[str, tuple[int, ...]], rule: Rule) -> B
     return Block(name, range(rows), range(cols[0]) if cols else None)
 
 
-def _local(blocks: Sequence[Block], lead: Box = ()) -> Local:
+def _local(blocks: Sequence[Block], lead: Box = (), dtype: str = "") -> Local:
     """Blocks stored end to end.  Padding, if any, comes last."""
-    tiles, first, pad = [], 0, 0
+    tiles, start, pad = [], 0, 0
     for block in blocks:
-        stop = first + len(block.rows)
+        stop = start + len(block.rows)
         if block.hf:
             assert not pad, f"{block.hf} follows padding rows"
             cols: Box = () if block.cols is None else (block.cols,)
             local_cols = tuple(range(len(c)) for c in cols)
-            box = (*lead, range(first, stop), *local_cols)
+            box = (*lead, range(start, stop), *local_cols)
             tiles.append(Tile(block.hf, (block.rows, *cols), box))
         else:
             pad += len(block.rows)
-        first = stop
+        start = stop
     width: tuple[int, ...] = () if blocks[0].cols is None else (len(blocks[0].cols),)
-    return Local((first, *width), tuple(tiles), pad)
+    return Local((start, *width), tuple(tiles), pad, dtype)
 
 
-def _stacked(experts: Iterable[Sequence[Block]]) -> Local:
-    """One tensor [experts on this rank, rows, cols]."""
+def _stacked(experts: Iterable[Sequence[Block]], dtype: str) -> Local:
+    """One tensor [experts on this rank, rows, cols]; without any tile, all of it is padding."""
     slots = [_local(part, (range(slot, slot + 1),)) for slot, part in enumerate(experts)]
     tiles = tuple(tile for slot in slots for tile in slot.tiles)
-    return Local((len(slots), *slots[0].shape), tiles)
+    return Local((len(slots), *slots[0].shape), tiles, 0 if tiles else len(slots), dtype)

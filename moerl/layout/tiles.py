@@ -24,7 +24,7 @@ from typing import NamedTuple
 from moerl.errors import LayoutError
 
 Box = tuple[range, ...]
-"""One range of step 1 per dim."""
+"""One range per dim.  A step above 1 says that rows are interleaved with others (gate, up)."""
 
 
 class Tile(NamedTuple):
@@ -49,7 +49,8 @@ class Local:
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
-    pad_rows: int = 0  # last rows of dim 0 that no Hugging Face tensor holds
+    pad_rows: int = 0  # last rows of dim 0 that no Hugging Face tensor holds; they are 0
+    dtype: str = ""  # it is kept in this dtype whatever the model's is; "" = the model's
 
 
 Named = dict[str, Local]
@@ -73,7 +74,7 @@ def num_elements(box: Box) -> int:
 
 def at(box: Box) -> tuple[slice, ...]:
     """Index of the box in a numpy array, torch tensor or safetensors slice."""
-    return tuple(slice(r.start, r.stop) for r in box)
+    return tuple(slice(r.start, r.stop, r.step) for r in box)
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -151,20 +152,35 @@ def _meet(a: Box, b: Box) -> Box | None:
         return a
     if len(a) != len(b):
         raise LayoutError(f"boxes {a} and {b} of one tensor differ in rank")
-    part = tuple(
-        range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
-    )
+    part = tuple(_meet_ranges(x, y) for x, y in zip(a, b, strict=True))
     return part if all(part) else None
+
+
+def _meet_ranges(a: range, b: range) -> range:
+    """Common elements, in order; empty when there are none.  Raises LayoutError for odd steps."""
+    step = max(a.step, b.step)
+    if step == 1:
+        return range(max(a.start, b.start), min(a.stop, b.stop))
+    if step % a.step or step % b.step:
+        raise LayoutError(f"rows {a} and {b} are interleaved in ways that do not nest")
+    coarse, fine = (a, b) if a.step == step else (b, a)
+    if (coarse.start - fine.start) % fine.step:
+        return range(0)
+    start = max(coarse.start, fine.start)
+    start += (coarse.start - start) % step
+    return range(start, min(coarse.stop, fine.stop), step)
 
 
 def _local_box(tile: Tile, part: Box) -> Box:
     """Local coordinates of `part`, a piece of tile.hf_box."""
     lead = len(tile.box) - len(part)
-    moved = (
-        range(local.start + cut.start - hf.start, local.start + cut.stop - hf.start)
-        for hf, local, cut in zip(tile.hf_box, tile.box[lead:], part, strict=True)
-    )
-    return (*tile.box[:lead], *moved)
+    return (*tile.box[:lead], *map(_move, tile.hf_box, tile.box[lead:], part))
+
+
+def _move(hf: range, local: range, cut: range) -> range:
+    first = local.start + (cut.start - hf.start) // hf.step
+    step = cut.step // hf.step
+    return range(first, first + (len(cut) - 1) * step + 1, step)
 
 
 def _check_parts(dst_name: str, tile: Tile, parts: Sequence[Box]) -> None:
@@ -203,9 +219,7 @@ def _overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     for box in sorted(boxes, key=lambda b: b[0].start):
         active = [other for other in active if other[0].stop > box[0].start]
         for other in active:
-            if all(
-                max(x.start, y.start) < min(x.stop, y.stop) for x, y in zip(box, other, strict=True)
-            ):
+            if all(map(_meet_ranges, box, other)):
                 return other, box
         active.append(box)
     return None

@@ -25,6 +25,7 @@ from moerl.layout import (
     Named,
     Op,
     ParallelLayout,
+    Part,
     Rule,
     at,
     check_covers,
@@ -309,16 +310,30 @@ MESH = mesh_of(2, 2, 2, 2)
 
 def with_layer_rule(monkeypatch: pytest.MonkeyPatch, local: str, change: Rule | None) -> None:
     """Replace (or, with None, remove) the Megatron rule of one tensor."""
-    table = families.QWEN3_MOE.megatron
-    rules = tuple(change if rule.local.endswith(local) else rule for rule in table.layer)
-    assert rules != table.layer
-    broken = replace(table, layer=tuple(rule for rule in rules if rule is not None))
-    family = replace(families.QWEN3_MOE, megatron=broken)
-    monkeypatch.setitem(placement.FAMILY_TABLES, "qwen3_moe", family)
+    family = families.FAMILY_TABLES["qwen3_moe"]
+
+    def broken(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(
+            replace(
+                part,
+                megatron=tuple(
+                    new
+                    for rule in part.megatron
+                    if (new := change if rule.local.endswith(local) else rule) is not None
+                ),
+            )
+            for part in parts
+        )
+
+    changed = replace(family, every=broken(family.every), moe=broken(family.moe))
+    assert changed != family
+    monkeypatch.setitem(placement.FAMILY_TABLES, "qwen3_moe", changed)
 
 
 def rule_of(local: str) -> Rule:
-    return next(r for r in families.QWEN3_MOE.megatron.layer if r.local.endswith(local))
+    family = families.FAMILY_TABLES["qwen3_moe"]
+    rules = (rule for part in (*family.every, *family.moe) for rule in part.megatron)
+    return next(rule for rule in rules if rule.local.endswith(local))
 
 
 def self_consistent(spec: ModelSpec, mesh: Mesh) -> None:
@@ -388,8 +403,8 @@ def test_experts_off_by_one_are_seen_only_by_the_definition(
     """Every rank holds the next rank's first expert: still a permutation, so it round-trips."""
     original = placement.expand
 
-    def shifted(table: object, spec: ModelSpec, shapes: object, place: object) -> Named:
-        named = original(table, spec, shapes, place)
+    def shifted(spec: ModelSpec, shapes: object, place: object) -> Named:
+        named = original(spec, shapes, place)
 
         def move(name: str) -> str:
             head, experts, tail = name.partition(".experts.")
