@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moerl.config import Config, resolve
 from moerl.config.checks import check, check_model
+from moerl.engine.args import check_args
 from moerl.errors import ConfigError
 from moerl.launch.plan import RunPlan
 from moerl.rundir import RunDir
@@ -24,6 +25,7 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
 
     config = resolve(config)
     check(config)
+    check_args(config.engine.args, replay=config.replay.routing != "off")
     config = _with_model(config, run)
     hf_config = check_model(config)
     incarnation = _next_incarnation(run, resume=resume)

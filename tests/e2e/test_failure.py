@@ -9,7 +9,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from moerl.protocols import decode_value
@@ -135,11 +134,18 @@ def test_a_reward_that_is_not_finite_names_the_setting(tmp_path: Path) -> None:
     assert "finite" in cause
 
 
-def test_a_model_that_does_not_fit_is_said_within_seconds(tmp_path: Path) -> None:
-    """The engine's own cause, with the end of its log, not a silent wait."""
-    run = start(
-        tmp_path, "quickstart", *SETTINGS, "engine.args.tokenizer_path=/no/such", name="bad"
-    )
-    assert run.finish(120) != 0
-    assert "/no/such" in run.text()
-    assert not [p for p in psutil.process_iter() if p.ppid() == run.process.pid]
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """The engine's own cause with the end of its log, not a silent wait."""
+    wrong = "engine.args.attention_backend=no_such_backend"
+    run = start(tmp_path, "quickstart", *SETTINGS, wrong, name="bad")
+    assert run.finish(120) == 1
+    cause = run.text().split("moerl: ")[1].splitlines()[0]
+    assert cause.startswith("engine: "), cause
+    assert "no_such_backend" in run.text()
+
+
+def test_an_unknown_engine_argument_is_refused_before_the_start(tmp_path: Path) -> None:
+    run = start(tmp_path, "quickstart", *SETTINGS, "engine.args.attention_backed=x", name="bad")
+    assert run.finish(60) == 1
+    assert "engine.args.attention_backed = 'x'" in run.text()
+    assert "waiting for ray" not in run.text()
