@@ -2,9 +2,11 @@
 
     python bench/replay_overhead.py [--pairs 24] [--tokens 4096]
 
-Two learners with the same weights train the same tokens: one replays recorded routes and kept sets
-read from sealed blobs, the other routes live and scores the full vocabulary.  Steps are
-interleaved (ABBA), so that a noisy machine hits both; the ratio is taken per pair.
+Three learners with the same weights train the same tokens: `both` replays recorded routes and kept
+sets read from sealed blobs, `routing` replays routes alone, `none` routes live and scores the full
+vocabulary.  Steps are interleaved in rotating order, so that a noisy machine hits all alike; ratios
+are taken within a round.  `routing` against `none` is the cost of Keep Routing alone; `both` also
+swaps a log-softmax over the vocabulary for one over the kept sets, which is cheaper.
 
 The bound: replay saves the top-k and adds reads of rows x layers x K bytes plus a gather of the
 kept logits; nothing of it grows with parameters, so the share falls with model size.
@@ -20,6 +22,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -84,49 +87,48 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def run(folder: Path, num_pairs: int, num_tokens: int) -> None:
+ARMS = ("both", "routing", "none")
+
+
+def run(folder: Path, num_rounds: int, num_tokens: int) -> None:
     store = BlobStore(folder / "blobs", "bench")
     rng = np.random.default_rng(0)
     rollouts = [make_rollout(store, rng, i) for i in range(max(2, num_tokens // LENGTH))]
     recorded, bare = make_plan(rollouts), make_plan([without_records(r) for r in rollouts])
-    with_replay, without = learners(store)
-    with_replay.step(recorded)  # warm-up: allocators, first Adam state
-    without.step(bare)
-    ratios, times = [], []
-    for pair in range(num_pairs):
-        first = pair % 2 == 0
-        order = [(with_replay, recorded), (without, bare)]
+    arms = dict(zip(ARMS, learners(store), strict=True))
+    plans = {"both": recorded, "routing": recorded, "none": bare}
+    for name, learner in arms.items():
+        learner.step(plans[name])  # warm-up: allocators, first Adam state
+    rounds = []
+    for index in range(num_rounds):
         seconds = {}
-        for learner, plan in order if first else order[::-1]:
+        shift = index % len(ARMS)
+        for name in (*ARMS[shift:], *ARMS[:shift]):
             begin = time.perf_counter()
-            learner.step(plan)
-            seconds[learner is with_replay] = time.perf_counter() - begin
-        ratios.append(seconds[True] / seconds[False])
-        times.append(seconds)
-        print(
-            f"pair {pair + 1:2d}/{num_pairs}: with {seconds[True]:.3f} s, "
-            f"without {seconds[False]:.3f} s",
-            flush=True,
-        )
-    report(ratios, times)
+            arms[name].step(plans[name])
+            seconds[name] = time.perf_counter() - begin
+        rounds.append(seconds)
+        shown = ", ".join(f"{name} {seconds[name]:.3f} s" for name in ARMS)
+        print(f"round {index + 1:2d}/{num_rounds}: {shown}", flush=True)
+    for name in ARMS:
+        print(f"step, {name:8s} {statistics.median(r[name] for r in rounds):.3f} s (median)")
+    for name in ("both", "routing"):
+        report(name, [r[name] / r["none"] for r in rounds])
 
 
-def report(ratios: list[float], times: list[dict[bool, float]]) -> None:
+def report(name: str, ratios: list[float]) -> None:
     rng = np.random.default_rng(1)
     draws = [statistics.median(rng.choice(ratios, len(ratios)).tolist()) for _ in range(4000)]
     low, high = np.percentile(draws, [2.5, 97.5])
-    load = os.getloadavg()[0]
-    print(f"step with both replays    {statistics.median(t[True] for t in times):.3f} s (median)")
-    print(f"step without              {statistics.median(t[False] for t in times):.3f} s (median)")
     print(
-        f"overhead                  {100 * (statistics.median(ratios) - 1):+.2f} % "
+        f"overhead of {name:8s} {100 * (statistics.median(ratios) - 1):+.2f} % of a step without "
         f"(95% interval {100 * (low - 1):+.2f} .. {100 * (high - 1):+.2f} %, "
-        f"{len(ratios)} interleaved pairs, load {load:.1f})"
+        f"{len(ratios)} interleaved rounds, load {os.getloadavg()[0]:.1f})"
     )
 
 
-def learners(store: BlobStore):
-    """(with both replays, without), equal weights, one rank each in this process."""
+def learners(store: BlobStore) -> list[Any]:
+    """Learners of the three arms, equal weights, one rank in this process."""
     from moerl.trainer import parallel
     from moerl.trainer.platform import prepare
 
@@ -142,10 +144,16 @@ def learners(store: BlobStore):
     from moerl.trainer.model import build
     from moerl.trainer.step import Learner
 
-    models = [build(SPEC, config.trainer, gang, with_replay=flag) for flag in (True, False)]
-    models[1].gpt.load_state_dict(models[0].gpt.state_dict())
+    flags = (True, True, False)
+    models = [build(SPEC, config.trainer, gang, with_replay=flag) for flag in flags]
+    for model in models[1:]:
+        model.gpt.load_state_dict(models[0].gpt.state_dict())
+    no_mask = replace(config, replay=replace(config.replay, sampling_mask=False))
     off = replace(config, replay=replace(config.replay, routing="off", sampling_mask=False))
-    return Learner(models[0], gang, config, store), Learner(models[1], gang, off, store)
+    return [
+        Learner(model, gang, settings, store)
+        for model, settings in zip(models, (config, no_mask, off), strict=True)
+    ]
 
 
 def make_plan(rollouts: list[Rollout]) -> BatchPlan:
