@@ -140,7 +140,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     run = start(tmp_path, "quickstart", *SETTINGS, wrong, name="bad")
     assert run.finish(120) == 1
     cause = run.text().split("moerl: ")[1].splitlines()[0]
-    assert cause.startswith("engine: "), cause
+    assert cause.startswith("engine did not start: "), cause
     assert "no_such_backend" in run.text()
 
 
