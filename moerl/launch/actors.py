@@ -19,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, RecordError
 from moerl.launch.plan import RunPlan
 from moerl.observe.metrics import MetricsWriter, open_sinks
 from moerl.protocols import (
@@ -48,6 +48,12 @@ def log_to(path: Path) -> None:
     )
 
 
+def place(plain: type, *args: Any) -> ActorHandle:
+    """Put an instance of a plain class on an actor; many calls may be open at once."""
+    actor: Any = ray.remote(plain)
+    return actor.options(num_cpus=0, max_concurrency=64).remote(*args)
+
+
 async def call(remote: Any) -> Any:
     """Await a remote call; our own errors come out as they went in, not wrapped by Ray."""
     try:
@@ -59,7 +65,6 @@ async def call(remote: Any) -> Any:
         raise
 
 
-@ray.remote(num_cpus=0, max_concurrency=64)
 class EngineActor:
     """One engine host: starts its SGLang server, speaks HTTP to it, seals its records."""
 
@@ -105,7 +110,7 @@ class RemoteEngine:
     async def start(self, version: PolicyVersion) -> EngineStatus:
         return await call(self._actor.start.remote(version))
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment]:
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         return await call(self._actor.generate.remote(requests))
 
     async def join_sync(self, message: JoinSync) -> None:
@@ -124,7 +129,6 @@ class RemoteEngine:
         await call(self._actor.stop.remote())
 
 
-@ray.remote(num_cpus=0, max_concurrency=64)
 class ScorerActor:
     """Reward functions in worker processes, outside every event loop."""
 
@@ -160,7 +164,6 @@ class RemoteScorer:
         return await call(self._actor.score.remote(prompt, bare, list(texts)))
 
 
-@ray.remote(num_cpus=0, max_concurrency=64)
 class ControllerActor:
     """The controller, its door for the trainer, and the one writer of metrics and samples."""
 

@@ -27,7 +27,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from moerl.config import Config, save_config
 from moerl.errors import EngineError, MoerlError, TrainerError
-from moerl.launch.actors import ControllerActor, EngineActor, ScorerActor
+from moerl.launch.actors import ControllerActor, EngineActor, ScorerActor, place
 from moerl.launch.plan import RunPlan, trainer_command, trainer_environment
 from moerl.launch.prepare import prepare
 from moerl.launch.processes import end_descendants
@@ -122,9 +122,9 @@ class _Supervisor:
         self._start_ray()
         self._catch_signals()
         plan = self.plan
-        self.engines = [EngineActor.remote(plan, i) for i in range(plan.config.engine.count)]
-        self.scorer = ScorerActor.remote(plan)
-        self.controller = ControllerActor.remote(plan, self.engines, self.scorer)
+        self.engines = [place(EngineActor, plan, i) for i in range(plan.config.engine.count)]
+        self.scorer = place(ScorerActor, plan)
+        self.controller = place(ControllerActor, plan, self.engines, self.scorer)
         endpoint = self._get(self.controller.open.remote(), "controller")
         self._watches[self.controller.watch.remote()] = "controller"
         self._start_trainer(endpoint)
@@ -163,7 +163,7 @@ class _Supervisor:
         )
 
     def _start_engines(self) -> None:
-        starts = {}
+        starts: dict[Any, str] = {}
         for index, engine in enumerate(self.engines):
             self.console.wait(f"engine {index}")
             starts[engine.start.remote(PolicyVersion(0, 0))] = f"engine {index}"
@@ -316,6 +316,6 @@ def _own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
         try:
             yield ours[0], ours[1]
         finally:
-            for stream, copy in zip((sys.stdout, sys.stderr), ours, strict=True):
+            for stream, own in zip((sys.stdout, sys.stderr), ours, strict=True):
                 stream.flush()
-                os.dup2(copy.fileno(), stream.fileno())
+                os.dup2(own.fileno(), stream.fileno())
