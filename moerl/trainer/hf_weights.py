@@ -17,13 +17,13 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -31,10 +31,12 @@ from moerl.errors import LayoutError, ModelError
 from moerl.layout import (
     Box,
     Flavor,
+    Local,
     ModelSpec,
     Named,
     Op,
     ParallelLayout,
+    Tile,
     at,
     check_covers,
     hf_shapes,
@@ -42,9 +44,14 @@ from moerl.layout import (
     join,
     megatron_tiles,
     model_spec,
+    mtp_copies,
     num_elements,
     stacked_aliases,
+    stacked_forms,
+    transposed_stacks,
 )
+from moerl.trainer.dequantize import MXFP4_GROUP, Fp8Block, Mxfp4
+from moerl.trainer.mapped_files import DTYPES, MappedFiles
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_FILES = (
@@ -56,13 +63,32 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template*",
 )
-READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+READABLE = ("F32", "BF16", "F16")
+FILL_BYTES = 64 * 2**20  # a tile is copied in bands of rows no larger than this
+
+
+class TensorSource(Protocol):
+    """Where Hugging Face tensors come from: a folder of theirs, or a Megatron-side checkpoint."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, box: Box | None = None) -> Tensor: ...
+
+
+class _Stored(NamedTuple):
+    """A tensor of the files, after dequantisation."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Box], Tensor]
 
 
 class _Place(NamedTuple):
     """Where a Hugging Face tensor is in the files; `inside` = its box when the file stacks it."""
 
-    file: str
     tensor: str
     inside: Box | None
 
@@ -71,31 +97,30 @@ class HfFolder:
     """A model folder: config.json and one or several safetensors files.
 
     Names and shapes are those of `hf_shapes`, one expert per tensor, also when the files keep the
-    experts stacked.  The whole folder is checked on opening: raises ModelError for a missing folder
-    or config, an unknown family, and a tensor that is missing, unknown, truncated, of another shape
-    or quantised (a bare cast of FP8 gives plausible noise).
+    experts stacked.  FP8-block and MXFP4 tensors are dequantised while they are read.  The whole
+    folder is checked on opening: raises ModelError for a missing folder or config, an unknown
+    family, and a tensor that is missing, unknown, truncated, of another shape or quantised without
+    scales.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ModelError(f"{self.path}: no such model folder")
-        self.config: dict[str, Any] = _read_json(self.path / "config.json")
-        self._open: dict[str, Any] = {}
-        files = self._tensor_files()
-        found = {name: self._file_shape(name, file) for name, file in files.items()}
+        self.config: dict[str, Any] = read_json(self.path / "config.json")
+        self._files = MappedFiles(self.path)
         try:
             self.spec = model_spec(self.config)
+            self._swap = transposed_stacks(self.spec)
+            self._stored = self._find_stored(self._tensor_files())
+            found = {name: stored.shape for name, stored in self._stored.items()}
             aliases = stacked_aliases(self.spec, found)
         except LayoutError as error:
             raise ModelError(f"{self.path}: {error}") from error
         self._shapes = hf_shapes(self.spec)
-        self._places = {name: _Place(file, name, None) for name, file in files.items()}
-        self._places |= {
-            name: _Place(files[tensor], tensor, box) for name, (tensor, box) in aliases.items()
-        }
-        stacked = {tensor for tensor, _ in aliases.values()}
-        self._check(found, stacked)
+        self._places = {name: _Place(name, None) for name in found}
+        self._places |= {name: _Place(*place) for name, place in aliases.items()}
+        self._check(found, {tensor for tensor, _ in aliases.values()})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,53 +131,100 @@ class HfFolder:
             raise ModelError(f"{self.path}: has no tensor {name}")
         return self._shapes[name]
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The file's dtype; for a quantised tensor the one the config names."""
+        self.shape(name)
+        return self._stored[self._places[name].tensor].dtype
+
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """One tensor, or a box of it, in the file's dtype on the CPU; reads no other bytes."""
+        """One tensor, or a box of it, on the CPU; reads no other bytes.
+
+        In the file's dtype; float32 where the file is quantised, so that the caller rounds once.
+        """
         shape = self.shape(name)
         box = box if box is not None else tuple(range(n) for n in shape)
         if len(box) != len(shape) or any(r.stop > n for r, n in zip(box, shape, strict=True)):
             raise ModelError(f"{self.path}: {name} has shape {shape}, no box {box}")
-        file, tensor, inside = self._places[name]
+        tensor, inside = self._places[name]
         if inside is None:
-            return self._slice(file, tensor)[at(box)]
-        expert, rows, _ = inside
-        moved = range(rows.start + box[0].start, rows.start + box[0].stop)
-        return self._slice(file, tensor)[at((expert, moved, box[1]))][0]
+            return self._stored[tensor].read(box)
+        expert, *outer = inside
+        box = box[::-1] if self._swap else box
+        moved = (
+            range(r.start + first.start, r.stop + first.start, r.step)
+            for r, first in zip(box, outer, strict=True)
+        )
+        value = self._stored[tensor].read((expert, *moved))[0]
+        return value.T if self._swap and len(box) == 2 else value
 
     def _tensor_files(self) -> dict[str, str]:
         if (self.path / INDEX_FILE).exists():
-            index = _read_json(self.path / INDEX_FILE)
+            index = read_json(self.path / INDEX_FILE)
             if not isinstance(index.get("weight_map"), dict):
                 raise ModelError(f"{self.path / INDEX_FILE}: has no weight_map")
             return dict(index["weight_map"])
         if not (self.path / SINGLE_FILE).exists():
             raise ModelError(f"{self.path}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+        return dict.fromkeys(self._files.names(SINGLE_FILE), SINGLE_FILE)
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.path / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"{self.path / file}: missing, truncated or not safetensors: {error}"
-                ) from error
-        return self._open[file]
+    def _find_stored(self, files: Mapping[str, str]) -> dict[str, _Stored]:
+        stored: dict[str, _Stored] = {}
+        for name, file in files.items():
+            scaled, packed = name.removesuffix("_scale_inv"), name.removesuffix("_blocks")
+            if scaled != name and scaled in files:
+                continue
+            if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in files:
+                continue
+            if f"{name}_scale_inv" in files:
+                stored[name] = self._fp8(name, files)
+            elif packed != name and f"{packed}_scales" in files:
+                stored[packed] = self._mxfp4(packed, files)
+            else:
+                stored[name] = self._plain(name, file)
+        return stored
 
-    def _slice(self, file: str, tensor: str) -> Any:
-        try:
-            return self._handle(file).get_slice(tensor)
-        except SafetensorError as error:
-            raise ModelError(f"{self.path / file}: has no tensor {tensor}") from error
-
-    def _file_shape(self, name: str, file: str) -> tuple[int, ...]:
-        part = self._slice(file, name)
-        if part.get_dtype() not in READABLE:
+    def _plain(self, name: str, file: str) -> _Stored:
+        dtype = self._files.dtype(file, name)
+        if dtype not in READABLE:
             raise ModelError(
-                f"{self.path}: {name} is stored as {part.get_dtype()}; readable: "
-                f"{', '.join(READABLE)}"
+                f"{self.path}: {name} is stored as {dtype}; readable: "
+                f"{', '.join(READABLE)}, and FP8 or MXFP4 with its scales"
             )
-        return tuple(part.get_shape())
+        read = partial(self._files.read, file, name)
+        return _Stored(self._files.shape(file, name), DTYPES[dtype], read)
+
+    def _fp8(self, name: str, files: Mapping[str, str]) -> _Stored:
+        scale_name = f"{name}_scale_inv"
+        shape = self._files.shape(files[name], name)
+        quantised = self.config.get("quantization_config") or {}
+        rows, cols = quantised.get("weight_block_size") or (128, 128)
+        want = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // cols))
+        found = self._files.shape(files[scale_name], scale_name)
+        if found != want:
+            raise ModelError(
+                f"{self.path}: {scale_name} has shape {found}, blocks of {rows} x {cols} on "
+                f"{name} {shape} need {want}"
+            )
+        weight = partial(self._files.read, files[name], name)
+        scale = partial(self._files.read, files[scale_name], scale_name)
+        return _Stored(shape, config_dtype(self.config), Fp8Block(weight, scale, (rows, cols)))
+
+    def _mxfp4(self, name: str, files: Mapping[str, str]) -> _Stored:
+        blocks, scales = f"{name}_blocks", f"{name}_scales"
+        found = self._files.shape(files[scales], scales)
+        if self._files.shape(files[blocks], blocks) != (*found, MXFP4_GROUP // 2):
+            raise ModelError(
+                f"{self.path}: {blocks} must have the shape of {scales} {found} and 16 bytes each"
+            )
+        read = Mxfp4(
+            partial(self._files.read, files[blocks], blocks),
+            partial(self._files.read, files[scales], scales),
+        )
+        shape = (*found[:-1], found[-1] * MXFP4_GROUP)
+        if self._swap:  # packed files keep [E, rows, cols] where plain ones are transposed
+            *lead, rows, cols = shape
+            return _Stored((*lead, cols, rows), config_dtype(self.config), partial(_swapped, read))
+        return _Stored(shape, config_dtype(self.config), read)
 
     def _check(self, found: Mapping[str, tuple[int, ...]], stacked: set[str]) -> None:
         for name, shape in self._shapes.items():
@@ -163,10 +235,48 @@ class HfFolder:
                     f"{self.path}: {name} has shape {found[name]}, the config says {shape}"
                 )
         # a tied checkpoint may repeat its head, an old one its rotary table: neither is state
-        ignored = {"lm_head.weight"} if self.spec.tied else set()
+        ignored = set(mtp_copies(self.spec)) | ({"lm_head.weight"} if self.spec.tied else set())
         for name in found.keys() - self._shapes.keys() - stacked - ignored:
             if not name.endswith("rotary_emb.inv_freq"):
                 raise ModelError(f"{self.path}: {name} is not a tensor of {self.spec.family}")
+
+
+def _swapped(read: Callable[[Box], Tensor], box: Box) -> Tensor:
+    *lead, rows, cols = box
+    return read((*lead, cols, rows)).mT
+
+
+class FileTensor(NamedTuple):
+    """A tensor as a folder of the family holds it: the box of each Hugging Face tensor in it."""
+
+    shape: tuple[int, ...]
+    parts: dict[str, Box]
+
+
+def file_form(spec: ModelSpec) -> dict[str, FileTensor]:
+    """What a saved folder holds: one tensor per expert, except in a family that knows only stacks.
+
+    Prediction layers repeat the embedding and the head.
+    """
+    shapes = hf_shapes(spec)
+    form = {
+        name: FileTensor(shape, {name: tuple(map(range, shape))}) for name, shape in shapes.items()
+    }
+    for name, (shape, boxes) in stacked_forms(spec).items() if transposed_stacks(spec) else ():
+        form = {other: tensor for other, tensor in form.items() if other not in boxes}
+        form[name] = FileTensor(shape, boxes)
+    copies = mtp_copies(spec)
+    return form | {copy: form[name] for copy, name in copies.items() if name in form}
+
+
+def assemble(tensor: FileTensor, dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
+    """The content of a file's tensor from whole Hugging Face tensors."""
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    for name, box in tensor.parts.items():
+        value = read(name)
+        # only families with transposed stacks are written stacked
+        whole[at(box)] = value.T if len(box) == 3 else value
+    return whole
 
 
 @torch.no_grad()
@@ -178,11 +288,29 @@ def load_hf(params: Mapping[str, Tensor], tiles: Named, folder: HfFolder) -> Non
     """
     check_covers(tiles, {name: tuple(param.shape) for name, param in params.items()})
     for name, local in tiles.items():
-        param = params[name]
-        for tile in local.tiles:
-            param[at(tile.box)] = folder.read(tile.hf, tile.hf_box).to(param.device, param.dtype)
-        if local.pad_rows:
-            param[-local.pad_rows :] = 0
+        fill(params[name], local, folder)
+
+
+def fill(tensor: Tensor, local: Local, source: TensorSource) -> None:
+    """Write all of one local tensor, cast to its dtype; padding rows become 0.
+
+    Peak memory beyond the tensor: FILL_BYTES of float32 and what the source maps.
+    """
+    for tile in local.tiles:
+        for hf_box, box in _bands(tile):
+            tensor[at(box)] = source.read(tile.hf, hf_box).to(tensor.device)
+    if local.pad_rows:
+        tensor[-local.pad_rows :] = 0
+
+
+def _bands(tile: Tile) -> Iterator[tuple[Box, Box]]:
+    """(hf box, local box) of consecutive bands of the tile's rows."""
+    rows, *rest = tile.hf_box
+    lead, local_rows = len(tile.box) - len(tile.hf_box), tile.box[-len(tile.hf_box)]
+    step = max(1, FILL_BYTES * len(rows) // (4 * max(1, num_elements(tile.hf_box))))
+    for first in range(0, len(rows), step):
+        band = slice(first, first + step)
+        yield (rows[band], *rest), (*tile.box[:lead], local_rows[band], *tile.box[lead + 1 :])
 
 
 class HfGather:
@@ -299,26 +427,37 @@ def save_hf(
     Raises ModelError when a tensor is missing, unknown or of another shape.
     """
     target, source = Path(folder).absolute(), Path(source_model_path)
-    config = _read_json(source / "config.json")
-    _check_tensors(tensors, config, source)
-    config = _with_dtype(config, tensors)
+    config = read_json(source / "config.json")
+    spec = _check_tensors(tensors, config, source)
+    config = with_dtype(config, (tensor.dtype for tensor in tensors.values()))
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.new-{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
-    for pattern in TOKENIZER_FILES:
-        for path in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(path, fresh / path.name)
-    _write_json(fresh / "config.json", config)
-    _write_shards(fresh, tensors, max_shard_bytes)
+    copy_tokenizer(source, fresh)
+    write_json(fresh / "config.json", config)
+    _write_shards(fresh, _in_file_form(tensors, spec), max_shard_bytes)
     for path in (*fresh.iterdir(), fresh):
-        _flush(path)
-    _replace(target, fresh)
+        flush(path)
+    replace_folder(target, fresh)
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path) -> None:
+def _in_file_form(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Tensors as the family's folders hold them; what is not stacked is not copied."""
+    return {
+        name: tensors[name]
+        if name in tensors
+        else assemble(form, tensors[next(iter(form.parts))].dtype, tensors.__getitem__)
+        for name, form in file_form(spec).items()
+    }
+
+
+def _check_tensors(
+    tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path
+) -> ModelSpec:
     try:
-        want = hf_shapes(model_spec(config))
+        spec = model_spec(config)
+        want = hf_shapes(spec)
     except LayoutError as error:
         raise ModelError(f"{source}: {error}") from error
     for name in want.keys() ^ tensors.keys():
@@ -327,56 +466,74 @@ def _check_tensors(tensors: Mapping[str, Tensor], config: dict[str, Any], source
     for name, shape in want.items():
         if tuple(tensors[name].shape) != shape:
             raise ModelError(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
+    return spec
 
 
-def _with_dtype(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def with_dtype(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
     """transformers loads in the dtype the config names, whatever the files hold."""
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     # with several, the widest: a float32 router must not be rounded by the loader
-    dtype = "float32" if "float32" in dtypes else min(dtypes)
+    dtype = "float32" if "float32" in names else min(names)
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    return config | dict.fromkeys(keys, dtype)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    return plain | dict.fromkeys(keys, dtype)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what a model folder holds beside config and weights."""
+    for pattern in TOKENIZER_FILES:
+        for path in filter(Path.is_file, source.glob(pattern)):
+            shutil.copyfile(path, target / path.name)
+
+
+def shard_names(nbytes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """File name -> the tensors it holds, in order; at most max_bytes unless a tensor is larger."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in nbytes.items():
+        if shards[-1] and used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors": names
+        for i, names in enumerate(shards, start=1)
+    }
+
+
+def write_index(folder: Path, shards: Mapping[str, Iterable[str]], total_bytes: int) -> None:
+    """The index of several shards; one shard needs none."""
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_json(folder / INDEX_FILE, index)
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    used = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and used + tensor.nbytes > max_bytes:
-            shards.append({})
-            used = 0
-        shards[-1][name] = tensor
-        used += tensor.nbytes
-    if len(shards) == 1:
-        _save_shard(shards[0], folder / SINGLE_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, start=1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _save_shard(shard, folder / file)
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(folder / INDEX_FILE, index)
+    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    shards = shard_names(nbytes, max_bytes)
+    for file, names in shards.items():
+        ready = {name: tensors[name].detach().cpu().contiguous() for name in names}
+        save_file(ready, folder / file, metadata={"format": "pt"})  # transformers asks for it
+    write_index(folder, shards, sum(nbytes.values()))
 
 
-def _save_shard(shard: Mapping[str, Tensor], path: Path) -> None:
-    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
-    save_file(ready, path, metadata={"format": "pt"})  # transformers asks for the format
-
-
-def _replace(target: Path, fresh: Path) -> None:
+def replace_folder(target: Path, fresh: Path) -> None:
     """Put `fresh` in the place of `target`; a crash in between leaves both under hidden names."""
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
     fresh.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -384,7 +541,13 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype a config names; bfloat16 where it names none that weights can have."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
+
+
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -394,7 +557,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,80 @@
+"""Safetensors files of one folder, mapped while they are read and let go after a budget of bytes.
+
+A mapped page counts as resident memory until it is unmapped, so a process that walks through a
+large model would seem to hold all of it.  Here the mappings are dropped, and made again on demand,
+whenever `budget_bytes` have been touched.  Rejected: reading with pread (a column cut becomes one
+system call per row) and `madvise` (safetensors owns the mapping).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moerl.errors import ModelError
+from moerl.layout import Box
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+}
+
+
+class MappedFiles:
+    """The safetensors files below one folder, by file name."""
+
+    def __init__(self, folder: Path, budget_bytes: int = 128 * 2**20) -> None:
+        self._folder, self._budget, self._touched = folder, budget_bytes, 0
+        self._open: dict[str, Any] = {}
+
+    def names(self, file: str) -> tuple[str, ...]:
+        return tuple(self._handle(file).keys())
+
+    def shape(self, file: str, tensor: str) -> tuple[int, ...]:
+        return tuple(self._slice(file, tensor).get_shape())
+
+    def dtype(self, file: str, tensor: str) -> str:
+        """The dtype as the file spells it, e.g. BF16."""
+        return str(self._slice(file, tensor).get_dtype())
+
+    def read(self, file: str, tensor: str, box: Box) -> Tensor:
+        """A box of a tensor in the file's dtype, valid as long as it is referenced.
+
+        Raises ModelError for a missing, truncated or foreign file and for an unknown tensor.
+        """
+        part = self._slice(file, tensor)
+        *rows, last = part.get_shape() or (1,)
+        # a column cut touches whole rows: pages are larger than most of them
+        self._touched += math.prod(map(len, box[: len(rows)])) * last * 4
+        value: Tensor = part[tuple(slice(r.start, r.stop) for r in box)]
+        if self._touched > self._budget:
+            self._open.clear()
+            self._touched = 0
+        if any(r.step > 1 for r in box):  # safetensors slices have no step
+            value = value[tuple(slice(None, None, r.step) for r in box)]
+        return value
+
+    def _slice(self, file: str, tensor: str) -> Any:
+        try:
+            return self._handle(file).get_slice(tensor)
+        except SafetensorError as error:
+            raise ModelError(f"{self._folder / file}: has no tensor {tensor}") from error
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self._folder / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"{self._folder / file}: missing, truncated or not safetensors: {error}"
+                ) from error
+        return self._open[file]
