@@ -6,6 +6,7 @@ tables do not describe exactly.
 """
 
 from moerl.layout.placement import (
+    SGLANG_SHARES_HEAD,
     Coords,
     Flavor,
     ParallelLayout,
@@ -40,6 +41,7 @@ from moerl.layout.tiles import Box, Local, Named, Op, Tile, at, check_covers, jo
 
 __all__ = [
     "FAMILIES",
+    "SGLANG_SHARES_HEAD",
     "Box",
     "Coords",
     "Flavor",

@@ -34,6 +34,8 @@ MEGATRON_VERSION = "0.16.1"
 """The release whose names are the default of `megatron_tiles`."""
 
 SGLANG_VOCAB_MULTIPLE = 64
+SGLANG_SHARES_HEAD = ("deepseek_v2", "deepseek_v3", "qwen3", "llama")
+"""Families whose SGLang class uses the embedding as a tied head; others allocate a second one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,37 +348,59 @@ def _te_place(place: Place) -> Place:
     return Place(place.first, layers, place.last, place.tp, place.etp, place.ep, place.vocab_rows)
 
 
-def sglang_tiles(spec: ModelSpec, tp: int, rank: int, ep: int = 1) -> Named:
-    """Tensors of one engine rank: attention cut over tp, experts over ep and then tp / ep.
+def sglang_tiles(spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1) -> Named:
+    """Tensors of one engine rank: attention and embedding cut over tp / dp, dense layers, shared
+    experts and head over tp, experts over ep and then tp / ep.
 
-    Covers the canonical layout of unquantised weights; a runner that repacks experts after loading
-    must restore it first.  The vocabulary is padded to 64, or 64 * tp where that does not divide.
-    Prediction layers belong to another model there and are left out.
+    dp: ranks of data-parallel attention.  Covers the canonical layout of unquantised weights; a
+    runner that repacks experts after loading must restore it first.  Prediction layers belong to
+    another model there and are left out.
     Source: sglang 0.5.23, srt/layers/vocab_parallel_embedding.py, srt/models,
-    srt/distributed/parallel_state.py (expert ranks: the outer part of the tp rank).
+    srt/runtime_context.py (the inner ranks of tp cut attention, the outer ones hold experts).
     """
     if not 0 <= rank < tp:
         raise LayoutError(f"rank {rank} is not in 0..{tp - 1}")
-    if tp % ep:
-        raise LayoutError(f"engine ep = {ep} does not divide tp = {tp}")
-    padded = -(-spec.vocab_size // SGLANG_VOCAB_MULTIPLE) * SGLANG_VOCAB_MULTIPLE
-    if padded % tp:
-        multiple = SGLANG_VOCAB_MULTIPLE * tp
-        padded = -(-spec.vocab_size // multiple) * multiple
-    layers = (
-        Layer(n, f"model.layers.{n}.", tuple(r for part in _parts(spec, n) for r in part.sglang))
-        for n in range(spec.layers)
-    )
-    place = Place(
+    if tp % ep or tp % dp:
+        raise LayoutError(f"engine ep = {ep} and dp = {dp} must divide tp = {tp}")
+    moe_tp, attention_tp = tp // ep, tp // dp
+    attention = Place(
         first=FIRST.sglang,
-        layers=tuple(layers),
-        last=_untie(LAST.sglang, spec, shared=False),
-        tp=Shard(rank, tp),
-        etp=Shard(rank % (tp // ep), tp // ep),
-        ep=Shard(rank // (tp // ep), ep),
-        vocab_rows=padded,
+        layers=_sglang_layers(spec, attention=True),
+        last=(),
+        tp=Shard(rank % attention_tp, attention_tp),
+        etp=Shard(0, 1),
+        ep=Shard(0, 1),
+        vocab_rows=_sglang_vocab(spec, attention_tp),
     )
-    return expand(spec, _hf_shapes(spec), place)
+    feed_forward = Place(
+        first=(),
+        layers=_sglang_layers(spec, attention=False),
+        last=_untie(LAST.sglang, spec, shared=spec.family in SGLANG_SHARES_HEAD),
+        tp=Shard(rank, tp),
+        etp=Shard(rank % moe_tp, moe_tp),
+        ep=Shard(rank // moe_tp, ep),
+        vocab_rows=_sglang_vocab(spec, tp),
+    )
+    shapes = _hf_shapes(spec)
+    return expand(spec, shapes, attention) | expand(spec, shapes, feed_forward)
+
+
+def _sglang_layers(spec: ModelSpec, *, attention: bool) -> tuple[Layer, ...]:
+    """Every layer with the rules of its attention and norms, or of what follows them."""
+    every = FAMILY_TABLES[spec.family].every
+    layers = []
+    for number in range(spec.layers):
+        parts = [part for part in _parts(spec, number) if (part in every) == attention]
+        rules = tuple(rule for part in parts for rule in part.sglang)
+        layers.append(Layer(number, f"model.layers.{number}.", rules))
+    return tuple(layers)
+
+
+def _sglang_vocab(spec: ModelSpec, ranks: int) -> int:
+    """Vocabulary rows: padded to 64, or to 64 * ranks where that does not divide."""
+    padded = -(-spec.vocab_size // SGLANG_VOCAB_MULTIPLE) * SGLANG_VOCAB_MULTIPLE
+    multiple = SGLANG_VOCAB_MULTIPLE * ranks
+    return padded if padded % ranks == 0 else -(-spec.vocab_size // multiple) * multiple
 
 
 def _parts(spec: ModelSpec, layer: int, with_mtp: bool = True) -> Iterator[Part]:

@@ -1,0 +1,354 @@
+"""What SGLang itself puts into every parameter of every rank: the oracle of the engine's layout.
+
+Run as a program it writes, per model, a random checkpoint made from a transformers config, and per
+layout and rank the parameters of SGLang's own model class after its own `load_weights` and
+post-load hooks.  Every parameter is NaN before loading, so what the loader leaves alone shows.
+
+One process plays all ranks, one after another: torch's fake process group answers for the others,
+which is enough because loading never communicates.  Rejected: gloo processes (20 s of imports for
+each rank; a rank takes 20 ms here).
+
+    FOLDER/MODEL/                           config.json, model.safetensors
+    FOLDER/loaded/CASE.RANK.safetensors     of CASES
+    FOLDER/loaded/VARIANT.safetensors       of VARIANTS, one rank
+    FOLDER/refused.json                     of REFUSED_CASES: the error of each
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 130,  # padded to 192: the last rank of tp 4 holds padding only
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # fewer than tp 4
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+_MOE = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "yarn",  # SGLang has no other rotary embedding for this family on a CPU
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+_V2 = _MLA | {"n_shared_experts": 2, "scoring_func": "softmax"}
+_GLM: dict[str, Any] = {
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "attention_bias": True,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 8}),
+    "qwen2_moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 24}),
+    "mixtral": (
+        "MixtralConfig",
+        {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {
+            "num_key_value_heads": 8,
+            "intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "eos_token_id": 1,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        _V2 | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        _V2 | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _MLA
+        | {
+            "num_nextn_predict_layers": 0,
+            "n_shared_experts": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek_v3_mtp": ("DeepseekV3Config", {}),  # set below
+    "glm4_moe": ("Glm4MoeConfig", _GLM | {"use_qk_norm": True}),
+    "glm4_moe_air": ("Glm4MoeConfig", _GLM | {"use_qk_norm": False}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 8, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3": ("Qwen3Config", {"intermediate_size": 48, "head_dim": 8}),
+    "llama": ("LlamaConfig", {"intermediate_size": 48}),
+}
+MODELS["deepseek_v3_mtp"] = (
+    "DeepseekV3Config",
+    MODELS["deepseek_v3"][1] | {"num_nextn_predict_layers": 1},
+)
+
+_DENSE = _MOE | {"intermediate_size": 48}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe_dense_layer": ("Qwen3MoeConfig", _DENSE | {"mlp_only_layers": [0]}),
+    "qwen2_moe_sparse_step": ("Qwen2MoeConfig", _DENSE | {"decoder_sparse_step": 2}),
+    **{
+        f"{name}.tied": (config, change | {"tie_word_embeddings": True})
+        for name, (config, change) in MODELS.items()
+        if name != "deepseek_v3_mtp"  # refused by moerl.layout: its layers repeat the head
+    },
+}
+"""Models that load without an error; for some of them SGLang leaves parameters unfilled."""
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe_gqa": ("OlmoeConfig", MODELS["olmoe"][1] | {"num_key_value_heads": 2}),
+    "deepseek_v3_plain_rope": (
+        "DeepseekV3Config",
+        {key: value for key, value in MODELS["deepseek_v3"][1].items() if key[:4] != "rope"},
+    ),
+}
+"""Variants that SGLang 0.5.23 does not load on a CPU; REFUSED_CASES adds layouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model under one engine layout."""
+
+    model: str
+    tp: int
+    ep: int = 1
+    dp: int = 1  # data-parallel attention: attention is cut over tp / dp
+
+    def __str__(self) -> str:
+        more = [f"{axis}{size}" for axis, size in (("ep", self.ep), ("dp", self.dp)) if size > 1]
+        return "-".join([self.model, f"tp{self.tp}", *more])
+
+    @property
+    def server_args(self) -> dict[str, Any]:
+        # gpt-oss is refused under torch_native attention before any module exists; no attention
+        # runs here, so naming another backend changes nothing but that refusal.
+        attention = "triton" if self.model == "gpt_oss" else "torch_native"
+        return {
+            "tp_size": self.tp,
+            "ep_size": self.ep,
+            "dp_size": self.dp,
+            "enable_dp_attention": self.dp > 1,
+            "attention_backend": attention,
+        }
+
+
+CASES = (
+    *(Case(model, tp) for model in MODELS for tp in (1, 2, 4)),
+    Case("llama", 8),
+    Case("qwen3_moe", 2, ep=2),
+    Case("qwen3_moe", 4, ep=2),
+    Case("qwen3_moe", 4, dp=2),
+    Case("qwen3_moe", 4, ep=4, dp=4),
+    Case("deepseek_v3", 4, ep=4),
+    Case("deepseek_v3", 4, ep=2, dp=2),
+)
+
+REFUSED_CASES = {
+    **{name: Case(name, 1).server_args for name in REFUSED},
+    "gpt_oss_ep": Case("gpt_oss", 2, ep=2).server_args,
+    "gpt_oss_torch_native": Case("gpt_oss", 1).server_args | {"attention_backend": "torch_native"},
+}
+
+
+def write_model(folder: Path, transformers_config: str, change: dict[str, Any]) -> None:
+    """A random checkpoint in the form that transformers writes, every tensor drawn anew.
+
+    The expert bias is fp32 as in released files; transformers keeps that for some families only.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    config = getattr(transformers, transformers_config)(**_BASE | change)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(len(folder.name))
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if change.get("num_nextn_predict_layers"):
+        tensors |= _prediction_layer(tensors)
+    for name, tensor in tensors.items():
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else tensor.dtype
+        tensors[name] = torch.randn(tensor.shape, generator=generator).to(dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _prediction_layer(tensors: dict[str, Any]) -> dict[str, Any]:
+    """What released files add for one prediction layer; transformers has no such module."""
+    import torch
+
+    last, new = (f"model.layers.{_BASE['num_hidden_layers'] + i}." for i in (-1, 0))
+    embed, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
+    layer = {new + n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+    return layer | {
+        f"{new}enorm.weight": norm,
+        f"{new}hnorm.weight": norm,
+        f"{new}eh_proj.weight": torch.cat([embed[:32], embed[:32]], dim=1),
+        f"{new}shared_head.norm.weight": norm,
+        f"{new}shared_head.head.weight": embed,
+        f"{new}embed_tokens.weight": embed,
+    }
+
+
+def load(folder: Path, args: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Parameters of SGLang's model on one rank, after its loader and its post-load hooks."""
+    import torch
+    from safetensors.torch import load_file
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.bootstrap import init_layer_runtime
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.model_loader.loader import DefaultModelLoader, _initialize_model
+    from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, spawn_world_rank
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        sampling_backend="pytorch",
+        skip_tokenizer_init=True,
+        max_total_tokens=64,
+        mem_fraction_static=0.2,
+        **args,
+    )
+    server_args.resolve_once()
+    world_rank = spawn_world_rank(server_args, tp_rank=rank, pp_rank=0)
+    try:
+        publish(
+            server_args,
+            role="scheduler",
+            ranks=SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0),
+        )
+        model_config = ModelConfig.from_server_args(server_args)
+        initialize_moe_config()
+        _fake_groups(rank, server_args.tp_size)
+        initialize_dp_attention(server_args)
+        init_layer_runtime(model_config=model_config)
+        torch.set_default_dtype(model_config.dtype)
+        model = _initialize_model(model_config, LoadConfig())
+        torch.set_default_dtype(torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        weights = load_file(folder / "model.safetensors")
+        DefaultModelLoader.load_weights_and_postprocess(
+            model, iter(weights.items()), torch.device("cpu")
+        )
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _close_groups()
+        reset_context()
+
+
+def _fake_groups(rank: int, size: int) -> None:
+    import torch.distributed as dist
+    from sglang.srt.distributed import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    sys.excepthook = hook  # torch wraps it anew for every rank, and a traceback becomes unreadable
+    real = dist.new_group
+
+    def fake(ranks: list[int], **_options: object) -> Any:
+        return real(ranks, backend="fake")
+
+    dist.new_group = fake  # SGLang asks for gloo groups too, and those would wait for their peers
+    try:
+        parallel_state.init_distributed_environment(
+            backend="fake", world_size=size, rank=rank, local_rank=0
+        )
+        parallel_state.initialize_model_parallel()
+    finally:
+        dist.new_group = real
+
+
+def _close_groups() -> None:
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+def main(folder: Path) -> None:
+    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
+    from moerl.engine import shim
+
+    shim.arm()
+    from safetensors.torch import save_file
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    (folder / "loaded").mkdir()
+    for name, (config, change) in (MODELS | VARIANTS | REFUSED).items():
+        write_model(folder / name, config, change)
+    for case in CASES:
+        for rank in range(case.tp):
+            loaded = load(folder / case.model, case.server_args, rank)
+            save_file(loaded, folder / "loaded" / f"{case}.{rank}.safetensors")
+    for name in VARIANTS:
+        loaded = load(folder / name, Case(name.removesuffix(".tied"), 1).server_args, 0)
+        save_file(loaded, folder / "loaded" / f"{name}.safetensors")
+    refused = {
+        name: error(folder / (name if name in REFUSED else "gpt_oss"), args)
+        for name, args in REFUSED_CASES.items()
+    }
+    (folder / "refused.json").write_text(json.dumps(refused))
+
+
+def error(model: Path, args: dict[str, Any]) -> str:
+    """Why SGLang does not load a model; empty when it does."""
+    try:
+        load(model, args, 0)
+    except Exception as problem:
+        where = traceback.extract_tb(problem.__traceback__)[-1].name
+        return f"{type(problem).__name__} in {where}: {problem}"
+    return ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

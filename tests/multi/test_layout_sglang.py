@@ -1,0 +1,259 @@
+"""The engine's layout against SGLang's own `load_weights`, tensor by tensor, bit by bit.
+
+`sglang_oracle.py` runs SGLang once, in one process, for all models and layouts below; every test
+then compares what `sglang_tiles` says with what it wrote.  Nothing of the layout is used to make
+the expectation, so a table that is wrong in a self-consistent way (a k/v swap) is seen here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sglang_oracle import CASES, REFUSED_CASES, VARIANTS, Case
+
+from moerl.engine.layout import check_model
+from moerl.errors import ConfigError, LayoutError
+from moerl.layout import (
+    FAMILIES,
+    SGLANG_SHARES_HEAD,
+    Named,
+    at,
+    check_covers,
+    each,
+    flat,
+    model_spec,
+    placement,
+    sglang_tiles,
+)
+from moerl.layout.rules import Part, Rule
+
+Tensors = dict[str, torch.Tensor]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sglang")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("sglang_oracle.py")), str(folder)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return folder
+
+
+def config_of(folder: Path) -> dict[str, object]:
+    config: dict[str, object] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def checkpoint(folder: Path) -> Tensors:
+    """The file's tensors, one expert per tensor and rows first, as the layout counts them.
+
+    gpt-oss files stack experts: weights as [E, in, out], biases as [E, out].
+    """
+    tensors: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        prefix, experts, kind = name.partition(".experts.")
+        if not experts or kind[0].isdigit():
+            tensors[name] = tensor
+            continue
+        for expert, value in enumerate(tensor):
+            tensors[f"{prefix}.experts.{expert}.{kind}"] = value.T if value.dim() == 2 else value
+    return tensors
+
+
+def by_tiles(named: Named, hf: Tensors, dtype: torch.dtype) -> Tensors:
+    """Content of a rank by its tiles; what neither a tile nor padding writes stays NaN."""
+    out: Tensors = {}
+    for name, local in named.items():
+        kept = getattr(torch, local.dtype) if local.dtype else dtype
+        tensor = torch.full(local.shape, float("nan"), dtype=kept)
+        for tile in local.tiles:
+            tensor[at(tile.box)] = hf[tile.hf][at(tile.hf_box)].to(kept)
+        if local.pad_rows:
+            tensor[-local.pad_rows :] = 0
+        out[name] = tensor
+    return out
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check(oracle: Path, case: Case) -> None:
+    """Every parameter of every rank.  Raises LayoutError, or AssertionError naming tensors."""
+    folder = oracle / case.model
+    spec, hf = model_spec(config_of(folder)), checkpoint(folder)
+    for rank in range(case.tp):
+        live = load_file(oracle / "loaded" / f"{case}.{rank}.safetensors")
+        named = placement.sglang_tiles(spec, case.tp, rank, case.ep, case.dp)
+        check_covers(named, {name: tuple(value.shape) for name, value in live.items()})
+        want = by_tiles(named, hf, torch.bfloat16)
+        wrong = [name for name in live if not same_bits(want[name], live[name])]
+        assert not wrong, f"{case} rank {rank}: {', '.join(wrong)} not as SGLang loads them"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_are_what_sglang_loads(oracle: Path, case: Case) -> None:
+    check(oracle, case)
+
+
+def test_every_family_is_compared_at_three_sizes() -> None:
+    plain = {(case.model, case.tp) for case in CASES if case.ep == case.dp == 1}
+    assert {(family, tp) for family in FAMILIES for tp in (1, 2, 4)} <= plain
+
+
+def test_what_sglang_does_not_load_here(oracle: Path) -> None:
+    """Not our refusals but SGLang's own, so that a release that lifts one is noticed."""
+    refused = json.loads((oracle / "refused.json").read_text())
+    assert refused.keys() == REFUSED_CASES.keys()
+    starts = {
+        # its k norm is built with the query's size
+        "olmoe_gqa": "AssertionError in default_weight_loader: Attempted to load weight "
+        "(torch.Size([8])) into parameter (torch.Size([32]))",
+        # the CPU has rotary embeddings of kind deepseek_yarn only
+        "deepseek_v3_plain_rope": "AssertionError in get_rope_cpu: ",
+        # the loader of stacked bf16 experts does not cut them over EP
+        "gpt_oss_ep": "RuntimeError in _load_w2: The size of tensor a (2) must match",
+        # needs attention sinks
+        "gpt_oss_torch_native": "AssertionError in handle_model_specific_adjustments: "
+        "GptOssForCausalLM requires one of ['triton'",
+    }
+    for name, start in starts.items():
+        assert refused[name].startswith(start), f"{name}: {refused[name]}"
+    assert starts.keys() == refused.keys()
+
+
+# --- models that load without an error -----------------------------------------------------------
+@pytest.mark.parametrize("model", VARIANTS)
+def test_a_variant_is_loaded_whole_or_refused(oracle: Path, model: str) -> None:
+    """Tied heads and dense layers: refused exactly where SGLang leaves parameters unfilled."""
+    config = config_of(oracle / model)
+    live = load_file(oracle / "loaded" / f"{model}.safetensors")
+    unfilled = [name for name, value in live.items() if value.isnan().any()]
+    if unfilled:
+        with pytest.raises(ConfigError, match=r"unfilled") as refusal:
+            check_model(config)
+        tied = refusal.value.field == "tie_word_embeddings"
+        assert unfilled == ["lm_head.weight"] if tied else all(".mlp." in n for n in unfilled)
+        return
+    check_model(config)
+    named = sglang_tiles(model_spec(config), 1, 0)
+    check_covers(named, {name: tuple(value.shape) for name, value in live.items()})
+    want = by_tiles(named, checkpoint(oracle / model), torch.bfloat16)
+    assert [name for name in live if not same_bits(want[name], live[name])] == []
+
+
+def test_variants_of_both_kinds_exist(oracle: Path) -> None:
+    heads = {name: config_of(oracle / name)["model_type"] for name in VARIANTS if ".tied" in name}
+    shared = {family for family in heads.values() if family in SGLANG_SHARES_HEAD}
+    assert shared == set(SGLANG_SHARES_HEAD)
+    assert set(heads.values()) == set(FAMILIES)
+
+
+# --- negative controls ---------------------------------------------------------------------------
+def break_rule(
+    monkeypatch: pytest.MonkeyPatch, family: str, local: str, change: Rule | None
+) -> None:
+    """Replace (or, with None, remove) the SGLang rule of one tensor."""
+    table = placement.FAMILY_TABLES[family]
+
+    def broken(part: Part) -> Part:
+        rules = tuple(change if rule.local.endswith(local) else rule for rule in part.sglang)
+        return replace(part, sglang=tuple(rule for rule in rules if rule is not None))
+
+    kinds = {kind: tuple(map(broken, getattr(table, kind))) for kind in ("every", "moe", "dense")}
+    changed = replace(table, **kinds)
+    assert changed != table
+    monkeypatch.setitem(placement.FAMILY_TABLES, family, changed)
+
+
+def rule_of(family: str, local: str) -> Rule:
+    table = placement.FAMILY_TABLES[family]
+    parts = (*table.every, *table.moe, *table.dense)
+    return next(r for part in parts for r in part.sglang if r.local.endswith(local))
+
+
+MUTATIONS = {
+    "k and v swapped": ("qkv_proj.weight", lambda r: replace(r, hf=(r.hf[0], r.hf[2], r.hf[1]))),
+    "gate and up swapped": ("w13_weight", lambda r: replace(r, hf=r.hf[::-1])),
+    "a flat slice of gate and up": ("w13_weight", lambda r: replace(r, cut=flat)),
+    "a flat slice of q, k, v": ("qkv_proj.weight", lambda r: replace(r, cut=flat)),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_rule_of_the_right_shape_is_seen(
+    oracle: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    local, change = MUTATIONS[name]
+    break_rule(monkeypatch, "qwen3_moe", local, change(rule_of("qwen3_moe", local)))
+    with pytest.raises(AssertionError, match=rf"rank 0: .*{local}.* not as SGLang loads them"):
+        check(oracle, Case("qwen3_moe", 2))
+
+
+def test_rows_instead_of_columns_are_seen(oracle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = rule_of("qwen3_moe", "w2_weight")
+    break_rule(monkeypatch, "qwen3_moe", rule.local, replace(rule, cut=each))
+    with pytest.raises(LayoutError, match=r"w2_weight: live shape"):
+        check(oracle, Case("qwen3_moe", 2))
+
+
+def test_a_missing_rule_is_named(oracle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_rule(monkeypatch, "qwen3_moe", "q_norm.weight", None)
+    with pytest.raises(LayoutError, match=r"self_attn.q_norm.weight: no layout rule"):
+        check(oracle, Case("qwen3_moe", 1))
+
+
+def test_a_misspelt_name_is_named(oracle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = rule_of("qwen3_moe", "gate.weight")
+    break_rule(monkeypatch, "qwen3_moe", "gate.weight", replace(rule, local="mlp.gaet.weight"))
+    with pytest.raises(LayoutError, match=r"mlp.gate.weight: no layout rule"):
+        check(oracle, Case("qwen3_moe", 1))
+
+
+def test_a_wrong_dtype_is_seen(oracle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = rule_of("glm4_moe", "mlp.gate.weight")
+    break_rule(monkeypatch, "glm4_moe", "mlp.gate.weight", replace(rule, dtype=""))
+    with pytest.raises(AssertionError, match=r"mlp.gate.weight not as SGLang loads them"):
+        check(oracle, Case("glm4_moe", 1))
+
+
+@pytest.mark.parametrize("case", [Case("qwen3_moe", 2), Case("qwen3_moe", 4, ep=2)], ids=str)
+def test_experts_off_by_one_are_seen(
+    oracle: Path, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """A permutation of experts: every shape and every round trip stays right."""
+    original = placement.expand
+
+    def shifted(*args: object) -> Named:
+        def move(name: str) -> str:
+            head, experts, tail = name.partition(".experts.")
+            if not experts:
+                return name
+            expert, rest = tail.split(".", 1)
+            return f"{head}.experts.{(int(expert) + 1) % 4}.{rest}"
+
+        return {
+            name: replace(local, tiles=tuple(t._replace(hf=move(t.hf)) for t in local.tiles))
+            for name, local in original(*args).items()
+        }
+
+    monkeypatch.setattr(placement, "expand", shifted)
+    with pytest.raises(AssertionError, match=r"w13_weight, .*w2_weight.* not as SGLang loads them"):
+        check(oracle, case)
