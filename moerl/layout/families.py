@@ -232,6 +232,7 @@ SHARED_GATE = Part(
     {_SHARED_GATE: ("one", "hidden")},
     (Rule("mlp.shared_experts.gate_weight", (_SHARED_GATE,)),),
     (Rule(_SHARED_GATE, (_SHARED_GATE,)),),
+    when="shared_gate",
 )
 
 

@@ -52,6 +52,7 @@ class ModelSpec:
     # --- layer kinds and attention ---
     ffn: int = 0  # inner width of a dense layer; 0 = there is none
     shared_ffn: int = 0  # inner width of all shared experts together; 0 = none
+    shared_gate: bool = False  # their output is scaled by a sigmoid of the hidden state
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # one weight of head_dim for all heads
@@ -219,6 +220,7 @@ def _qwen2_moe(config: Config) -> dict[str, Any]:
         "qk_norm": False,
         "qkv_bias": bool(config.get("qkv_bias", True)),
         "shared_ffn": _size(config, "shared_expert_intermediate_size"),
+        "shared_gate": True,
     }
 
 

@@ -35,7 +35,7 @@ from moerl.trace import Tracer
 from moerl.trainer import checkpoint
 from moerl.trainer.client import ControllerClient
 from moerl.trainer.hf_weights import HfFolder, HfGather, load_hf, save_hf
-from moerl.trainer.model import build, layout_of
+from moerl.trainer.model import build, layout_of, live_tensors
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.step import Learner
 from moerl.types import BatchPlan, PolicyVersion
@@ -88,10 +88,10 @@ class Gang:
             parallel,
             with_replay=config.replay.routing != "off",
         )
-        load_hf(dict(self.model.gpt.named_parameters()), self.model.tiles, self.source)
+        load_hf(live_tensors(self.model.gpt), self.model.tiles, self.source)
         self.learner = Learner(self.model, parallel, config, post.blobs)
         self.gather = HfGather(
-            lambda: dict(self.model.gpt.named_parameters()),
+            lambda: live_tensors(self.model.gpt),
             self.source.spec,
             layout_of(parallel.sizes),
             parallel.rank,

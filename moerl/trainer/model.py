@@ -1,5 +1,6 @@
-"""A Megatron-core GPT/MoE model from a Hugging Face config.
+"""A Megatron-core GPT/MoE model from a Hugging Face config, for every family of `moerl.layout`.
 
+What the installed megatron-core cannot express is refused in one sentence (`check_family`).
 Every field of TransformerConfig is reachable through `trainer.megatron`, except those that follow
 from the model, the parallel layout, the precision or the platform (they would contradict the
 checkpoint or the process groups) and those that break replay or the plain-sum loss.  A field the
@@ -15,15 +16,17 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.layout import Named, ParallelLayout, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
+from moerl.trainer.family_modules import adapt
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.platform import Platform
 from moerl.trainer.replay import RouteReplay, attach
@@ -76,23 +79,16 @@ def build(
     with_replay: bool,
 ) -> Model:
     """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError."""
+    check_family(spec, trainer.parallel)
     config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
     use_te = parallel.platform.name == "cuda"
-    vocab = padded_vocab(spec, parallel.tp_size)
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            config, use_transformer_engine=use_te, normalization="RMSNorm"
-        ),
-        vocab_size=vocab,
-        max_sequence_length=spec.max_positions,
-        share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
-        parallel_output=True,
-    )
+    gpt = gpt_model(spec, config, use_te=use_te, tp=parallel.tp_size)
     gpt.to(parallel.device)
     half = trainer.dtype == "bf16"
+    module = Float16Module(config, gpt) if half else gpt
+    for router in gpt.modules():
+        if hasattr(router, "_maintain_float32_expert_bias"):  # Float16Module casts buffers, too
+            router._maintain_float32_expert_bias()
     replay = None
     if with_replay and spec.moe_layers:
         replay = attach(gpt, num_experts=spec.experts, top_k=spec.experts_per_token)
@@ -100,14 +96,74 @@ def build(
         spec=spec,
         config=config,
         gpt=gpt,
-        module=Float16Module(config, gpt) if half else gpt,
+        module=module,
         tiles=megatron_tiles(
             spec, layout_of(trainer.parallel), parallel.rank, "te" if use_te else "local"
         ),
         replay=replay,
-        vocab_start=vocab // parallel.tp_size * parallel.tp_rank,
+        vocab_start=padded_vocab(spec, parallel.tp_size) // parallel.tp_size * parallel.tp_rank,
         half=half,
     )
+
+
+def gpt_model(
+    spec: ModelSpec, config: TransformerConfig, *, use_te: bool, tp: int, **stage: Any
+) -> GPTModel:
+    """GPTModel of a spec.  stage: GPTModel's own pre_process, post_process, vp_stage."""
+    chunk = {key: value for key, value in stage.items() if key == "vp_stage"}
+    layers = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_te, normalization="RMSNorm", **chunk
+    )
+    for layer in layers.layer_specs:
+        adapt(layer, spec, on_cpu=not use_te)
+    if spec.yarn and not spec.kv_lora:
+        _set_yarn(config, spec)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=padded_vocab(spec, tp),
+        max_sequence_length=spec.max_positions,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="yarn" if spec.yarn and not spec.kv_lora else "rope",
+        rotary_percent=spec.rotary_percent,
+        rotary_base=spec.rope_theta,
+        parallel_output=True,
+        **stage,
+    )
+
+
+def live_tensors(gpt: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the layout describes: all parameters, and the buffers that are weights."""
+    bias = {name: t for name, t in gpt.named_buffers() if name.endswith(".expert_bias")}
+    return dict(gpt.named_parameters()) | bias
+
+
+def check_family(spec: ModelSpec, sizes: ParallelConfig) -> None:
+    """Raises ConfigError naming what megatron-core 0.16.1 lacks for this model.
+
+    Conversion needs none of it: the layout tables cover all of these.
+    """
+    group_top = spec.experts_per_token // spec.group_topk
+    lacks = (
+        (spec.mtp_layers, "multi-token-prediction layers are converted but not trained"),
+        (
+            spec.qk_norm_all_heads and sizes.tp > 1,
+            "a query/key norm over all heads cannot be cut; use trainer.parallel.tp = 1",
+        ),
+        (
+            spec.score == "sigmoid" and not spec.norm_topk_prob,
+            "megatron-core always divides sigmoid gate weights by their sum",
+        ),
+        (
+            spec.groups > 1 and group_top != {"max": 1, "top2": 2}[spec.group_score],
+            f"megatron-core rates a group of experts by its best {group_top} "
+            "(top-k / top groups), this model by "
+            + {"max": "1", "top2": "2"}.get(spec.group_score, "all"),
+        ),
+    )
+    for holds, reason in lacks:
+        if holds:
+            raise ConfigError("model.path", spec.family, reason)
 
 
 def wrap(model: Model, *, distributed_optimizer: bool) -> DistributedDataParallel:
@@ -142,8 +198,9 @@ def transformer_config(
         owned |= _cpu_fields()
     user = trainer.megatron
     check_megatron_fields(user, owned, with_replay=with_replay)
+    kind = MLATransformerConfig if spec.kv_lora else TransformerConfig
     try:
-        return TransformerConfig(**(_defaults(platform) | user | owned))
+        return kind(**(_defaults(platform) | user | owned))
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError("trainer.megatron", dict(user), f"megatron-core says: {error}") from error
 
@@ -152,8 +209,9 @@ def check_megatron_fields(
     user: Mapping[str, Any], owned: Mapping[str, Any], *, with_replay: bool
 ) -> None:
     """Refuse what cannot be set.  Raises ConfigError naming the field, its value and the reason."""
-    known = {field.name for field in fields(TransformerConfig) if field.init}
-    hints = get_type_hints(TransformerConfig)
+    kind = MLATransformerConfig if owned.get("multi_latent_attention") else TransformerConfig
+    known = {field.name for field in fields(kind) if field.init}
+    hints = get_type_hints(kind)
     for name, value in user.items():
         field = f"trainer.megatron.{name}"
         if name not in known:
@@ -194,29 +252,107 @@ def _check_type(field: str, value: object, hint: Any) -> None:
 
 
 def _model_fields(spec: ModelSpec) -> dict[str, Any]:
-    return {
+    fields = {
         "num_layers": spec.layers,
         "hidden_size": spec.hidden,
-        "ffn_hidden_size": spec.moe_ffn,
+        "ffn_hidden_size": spec.ffn or spec.moe_ffn,
         "num_attention_heads": spec.heads,
         "num_query_groups": spec.kv_heads,
         "kv_channels": spec.head_dim,
-        "num_moe_experts": spec.experts,
-        "moe_ffn_hidden_size": spec.moe_ffn,
-        "moe_router_topk": spec.experts_per_token,
-        "moe_layer_freq": [int(layer in spec.moe_layers) for layer in range(spec.layers)],
-        "moe_router_score_function": "softmax",
-        # softmax over all experts, not renormalised, is what norm_topk_prob=false means
-        "moe_router_pre_softmax": not spec.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.rms_eps,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
+        "qk_layernorm": spec.qk_norm or spec.qk_norm_all_heads or bool(spec.kv_lora),
+        "add_qkv_bias": spec.qkv_bias,
+        "add_bias_linear": spec.o_bias,  # gpt-oss has a bias in every linear layer
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "calculate_per_token_loss": True,
     }
+    if spec.experts:
+        fields |= _router_fields(spec)
+    if spec.kv_lora:
+        fields |= _latent_fields(spec)
+    if spec.sinks:
+        fields |= _gpt_oss_fields(spec)
+    return fields
+
+
+def _router_fields(spec: ModelSpec) -> dict[str, Any]:
+    fields = {
+        "num_moe_experts": spec.experts,
+        "moe_ffn_hidden_size": spec.moe_ffn,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_layer_freq": [int(layer in spec.moe_layers) for layer in range(spec.layers)],
+        "moe_router_score_function": spec.score,
+        "moe_router_pre_softmax": spec.pre_softmax,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_enable_expert_bias": spec.expert_bias,
+        "moe_router_bias_update_rate": 0.0,  # policies are trained at the balance they came with
+        "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
+        "moe_shared_expert_gate": spec.shared_gate,
+    }
+    if spec.groups > 1:
+        fields |= {
+            "moe_router_num_groups": spec.groups,
+            "moe_router_group_topk": spec.group_topk,
+        }
+    if spec.topk_scaling != 1.0:
+        fields["moe_router_topk_scaling_factor"] = spec.topk_scaling
+    return fields
+
+
+def _latent_fields(spec: ModelSpec) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": spec.q_lora or None,
+        "kv_lora_rank": spec.kv_lora,
+        "qk_head_dim": spec.qk_nope,
+        "qk_pos_emb_head_dim": spec.qk_rope,
+        "v_head_dim": spec.v_head,
+        "rotary_base": spec.rope_theta,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
+    if spec.yarn:
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": spec.yarn.factor,
+            "original_max_position_embeddings": spec.yarn.original_max_positions,
+            "beta_fast": spec.yarn.beta_fast,
+            "beta_slow": spec.yarn.beta_slow,
+            "mscale": spec.yarn.mscale,
+            "mscale_all_dim": spec.yarn.mscale_all_dim,
+        }
+    return fields
+
+
+def _gpt_oss_fields(spec: ModelSpec) -> dict[str, Any]:
+    """Sinks, a window on some layers, and a clamped GLU whose linear half is offset by one."""
+    return {
+        "softmax_type": "learnable",
+        "window_size": (spec.sliding_window - 1, 0),
+        "window_attn_skip_freq": [
+            int(layer in spec.sliding_layers) for layer in range(spec.layers)
+        ],
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+    }
+
+
+def _set_yarn(config: TransformerConfig, spec: ModelSpec) -> None:
+    """GPTModel reads these by name from a config that does not declare them (0.16.1)."""
+    assert spec.yarn is not None, "the caller asked whether there is one"
+    for name, value in {
+        "rotary_scaling_factor": spec.yarn.factor,
+        "original_max_position_embeddings": spec.yarn.original_max_positions,
+        "beta_fast": spec.yarn.beta_fast,
+        "beta_slow": spec.yarn.beta_slow,
+        "mscale": spec.yarn.mscale,
+        "mscale_all_dim": spec.yarn.mscale_all_dim,
+        "correction_range_round_to_int": spec.yarn.truncate,
+    }.items():
+        setattr(config, f"yarn_{name}", value)
 
 
 def _layout_fields(trainer: TrainerConfig) -> dict[str, Any]:

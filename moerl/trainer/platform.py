@@ -208,6 +208,14 @@ def _patch_router_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _patch_latent_attention() -> None:
+    """It takes Transformer Engine for installed when only the wrappers' names can be imported."""
+    import megatron.core.transformer.multi_latent_attention as latent_attention
+
+    if not isinstance(latent_attention.TELinear, type):  # a mock without Transformer Engine
+        latent_attention.HAVE_TE = False
+
+
 def _patch_split_sizes() -> None:
     """The dispatcher leaves split sizes as tensors; all_to_all_single takes lists and arrays."""
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -308,6 +316,7 @@ _PATCHES: tuple[Callable[[], None], ...] = (
     _patch_factories,
     _patch_tensor_type,
     _patch_router_gemm,
+    _patch_latent_attention,
     _patch_split_sizes,
     _patch_uneven_collectives,
     _patch_adam_step,

@@ -132,14 +132,14 @@ def _score_dtype(
     job: ScoreJob, dtype: str, plan: BatchPlan, store: BlobStore, ranks: Parallel
 ) -> Tally:
     from moerl.trainer.hf_weights import HfFolder, load_hf
-    from moerl.trainer.model import build
+    from moerl.trainer.model import build, live_tensors
 
     trainer = TrainerConfig(
         dtype=dtype, parallel=ranks.sizes, dispatcher=job.dispatcher, megatron=job.megatron
     )
     folder = HfFolder(job.model)
     model = build(folder.spec, trainer, ranks, with_replay=True)
-    load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
+    load_hf(live_tensors(model.gpt), model.tiles, folder)
     model.module.eval()
     tally = Tally()
     for index in range(plan.num_microbatches):

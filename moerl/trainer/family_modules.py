@@ -1,0 +1,55 @@
+"""Modules some model families need and megatron-core 0.16.1 lacks, put into its layer specs.
+
+OLMoE normalises queries and keys over all heads at once; megatron-core builds one norm of head
+size.  gpt-oss gives each head a learned logit that takes attention (a sink) and slides a window on
+every second layer: megatron-core's own attention does both, the fused one of the CPU platform does
+neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from moerl.layout.spec import ModelSpec
+
+
+class AllHeadsNorm(torch.nn.RMSNorm):
+    """RMSNorm over every head of a token; weight [heads * D].  Legend: D head size."""
+
+    def __init__(self, config: TransformerConfig, num_heads: int, hidden_size: int, eps: float):
+        super().__init__(num_heads * hidden_size, eps=eps)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., heads, D]; statistics in fp32, cast, then scaled, as transformers does."""
+        flat = x.flatten(-2).float()
+        assert self.eps is not None, "eps is given at construction"
+        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight * flat.to(x.dtype)).view_as(x)
+
+
+class QueryNorm(AllHeadsNorm):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(config, config.num_attention_heads, hidden_size, eps)
+
+
+class KeyNorm(AllHeadsNorm):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        groups = config.num_query_groups
+        assert groups is not None, "the model's config names its key heads"
+        super().__init__(config, groups, hidden_size, eps)
+
+
+def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
+    """Put a family's own modules into a layer spec, in place."""
+    attention = layer.submodules.self_attention.submodules
+    if spec.qk_norm_all_heads:
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if spec.sinks and on_cpu:
+        attention.core_attention = DotProductAttention
