@@ -47,12 +47,6 @@ class Progress:
     metrics_rows: int  # rows of metrics.jsonl that belong to the surviving history
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint below a run's checkpoints folder, or None."""
-    found = sorted(folder.glob(f"{_PREFIX}*")) if folder.is_dir() else []
-    return found[-1] if found else None
-
-
 def save(
     folder: Path, learner: Learner, progress: Progress, parallel: Parallel, *, keep: int
 ) -> Path:
