@@ -15,31 +15,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moerl.errors import ConfigError
-from moerl.layout import SGLANG_SHARES_HEAD
+from moerl.errors import ConfigError, LayoutError
+from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
 
 KNOWN_RELEASES = ("0.5.23",)
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Both leave w13 as [gate; up] and w2 as loaded; "auto" becomes triton for unquantised experts.
-CANONICAL_RUNNERS = ("auto", "triton")
+# Weight formats of unquantised experts that the tables describe: w13 as [gate; up], w2 as loaded.
+_RUNNERS = ("triton",)
 _REPACKING_RUNNERS = {
-    "flashinfer_trtllm": "it packs expert weights into blocks of another shape",
-    "flashinfer_trtllm_routed": "it packs expert weights into blocks of another shape",
-    "experimental_sgl_trtllm": "it packs expert weights into blocks of another shape",
-    "flashinfer_cutlass": "it keeps w13 as [up; gate]",
-    "triton_kernel": "it keeps expert weights transposed",
-    "aiter": "it shuffles expert weights in place",
+    "flashinfer_trtllm": "packs expert weights into blocks of another shape",
+    "flashinfer_trtllm_routed": "packs expert weights into blocks of another shape",
+    "experimental_sgl_trtllm": "packs expert weights into blocks of another shape",
+    "flashinfer_cutlass": "keeps w13 as [up; gate]",
+    "triton_kernel": "keeps expert weights transposed",
+    "aiter": "shuffles expert weights in place",
 }
 
 # Server arguments that decide which weights a rank holds or in which form: the values under which
 # the tables of moerl.layout hold, and why others are refused.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None,), "quantised weights have other bytes and scales beside them"),
     "modelopt_quant": ((None,), "quantised weights have other bytes and scales beside them"),
     "rl_quant_profile": ((None,), "quantised weights have other bytes and scales beside them"),
     "quantize_and_serve": ((False,), "quantised weights have other bytes and scales beside them"),
@@ -48,6 +47,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "model_impl": (("auto", "sglang"), "its modules have other names"),
     "json_model_override_args": (("{}",), "the model is then not that of its config.json"),
     "custom_weight_loader": (([], None), "what it loads is not known"),
+    "dp_size": ((1,), "an engine is one replica"),
     "pp_size": ((1,), "the tables cover one pipeline stage"),
     "attn_cp_size": ((1,), "the tables cover no context parallelism"),
     "dcp_size": ((1,), "the tables cover no context parallelism"),
@@ -75,33 +75,67 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_w4a4_mxfp4_megamoe": ((False,), "it quantises expert weights"),
 }
 
-# Environment variables with the same effect; SGLang reads them in the server process.
+# Kernel flags: environment variables, read by SGLang in the server process, unless noted.
 _SWITCHES = {
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "gate and up rows of w13 are then interleaved in place",
     "SGLANG_USE_AITER": "expert weights are then shuffled in place",
     "SGLANG_USE_CPU_ENGINE": "weights are then packed for AMX",
+    "intel_amx": "weights are then packed for AMX",  # an attention backend
 }
 
 _FUSES_SHARED_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 _ALL_LAYERS_ROUTE = ("qwen3_moe", "qwen2_moe")
 
 
+# What the modules of a live model say of themselves: attribute -> what it does to weights.
+_PLAIN_METHODS = (
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedFusedMoEMethod",
+)
+_METHOD_FLAGS = {
+    "use_flashinfer_cutlass": "keeps w13 as [up; gate]",
+    "use_triton_kernels": "keeps expert weights transposed",
+    "use_flashinfer_trtllm_moe": "packs expert weights into blocks",
+    "w13_swiglu_interleaved": "interleaves gate and up rows",
+    "_aiter_runner": "shuffles expert weights",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """What decides where every byte of an engine's weights lives."""
+    """What decides where every byte of an engine's weights lives.
+
+    Raises ConfigError for a value that the tables of moerl.layout were not compared under.
+    """
 
     release: str  # of SGLang
     family: str  # Hugging Face model_type
     tp: int
     ep: int
     dp: int  # data-parallel attention: attention is cut over tp / dp ranks
-    moe_runner: str  # of unquantised experts; names a kernel, here also its weight format
+    moe_runner: str  # MoE runner backend, which decides the format of expert weights
     quantization: str
     dtype: str
-    kernel_flags: tuple[str, ...]  # switches that change the format of weights; none is supported
+    kernel_flags: tuple[str, ...]  # names of what else changes the format of weights
+
+    def __post_init__(self) -> None:
+        _check("sglang", self.release, KNOWN_RELEASES, "its layout was not read")
+        _check("model_type", self.family, FAMILIES, "no layout is known")
+        quantised = "quantised weights have other bytes and scales beside them"
+        _check("engine.args.quantization", self.quantization, ("none",), quantised)
+        runner = "engine.args.moe_runner_backend"
+        why = _REPACKING_RUNNERS.get(self.moe_runner, "was never compared with load_weights")
+        _check(runner, self.moe_runner, _RUNNERS, f"its kernel {why}")
+        _check("engine.dtype", self.dtype, DTYPES, "no other dtype was compared")
+        for name in self.kernel_flags:
+            raise ConfigError(name, True, f"{_SWITCHES.get(name, 'not known')}; it must be off")
+        if self.family == "olmoe" and self.tp > 1:
+            why = "SGLang normalises the queries and keys of olmoe over the heads of one rank; use"
+            raise ConfigError("engine.tp", self.tp, f"{why} 1")
 
     def fingerprint(self) -> str:
-        """16 hex digits, equal in every process and release of moerl for equal layouts."""
+        """16 hex digits, equal in every process for equal layouts."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -113,24 +147,18 @@ def engine_layout(
     *,
     release: str,
 ) -> EngineLayout:
-    """Identity of a server's weight layout.  Raises ConfigError, naming the argument, for any
-    value that is not known to keep SGLang's canonical layout.
+    """Identity of a server's weight layout.
 
     args: resolved server arguments by ServerArgs field name, as /server_info and
     `ServerArgs.resolved_dict()` give them; environment: of the server process; config: the
     model's config.json; release: the version of SGLang.
+    Raises ConfigError, naming the argument, for any value that is not known to keep SGLang's
+    canonical layout.
     """
-    if release not in KNOWN_RELEASES:
-        raise ConfigError("sglang", release, f"known releases: {', '.join(KNOWN_RELEASES)}")
-    family = str(config.get("model_type"))
     check_model(config)
+    family = str(config.get("model_type"))
     for name, (allowed, why) in _ALLOWED.items():
-        _check(name, _get(args, name), allowed, why)
-    _check_runner(_get(args, "moe_runner_backend"))
-    _check_amx(args)
-    for name, why in _SWITCHES.items():
-        if environment.get(name, "").lower() not in ("", "0", "false", "no", "n", "off"):
-            raise ConfigError(name, environment[name], f"{why}; unset it")
+        _check(f"engine.args.{name}", _get(args, name), allowed, why)
     fused = family in _FUSES_SHARED_EXPERTS and not _get(args, "disable_shared_experts_fusion")
     if fused and args["device"] != "cpu":
         raise ConfigError(
@@ -138,20 +166,38 @@ def engine_layout(
             False,
             f"shared experts of {family} would join the routed ones; set it to true",
         )
-    tp = int(_get(args, "tp_size"))
-    if family == "olmoe" and tp > 1:
-        raise ConfigError("engine.tp", tp, "SGLang normalises q and k of olmoe on one rank; use 1")
+    runner = _get(args, "moe_runner_backend")
     return EngineLayout(
         release=release,
         family=family,
-        tp=tp,
-        ep=int(_get(args, "ep_size")),
-        dp=int(_get(args, "dp_size")) if _get(args, "enable_dp_attention") else 1,
-        moe_runner="triton",
-        quantization="none",
+        tp=_get(args, "tp_size"),
+        ep=_get(args, "ep_size"),
+        dp=_get(args, "attn_dp_size"),
+        moe_runner="triton" if runner == "auto" else runner,  # as for unquantised experts
+        quantization=_get(args, "quantization") or "none",
         dtype=_dtype(_get(args, "dtype"), config),
-        kernel_flags=(),
+        kernel_flags=_kernel_flags(args, environment),
     )
+
+
+def check_modules(modules: Iterable[tuple[str, object]]) -> None:
+    """Ask the live modules of SGLang themselves (`model.named_modules()`, after loading).
+
+    Raises LayoutError naming the first one whose weights are not in the canonical layout: what a
+    release decides by itself is in no server argument.
+    """
+    for name, module in modules:
+        if getattr(module, "use_intel_amx_backend", False):
+            raise LayoutError(f"{name}: SGLang packs its weights for AMX")
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        kind = type(method).__name__
+        if kind not in _PLAIN_METHODS:
+            raise LayoutError(f"{name}: weights of {kind} have no layout; use unquantised ones")
+        for flag, effect in _METHOD_FLAGS.items():
+            if getattr(method, flag, None):
+                raise LayoutError(f"{name}: {flag} of {kind} {effect}")
 
 
 def check_model(config: Mapping[str, Any]) -> None:
@@ -185,22 +231,18 @@ def _get(args: Mapping[str, Any], name: str) -> Any:
     return args[name]
 
 
-def _check(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
+def _check(field: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
     if value not in allowed:
-        raise ConfigError(f"engine.args.{name}", value, f"{why}; allowed: {allowed[0]!r}")
+        raise ConfigError(field, value, f"{why}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def _check_runner(runner: str) -> None:
-    why = _REPACKING_RUNNERS.get(runner, "its weight format was never compared with load_weights")
-    _check("moe_runner_backend", runner, CANONICAL_RUNNERS[::-1], why)
-
-
-def _check_amx(args: Mapping[str, Any]) -> None:
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if _get(args, name) == "intel_amx":
-            raise ConfigError(
-                f"engine.args.{name}", "intel_amx", "weights are then packed for AMX; use another"
-            )
+def _kernel_flags(args: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:
+    off = ("", "0", "false", "no", "n", "off")
+    flags = [name for name in _SWITCHES if environment.get(name, "").lower() not in off]
+    attention = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    if any(_get(args, name) == "intel_amx" for name in attention):
+        flags.append("intel_amx")
+    return tuple(flags)
 
 
 def _dtype(asked: str, config: Mapping[str, Any]) -> str:
@@ -208,7 +250,4 @@ def _dtype(asked: str, config: Mapping[str, Any]) -> str:
     if asked == "auto":
         own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         asked = "float16" if own == "float32" else own
-    asked = {"half": "float16", "float": "float32"}.get(asked, asked)
-    if asked not in DTYPES:
-        raise ConfigError("engine.dtype", asked, f"one of {', '.join(DTYPES)}")
-    return asked
+    return {"half": "float16", "float": "float32"}.get(asked, asked)

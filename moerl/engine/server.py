@@ -25,6 +25,7 @@ import psutil
 from moerl.config.schema import EngineConfig
 from moerl.engine.args import server_args
 from moerl.engine.client import EngineClient
+from moerl.engine.layout import check_model
 from moerl.errors import EngineError
 
 _POLL_S = 0.1
@@ -78,9 +79,14 @@ class EngineServer:
         return self._process.pid if self._process else 0
 
     async def start(self, client: EngineClient) -> None:
-        """Start the process and wait until it serves.  Raises EngineError with the cause."""
-        if not (self._model_path / "config.json").is_file():
+        """Start the process and wait until it serves.
+
+        Raises EngineError with the cause, ConfigError for a model SGLang would serve wrongly.
+        """
+        config = self._model_path / "config.json"
+        if not config.is_file():
             raise EngineError(f"engine: model folder {self._model_path} has no config.json")
+        check_model(json.loads(config.read_text()))
         if not _is_free(self.config.host, self.port):
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._spawn()

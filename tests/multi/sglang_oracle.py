@@ -11,6 +11,7 @@ each rank; a rank takes 20 ms here).
     FOLDER/MODEL/                           config.json, model.safetensors
     FOLDER/loaded/CASE.RANK.safetensors     of CASES
     FOLDER/loaded/VARIANT.safetensors       of VARIANTS, one rank
+    FOLDER/reports.json                     of each case and runner: its resolved arguments
     FOLDER/refused.json                     of REFUSED_CASES: the error of each
 """
 
@@ -185,6 +186,9 @@ CASES = (
     Case("deepseek_v3", 4, ep=2, dp=2),
 )
 
+# Runners that keep experts in another form, the first one without changing a shape.
+RUNNERS = ("flashinfer_cutlass", "triton_kernel")
+
 REFUSED_CASES = {
     **{name: Case(name, 1).server_args for name in REFUSED},
     "gpt_oss_ep": Case("gpt_oss", 2, ep=2).server_args,
@@ -232,8 +236,15 @@ def _prediction_layer(tensors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def load(folder: Path, args: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Parameters of SGLang's model on one rank, after its loader and its post-load hooks."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    parameters: dict[str, Any]
+    server_args: dict[str, Any]  # resolved
+    refusal: str  # of `check_modules`, empty when the modules are canonical
+
+
+def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
+    """SGLang's model on one rank, after its loader and its post-load hooks."""
     import torch
     from safetensors.torch import load_file
     from sglang.srt.configs.load_config import LoadConfig
@@ -277,11 +288,23 @@ def load(folder: Path, args: dict[str, Any], rank: int) -> dict[str, Any]:
         DefaultModelLoader.load_weights_and_postprocess(
             model, iter(weights.items()), torch.device("cpu")
         )
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
+        parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+        return Loaded(parameters, server_args.resolved_dict(), _refusal(model))
     finally:
         torch.set_default_dtype(torch.float32)
         _close_groups()
         reset_context()
+
+
+def _refusal(model: Any) -> str:
+    from moerl.engine.layout import check_modules
+    from moerl.errors import LayoutError
+
+    try:
+        check_modules(model.named_modules())
+    except LayoutError as error:
+        return str(error)
+    return ""
 
 
 def _fake_groups(rank: int, size: int) -> None:
@@ -326,13 +349,21 @@ def main(folder: Path) -> None:
     (folder / "loaded").mkdir()
     for name, (config, change) in (MODELS | VARIANTS | REFUSED).items():
         write_model(folder / name, config, change)
+    reports = {}
     for case in CASES:
         for rank in range(case.tp):
             loaded = load(folder / case.model, case.server_args, rank)
-            save_file(loaded, folder / "loaded" / f"{case}.{rank}.safetensors")
+            save_file(loaded.parameters, folder / "loaded" / f"{case}.{rank}.safetensors")
+        reports[str(case)] = {"args": loaded.server_args, "refusal": loaded.refusal}
+    for runner in RUNNERS:
+        args = Case("qwen3_moe", 1).server_args | {"moe_runner_backend": runner}
+        loaded = load(folder / "qwen3_moe", args, 0)
+        save_file(loaded.parameters, folder / "loaded" / f"{runner}.0.safetensors")
+        reports[runner] = {"args": loaded.server_args, "refusal": loaded.refusal}
+    (folder / "reports.json").write_text(json.dumps(reports, default=str))
     for name in VARIANTS:
         loaded = load(folder / name, Case(name.removesuffix(".tied"), 1).server_args, 0)
-        save_file(loaded, folder / "loaded" / f"{name}.safetensors")
+        save_file(loaded.parameters, folder / "loaded" / f"{name}.safetensors")
     refused = {
         name: error(folder / (name if name in REFUSED else "gpt_oss"), args)
         for name, args in REFUSED_CASES.items()

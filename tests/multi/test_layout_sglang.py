@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from sglang_oracle import CASES, REFUSED_CASES, VARIANTS, Case
 
-from moerl.engine.layout import check_model
+from moerl.engine.layout import EngineLayout, check_model, engine_layout
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     FAMILIES,
@@ -95,13 +95,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def check(oracle: Path, case: Case) -> None:
-    """Every parameter of every rank.  Raises LayoutError, or AssertionError naming tensors."""
+def check(oracle: Path, case: Case, loaded: str = "") -> None:
+    """Every parameter of every rank.  Raises LayoutError, or AssertionError naming tensors.
+
+    loaded: what to compare with instead of the case's own parameters.
+    """
     folder = oracle / case.model
     spec, hf = model_spec(config_of(folder)), checkpoint(folder)
     for rank in range(case.tp):
-        live = load_file(oracle / "loaded" / f"{case}.{rank}.safetensors")
-        named = placement.sglang_tiles(spec, case.tp, rank, case.ep, case.dp)
+        live = load_file(oracle / "loaded" / f"{loaded or case}.{rank}.safetensors")
+        named = sglang_tiles(spec, case.tp, rank, case.ep, case.dp)
         check_covers(named, {name: tuple(value.shape) for name, value in live.items()})
         want = by_tiles(named, hf, torch.bfloat16)
         wrong = [name for name in live if not same_bits(want[name], live[name])]
@@ -137,6 +140,47 @@ def test_what_sglang_does_not_load_here(oracle: Path) -> None:
     for name, start in starts.items():
         assert refused[name].startswith(start), f"{name}: {refused[name]}"
     assert starts.keys() == refused.keys()
+
+
+# --- identity of the layout ----------------------------------------------------------------------
+def layout_of(oracle: Path, report: str, model: str) -> EngineLayout:
+    args = json.loads((oracle / "reports.json").read_text())[report]["args"]
+    return engine_layout(args, {}, config_of(oracle / model), release="0.5.23")
+
+
+def test_every_compared_layout_has_its_own_fingerprint(oracle: Path) -> None:
+    reports = json.loads((oracle / "reports.json").read_text())
+    prints = {}
+    for case in CASES:
+        assert reports[str(case)]["refusal"] == ""
+        if case.model == "olmoe" and case.tp > 1:  # it loads, and then normalises half the heads
+            with pytest.raises(ConfigError, match=r"engine.tp = \d is not usable: .* olmoe"):
+                layout_of(oracle, str(case), case.model)
+            continue
+        layout = layout_of(oracle, str(case), case.model)
+        assert (layout.tp, layout.ep, layout.dp) == (case.tp, case.ep, case.dp)
+        key = (layout.family, case.tp, case.ep, case.dp)
+        assert prints.setdefault(key, layout.fingerprint()) == layout.fingerprint()
+    assert len(set(prints.values())) == len(prints)
+
+
+@pytest.mark.parametrize(
+    ("runner", "seen", "flag"),
+    [
+        ("flashinfer_cutlass", "w13_weight.* not as SGLang loads them", "use_flashinfer_cutlass"),
+        ("triton_kernel", "w13_weight: live shape", "use_triton_kernels"),
+    ],
+)
+def test_a_repacking_runner_differs_and_is_refused(
+    oracle: Path, runner: str, seen: str, flag: str
+) -> None:
+    """By the oracle, by the server arguments and by the modules, each for itself."""
+    with pytest.raises((AssertionError, LayoutError), match=seen):
+        check(oracle, Case("qwen3_moe", 1), runner)
+    with pytest.raises(ConfigError, match=f"moe_runner_backend = '{runner}'"):
+        layout_of(oracle, runner, "qwen3_moe")
+    reports = json.loads((oracle / "reports.json").read_text())
+    assert f"{flag} of UnquantizedFusedMoEMethod keeps" in reports[runner]["refusal"]
 
 
 # --- models that load without an error -----------------------------------------------------------
