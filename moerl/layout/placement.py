@@ -281,11 +281,25 @@ def megatron_tiles(
     version: of megatron-core; it decides the name of the layer inside a prediction layer.
     Raises ConfigError when sizes do not divide.
     """
+    named: Named = {}
+    for prefix, place in megatron_places(spec, layout, rank, flavor, version):
+        tensors = expand(spec, _hf_shapes(spec), place)
+        named |= {prefix + name: local for name, local in tensors.items()}
+    return named
+
+
+def megatron_places(
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    rank: int,
+    flavor: Flavor = "local",
+    version: str = MEGATRON_VERSION,
+) -> Iterator[tuple[str, Place]]:
+    """(prefix of local names, place) of each model chunk of a trainer rank; see megatron_tiles."""
     check_parallel(spec, layout)
     if flavor not in ("local", "te"):
         raise LayoutError(f"flavor = {flavor!r} is unknown; use local or te")
     where = layout.coords(rank)
-    named: Named = {}
     for chunk in range(layout.vpp):
         place = Place(
             *_megatron_chunk(spec, layout, where.pp, chunk, version),
@@ -294,12 +308,10 @@ def megatron_tiles(
             ep=Shard(where.ep, layout.ep),
             vocab_rows=padded_vocab(spec, layout.tp, layout.vocab_divisible_by),
         )
-        if flavor == "te":
-            place = _te_place(place)
-        prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
-        tensors = expand(spec, _hf_shapes(spec), place)
-        named |= {prefix + name: local for name, local in tensors.items()}
-    return named
+        yield (
+            f"chunk{chunk}." if layout.vpp > 1 else "",
+            _te_place(place) if flavor == "te" else place,
+        )
 
 
 def _megatron_chunk(
@@ -358,6 +370,16 @@ def sglang_tiles(spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1) 
     Source: sglang 0.5.23, srt/layers/vocab_parallel_embedding.py, srt/models,
     srt/runtime_context.py (the inner ranks of tp cut attention, the outer ones hold experts).
     """
+    named: Named = {}
+    for place in sglang_places(spec, tp, rank, ep, dp):
+        named |= expand(spec, _hf_shapes(spec), place)
+    return named
+
+
+def sglang_places(
+    spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1
+) -> tuple[Place, Place]:
+    """Attention with the embedding, and the rest, of one engine rank; see sglang_tiles."""
     if not 0 <= rank < tp:
         raise LayoutError(f"rank {rank} is not in 0..{tp - 1}")
     if tp % ep or tp % dp:
@@ -381,8 +403,7 @@ def sglang_tiles(spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1) 
         ep=Shard(rank // moe_tp, ep),
         vocab_rows=_sglang_vocab(spec, tp),
     )
-    shapes = _hf_shapes(spec)
-    return expand(spec, shapes, attention) | expand(spec, shapes, feed_forward)
+    return attention, feed_forward
 
 
 def _sglang_layers(spec: ModelSpec, *, attention: bool) -> tuple[Layer, ...]:
