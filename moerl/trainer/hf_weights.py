@@ -143,7 +143,7 @@ class HfFolder:
         """
         shape = self.shape(name)
         box = box if box is not None else tuple(range(n) for n in shape)
-        if len(box) != len(shape) or any(r.stop > n for r, n in zip(box, shape, strict=True)):
+        if len(box) != len(shape) or any(r and r[-1] >= n for r, n in zip(box, shape, strict=True)):
             raise ModelError(f"{self.path}: {name} has shape {shape}, no box {box}")
         tensor, inside = self._places[name]
         if inside is None:

@@ -1,0 +1,94 @@
+"""The two tools as people run them: torchrun one way, another layout and gang size back."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moerl.layout import hf_shapes, model_spec
+from moerl.trainer.convert import MegatronFolder
+from moerl.trainer.hf_weights import HfFolder, file_form, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
+
+
+def write_model(folder: Path, family: str) -> HfFolder:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(3)
+    form = file_form(model_spec(CONFIGS[family]))
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator) for name, tensor in form.items()
+    }
+    folder.mkdir()
+    write_json(folder / "config.json", CONFIGS[family])
+    save_file(tensors, folder / "model.safetensors")
+    return HfFolder(folder)
+
+
+def run_tool(num_processes: int, tool: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """One process runs plainly, several under torchrun."""
+    launch = [sys.executable]
+    if num_processes > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"]
+        launch += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    return subprocess.run(
+        [*launch, str(ROOT / "tools" / tool), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+FAMILIES = [
+    family if family == "qwen3_moe" else pytest.param(family, marks=pytest.mark.full)
+    for family in CONFIGS
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torchrun_there_and_another_layout_back(tmp_path: Path, family: str) -> None:
+    source = write_model(tmp_path / "model", family)
+    axes = ("--tp", 2, "--pp", 2, "--ep", 4, "--vpp", 2) if source.spec.experts else ("--tp", 4)
+    there = run_tool(4, "hf_to_megatron.py", source.path, tmp_path / "a", *axes)
+    assert there.returncode == 0, there.stderr[-2000:]
+    assert MegatronFolder(tmp_path / "a").layout.world_size == (8 if source.spec.experts else 4)
+    out = tmp_path / "hf"
+    back = run_tool(
+        1, "megatron_to_hf.py", tmp_path / "a", out, "--tp", 4, "--max-shard-size", "1M"
+    )
+    assert back.returncode == 0, back.stderr[-2000:]
+    found = HfFolder(out)
+    for name in hf_shapes(source.spec):
+        assert torch.equal(found.read(name), source.read(name)), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "hf", "model"]
+
+
+def test_one_failing_process_ends_all_with_its_sentence(tmp_path: Path) -> None:
+    """The damage is in one file: only the process that reads it can know."""
+    source = write_model(tmp_path / "model", "qwen3_moe")
+    assert run_tool(1, "hf_to_megatron.py", source.path, tmp_path / "a", "--pp", 2).returncode == 0
+    damaged = tmp_path / "a" / "rank-00001" / "model.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 255
+    damaged.write_bytes(data)
+    failed = run_tool(
+        2, "megatron_to_hf.py", tmp_path / "a", tmp_path / "hf", "--max-shard-size", "100K"
+    )
+    assert failed.returncode != 0
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, failed.stderr[-2000:]
+    assert "is damaged" in lines[0]
+    assert not (tmp_path / "hf").exists()

@@ -1,0 +1,476 @@
+"""Conversions in one process: every family back bitwise, quantised sources, failures, memory.
+
+Source folders are written by transformers, and results are opened by transformers, so a wrong name
+or a wrong stack does not cancel out.  Dequantisation is compared with loops over blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moerl.errors import ConfigError, ModelError, MoerlError
+from moerl.layout import ParallelLayout
+from moerl.trainer.convert import (
+    MegatronFolder,
+    convert_to_hf,
+    convert_to_megatron,
+    open_source,
+)
+from moerl.trainer.convert_job import Gang
+from moerl.trainer.hf_weights import HfFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
+A = ParallelLayout(tp=2, pp=2, ep=4, dp=2, vpp=2, vocab_divisible_by=16)
+B = ParallelLayout(tp=4, ep=2, vocab_divisible_by=8)
+MAIN = "model.safetensors"
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    assert done <= total, f"{stage}: {done} of {total} bytes"
+
+
+def to_megatron(source: Path, target: Path, layout: ParallelLayout = A, **more: object) -> Path:
+    convert_to_megatron(
+        open_source(source), target, layout, "local", Gang(), more.pop("progress", silent), **more
+    )
+    return target
+
+
+def to_hf(source: Path, target: Path, **more: object) -> Path:
+    convert_to_hf(MegatronFolder(source), target, Gang(), silent, **more)
+    return target
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per family, saved by transformers; every element is drawn, norms included."""
+    from moerl.engine.shim import arm
+
+    arm()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("families")
+    for family, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if "inv_freq" not in name:
+                    tensor.normal_()
+        model.save_pretrained(folder / family)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path, models: Path) -> Path:
+    return Path(shutil.copytree(models / "qwen3_moe", tmp_path / "model"))
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
+
+
+def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+# --- round trips ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_comes_back_from_two_layouts(
+    tmp_path: Path, models: Path, family: str
+) -> None:
+    """HF -> A -> B -> HF, and HF -> A -> HF in several shards."""
+    a = to_megatron(models / family, tmp_path / "a", A)
+    b = to_megatron(a, tmp_path / "b", B)
+    source = HfFolder(models / family)
+    want = {name: source.read(name) for name in source.names}
+    for checkpoint, size in ((a, 30_000), (b, 2**30)):
+        out = HfFolder(to_hf(checkpoint, tmp_path / f"hf{size}", max_shard_bytes=size))
+        assert_same({name: out.read(name) for name in out.names}, want)
+    assert (tmp_path / "hf30000" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_transformers_opens_the_result_with_equal_weights(
+    tmp_path: Path, models: Path, family: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = to_hf(to_megatron(models / family, tmp_path / "a"), tmp_path / "hf")
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    assert not any(info[key] for key in keys), {key: info[key] for key in keys}
+    assert_same(
+        model.state_dict(), AutoModelForCausalLM.from_pretrained(models / family).state_dict()
+    )
+
+
+def test_a_swapped_tile_is_noticed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the comparison above sees one wrong expert."""
+    a = to_megatron(model, tmp_path / "a")
+    read = MegatronFolder.read
+
+    def wrong(self: MegatronFolder, name: str, *box: object) -> torch.Tensor:
+        return read(self, name.replace("experts.1.", "experts.0."), *box)
+
+    monkeypatch.setattr(MegatronFolder, "read", wrong)
+    found = contents(to_hf(a, tmp_path / "hf"))
+    source = HfFolder(model)
+    differ = [n for n in source.names if not torch.equal(found[n], source.read(n))]
+    assert differ
+    assert all("experts.1." in name for name in differ)
+
+
+def test_dtype_conversion_rounds_once_and_keeps_what_is_pinned(
+    tmp_path: Path, models: Path
+) -> None:
+    source = HfFolder(models / "deepseek_v3")
+    a = to_megatron(models / "deepseek_v3", tmp_path / "a", dtype=torch.bfloat16)
+    out = HfFolder(to_hf(a, tmp_path / "hf"))
+    assert out.spec.dtype == "float32"  # the loader must not round the expert bias
+    for name in source.names:
+        pinned = name.endswith("e_score_correction_bias")
+        want = source.read(name) if pinned else source.read(name).bfloat16()
+        assert torch.equal(out.read(name), want), name
+        assert out.dtype(name) == want.dtype
+
+
+# --- quantised sources ---------------------------------------------------------------------------
+def rewrite(folder: Path, change: dict[str, torch.Tensor | None], **config: object) -> None:
+    tensors = contents(folder) | change
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file({k: v.contiguous() for k, v in tensors.items() if v is not None}, folder / MAIN)
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(old | config))
+
+
+def per_expert(folder: Path) -> None:
+    """Give the folder one tensor per expert, as released checkpoints have it."""
+    source = HfFolder(folder)
+    stacked = {name: None for name in contents(folder) if name not in source.names}
+    rewrite(folder, stacked | {name: source.read(name).clone() for name in source.names})
+
+
+def test_fp8_blocks_are_dequantised(tmp_path: Path, model: Path) -> None:
+    per_expert(model)
+    block, fp8 = (12, 16), torch.float8_e4m3fn
+    change: dict[str, torch.Tensor | None] = {}
+    want = {}
+    for name, weight in contents(model).items():
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, cols = weight.shape
+        scale = torch.rand(-(-rows // block[0]), -(-cols // block[1])) + 0.5
+        quantised = weight.to(fp8)
+        want[name] = torch.empty_like(weight)
+        for r in range(rows):
+            for c in range(0, cols, block[1]):
+                part = slice(c, c + block[1])
+                factor = scale[r // block[0], c // block[1]]
+                want[name][r, part] = quantised[r, part].float() * factor
+        change |= {name: quantised, f"{name}_scale_inv": scale}
+    settings = {"quant_method": "fp8", "weight_block_size": list(block)}
+    rewrite(model, change, quantization_config=settings, dtype="bfloat16")
+    source = HfFolder(model)
+    name = next(iter(want))
+    assert source.dtype(name) == torch.bfloat16
+    assert torch.equal(source.read(name, (range(5, 31), range(7, 23))), want[name][5:31, 7:23])
+
+    found = contents(
+        to_hf(to_megatron(model, tmp_path / "a", dtype=torch.bfloat16), tmp_path / "hf")
+    )
+    for name, value in want.items():
+        assert torch.equal(found[name], value.bfloat16()), name
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+
+
+def test_fp8_without_scales_is_refused(model: Path) -> None:
+    per_expert(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite(model, {name: contents(model)[name].to(torch.float8_e4m3fn)})
+    with pytest.raises(ModelError, match=rf"{name} is stored as F8_E4M3"):
+        HfFolder(model)
+    rewrite(model, {f"{name}_scale_inv": torch.ones(3, 1)})
+    with pytest.raises(ModelError, match=rf"{name}_scale_inv has shape \(3, 1\)"):
+        HfFolder(model)
+
+
+def test_mxfp4_experts_are_dequantised(tmp_path: Path, models: Path) -> None:
+    """Against the format's definition, value by value; plain and packed files are transposed."""
+    model = Path(shutil.copytree(models / "gpt_oss", tmp_path / "model"))
+    config = CONFIGS["gpt_oss"]
+    hidden, experts = config["hidden_size"], config["num_local_experts"]
+    table = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    rewrite(model, {}, intermediate_size=32)
+    change: dict[str, torch.Tensor | None] = {}
+    want: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(2)
+    for name in contents(model):
+        stack = name.rpartition(".")[2]
+        if stack == "gate_up_proj_bias":
+            change[name] = torch.randn(experts, 64, generator=generator)
+        if stack not in ("gate_up_proj", "down_proj"):
+            continue
+        rows = 64 if stack == "gate_up_proj" else hidden
+        cols = hidden if stack == "gate_up_proj" else 32
+        shape = (experts, rows, cols // 32)
+        packed = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 134, shape, generator=generator, dtype=torch.uint8)
+        change |= {name: None, f"{name}_blocks": packed, f"{name}_scales": scales}
+        real = torch.empty(experts, rows, cols)
+        for e, r, g, i in torch.cartesian_prod(*map(torch.arange, packed.shape)).tolist():
+            byte, factor = int(packed[e, r, g, i]), 2.0 ** (int(scales[e, r, g]) - 127)
+            for half, code in enumerate((byte & 15, byte >> 4)):
+                sign = -1.0 if code & 8 else 1.0
+                real[e, r, g * 32 + 2 * i + half] = sign * table[code & 7] * factor
+        want[name] = real
+    rewrite(model, change, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
+    a = to_megatron(model, tmp_path / "a", ParallelLayout(tp=2, ep=2), dtype=torch.bfloat16)
+    found = contents(to_hf(a, tmp_path / "hf"))
+    assert want
+    for name, value in want.items():
+        assert torch.equal(found[name], value.mT.bfloat16()), name
+
+
+# --- failures ------------------------------------------------------------------------------------
+def run_tool(tool: str, *args: object, limit: int = 0) -> subprocess.CompletedProcess[str]:
+    def bound() -> None:
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / tool), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=bound,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+    )
+
+
+def test_a_full_disk_names_the_tensor_and_the_same_command_continues(
+    tmp_path: Path, model: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ("hf_to_megatron.py", model, out, "--tp", 2)
+    failed = run_tool(*command, limit=40_000)
+    last = failed.stderr.strip().splitlines()[-1]
+    assert failed.returncode == 2
+    assert last.startswith("error: ")
+    assert "cannot write tensor " in last
+    assert "File too large" in last
+    assert not out.exists()
+    assert not list(tmp_path.rglob("*.writing"))
+    assert run_tool(*command).returncode == 0
+    assert MegatronFolder(out).layout.tp == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing", "shape", "layout"])
+def test_unusable_sources_are_one_sentence(tmp_path: Path, model: Path, harm: str) -> None:
+    name = next(name for name in contents(model) if name.endswith("mlp.gate.weight"))
+    axes: tuple[str, ...] = ("--ep", "2")
+    if harm == "truncated":
+        (model / MAIN).write_bytes((model / MAIN).read_bytes()[:-10])
+    elif harm == "layout":
+        axes = ("--ep", "3")
+    else:
+        rewrite(model, {name: None if harm == "missing" else torch.zeros(3, 3)})
+    failed = run_tool("hf_to_megatron.py", model, tmp_path / "out", *axes)
+    assert failed.returncode == 2
+    (line,) = failed.stderr.strip().splitlines()
+    assert {"truncated": MAIN, "layout": "num_experts = 8"}.get(harm, name) in line
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_an_existing_target_is_kept_unless_forced(tmp_path: Path, model: Path) -> None:
+    a = to_megatron(model, tmp_path / "a")
+    with pytest.raises(ModelError, match="a exists; choose another folder"):
+        to_megatron(model, a, B)
+    assert MegatronFolder(a).layout == A
+    to_megatron(model, a, B, replace=True)
+    assert MegatronFolder(a).layout == B
+
+
+class Stopped(Exception):
+    """Ends a conversion as a killed process would, without its error handling."""
+
+
+def stop_after(nbytes: int) -> Iterator[object]:
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "writing" and done > nbytes:
+            raise Stopped
+
+    return progress
+
+
+def test_a_stopped_conversion_continues_with_the_ranks_that_are_intact(
+    tmp_path: Path, model: Path
+) -> None:
+    out, layout = tmp_path / "out", ParallelLayout(pp=4)
+    source_bytes = sum(v.nbytes for v in contents(model).values())
+    with pytest.raises(Stopped):
+        to_megatron(model, out, layout, progress=stop_after(source_bytes * 0.8))
+    partial = tmp_path / ".out.partial"
+    assert not out.exists()
+    done = sorted(partial.glob("rank-*/model.safetensors"))
+    assert len(done) >= 2
+    damaged = done[1].read_bytes()
+    done[1].write_bytes(damaged[:-1] + bytes([damaged[-1] ^ 1]))
+    times = [path.stat().st_mtime_ns for path in done]
+
+    to_megatron(model, out, layout)
+    files = sorted(out.glob("rank-*/model.safetensors"))
+    assert len(files) == 4
+    assert files[0].stat().st_mtime_ns == times[0]
+    assert files[1].stat().st_mtime_ns > times[1]
+    assert files[1].read_bytes() == damaged
+    assert not partial.exists()
+
+
+def test_a_partial_folder_of_another_job_is_not_used(tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "out"
+    source_bytes = sum(v.nbytes for v in contents(model).values())
+    with pytest.raises(Stopped):
+        to_megatron(model, out, ParallelLayout(pp=4), progress=stop_after(source_bytes * 0.8))
+    assert list((tmp_path / ".out.partial").glob("rank-*/model.safetensors"))
+    per_expert(model)
+    changed = contents(model)["model.embed_tokens.weight"] + 1
+    rewrite(model, {"model.embed_tokens.weight": changed})
+    to_megatron(model, out, ParallelLayout(pp=4))
+    assert torch.equal(MegatronFolder(out).read("model.embed_tokens.weight"), changed)
+
+
+def test_a_killed_process_leaves_nothing_that_looks_complete(tmp_path: Path, model: Path) -> None:
+    code = f"""
+import os, signal
+from moerl.layout import ParallelLayout
+from moerl.trainer.convert import convert_to_megatron, open_source
+from moerl.trainer.convert_job import Gang
+def kill(stage, done, total):
+    if done > 100_000:
+        os.kill(os.getpid(), signal.SIGKILL)
+source, out = open_source({str(model)!r}), {str(tmp_path / "out")!r}
+convert_to_megatron(source, out, ParallelLayout(pp=2), "local", Gang(), kill)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=100, cwd=ROOT)
+    assert ended.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(MoerlError):
+        open_source(tmp_path / ".out.partial")
+    to_megatron(model, tmp_path / "out", ParallelLayout(pp=2))
+
+
+def test_bytes_that_changed_on_the_disk_are_noticed(tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "out"
+
+    def harm(stage: str, done: int, total: int) -> None:
+        last = tmp_path / ".out.partial" / "rank-00001" / MAIN
+        if stage == "verifying" and done < total / 2:
+            data = last.read_bytes()
+            last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    with pytest.raises(ModelError, match=r"rank-00001.*does not read back as it was written"):
+        to_megatron(model, out, ParallelLayout(pp=2), progress=harm)
+    assert not out.exists()
+
+
+def test_a_damaged_or_diverged_checkpoint_is_refused(tmp_path: Path, model: Path) -> None:
+    layout = ParallelLayout(tp=2, vocab_divisible_by=16)
+    a = to_megatron(model, tmp_path / "a", layout)
+    weights, sums = a / "rank-00001" / MAIN, a / "rank-00001" / "checksums.json"
+    norm, head = "decoder.final_layernorm.weight", "output_layer.weight"
+    good = load_file(weights)
+    save_file(good | {head: good[head] + 1}, weights)
+    with pytest.raises(ModelError, match=rf"tensor {head} is damaged"):
+        to_hf(a, tmp_path / "hf")
+    save_file(good, weights)
+    entries = json.loads(sums.read_text())
+    entries[norm][1] = ["0" * 16]
+    sums.write_text(json.dumps(entries))
+    with pytest.raises(ModelError, match=r"ranks 0 and 1 hold different values of model\.norm"):
+        to_hf(a, tmp_path / "hf")
+    del good[head]
+    save_file(good, weights)
+    with pytest.raises(ModelError, match=rf"{head}: the layout has this tensor"):
+        MegatronFolder(a)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_parts_of_several_dtypes_need_a_choice(tmp_path: Path, model: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite(model, {name: contents(model)[name].bfloat16()})
+    with pytest.raises(ConfigError, match=r"linear_qkv.weight is made of bfloat16, float32"):
+        to_megatron(model, tmp_path / "a")
+    to_megatron(model, tmp_path / "a", dtype=torch.float32)
+
+
+# --- memory --------------------------------------------------------------------------------------
+MEASURE = """
+import resource, sys
+import torch
+from moerl.layout import ParallelLayout
+from moerl.trainer.convert import MegatronFolder, convert_to_hf, convert_to_megatron, open_source
+from moerl.trainer.convert_job import Gang
+source, a, hf = sys.argv[1:]
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+torch.zeros(1).bfloat16()
+start = peak()
+quiet = lambda stage, done, total: None
+convert_to_megatron(open_source(source), a, ParallelLayout(tp=2, ep=2), "local", Gang(), quiet)
+convert_to_hf(MegatronFolder(a), hf, Gang(), quiet)
+print(peak() - start)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A model of 370 MiB goes there and back in less than a third of that."""
+    config = CONFIGS["qwen3_moe"] | {
+        "hidden_size": 512,
+        "moe_intermediate_size": 768,
+        "num_experts": 32,
+        "num_hidden_layers": 6,
+        "dtype": "bfloat16",
+    }
+    from moerl.layout import hf_shapes, model_spec
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shapes = hf_shapes(model_spec(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({n: torch.ones(s, dtype=torch.bfloat16) for n, s in shapes.items()}, folder / MAIN)
+    size = (folder / MAIN).stat().st_size / 2**20
+    assert size > 350
+    ended = subprocess.run(
+        [sys.executable, "-c", MEASURE, folder, tmp_path / "a", tmp_path / "hf"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        check=True,
+    )
+    assert int(ended.stdout) < size / 3, f"{ended.stdout.strip()} MiB for a model of {size:.0f}"
