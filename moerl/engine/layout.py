@@ -189,6 +189,8 @@ def check_modules(modules: Iterable[tuple[str, object]]) -> None:
     for name, module in modules:
         if getattr(module, "use_intel_amx_backend", False):
             raise LayoutError(f"{name}: SGLang packs its weights for AMX")
+        if getattr(module, "num_fused_shared_experts", 0):
+            raise LayoutError(f"{name}: SGLang stores its shared experts among the routed ones")
         method = getattr(module, "quant_method", None)
         if method is None:
             continue
@@ -206,7 +208,8 @@ def check_model(config: Mapping[str, Any]) -> None:
     config: the model's config.json.  Raises ConfigError naming its field.
     """
     family = config.get("model_type")
-    if config.get("tie_word_embeddings") and family not in SGLANG_SHARES_HEAD:
+    separate = family in FAMILIES and family not in SGLANG_SHARES_HEAD
+    if config.get("tie_word_embeddings") and separate:
         raise ConfigError(
             "tie_word_embeddings",
             True,

@@ -25,10 +25,13 @@ from moerl.layout import (
     FAMILIES,
     SGLANG_SHARES_HEAD,
     Named,
+    ParallelLayout,
     at,
     check_covers,
     each,
     flat,
+    join,
+    megatron_tiles,
     model_spec,
     placement,
     sglang_tiles,
@@ -114,6 +117,33 @@ def check(oracle: Path, case: Case, loaded: str = "") -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tiles_are_what_sglang_loads(oracle: Path, case: Case) -> None:
     check(oracle, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plan_writes_what_sglang_loads(oracle: Path, case: Case) -> None:
+    """From trainer ranks, whose content their tiles define, straight into engine ranks."""
+    folder = oracle / case.model
+    spec, hf = model_spec(config_of(folder)), checkpoint(folder)
+    trainer = ParallelLayout(tp=2, pp=2, ep=2 if spec.experts else 1)
+    held = {rank: megatron_tiles(spec, trainer, rank) for rank in range(trainer.world_size)}
+    sent = {rank: by_tiles(named, hf, torch.bfloat16) for rank, named in held.items()}
+    sinks = {rank: sglang_tiles(spec, case.tp, rank, case.ep, case.dp) for rank in range(case.tp)}
+    live = {
+        rank: load_file(oracle / "loaded" / f"{case}.{rank}.safetensors") for rank in range(case.tp)
+    }
+    got = {
+        rank: {name: torch.full_like(value, float("nan")) for name, value in values.items()}
+        for rank, values in live.items()
+    }
+    for op in join(held, sinks):
+        part = sent[op.src][op.src_name][at(op.src_box)]
+        got[op.dst][op.dst_name][at(op.dst_box)] = part
+    for rank, values in live.items():
+        for name, value in values.items():
+            pad = sinks[rank][name].pad_rows
+            if pad:
+                got[rank][name][-pad:] = 0  # nobody sends padding
+            assert same_bits(got[rank][name], value), f"{case} rank {rank}: {name}"
 
 
 def test_every_family_is_compared_at_three_sizes() -> None:

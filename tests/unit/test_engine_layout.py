@@ -207,3 +207,5 @@ def test_live_modules_are_asked() -> None:
         check_modules(modules(Fp8MoEMethod()))
     with pytest.raises(LayoutError, match="b: SGLang packs its weights for AMX"):
         check_modules(modules(None, use_intel_amx_backend=True))
+    with pytest.raises(LayoutError, match="b: SGLang stores its shared experts among"):
+        check_modules(modules(None, num_fused_shared_experts=1))
