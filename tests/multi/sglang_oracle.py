@@ -120,6 +120,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"intermediate_size": 48, "head_dim": 8}),
     "llama": ("LlamaConfig", {"intermediate_size": 48}),
+    "llama_thirds": (
+        "LlamaConfig",
+        {
+            "intermediate_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "vocab_size": 60,  # 64 rows do not divide by 3, so tp 3 pads to 192
+        },
+    ),
 }
 MODELS["deepseek_v3_mtp"] = (
     "DeepseekV3Config",
@@ -157,9 +167,11 @@ class Case:
     tp: int
     ep: int = 1
     dp: int = 1  # data-parallel attention: attention is cut over tp / dp
+    dtype: str = "bfloat16"  # of the engine; checkpoints are bfloat16
 
     def __str__(self) -> str:
         more = [f"{axis}{size}" for axis, size in (("ep", self.ep), ("dp", self.dp)) if size > 1]
+        more += [self.dtype] if self.dtype != "bfloat16" else []
         return "-".join([self.model, f"tp{self.tp}", *more])
 
     @property
@@ -168,6 +180,7 @@ class Case:
         # runs here, so naming another backend changes nothing but that refusal.
         attention = "triton" if self.model == "gpt_oss" else "torch_native"
         return {
+            "dtype": self.dtype,
             "tp_size": self.tp,
             "ep_size": self.ep,
             "dp_size": self.dp,
@@ -177,7 +190,8 @@ class Case:
 
 
 CASES = (
-    *(Case(model, tp) for model in MODELS for tp in (1, 2, 4)),
+    *(Case(model, tp) for model in MODELS for tp in (1, 2, 4) if model != "llama_thirds"),
+    Case("llama_thirds", 3),
     Case("llama", 8),
     Case("qwen3_moe", 2, ep=2),
     Case("qwen3_moe", 4, ep=2),
@@ -185,6 +199,8 @@ CASES = (
     Case("qwen3_moe", 4, ep=4, dp=4),
     Case("deepseek_v3", 4, ep=4),
     Case("deepseek_v3", 4, ep=2, dp=2),
+    Case("qwen3_moe", 2, dtype="float16"),
+    Case("glm4_moe", 2, dtype="float32"),
 )
 
 # Runners that keep experts in another form, the first one without changing a shape.

@@ -109,7 +109,7 @@ def check(oracle: Path, case: Case, loaded: str = "") -> None:
         live = load_file(oracle / "loaded" / f"{loaded or case}.{rank}.safetensors")
         named = sglang_tiles(spec, case.tp, rank, case.ep, case.dp)
         check_covers(named, {name: tuple(value.shape) for name, value in live.items()})
-        want = by_tiles(named, hf, torch.bfloat16)
+        want = by_tiles(named, hf, getattr(torch, case.dtype))
         wrong = [name for name in live if not same_bits(want[name], live[name])]
         assert not wrong, f"{case} rank {rank}: {', '.join(wrong)} not as SGLang loads them"
 
@@ -124,7 +124,8 @@ def test_the_plan_writes_what_sglang_loads(oracle: Path, case: Case) -> None:
     """From trainer ranks, whose content their tiles define, straight into engine ranks."""
     folder = oracle / case.model
     spec, hf = model_spec(config_of(folder)), checkpoint(folder)
-    trainer = ParallelLayout(tp=2, pp=2, ep=2 if spec.experts else 1)
+    tp = 1 if spec.kv_heads % 2 else 2
+    trainer = ParallelLayout(tp=tp, pp=2, ep=2 if spec.experts else 1)
     held = {rank: megatron_tiles(spec, trainer, rank) for rank in range(trainer.world_size)}
     sent = {rank: by_tiles(named, hf, torch.bfloat16) for rank, named in held.items()}
     sinks = {rank: sglang_tiles(spec, case.tp, rank, case.ep, case.dp) for rank in range(case.tp)}
@@ -189,7 +190,7 @@ def test_every_compared_layout_has_its_own_fingerprint(oracle: Path) -> None:
             continue
         layout = layout_of(oracle, str(case), case.model)
         assert (layout.tp, layout.ep, layout.dp) == (case.tp, case.ep, case.dp)
-        key = (layout.family, case.tp, case.ep, case.dp)
+        key = (layout.family, case.tp, case.ep, case.dp, case.dtype)
         assert prints.setdefault(key, layout.fingerprint()) == layout.fingerprint()
     assert len(set(prints.values())) == len(prints)
 
