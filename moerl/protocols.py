@@ -209,7 +209,9 @@ def _dec_hook(type_: type, value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {name: msgspec.msgpack.Decoder(cls, dec_hook=_dec_hook) for name, cls in _TYPES.items()}
+_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    name: msgspec.msgpack.Decoder(cls, dec_hook=_dec_hook) for name, cls in _TYPES.items()
+}
 
 
 # --- seams in the controller's world -------------------------------------------------------------
