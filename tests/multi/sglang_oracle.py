@@ -124,6 +124,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {
             "intermediate_size": 48,
+            "hidden_size": 48,
             "num_attention_heads": 6,
             "num_key_value_heads": 3,
             "head_dim": 8,
