@@ -127,6 +127,8 @@ def check_parallel(spec: ModelSpec, layout: ParallelLayout) -> None:
             raise ConfigError(
                 f"trainer.parallel.{axis}", size, f"must divide the model's {what} = {num}"
             )
+    if not spec.experts and layout.ep > 1:
+        raise ConfigError("trainer.parallel.ep", layout.ep, "a dense model has no experts; use 1")
     if spec.o_bias and layout.etp > 1:
         raise ConfigError(
             "trainer.parallel.etp", layout.etp, "megatron-core cuts no experts with biases; use 1"

@@ -348,8 +348,8 @@ def _set_yarn(config: TransformerConfig, spec: ModelSpec) -> None:
         "original_max_position_embeddings": spec.yarn.original_max_positions,
         "beta_fast": spec.yarn.beta_fast,
         "beta_slow": spec.yarn.beta_slow,
-        "mscale": spec.yarn.mscale,
-        "mscale_all_dim": spec.yarn.mscale_all_dim,
+        "mscale": spec.yarn.mscale or None,  # None: 0.1 ln(factor) + 1
+        "mscale_all_dim": spec.yarn.mscale_all_dim or None,
         "correction_range_round_to_int": spec.yarn.truncate,
     }.items():
         setattr(config, f"yarn_{name}", value)

@@ -1,18 +1,25 @@
-"""Hugging Face logits against Megatron logits, one tiny random model per family, in fp32.
+"""Hugging Face logits against Megatron logits, and live modules against the tables, per family.
 
-This sees what tables that agree with each other cannot: a swapped k and v, a norm in the wrong
-place, a router that normalises otherwise.  transformers and the CPU-patched megatron-core need
-processes of their own; each serves all families, because starting costs more than running.
-Workers are this file run as a program.
+Tiny random models in fp32.  Logits see what tables that agree with each other cannot: a swapped k
+and v, a norm in the wrong place, a router that normalises otherwise; two ranks see wrong cuts.  The
+negative controls break a table on purpose and must be seen.  transformers and the CPU-patched
+megatron-core need processes of their own; each serves all families, because starting costs more
+than running.  Workers are this file run as a program.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +27,36 @@ ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = json.loads((ROOT / "tests/data/layout_families.json").read_text())
 TOLERANCE = 1e-5
 NUM_TOKENS = 24
+Gaps = Callable[[str], dict[str, float | str]]
+
+MESHES = {"tp1": {}, "tp2-etp2": {"tp": 2, "etp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}}
+CANNOT_BUILD = {
+    ("olmoe", "tp2-etp2"): "cannot be cut; use trainer.parallel.tp = 1",
+    ("olmoe", "tp2-ep2"): "cannot be cut; use trainer.parallel.tp = 1",
+    ("gpt_oss", "tp2-etp2"): "Bias in Moe is only supported when ETP==1",
+    ("llama", "tp2-ep2"): "must be non None to use expert-parallel",
+    ("qwen3", "tp2-ep2"): "must be non None to use expert-parallel",
+}
+LATENT = ("deepseek_v2_lite", "deepseek_v2", "deepseek_v3")
+DENSE = ("llama", "qwen3")
+# mutation -> (mesh on which it is visible, families it applies to)
+MUTATIONS = {
+    "kv_swap": ("tp1", [f for f in FAMILIES if f not in LATENT]),
+    "gate_up_swap": ("tp1", list(FAMILIES)),
+    "experts_off_by_one": ("tp1", [f for f in FAMILIES if f not in DENSE]),
+    "missing_rule": ("tp1", list(FAMILIES)),
+    "misspelt_hf": ("tp1", list(FAMILIES)),
+    "misspelt_local": ("tp1", list(FAMILIES)),
+    "wrong_cut": ("tp2-etp2", [f for f in FAMILIES if f not in ("olmoe", "gpt_oss")]),
+    "wrong_attention_cut": (
+        "tp2-etp2",
+        [f for f in FAMILIES if f not in (*LATENT, "olmoe", "gpt_oss")],
+    ),
+    "wrong_latent_cut": ("tp2-etp2", list(LATENT)),
+}
 
 
+# --- workers -------------------------------------------------------------------------------------
 def write_models(folder: Path) -> None:
     """A model folder per family, written by transformers, and the logits of a fixed batch."""
     from moerl.engine import shim
@@ -50,83 +85,333 @@ def write_models(folder: Path) -> None:
         save_file({"logits": logits.contiguous()}, folder / f"{family}.logits")
 
 
-def tokens(vocab: int):
+def tokens(vocab: int) -> Any:
     import torch
 
     return torch.randint(vocab, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def compare_models(folder: Path, families: list[str]) -> dict[str, float]:
-    """Largest difference of Megatron's logits from those beside the folder, per family."""
+def compare_models(folder: Path, mesh: str) -> dict[str, float | str]:
+    """`family mesh mutation` -> largest difference of Megatron's logits, or the refusal."""
     from moerl.trainer import platform
 
     place = platform.prepare("cpu")
-    import torch
-    from safetensors.torch import load_file
-
-    from moerl.config.schema import ParallelConfig, TrainerConfig
+    from moerl.config.schema import ParallelConfig
+    from moerl.errors import MoerlError
     from moerl.trainer import parallel
-    from moerl.trainer.hf_weights import HfFolder, load_hf
-    from moerl.trainer.model import build, live_tensors
 
-    ranks = parallel.start(ParallelConfig(), place, timeout_s=60)
-    found = {}
-    for family in families:
-        source = HfFolder(folder / family)
-        model = build(source.spec, TrainerConfig(), ranks, with_replay=False)
-        load_hf(live_tensors(model.gpt), model.tiles, source)
-        ids = tokens(source.spec.vocab_size)
-        with torch.no_grad():
-            logits = model.module(ids, torch.arange(NUM_TOKENS).expand_as(ids), None)
-        want = load_file(folder / f"{family}.logits")["logits"]
-        gap = (logits[..., : source.spec.vocab_size] - want).abs().max()
-        found[family] = float(gap)
+    ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)
+    cases = [(family, "none") for family in FAMILIES]
+    cases += [(f, name) for name, (on, fs) in MUTATIONS.items() if on == mesh for f in fs]
+    found: dict[str, float | str] = {}
+    for family, mutation in cases:
+        key = f"{family} {mesh} {mutation}"
+        try:
+            with broken_table(FAMILIES[family]["model_type"], mutation):
+                found[key] = logit_gap(folder, family, ranks)
+        except MoerlError as error:
+            found[key] = str(error)
     return found
 
 
-def run(task: str, folder: Path, *args: str) -> str:
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, __file__, task, str(folder), *args],
-        env=os.environ
-        | {
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+def logit_gap(folder: Path, family: str, ranks: Any) -> float:
+    import torch
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from safetensors.torch import load_file
+
+    from moerl.config.schema import TrainerConfig
+    from moerl.trainer.hf_weights import HfFolder, load_hf
+    from moerl.trainer.model import build, live_tensors
+
+    source = HfFolder(folder / family)
+    model = build(source.spec, TrainerConfig(parallel=ranks.sizes), ranks, with_replay=False)
+    load_hf(live_tensors(model.gpt), model.tiles, source)
+    ids = tokens(source.spec.vocab_size)
+    with torch.no_grad():
+        part = model.module(ids, torch.arange(NUM_TOKENS).expand_as(ids), None)
+        logits = gather_from_tensor_model_parallel_region(part)[..., : source.spec.vocab_size]
+    want = load_file(folder / f"{family}.logits")["logits"]
+    return float((logits - want).abs().max())
+
+
+@contextmanager
+def broken_table(model_type: str, mutation: str) -> Iterator[None]:
+    """The family's Megatron rules, wrong in one way."""
+    from moerl.layout import placement, rules
+
+    def swap(rule: Any, ends: str, *order: int) -> Any:
+        if not rule.local.endswith(ends) or len(rule.hf) != len(order):
+            return rule
+        return replace(rule, hf=tuple(rule.hf[i] for i in order))
+
+    def change(rule: Any) -> Any:
+        name, fc1 = rule.local, "linear_fc1.weight" in rule.local
+        match mutation:
+            case "kv_swap":
+                return swap(rule, "linear_qkv.weight", 0, 2, 1)
+            case "gate_up_swap" if rule.fuse is rules.deinterleave:
+                return replace(rule, fuse=rules.copy)
+            case "gate_up_swap":
+                return swap(rule, "linear_fc1.weight", 1, 0)
+            case "missing_rule" if name.endswith("input_layernorm.weight"):
+                return None
+            case "misspelt_hf" if name.endswith("input_layernorm.weight"):
+                return replace(rule, hf=("input_layernrom.weight",))
+            case "misspelt_local" if name.endswith("input_layernorm.weight"):
+                return replace(rule, local="input_layernrom.weight")
+            case "wrong_cut" if fc1:
+                return replace(rule, cut=rules.flat)
+            case "wrong_attention_cut" if name.endswith("linear_qkv.weight"):
+                return replace(rule, cut=rules.each)
+            case "wrong_latent_cut" if name.endswith("kv_layernorm.weight"):
+                return rule
+            case "wrong_latent_cut" if name.endswith("linear_kv_up_proj.weight"):
+                return replace(rule, cut=cut_by_turns)
+        return rule
+
+    def parts(group: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            replace(part, megatron=tuple(filter(None, map(change, part.megatron))))
+            for part in group
+        )
+
+    family, expand = placement.FAMILY_TABLES[model_type], placement.expand
+    placement.FAMILY_TABLES[model_type] = replace(
+        family, every=parts(family.every), moe=parts(family.moe), dense=parts(family.dense)
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1] if done.stdout else ""
+    if mutation == "experts_off_by_one":
+        placement.expand = lambda spec, *rest: shift_experts(spec, expand(spec, *rest))
+    try:
+        yield
+    finally:
+        placement.FAMILY_TABLES[model_type], placement.expand = family, expand
+
+
+def cut_by_turns(blocks: Any, shard: Any) -> Any:
+    """Every size-th row: the right shape, the wrong rows."""
+    return [b._replace(rows=b.rows[shard.rank :: shard.size]) for b in blocks]
+
+
+def shift_experts(spec: Any, named: Any) -> Any:
+    """Every slot holds the next expert: still a permutation, so it round-trips."""
+
+    def move(name: str) -> str:
+        head, found, tail = name.partition(".experts.")
+        if not found:
+            return name
+        expert, _, rest = tail.partition(".")
+        return f"{head}.experts.{(int(expert) + 1) % spec.experts}.{rest}"
+
+    return {
+        name: replace(local, tiles=tuple(t._replace(hf=move(t.hf)) for t in local.tiles))
+        for name, local in named.items()
+    }
+
+
+def check_live(meshes: list[dict[str, int]]) -> int:
+    """Builds GPTModel as each rank of each mesh; the fake group moves nothing and never waits.
+
+    Returns how many (model, rank) were compared with the tables.
+    """
+    from moerl.trainer import platform
+
+    place = platform.prepare("cpu")
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from moerl.errors import ConfigError
+    from moerl.layout import ParallelLayout, check_covers, megatron_tiles, model_spec
+
+    num = 0
+    for axes in meshes:
+        layout = ParallelLayout(**axes)
+        for rank in range(layout.world_size):
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=rank, world_size=layout.world_size
+            )
+            parallel_state.initialize_model_parallel(
+                layout.tp,
+                layout.pp,
+                layout.vpp if layout.vpp > 1 else None,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+                create_gloo_process_groups=False,
+            )
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            for family, config in live_cases(layout.tp):
+                spec = model_spec(config)
+                try:
+                    tiles = megatron_tiles(spec, layout, rank)
+                except ConfigError:
+                    continue  # counted by the test
+                try:
+                    check_covers(tiles, live_shapes(spec, layout, place))
+                except Exception as error:
+                    raise AssertionError(f"{family} {axes} rank {rank}: {error}") from error
+                num += 1
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+    return num
+
+
+def live_cases(tp: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every family, and the two that predict further tokens once more with two such layers."""
+    for family, config in FAMILIES.items():
+        if family != "olmoe" or tp == 1:
+            yield family, config
+    for family in ("deepseek_v3", "glm4_moe"):
+        yield family, FAMILIES[family] | {"num_nextn_predict_layers": 2}
+
+
+def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    from moerl.config.schema import ParallelConfig, TrainerConfig
+    from moerl.trainer.model import gpt_model, live_tensors, transformer_config
+
+    axes = ("tp", "pp", "ep", "etp", "dp")
+    sizes = ParallelConfig(**{axis: getattr(layout, axis) for axis in axes})
+    config = transformer_config(spec, TrainerConfig(parallel=sizes), place, with_replay=False)
+    if layout.vpp > 1:
+        config.virtual_pipeline_model_parallel_size = layout.vpp
+    config.mtp_num_layers = spec.mtp_layers or None
+    shapes = {}
+    for chunk in range(layout.vpp):
+        stage = chunk if layout.vpp > 1 else None
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        mtp = None
+        if spec.mtp_layers:
+            block = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
+            )
+            mtp = get_gpt_mtp_block_spec(
+                config, block, use_transformer_engine=False, vp_stage=stage
+            )
+        gpt = gpt_model(
+            spec,
+            config,
+            use_te=False,
+            tp=layout.tp,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            mtp_block_spec=mtp,
+            vp_stage=stage,
+        )
+        prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
+        shapes |= {prefix + name: tuple(t.shape) for name, t in live_tensors(gpt).items()}
+    return shapes
+
+
+# --- tests ---------------------------------------------------------------------------------------
+def run(task: str, *args: str, world: int = 1) -> str:
+    """Run this file as `world` processes; the last line that rank 0 printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, task, *args],
+            env=shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=100) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (_, errors) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, errors[-3000:]
+    lines = outputs[0][0].splitlines()
+    return lines[-1] if lines else ""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gaps(tmp_path_factory: pytest.TempPathFactory) -> Gaps:
+    """mesh -> what `compare_models` found on it; run once each."""
     folder = tmp_path_factory.mktemp("models")
-    run("write", folder)
-    return folder
+    run("write", str(folder))
+
+    @cache
+    def of(mesh: str) -> dict[str, float | str]:
+        return json.loads(run("compare", str(folder), mesh, world=MESHES[mesh].get("tp", 1)))
+
+    return of
 
 
-@pytest.fixture(scope="module")
-def gaps(models: Path) -> dict[str, float]:
-    return json.loads(run("compare", models, *FAMILIES))
-
-
+@pytest.mark.parametrize(
+    "mesh", ["tp1", "tp2-etp2", pytest.param("tp2-ep2", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_agree_with_transformers(gaps: dict[str, float], family: str) -> None:
-    assert gaps[family] <= TOLERANCE, f"{family}: logits differ by {gaps[family]:.2e}"
+def test_logits_agree_with_transformers(gaps: Gaps, family: str, mesh: str) -> None:
+    gap = gaps(mesh)[f"{family} {mesh} none"]
+    refusal = CANNOT_BUILD.get((family, mesh))
+    if refusal:
+        assert isinstance(gap, str), f"{family} was built on {mesh}"
+        assert refusal in gap
+    else:
+        assert isinstance(gap, float), gap
+        assert gap <= TOLERANCE, f"{family} on {mesh}: logits differ by {gap:.2e}"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_broken_table_is_seen(gaps: Gaps, mutation: str) -> None:
+    """By the logits, or by a refusal that names the tensor."""
+    mesh, families = MUTATIONS[mutation]
+    refused = mutation in ("missing_rule", "misspelt_hf", "misspelt_local")
+    for family in families:
+        gap = gaps(mesh)[f"{family} {mesh} {mutation}"]
+        if refused:
+            assert isinstance(gap, str), f"{family}: {mutation} was not refused"
+            assert "input_layern" in gap
+        else:
+            assert isinstance(gap, float), f"{family}: {gap}"
+            assert gap > 100 * TOLERANCE, f"{family}: {mutation} changes logits by {gap:.1e}"
+
+
+LIVE = [  # mesh, its ranks, families that it refuses
+    ({}, 1, ()),
+    ({"tp": 2, "pp": 2, "vpp": 2, "ep": 2}, 4, (*DENSE, "olmoe")),
+]
+MORE_LIVE = [
+    ({"tp": 4, "etp": 2}, 4, ("olmoe", "gpt_oss")),
+    ({"pp": 2, "ep": 4, "dp": 4}, 8, DENSE),
+    ({"tp": 2, "pp": 2}, 4, ("olmoe",)),
+]
+
+
+@pytest.mark.parametrize(
+    "cases", [LIVE, pytest.param(MORE_LIVE, marks=pytest.mark.full)], ids=["few", "more"]
+)
+def test_live_modules_are_tiled_exactly(cases: list[Any]) -> None:
+    """Names, shapes, layer homes, buffers, prediction layers, on every rank of every mesh."""
+    want = sum(ranks * (len(FAMILIES) + 2 - len(refused)) for _, ranks, refused in cases)
+    assert run("live", json.dumps([mesh for mesh, *_ in cases])) == str(want)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write_models(Path(sys.argv[2]))
+    task, *arguments = sys.argv[1:]
+    if task == "write":
+        write_models(Path(arguments[0]))
+    elif task == "live":
+        print(check_live(json.loads(arguments[0])))
     else:
-        print(json.dumps(compare_models(Path(sys.argv[2]), sys.argv[3:])))
+        print(json.dumps(compare_models(Path(arguments[0]), arguments[1])))
