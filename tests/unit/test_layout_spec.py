@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +18,12 @@ from moerl.layout import (
     ParallelLayout,
     Tile,
     check_covers,
+    chunk_layers,
     hf_shapes,
     join,
     megatron_tiles,
     model_spec,
+    mtp_copies,
     padded_vocab,
     sglang_tiles,
     stacked_aliases,
@@ -155,12 +159,118 @@ def test_stacked_files_are_recognised_by_shape() -> None:
         stacked_aliases(spec, {name: (4, 32, 48)})
 
 
+# --- families ------------------------------------------------------------------------------------
+MODELS = json.loads((Path(__file__).resolve().parents[1] / "data/layout_families.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("qwen2_moe", {"qkv_bias": True, "shared_ffn": 48, "shared_gate": True}),
+        ("qwen2_moe", {"pre_softmax": True, "qk_norm": False}),
+        ("qwen3_moe", {"moe_layers": (0, 2, 3), "ffn": 40, "pre_softmax": False}),
+        ("mixtral", {"moe_ffn": 24, "pre_softmax": False, "ffn": 0}),
+        ("olmoe", {"qk_norm_all_heads": True, "pre_softmax": True}),
+        ("deepseek_v2_lite", {"q_lora": 0, "direct_q": True, "groups": 1, "moe_layers": (1, 2, 3)}),
+        ("deepseek_v2", {"groups": 4, "group_topk": 2, "group_score": "max", "shared_ffn": 48}),
+        ("deepseek_v3", {"score": "sigmoid", "expert_bias": True, "topk_scaling": 2.5}),
+        ("deepseek_v3", {"q_rows": 160, "kv_a_rows": 28, "kv_b_rows": 224, "o_cols": 128}),
+        ("glm4_moe", {"rotary_percent": 0.5, "qkv_bias": True, "qk_norm": True, "groups": 1}),
+        ("gpt_oss", {"sinks": True, "sliding_layers": (0, 2), "o_bias": True}),
+        ("qwen3", {"experts": 0, "moe_layers": (), "tied": True}),
+    ],
+)
+def test_switches_of_each_family(model: str, wanted: dict) -> None:
+    spec = model_spec(MODELS[model])
+    assert {name: getattr(spec, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported for mixtral"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+        ("deepseek_v3", {"n_group": 3}, "n_group = 3 must divide 8 experts"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0 is not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True is not supported"),
+    ],
+)
+def test_variants_without_rules_are_refused(model: str, change: dict, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        model_spec(MODELS[model] | change)
+
+
+def test_mixtral_keeps_the_names_of_its_files() -> None:
+    names = hf_shapes(model_spec(MODELS["mixtral"]))
+    assert "model.layers.0.block_sparse_moe.gate.weight" in names
+    assert names["model.layers.3.block_sparse_moe.experts.7.w2.weight"] == (32, 24)
+
+
+def test_expert_bias_is_fp32_on_both_sides() -> None:
+    spec = model_spec(MODELS["deepseek_v3"])
+    trainer = megatron_tiles(spec, ParallelLayout(), 0)
+    assert trainer["decoder.layers.1.mlp.router.expert_bias"].dtype == "float32"
+    engine = sglang_tiles(spec, 1, 0)
+    assert engine["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == "float32"
+
+
+def test_transformer_engine_names_of_latent_attention() -> None:
+    spec, layout = model_spec(MODELS["deepseek_v3"]), ParallelLayout(tp=2)
+    local, te = (megatron_tiles(spec, layout, 1, flavor) for flavor in ("local", "te"))
+    layer = "decoder.layers.0."
+    assert layer + "input_layernorm.weight" in te
+    assert layer + "mlp.linear_fc1.layer_norm_weight" in te  # layer 0 is dense
+    assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in te
+    down = layer + "self_attention.linear_kv_down_proj.weight"
+    assert (local[down].shape, te[down].shape) == ((14, 32), (28, 32))
+
+
+def test_prediction_layers_by_version() -> None:
+    spec = model_spec(MODELS["deepseek_v3"] | {"num_nextn_predict_layers": 1})
+    layout = ParallelLayout(pp=2)
+    old, new = (megatron_tiles(spec, layout, 1, version=v) for v in ("0.16.1", "0.17.0"))
+    router = "mlp.router.weight"
+    want = {"model.layers.4.mlp.gate.weight"}
+    assert {t.hf for t in old[f"mtp.layers.0.transformer_layer.{router}"].tiles} == want
+    assert {t.hf for t in new[f"mtp.layers.0.mtp_model_layer.{router}"].tiles} == want
+    assert "embedding.word_embeddings.weight" in old  # the stage embeds the next token
+    copies = mtp_copies(spec)
+    assert copies["model.layers.4.shared_head.head.weight"] == "lm_head.weight"
+    assert not copies.keys() & hf_shapes(spec).keys()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunks"),
+    [
+        ({"pp": 2, "vpp": 2}, [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]),
+        ({"pp": 4}, [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]),
+        ({"pp": 3, "first_stage_layers": 2}, [[(0, 2)], [(2, 5)], [(5, 8)]]),
+        (
+            {"pp": 3, "first_stage_layers": 3, "last_stage_layers": 1},
+            [[(0, 3)], [(3, 7)], [(7, 8)]],
+        ),
+    ],
+)
+def test_layers_of_every_chunk(sizes: dict, chunks: list) -> None:
+    layout = ParallelLayout(**sizes)
+    found = [
+        [chunk_layers(8, layout, stage, chunk) for chunk in range(layout.vpp)]
+        for stage in range(layout.pp)
+    ]
+    assert found == [[range(*ends) for ends in stage] for stage in chunks]
+
+
 # --- meshes --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ({"tp": 4}, "parallel.tp = 4 .* num_key_value_heads = 2"),
         ({"pp": 3}, "parallel.pp = 3 .* num_hidden_layers = 2"),
+        ({"pp": 2, "vpp": 2}, r"parallel.vpp = 2 .* every pipeline stage, \[1, 1\]"),
+        ({"vpp": 2}, "parallel.vpp = 2 .* needs pp of at least 2"),
         ({"ep": 8, "dp": 8}, "parallel.ep = 8 .* num_experts = 4"),
         ({"etp": 16, "dp": 16}, "parallel.etp = 16 .* moe_intermediate_size = 24"),
         ({"ep": 2}, "parallel.ep = 2 .* must divide tp . cp . dp = 1"),
