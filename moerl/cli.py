@@ -1,19 +1,23 @@
-"""The command line: `moerl train`, `moerl mismatch`.  Imports heavy packages only when they run."""
+"""The command line: `moerl train`, `moerl mismatch`, `moerl check-layout`.
+
+Heavy packages are imported only when a command that needs them runs.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import ConfigError, ModelError, MoerlError
 
 app = typer.Typer(
     add_completion=False,
@@ -112,6 +116,59 @@ def mismatch(
         "keep": keep,
     }
     raise typer.Exit(_guarded(request, config.cluster.blob_dir, module="moerl.launch.mismatch"))
+
+
+@app.command("check-layout")
+def check_layout(
+    model: Annotated[Path, typer.Argument(help="A model folder, or a config.json.")],
+    tp: Annotated[int, typer.Option(help="Trainer: tensor parallelism.")] = 1,
+    pp: Annotated[int, typer.Option(help="Trainer: pipeline stages.")] = 1,
+    ep: Annotated[int, typer.Option(help="Trainer: expert parallelism.")] = 1,
+    etp: Annotated[int, typer.Option(help="Trainer: tensor parallelism in an expert.")] = 1,
+    vpp: Annotated[int, typer.Option(help="Trainer: model chunks per stage.")] = 1,
+    cp: Annotated[int, typer.Option(help="Trainer: context parallelism.")] = 1,
+    dp: Annotated[
+        int, typer.Option(help="Trainer: data parallelism; 0 = the least that holds ep * etp.")
+    ] = 0,
+    flavor: Annotated[
+        Literal["local", "te"], typer.Option(help="Layers of megatron-core or Transformer Engine.")
+    ] = "local",
+    engine_tp: Annotated[int, typer.Option(help="Engine: ranks of one engine.")] = 1,
+    engine_ep: Annotated[int, typer.Option(help="Engine: expert parallelism.")] = 1,
+    engine_dp: Annotated[int, typer.Option(help="Engine: data-parallel attention.")] = 1,
+    engines: Annotated[int, typer.Option(help="Number of engines.")] = 1,
+) -> None:
+    """Prove that a model fits a trainer layout and an engine layout, on shapes alone.
+
+    Every parameter of every rank is tiled exactly and every engine byte is covered once, or the
+    tensor that is not is named.  No weight is read, for up to thousands of ranks.
+
+    Examples:
+
+      moerl check-layout Qwen3-235B-A22B --tp 4 --pp 2 --ep 8 --engine-tp 32 --engines 32
+
+      moerl check-layout runs/quickstart/hf/config.json --ep 2 --engine-tp 2
+    """
+    from moerl.layout import ParallelLayout, model_spec
+    from moerl.layout.check import check_layout as check
+    from moerl.layout.check import describe
+    from moerl.layout.plan import EngineLayout
+
+    least = math.lcm(tp * cp, ep * etp) // (tp * cp) if min(tp, cp, ep, etp) > 0 else 1
+    trainer = ParallelLayout(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp or least, vpp=vpp)
+    target = EngineLayout(engine_tp, engine_ep, engine_dp, engines)
+    typer.echo(describe(check(model_spec(_model_config(model)), trainer, target, flavor)))
+
+
+def _model_config(model: Path) -> dict[str, Any]:
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: missing or not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: must hold a JSON object, not {type(config).__name__}")
+    return config
 
 
 def _checked(recipe: str, overrides: list[str], checkpoint: str = "") -> Any:

@@ -117,7 +117,7 @@ def join(
             for tile in local.tiles:
                 parts: list[Box] = []
                 for hf_box, holders in index.get(tile.hf, {}).items():
-                    part = _meet(hf_box, tile.hf_box)
+                    part = meet(hf_box, tile.hf_box)
                     if part is None:
                         continue
                     parts.append(part)
@@ -125,8 +125,8 @@ def join(
                     src_name, held = holders[src]
                     if not (same_ranks and src == dst):
                         sent[src] += num_elements(part)
-                    source = (src, src_name, _local_box(held, part))
-                    ops.append(Op(*source, dst, dst_name, _local_box(tile, part)))
+                    source = (src, src_name, local_box(held, part))
+                    ops.append(Op(*source, dst, dst_name, local_box(tile, part)))
                 _check_parts(dst_name, tile, parts)
     return ops
 
@@ -146,7 +146,7 @@ def _least(holders: Iterable[int], sent: Mapping[int, int]) -> int:
     return min(holders, key=lambda rank: (sent.get(rank, 0), rank))
 
 
-def _meet(a: Box, b: Box) -> Box | None:
+def meet(a: Box, b: Box) -> Box | None:
     """Intersection of two boxes of one HF tensor; None when empty."""
     if a == b:
         return a
@@ -171,7 +171,7 @@ def _meet_ranges(a: range, b: range) -> range:
     return range(start, min(coarse.stop, fine.stop), step)
 
 
-def _local_box(tile: Tile, part: Box) -> Box:
+def local_box(tile: Tile, part: Box) -> Box:
     """Local coordinates of `part`, a piece of tile.hf_box."""
     lead = len(tile.box) - len(part)
     return (*tile.box[:lead], *map(_move, tile.hf_box, tile.box[lead:], part))

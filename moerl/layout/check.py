@@ -1,0 +1,278 @@
+"""Proof, on shapes alone, that a model fits a trainer layout and an engine layout.
+
+For every kind of layer and every shard of it (not for every rank: ranks with equal shards are
+equal), with expert 0 for all experts:
+
+    every local tensor is tiled exactly           on the trainer and on the engine
+    the trainer's distinct boxes make up          every whole Hugging Face tensor, and
+                                                  every engine tile, each element once
+    every layer is in one model chunk             and every expert on one expert rank
+
+From these it follows for thousands of ranks in a second.  Byte counts and plan sizes come from
+the same tables; of more than SAMPLED ranks the plans of SAMPLED, evenly spread, are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moerl.errors import LayoutError
+from moerl.layout.placement import Flavor, ParallelLayout, chunk_layers, hf_shapes
+from moerl.layout.plan import (
+    ROOT,
+    EngineLayout,
+    Engines,
+    held_by,
+    is_expert,
+    plan_rank,
+    sent_layers,
+)
+from moerl.layout.rules import Layer, Place, Rule, Shard
+from moerl.layout.spec import ModelSpec
+from moerl.layout.tiles import (
+    Local,
+    Named,
+    Tile,
+    check_covers,
+    full_box,
+    join,
+    num_elements,
+)
+
+SAMPLED = 16
+Stages = list[list[tuple[str, Place, Layer]]]
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Smallest, mean and largest of something per rank."""
+
+    low: float
+    mean: float
+    high: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        found = list(values)
+        return Spread(min(found), sum(found) / len(found), max(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was proved, counted.  Bytes are of live tensors, padding included, unless sent."""
+
+    tensors: int  # Hugging Face tensors
+    kinds: int  # kinds of layers, the root included
+    trainer_ranks: int
+    engine_ranks: int
+    trainer_bytes: Spread
+    engine_bytes: Spread
+    sent_bytes: Spread  # per trainer rank, one publication to all engines
+    ops: Spread
+    planned_ranks: int  # ranks whose plans were made
+
+
+def check_layout(
+    spec: ModelSpec, trainer: ParallelLayout, engines: EngineLayout, flavor: Flavor = "local"
+) -> Report:
+    """Prove the layouts and count.  Raises ConfigError or LayoutError naming axis or tensor."""
+    stages = [
+        list(sent_layers(spec, trainer, stage * trainer.stage_size, flavor, keep_copies=True))
+        for stage in range(trainer.pp)
+    ]
+    targets = Engines(spec, engines)
+    _check_division(spec, trainer, engines)
+    kinds = _kinds(stages, targets)
+    for holders in kinds:
+        _prove(spec, holders, targets)
+    itemsize = ITEMSIZE.get(spec.dtype, 2)
+    world = trainer.world_size
+    planned = range(0, world, max(1, math.ceil(world / SAMPLED)))
+    sent, ops = [], []
+    for rank in planned:
+        plan = plan_rank(spec, trainer, engines, rank, flavor)
+        ops.append(len(plan))
+        sent.append(itemsize * sum(num_elements(op.src_box) for op in plan))
+    return Report(
+        tensors=len(hf_shapes(spec)),
+        kinds=len(kinds),
+        trainer_ranks=world,
+        engine_ranks=engines.world_size,
+        trainer_bytes=_trainer_bytes(spec, trainer, stages, itemsize),
+        engine_bytes=_engine_bytes(spec, targets, itemsize),
+        sent_bytes=Spread.of(sent),
+        ops=Spread.of(ops),
+        planned_ranks=len(planned),
+    )
+
+
+def describe(report: Report) -> str:
+    """A table for people: one line per quantity, smallest, mean and largest rank."""
+    sampled = report.planned_ranks < report.trainer_ranks
+    note = f" ({report.planned_ranks} ranks planned)" if sampled else ""
+    rows = [
+        ("per rank", "min", "mean", "max"),
+        ("trainer weights, MiB", *_mebibytes(report.trainer_bytes)),
+        ("engine weights, MiB", *_mebibytes(report.engine_bytes)),
+        ("sent to engines, MiB", *_mebibytes(report.sent_bytes)),
+        ("operations sent", *(f"{value:,.0f}" for value in _three(report.ops))),
+    ]
+    lines = [f"{row[0]:<22}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
+    total = report.ops.mean * report.trainer_ranks
+    return "\n".join(
+        (
+            f"exact: {report.tensors:,} tensors in {report.kinds} kinds of layers, "
+            f"{report.trainer_ranks:,} trainer ranks, {report.engine_ranks:,} engine ranks",
+            *lines,
+            f"whole plan: {'about ' if sampled else ''}{total:,.0f} operations, "
+            f"{report.sent_bytes.mean * report.trainer_ranks / 2**20:,.2f} MiB{note}",
+        )
+    )
+
+
+def _three(spread: Spread) -> tuple[float, float, float]:
+    return spread.low, spread.mean, spread.high
+
+
+def _mebibytes(spread: Spread) -> list[str]:
+    return [f"{value / 2**20:,.2f}" for value in _three(spread)]
+
+
+# --- proof ---------------------------------------------------------------------------------------
+def _check_division(spec: ModelSpec, trainer: ParallelLayout, engines: EngineLayout) -> None:
+    """Every layer is in one chunk, every expert on one rank of either side's expert axis."""
+    layers = [
+        number
+        for stage in range(trainer.pp)
+        for chunk in range(trainer.vpp)
+        for number in chunk_layers(spec.layers, trainer, stage, chunk)
+    ]
+    if sorted(layers) != list(range(spec.layers)):
+        raise LayoutError(f"model chunks hold layers {sorted(layers)}, not each layer once")
+    for size, side in ((trainer.ep, "trainer"), (engines.ep, "engine")):
+        parts = [Shard(r, size).part(spec.experts, f"{side} experts") for r in range(size)]
+        if [expert for part in parts for expert in part] != list(range(spec.experts)):
+            raise LayoutError(f"{side} ranks hold experts {parts}, not each expert once")
+
+
+def _kinds(stages: Stages, targets: Engines) -> list[list[tuple[Place, Layer]]]:
+    """One example of each kind of layer, as all its holders; the root has several stages."""
+    kinds: dict[object, list[tuple[Place, Layer]]] = defaultdict(list)
+    number_of: dict[int, object] = {}
+    for _, place, layer in (held for stage in stages for held in stage):
+        # a prediction layer comes in two halves that make one layer of the checkpoint
+        kind: object = ROOT if layer.number == ROOT else (layer.rules, targets.rules(layer.number))
+        kind = number_of.setdefault(layer.number, kind)
+        if not kinds[kind] or kinds[kind][0][1].number == layer.number:
+            kinds[kind].append((place, layer))
+    return list(kinds.values())
+
+
+def _prove(spec: ModelSpec, holders: list[tuple[Place, Layer]], targets: Engines) -> None:
+    number = holders[0][1].number
+    rules = [rule for _, layer in holders for rule in layer.rules]
+    for experts in (False, True):
+        sources: dict[int, Named] = {}
+        for place, layer in holders:
+            shard = place.etp if experts else place.tp
+            for i in range(shard.size):
+                named = {
+                    rule.local: held_by(
+                        spec, hf_shapes(spec), rule, number, Shard(i, shard.size), place.vocab_rows
+                    )
+                    for rule in layer.rules
+                    if is_expert(rule) == experts
+                }
+                _check_exact(named)
+                sources[len(sources)] = named
+        sinks: dict[int, Named] = {ROOT: _whole(spec, number, rules, experts)}
+        for rank, _, rule, local in targets.locals(number):
+            if is_expert(rule) == experts:
+                sinks.setdefault(rank, {})[rule.local] = local
+        for named in sinks.values():
+            _check_exact(named)
+        join(sources, sinks)
+
+
+def _whole(spec: ModelSpec, number: int, rules: list[Rule], experts: bool) -> Named:
+    """The whole Hugging Face tensors of a layer: of expert 0, or all that belong to no expert."""
+    shapes = hf_shapes(spec)
+    if experts:
+        prefix = f"model.layers.{number}."
+        names = [prefix + hf.format(e=0) for rule in rules if is_expert(rule) for hf in rule.hf]
+    else:
+        names = _layer_names(spec, number, rules)
+    return {
+        name: Local(shapes[name], (Tile(name, full_box(shapes[name]), full_box(shapes[name])),))
+        for name in names
+    }
+
+
+def _layer_names(spec: ModelSpec, number: int, rules: list[Rule]) -> list[str]:
+    """Names of a layer, or of the root, that no expert rule speaks of."""
+    if number == ROOT:
+        return [name for name in hf_shapes(spec) if not name.startswith("model.layers.")]
+    prefix = f"model.layers.{number}."
+    of_experts = {
+        prefix + hf.format(e=expert)
+        for rule in rules
+        if is_expert(rule)
+        for hf in rule.hf
+        for expert in range(spec.experts)
+    }
+    names = (name for name in hf_shapes(spec) if name.startswith(prefix))
+    return [name for name in names if name not in of_experts]
+
+
+def _check_exact(named: Named) -> None:
+    check_covers(named, {name: local.shape for name, local in named.items()})
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+def _trainer_bytes(
+    spec: ModelSpec, trainer: ParallelLayout, stages: Stages, itemsize: int
+) -> Spread:
+    """Ranks of a stage differ by tp, and in their experts by etp."""
+    sizes: dict[tuple[Rule, Shard, bool], int] = {}
+
+    def size(rule: Rule, place: Place, number: int, shard: Shard) -> int:
+        key = (rule, shard, number == ROOT)
+        if key not in sizes:
+            local = held_by(spec, hf_shapes(spec), rule, number, shard, place.vocab_rows)
+            repeats = spec.experts // trainer.ep if is_expert(rule) else 1
+            sizes[key] = repeats * _nbytes(local, itemsize)
+        return sizes[key]
+
+    def total(stage: int, axis_size: int, i: int, experts: bool) -> int:
+        return sum(
+            size(rule, place, layer.number, Shard(i, axis_size))
+            for _, place, layer in stages[stage]
+            for rule in layer.rules
+            if is_expert(rule) == experts
+        )
+
+    dense = [[total(p, trainer.tp, i, False) for i in range(trainer.tp)] for p in range(trainer.pp)]
+    expert = [
+        [total(p, trainer.etp, i, True) for i in range(trainer.etp)] for p in range(trainer.pp)
+    ]
+    where = map(trainer.coords, range(trainer.world_size))
+    return Spread.of(dense[at.pp][at.tp] + expert[at.pp][at.etp] for at in where)
+
+
+def _engine_bytes(spec: ModelSpec, targets: Engines, itemsize: int) -> Spread:
+    ranks = [0] * targets.layout.tp
+    repeats = Counter(targets.rules(number) for number in range(spec.layers))
+    examples = {targets.rules(number): number for number in range(spec.layers)}
+    for number, times in ((ROOT, 1), *((examples[kind], n) for kind, n in repeats.items())):
+        for rank, _, rule, local in targets.locals(number):
+            experts = spec.experts // targets.layout.ep if is_expert(rule) else 1
+            ranks[rank] += times * experts * _nbytes(local, itemsize)
+    return Spread.of(ranks)
+
+
+def _nbytes(local: Local, itemsize: int) -> int:
+    return math.prod(local.shape) * ITEMSIZE.get(local.dtype, itemsize)

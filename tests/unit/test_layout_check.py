@@ -1,0 +1,139 @@
+"""`moerl check-layout`: its counts hold rank by rank, and broken tables are refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moerl.errors import LayoutError
+from moerl.layout import (
+    ParallelLayout,
+    Rule,
+    families,
+    flat,
+    megatron_tiles,
+    model_spec,
+    num_elements,
+    placement,
+    sglang_tiles,
+    whole,
+)
+from moerl.layout.check import check_layout
+from moerl.layout.plan import EngineLayout, plan_rank
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
+TRAINER, ENGINES = ParallelLayout(tp=2, pp=2, ep=4, dp=2, vpp=2), EngineLayout(4, 2, 2, 3)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_counts_are_those_of_the_expanded_ranks(family: str) -> None:
+    spec = model_spec(CONFIGS[family])
+    trainer = TRAINER if spec.experts else replace(TRAINER, ep=1, dp=1)
+    engines = ENGINES if spec.experts else replace(ENGINES, ep=1)
+    report = check_layout(spec, trainer, engines)
+    held = [
+        4 * sum(math.prod(x.shape) for x in megatron_tiles(spec, trainer, rank).values())
+        for rank in range(trainer.world_size)
+    ]
+    assert (report.trainer_bytes.low, report.trainer_bytes.high) == (min(held), max(held))
+    assert report.trainer_bytes.mean == sum(held) / len(held)
+    live = [
+        4 * sum(math.prod(x.shape) for x in sglang_tiles(spec, 4, r, engines.ep, 2).values())
+        for r in range(4)
+    ]
+    assert (report.engine_bytes.low, report.engine_bytes.high) == (min(live), max(live))
+    plans = [plan_rank(spec, trainer, engines, rank) for rank in range(trainer.world_size)]
+    assert report.planned_ranks == len(plans)
+    assert report.ops.mean * len(plans) == sum(map(len, plans))
+    sent = [4 * sum(num_elements(op.src_box) for op in plan) for plan in plans]
+    assert (report.sent_bytes.low, report.sent_bytes.high) == (min(sent), max(sent))
+
+
+def change(rules: tuple[Rule, ...], local: str, **fields: object) -> tuple[Rule, ...]:
+    """The rules with one of them changed, or left out where no field is given."""
+    assert any(rule.local.endswith(local) for rule in rules), local
+    return tuple(
+        replace(rule, **fields) if rule.local.endswith(local) else rule
+        for rule in rules
+        if fields or not rule.local.endswith(local)
+    )
+
+
+@pytest.mark.parametrize(
+    ("side", "local", "fields", "message"),
+    [
+        ("megatron", "linear_proj.weight", {}, "o_proj.weight: sources hold 0 of"),
+        ("megatron", "linear_fc2.weight", {}, r"experts.0.down_proj.weight: sources hold 0 of"),
+        (
+            "megatron",
+            "linear_fc1.weight",
+            {"hf": ("mlp.x.{e}",) * 2},
+            r"experts.0.gate_proj.weight: sources hold 0 of",
+        ),
+        ("sglang", "w13_weight", {"hf": ("mlp.up.{e}",) * 2}, r"names .*mlp\.up\.0"),
+        (
+            "megatron",
+            "linear_qkv.weight",
+            {"cut": whole, "hf": ("self_attn.q_proj.weight",) * 3},
+            "k_proj.weight: sources hold 0 of",
+        ),
+        ("megatron", "router.weight", {"hf": ("input_layernorm.weight",)}, r"mlp\.gate\.weight"),
+        ("sglang", "mlp.gate.weight", {"cut": flat, "pad_vocab": True}, "does not"),
+    ],
+)
+def test_broken_tables_are_refused(
+    monkeypatch: pytest.MonkeyPatch, side: str, local: str, fields: dict, message: str
+) -> None:
+    """Negative controls, each against the real table of Qwen3-MoE."""
+    family = families.FAMILY_TABLES["qwen3_moe"]
+
+    def broken(parts: tuple) -> tuple:
+        return tuple(
+            replace(part, **{side: change(getattr(part, side), local, **fields)})
+            if any(rule.local.endswith(local) for rule in getattr(part, side))
+            else part
+            for part in parts
+        )
+
+    wrong = replace(family, every=broken(family.every), moe=broken(family.moe))
+    assert wrong != family
+    monkeypatch.setitem(placement.FAMILY_TABLES, "qwen3_moe", wrong)
+    spec = model_spec(CONFIGS["qwen3_moe"])
+    with pytest.raises(LayoutError, match=message):
+        check_layout(spec, ParallelLayout(tp=2, ep=2), EngineLayout(2))
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moerl", "check-layout", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+
+
+def test_the_command_prints_a_table_and_refuses_in_one_sentence(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["qwen3_moe"]))
+    done = run(str(tmp_path), "--tp", "2", "--ep", "4", "--engine-tp", "4", "--engines", "256")
+    assert done.returncode == 0, done.stderr
+    assert "exact: " in done.stdout
+    assert "4 trainer ranks, 1,024 engine ranks" in done.stdout
+    assert run(str(config)).returncode == 0
+    for args, message in (
+        ((str(config), "--ep", "3"), "num_experts = 8"),
+        ((str(config), "--engine-tp", "4", "--engine-ep", "3"), "engine.tp = 4"),
+        ((str(tmp_path / "none"),), "missing or not JSON"),
+    ):
+        refused = run(*args)
+        assert refused.returncode == 2
+        (line,) = refused.stderr.strip().splitlines()
+        assert message in line
