@@ -92,7 +92,7 @@ class Gang:
         self.learner = Learner(self.model, parallel, config, post.blobs)
         self.gather = HfGather(
             lambda: live_tensors(self.model.gpt),
-            self.source.spec,
+            self.model.spec,
             layout_of(parallel.sizes),
             parallel.rank,
             "te" if parallel.platform.name == "cuda" else "local",
@@ -211,7 +211,7 @@ class Gang:
     def _save_hf(self, folder: Path) -> None:
         tensors = self.gather.gather()
         if tensors is not None:
-            save_hf(folder, tensors, self.source.path)
+            save_hf(folder, with_untrained(tensors, self.source), self.source.path)
 
     def _checkpoint(self) -> None:
         self._settle()  # megatron forks its writers: no other thread should be at work
@@ -228,6 +228,12 @@ class Gang:
                 keep=self.config.checkpoint.keep,
             )
         self.saved_step = self.version.step
+
+
+def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Tensor]:
+    """Add what the live model does not hold, prediction layers, as the source has it."""
+    rest = (name for name in source.names if name not in tensors)
+    return tensors | {name: source.read(name).to(source.dtype(name)) for name in rest}
 
 
 def _open_outlet(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -56,7 +56,7 @@ _BREAKS_REPLAY: dict[str, str] = {
 class Model:
     """One rank's model and what the rest of the trainer needs to know of it."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # of what is live: without prediction layers
     config: TransformerConfig
     gpt: GPTModel  # bare: parameter names of the layout tables
     module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
@@ -80,6 +80,7 @@ def build(
 ) -> Model:
     """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError."""
     check_family(spec, trainer.parallel)
+    spec = replace(spec, mtp_layers=0)  # prediction layers are not trained: a save copies them
     config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
     use_te = parallel.platform.name == "cuda"
     gpt = gpt_model(spec, config, use_te=use_te, tp=parallel.tp_size)
@@ -145,7 +146,6 @@ def check_family(spec: ModelSpec, sizes: ParallelConfig) -> None:
     """
     group_top = spec.experts_per_token // spec.group_topk
     lacks = (
-        (spec.mtp_layers, "multi-token-prediction layers are converted but not trained"),
         (
             spec.qk_norm_all_heads and sizes.tp > 1,
             "a query/key norm over all heads cannot be cut; use trainer.parallel.tp = 1",

@@ -39,6 +39,7 @@ CANNOT_BUILD = {
 }
 LATENT = ("deepseek_v2_lite", "deepseek_v2", "deepseek_v3")
 DENSE = ("llama", "qwen3")
+PREDICTING = ("deepseek_v3", "glm4_moe")
 # mutation -> (mesh on which it is visible, families it applies to)
 MUTATIONS = {
     "kv_swap": ("tp1", [f for f in FAMILIES if f not in LATENT]),
@@ -83,6 +84,31 @@ def write_models(folder: Path) -> None:
         with torch.no_grad():
             logits = model(tokens(config["vocab_size"])).logits
         save_file({"logits": logits.contiguous()}, folder / f"{family}.logits")
+    for family in PREDICTING:
+        add_prediction_layer(folder, family)
+
+
+def add_prediction_layer(folder: Path, family: str) -> None:
+    """The same model with a random prediction layer, which transformers does not write."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from moerl.layout import hf_shapes, model_spec, mtp_copies
+
+    source, target = folder / family, folder / f"{family}+mtp"
+    config = json.loads((source / "config.json").read_text())
+    spec = model_spec(config | {"num_nextn_predict_layers": 1, "num_mtp_layers": 1})
+    tensors = load_file(source / "model.safetensors")
+    prefix = f"model.layers.{spec.layers}."
+    for name, shape in hf_shapes(spec).items():
+        if name.startswith(prefix):
+            tensors[name] = torch.randn(shape)
+    copies = {copy: tensors[of].clone() for copy, of in mtp_copies(spec).items()}
+    target.mkdir()
+    save_file(tensors | copies, target / "model.safetensors")
+    config |= {"num_nextn_predict_layers": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    (folder / f"{target.name}.logits").write_bytes((folder / f"{family}.logits").read_bytes())
 
 
 def tokens(vocab: int) -> Any:
@@ -102,12 +128,13 @@ def compare_models(folder: Path, mesh: str) -> dict[str, float | str]:
 
     ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)
     cases = [(family, "none") for family in FAMILIES]
+    cases += [(f"{family}+mtp", "none") for family in PREDICTING]
     cases += [(f, name) for name, (on, fs) in MUTATIONS.items() if on == mesh for f in fs]
     found: dict[str, float | str] = {}
     for family, mutation in cases:
         key = f"{family} {mesh} {mutation}"
         try:
-            with broken_table(FAMILIES[family]["model_type"], mutation):
+            with broken_table(FAMILIES[family.removesuffix("+mtp")]["model_type"], mutation):
                 found[key] = logit_gap(folder, family, ranks)
         except MoerlError as error:
             found[key] = str(error)
@@ -260,7 +287,7 @@ def live_cases(tp: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for family, config in FAMILIES.items():
         if family != "olmoe" or tp == 1:
             yield family, config
-    for family in ("deepseek_v3", "glm4_moe"):
+    for family in PREDICTING:
         yield family, FAMILIES[family] | {"num_nextn_predict_layers": 2}
 
 
@@ -360,7 +387,7 @@ def gaps(tmp_path_factory: pytest.TempPathFactory) -> Gaps:
 @pytest.mark.parametrize(
     "mesh", ["tp1", "tp2-etp2", pytest.param("tp2-ep2", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(f"{family}+mtp" for family in PREDICTING)])
 def test_logits_agree_with_transformers(gaps: Gaps, family: str, mesh: str) -> None:
     gap = gaps(mesh)[f"{family} {mesh} none"]
     refusal = CANNOT_BUILD.get((family, mesh))
