@@ -3,7 +3,7 @@
 OLMoE normalises queries and keys over all heads at once; megatron-core builds one norm of head
 size.  gpt-oss gives each head a learned logit that takes attention (a sink) and slides a window on
 every second layer: megatron-core's own attention does both, the fused one of the CPU platform does
-neither.
+neither.  Its experts have biases, which megatron-core adds in a way that cannot be differentiated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,6 +47,16 @@ class KeyNorm(AllHeadsNorm):
         super().__init__(config, groups, hidden_size, eps)
 
 
+class ClonedRowParallelLinear(RowParallelLinear):
+    """Its output may be changed in place: megatron-core adds an expert's bias so (mlp.py), which
+    autograd forbids on the output of a collective.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
     """Put a family's own modules into a layer spec, in place."""
     attention = layer.submodules.self_attention.submodules
@@ -53,3 +64,4 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     if spec.sinks and on_cpu:
         attention.core_attention = DotProductAttention
+        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ClonedRowParallelLinear
