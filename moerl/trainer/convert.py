@@ -234,7 +234,7 @@ def convert_to_megatron(
             "vocab_rows": padded_vocab(spec, layout.tp, layout.vocab_divisible_by),
             "dtype": _name(common),
             "dtype_of": {name: _name(kind) for name, kind in dtypes.items() if kind != common},
-            "hf_config": with_dtype(source.config, dtypes.values()),
+            "hf_config": _config(source, dtype, dtypes),
         }
         copy_tokenizer(source.path, folder)
         write_json(folder / MANIFEST, manifest)
@@ -283,7 +283,7 @@ def convert_to_hf(
 
     def finish(folder: Path) -> None:
         write_index(folder, shards, sum(nbytes.values()))
-        write_json(folder / "config.json", with_dtype(source.config, dtypes.values()))
+        write_json(folder / "config.json", _config(source, dtype, dtypes))
         copy_tokenizer(source.path, folder)
         shutil.rmtree(folder / ".checksums")
 
@@ -337,6 +337,19 @@ def _hf_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dty
     everything = megatron_tiles(source.spec, ParallelLayout(), 0)
     pinned = {tile.hf for local in everything.values() if local.dtype for tile in local.tiles}
     return {name: source.dtype(name) if name in pinned else dtype for name in shapes}
+
+
+def _config(
+    source: Source, dtype: torch.dtype | None, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Any]:
+    """The model's config; it names the dtype asked for, else its own, else that of the tensors.
+
+    A pinned tensor does not count: transformers keeps the expert bias in float32 by itself.
+    """
+    if dtype is not None:
+        return with_dtype(source.config, [dtype])
+    named = "dtype" in source.config or "torch_dtype" in source.config
+    return with_dtype(source.config, [config_dtype(source.config)] if named else dtypes.values())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -88,9 +88,11 @@ def megatron_to_hf(description: str | None) -> int:
 
 
 def _to_megatron(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
-    layout = smallest_layout(args, vocab_divisible_by=args.vocab_divisible_by)
+    with gang.together():
+        layout = smallest_layout(args, vocab_divisible_by=args.vocab_divisible_by)
+        source = open_source(args.source)
     convert_to_megatron(
-        open_source(args.source),
+        source,
         args.target,
         layout,
         args.flavor,
@@ -102,12 +104,14 @@ def _to_megatron(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
 
 
 def _to_hf(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
-    source = MegatronFolder(args.source)
+    with gang.together():
+        source = MegatronFolder(args.source)
     between = args.target.absolute().with_name(f".{args.target.name}.resharded")
     if any(getattr(args, axis) for axis in AXES):
         layout = smallest_layout(args, vocab_divisible_by=source.layout.vocab_divisible_by)
         convert_to_megatron(source, between, layout, source.flavor, gang, progress, replace=True)
-        source = MegatronFolder(between)
+        with gang.together():
+            source = MegatronFolder(between)
     convert_to_hf(
         source,
         args.target,
@@ -173,6 +177,10 @@ def _guarded(
         if gang.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        bar.close()
+        print("stopped; the same command continues", file=sys.stderr)
+        return 130
     bar.close()
     if gang.rank == 0:
         print(args.target)

@@ -32,7 +32,7 @@ DTYPES = {
 class MappedFiles:
     """The safetensors files below one folder, by file name."""
 
-    def __init__(self, folder: Path, budget_bytes: int = 128 * 2**20) -> None:
+    def __init__(self, folder: Path, budget_bytes: int = 64 * 2**20) -> None:
         self._folder, self._budget, self._touched = folder, budget_bytes, 0
         self._open: dict[str, Any] = {}
 
