@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moerl.layout import hf_shapes, model_spec
-from moerl.trainer.convert import MegatronFolder
+from moerl.layout import ParallelLayout, hf_shapes, model_spec
+from moerl.trainer.convert import MegatronFolder, convert_to_megatron
+from moerl.trainer.convert_job import Gang
 from moerl.trainer.hf_weights import HfFolder, file_form, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +80,8 @@ def test_torchrun_there_and_another_layout_back(tmp_path: Path, family: str) -> 
 def test_one_failing_process_ends_all_with_its_sentence(tmp_path: Path) -> None:
     """The damage is in one file: only the process that reads it can know."""
     source = write_model(tmp_path / "model", "qwen3_moe")
-    assert run_tool(1, "hf_to_megatron.py", source.path, tmp_path / "a", "--pp", 2).returncode == 0
+    layout, out = ParallelLayout(pp=2), tmp_path / "a"
+    convert_to_megatron(source, out, layout, "local", Gang(), lambda *_: None)
     damaged = tmp_path / "a" / "rank-00001" / "model.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 255

@@ -29,6 +29,7 @@ from moerl.trainer.convert import (
     convert_to_megatron,
     open_source,
 )
+from moerl.trainer.convert_cli import hf_to_megatron
 from moerl.trainer.convert_job import Gang
 from moerl.trainer.hf_weights import HfFolder
 
@@ -298,7 +299,13 @@ def test_a_full_disk_names_the_tensor_and_the_same_command_continues(
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing", "shape", "layout"])
-def test_unusable_sources_are_one_sentence(tmp_path: Path, model: Path, harm: str) -> None:
+def test_unusable_sources_are_one_sentence(
+    tmp_path: Path,
+    model: Path,
+    harm: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     name = next(name for name in contents(model) if name.endswith("mlp.gate.weight"))
     axes: tuple[str, ...] = ("--ep", "2")
     if harm == "truncated":
@@ -307,9 +314,9 @@ def test_unusable_sources_are_one_sentence(tmp_path: Path, model: Path, harm: st
         axes = ("--ep", "3")
     else:
         rewrite(model, {name: None if harm == "missing" else torch.zeros(3, 3)})
-    failed = run_tool("hf_to_megatron.py", model, tmp_path / "out", *axes)
-    assert failed.returncode == 2
-    (line,) = failed.stderr.strip().splitlines()
+    monkeypatch.setattr(sys, "argv", ["tool", str(model), str(tmp_path / "out"), *axes])
+    assert hf_to_megatron(None) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
     assert {"truncated": MAIN, "layout": "num_experts = 8"}.get(harm, name) in line
     assert os.listdir(tmp_path) == ["model"]
 
