@@ -134,7 +134,8 @@ SINKS = Part(
 
 
 # --- latent attention ----------------------------------------------------------------------------
-# The local spec cuts the down projections (and gathers their output); TE keeps them whole.
+# The down projections are whole on every rank, as in Transformer Engine; the column-parallel ones
+# of the stock local spec have a wrong gradient (trainer/family_modules.py) and are not used.
 def _mla(name: str) -> str:
     return f"self_attn.{name}.weight"
 
@@ -144,7 +145,7 @@ _Q_A_NORM, _KV_A_NORM = _mla("q_a_layernorm"), _mla("kv_a_layernorm")
 
 
 def _down(megatron: str, hf: str) -> Rule:
-    return Rule(f"self_attention.{megatron}.weight", (hf,), cut=flat, te_cut=whole)
+    return Rule(f"self_attention.{megatron}.weight", (hf,))
 
 
 def _up(megatron: str, hf: str) -> Rule:
@@ -371,4 +372,4 @@ FAMILY_TABLES: dict[str, Family] = {
 
 def te_rule(rule: Rule) -> Rule:
     """The same tensor in a layer built from Transformer Engine modules."""
-    return replace(rule, local=rule.te or rule.local, cut=rule.te_cut or rule.cut)
+    return replace(rule, local=rule.te or rule.local)

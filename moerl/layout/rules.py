@@ -142,7 +142,6 @@ class Rule:
     pad_vocab: bool = False  # rows are padded to the framework's vocabulary size
     dtype: str = ""  # kept in this dtype whatever the model's is
     te: str = ""  # its name in a Transformer Engine module, where that differs
-    te_cut: Cut | None = None  # its cut there, where that differs
 
 
 @dataclass(frozen=True, slots=True)

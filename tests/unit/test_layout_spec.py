@@ -225,7 +225,8 @@ def test_transformer_engine_names_of_latent_attention() -> None:
     assert layer + "mlp.linear_fc1.layer_norm_weight" in te  # layer 0 is dense
     assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in te
     down = layer + "self_attention.linear_kv_down_proj.weight"
-    assert (local[down].shape, te[down].shape) == ((14, 32), (28, 32))
+    assert local[down] == te[down]
+    assert te[down].shape == (28, 32)  # whole
 
 
 def test_prediction_layers_by_version() -> None:
