@@ -450,7 +450,8 @@ def _in_file_form(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, T
     return {
         name: tensors[name]
         if name in tensors
-        else assemble(form, tensors[next(iter(form.parts))].dtype, tensors.__getitem__)
+        # a clone: safetensors refuses the copies in prediction layers if they share memory
+        else assemble(form, tensors[next(iter(form.parts))].dtype, tensors.__getitem__).clone()
         for name, form in file_form(spec).items()
     }
 
