@@ -85,6 +85,14 @@ class ExpertRowLinear(RowParallelLinear):
         return output.clone(), bias
 
 
+class SinkAttention(DotProductAttention):
+    """megatron-core's attention; its sinks, cut over heads, count in every rank's gradient norm."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        setattr(self.softmax_offset, "tensor_model_parallel", True)  # noqa: B010
+
+
 def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
     """Put a family's own modules into a layer spec, in place."""
     attention = layer.submodules.self_attention.submodules
@@ -94,5 +102,5 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
         latent_attention.TELinear = DuplicatedLinear  # what it builds duplicated
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     if spec.sinks and on_cpu:
-        attention.core_attention = DotProductAttention
+        attention.core_attention = SinkAttention
         layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowLinear

@@ -365,8 +365,8 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
 
 
 # --- tests ---------------------------------------------------------------------------------------
-def run(task: str, *args: str, world: int = 1) -> str:
-    """Run this file as `world` processes; the last line that rank 0 printed."""
+def run(*args: str, world: int = 1, program: str = __file__) -> str:
+    """Run a program as `world` processes; the last line that rank 0 printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -382,7 +382,7 @@ def run(task: str, *args: str, world: int = 1) -> str:
     }
     workers = [
         subprocess.Popen(
-            [sys.executable, __file__, task, *args],
+            [sys.executable, program, *args],
             env=shared | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
