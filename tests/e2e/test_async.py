@@ -38,7 +38,7 @@ SETTINGS = [
 ]
 LONG = [
     *SETTINGS,
-    "run.steps=6",
+    "run.steps=16",  # the first step and the last max_lag ones have nothing left to overlap with
     "rollout.buffer_depth=2",
     "replay.audit=true",
     "rollout.keep_records=true",
