@@ -204,14 +204,15 @@ def _compare(
                 for name, value in sums.metrics().items()
                 if "/lag" not in name
             }
-        margins = scores[f"{dtype}/diff_margin"]
+        margins, clean = scores[f"{dtype}/root_margin"], float(scores[f"{dtype}/slots_clean"])
         routing[dtype] = {
             "live_agreement": float(scores[f"{dtype}/slots_agree"] / scores[f"{dtype}/slots"]),
             "live_token_agreement": float(
                 scores[f"{dtype}/tokens_agree"] / scores[f"{dtype}/tokens"]
             ),
             "slots": float(scores[f"{dtype}/slots"]),
-            "diff_margin_max": float(margins.max()) if len(margins) else 0.0,
+            "same_input_agreement": 1 - len(margins) / clean,
+            "root_margin_max": float(margins.max()) if len(margins) else 0.0,
         }
         if f"{dtype}/executed" in scores:
             routing[dtype]["executed"] = float(scores[f"{dtype}/executed"])
@@ -234,7 +235,10 @@ def show(found: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column in ("trainer", "replay") else "right")
     table.add_column("live routing", justify="right")
     for dtype, variants in found["results"].items():
-        agreement = found["routing"][dtype]["live_agreement"]
+        routing = found["routing"][dtype]
+        agreement = (
+            f"{100 * routing['live_agreement']:.3f}% ({100 * routing['same_input_agreement']:.3f}%)"
+        )
         for variant, m in variants.items():
             table.add_row(
                 dtype,
@@ -245,7 +249,7 @@ def show(found: dict[str, Any]) -> None:
                 f"{m['ratio_mean']:.5f}",
                 f"{m.get('ratio_se', 0.0):.1e}",
                 f"{m['extreme_frac_2']:.1e}",
-                f"{100 * agreement:.3f}%" if variant == "none" else "",
+                agreement if variant == "none" else "",
             )
         table.add_section()
     Console(width=max(100, Console().width)).print(table)
@@ -253,7 +257,8 @@ def show(found: dict[str, Any]) -> None:
         "d = trainer - engine log-probability of each sampled token, in nats. k3 estimates\n"
         "KL(engine, trainer); E[ratio] is 1 when both score the same distribution; F(2) is the\n"
         "share of tokens whose ratio is beyond 2 either way; live routing is the share of\n"
-        "(token, layer) pairs where the trainer's own router picks the recorded experts."
+        "(token, layer) pairs where the trainer's own router picks the recorded experts (in\n"
+        "brackets: of the pairs that no earlier difference in the same rollout has changed)."
     )
 
 

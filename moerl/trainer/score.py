@@ -10,7 +10,8 @@ the order of the rollouts file:
     DTYPE/VARIANT [S]                   the trainer's, for each precision and variant
     DTYPE/slots, DTYPE/slots_agree      (token, layer) pairs; same expert set live and recorded
     DTYPE/tokens, DTYPE/tokens_agree    fed-in tokens; same sets in all layers
-    DTYPE/diff_margin [D]               live router margin of each pair that differs
+    DTYPE/slots_clean                   pairs whose inputs no earlier difference has touched
+    DTYPE/root_margin [D]               live router margin of each clean pair that differs
     DTYPE/executed                      pairs whose executed experts equal the record (all of them)
 
 Executed experts are read from the map that the dispatcher acts on, not from what replay returned; a
@@ -26,7 +27,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,14 +65,14 @@ class Tally:
 
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: defaultdict(dict))
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    diff_margin: list[np.ndarray] = field(default_factory=list)
+    root_margin: list[np.ndarray] = field(default_factory=list)
 
     def merge(self, other: Tally) -> None:
         for variant, found in other.logprobs.items():
             self.logprobs[variant] |= found
         for name, count in other.counts.items():
             self.counts[name] += count
-        self.diff_margin += other.diff_margin
+        self.root_margin += other.root_margin
 
 
 def main() -> None:
@@ -172,18 +173,22 @@ class _Scorer:
         from moerl.trainer import forward
 
         logits = forward.logits(self.model, self.model.module, self.batch, self.index, Mode.RECORD)
-        agree = torch.ones(int(self.real.sum()), dtype=torch.bool)
+        differs = {}
         for layer in self.replay.layers:
             choice = self.replay.live(self.index, layer)
             self.live[layer] = choice.ids.cpu()
-            live = self.live[layer][self.real].sort(1).values
-            same = (live == self.recorded[layer][self.real].sort(1).values).all(1)
-            margin = choice.margin.cpu()[self.real]
-            self.tally.diff_margin.append(margin[~same].float().numpy())
-            self.tally.counts["slots"] += len(same)
-            self.tally.counts["slots_agree"] += int(same.sum())
-            agree &= same
-        self.tally.counts["tokens"] += len(agree)
+            live, recorded = self.live[layer].sort(1).values, self.recorded[layer].sort(1).values
+            differs[layer] = (live != recorded).any(1) & self.real
+        touched = downstream(differs, rows=len(self.batch.tokens))
+        for layer, differ in differs.items():
+            clean = self.real & ~touched[layer]
+            margin = self.replay.live(self.index, layer).margin.cpu()
+            self.tally.root_margin.append(margin[differ & clean].float().numpy())
+            self.tally.counts["slots"] += int(self.real.sum())
+            self.tally.counts["slots_agree"] += int((self.real & ~differ).sum())
+            self.tally.counts["slots_clean"] += int(clean.sum())
+        agree = self.real & ~torch.stack(list(differs.values())).any(0)
+        self.tally.counts["tokens"] += int(self.real.sum())
         self.tally.counts["tokens_agree"] += int(agree.sum())
         self.replay.clear()
         return logits
@@ -278,6 +283,22 @@ def _executed(model: Model) -> Iterator[dict[int, Tensor]]:
             handle.remove()
 
 
+def downstream(differs: Mapping[int, Tensor], *, rows: int) -> dict[int, Tensor]:
+    """Which router inputs an earlier difference has changed: layer -> [S * rows] bool.
+
+    differs: layer -> [S * rows] bool, router order (row = s * rows + b), causal attention.  A layer
+    reads what lower layers put out at its own and at earlier positions; a single near tie in a
+    prompt therefore shows as many differences, of which only the first is a disagreement of two
+    routers about the same input.
+    """
+    touched: dict[int, Tensor] = {}
+    seen = torch.zeros_like(next(iter(differs.values()))).view(-1, rows)
+    for layer in sorted(differs):
+        touched[layer] = seen.reshape(-1)
+        seen = seen | differs[layer].view(-1, rows).cummax(0).values
+    return touched
+
+
 def _real_rows(batch: Microbatch) -> Tensor:
     """[S * B] bool, router order: rows that are fed-in tokens, not padding."""
     length = batch.tokens.shape[1]
@@ -312,7 +333,7 @@ def _write(job: ScoreJob, rollouts: list[Rollout], every: list[dict[str, Tally]]
             )
         for name, count in tally.counts.items():
             arrays[f"{dtype}/{name}"] = np.array(count)
-        arrays[f"{dtype}/diff_margin"] = np.concatenate(tally.diff_margin)
+        arrays[f"{dtype}/root_margin"] = np.concatenate(tally.root_margin)
     np.savez(job.out, **arrays)
 
 
