@@ -63,5 +63,20 @@ class ScoreError(MoerlError):
     """A reward that raised, timed out or was not finite."""
 
 
+class TransportError(MoerlError):
+    """Bytes that did not arrive; `reason` is a short stable key that failures are counted under.
+
+    Keys: deadline, peer (dead or unreachable), range (outside the buffer), refused (not permitted),
+    missing (a library or file), room (no memory or disk).
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason, self.detail = reason, detail
+        super().__init__(f"transfer failed ({reason}): {detail}")
+
+    def __reduce__(self) -> tuple[type[TransportError], tuple[str, str]]:
+        return TransportError, (self.reason, self.detail)
+
+
 class ProtocolError(MoerlError):
     """A message between trainer and controller that was late, unknown or out of order."""

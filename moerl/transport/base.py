@@ -1,0 +1,115 @@
+"""The seam between a publish session and what moves its bytes.
+
+An engine rank opens a `Staging` buffer and gives its endpoint away in a control message; each
+trainer rank connects a `Link` to it and puts bytes at offsets.  A put is one-sided for the caller:
+whatever the receiving side must do for it (accept, receive, acknowledge) runs in threads of the
+Staging, so a session never waits for a peer's program to reach a certain line.
+
+    engine rank                                  trainer rank
+    staging = transport.open(num_bytes)
+    staging.endpoint  --- control message --->   link = transport.connect(endpoint, deadline)
+                                                 link.put(offset, bytes, deadline) ...
+                                                 link.flush(deadline)
+                      <-- control message ---    "flushed"
+    staging.fetch(deadline)
+    staging.buffer now holds what was put
+
+Deadlines are `time.monotonic()` seconds.  Every call ends by its deadline or raises TransportError;
+after an error a Link is not used again.  A Staging whose session failed is closed and never used
+again either: a sender that was only late then writes into memory that nobody reads.
+What a transport promises is data (`Guarantees`), so that a session and the tests can ask for it.
+
+Rejected: collectives behind this seam (a broadcast has no endpoint and cannot be retried alone),
+pickled tensors through SGLang's HTTP port (copies, and a deserialiser within reach of the network).
+Idea: the registered segments and one-sided writes of RDMA, as Mooncake's Transfer Engine has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moerl.errors import TransportError
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantees:
+    """What a transport promises; a missing promise is handled by the session, never assumed."""
+
+    one_sided: bool  # a put needs no thread of the receiving process
+    late_join: bool  # a new engine is served without touching the links of the others
+    survives_peer_death: bool  # either side's death is a TransportError, not a hang or a crash
+    needs_group: bool  # members must be known before the first byte (collective transports)
+    same_machine: bool  # endpoints are useless on another machine
+
+
+class Staging(Protocol):
+    """The receiving end, owned by one engine rank."""
+
+    endpoint: bytes  # small; means something to `Transport.connect` only
+    buffer: Tensor  # flat uint8 of the size asked for
+
+    def fetch(self, deadline: float) -> None:
+        """Return once every byte that senders have flushed is in `buffer`.
+
+        Raises TransportError.  A transport that writes into the buffer itself has nothing to do.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back, files included; senders get errors from here on.  Twice is fine."""
+        ...
+
+
+class Link(Protocol):
+    """The sending end of one trainer rank to one Staging; used by one thread."""
+
+    def put(self, offset: int, data: Tensor, deadline: float) -> None:
+        """Write a flat contiguous uint8 tensor at `offset` of the remote buffer.
+
+        May return early; `data` must stay unchanged until the next `flush`.  Raises TransportError
+        when the range is outside the buffer (reason "range"), the peer is gone ("peer") or the
+        deadline passed ("deadline").
+        """
+        ...
+
+    def view(self, offset: int, num_bytes: int) -> Tensor | None:
+        """The remote range as local memory, to pack into without a copy; None if not mapped."""
+        ...
+
+    def flush(self, deadline: float) -> None:
+        """Return once all puts have reached the remote side.  Raises TransportError."""
+        ...
+
+    def close(self) -> None:
+        """Twice is fine."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to move bytes; stateless apart from what its stagings and links hold."""
+
+    name: str
+    guarantees: Guarantees
+
+    def open(self, num_bytes: int) -> Staging:
+        """A buffer that senders can reach.  Raises TransportError when there is no room."""
+        ...
+
+    def connect(self, endpoint: bytes, deadline: float) -> Link:
+        """Raises TransportError: endpoint unknown or not permitted, peer gone, deadline passed."""
+        ...
+
+
+Factory = Callable[[str], Transport]  # address of the private interface -> transport
+
+
+def check_range(offset: int, num_bytes: int, size: int) -> None:
+    """Raise TransportError unless [offset, offset + num_bytes) lies inside a buffer of `size`."""
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > size:
+        raise TransportError(
+            "range", f"bytes {offset}..{offset + num_bytes} are outside a buffer of {size}"
+        )
