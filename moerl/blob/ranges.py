@@ -1,0 +1,166 @@
+"""Slices of routing and mask records: the byte ranges of a rank's layers and tokens, nothing else.
+
+A record lies in one blob per segment, routes layer-major.  A pipeline stage asks for its layers, a
+data-parallel rank for its rollouts, a context- or sequence-parallel rank for its tokens; what comes
+back stays u8 or u16.  Bytes read are the touched chunks of 4 KiB, so the waste is at most two
+chunks per layer and interval of tokens, plus the digest table (0.2 % of the record).
+`BlobStore.bytes_read` counts all of it.
+
+Rejected: decoding a record and slicing afterwards, as replay is done elsewhere (all layers of all
+tokens, int32, on every rank); re-checking ids here (they were checked before they were sealed, the
+digests say they are the same, and the replay checks what it loads).
+
+Legend: L layers asked for, n tokens asked for, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from moerl.blob.store import BlobStore, Run
+from moerl.errors import RecordError
+from moerl.types import Array, MaskBlob, RoutingBlob
+
+Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
+
+
+def read_routes(
+    store: BlobStore,
+    parts: Sequence[RoutingBlob],
+    *,
+    layers: Sequence[int],
+    rows: Sequence[Interval] | None = None,
+) -> dict[int, Array]:
+    """Expert ids of some layers and tokens of one rollout: {layer: [n, K] u8 or u16}.
+
+    parts: the rollout's `routing` (or the tiles of one segment), in order.  layers: global 0-based
+    numbers.  rows: intervals of fed-in tokens in the rollout's numbering, returned in the order
+    given; they may cross segments.  None = all rows of the parts.
+    Example: tokens 4..5 and 0..1 of layer 2: `layers=[2], rows=[(4, 6), (0, 2)]` -> {2: [4, K]}.
+    Raises RecordError `routing_layers` (a layer was not recorded), `routing_rows` (tokens outside
+    the parts, or parts that do not tile); BlobError.
+    """
+    if not parts:
+        raise RecordError("routing_rows", "no routing was recorded for this rollout")
+    where = parts[0].ids.uri
+    top_k, dtype = parts[0].ids.shape[-1], parts[0].ids.dtype
+    for before, part in pairwise(parts):
+        if (part.row_begin, part.ids.dtype, part.ids.shape[-1]) != (before.row_end, dtype, top_k):
+            raise RecordError(
+                "routing_rows",
+                f"{part.ids.uri}: {part.ids.dtype} rows of {part.ids.shape[-1]} experts from token "
+                f"{part.row_begin}, want {dtype} of {top_k} from {before.row_end}",
+            )
+    first, last = parts[0].row_begin, parts[-1].row_end
+    rows = [(first, last)] if rows is None else rows
+    _check_intervals(rows, first, last, "routing_rows", where)
+    joined = np.empty((len(layers), sum(end - begin for begin, end in rows), top_k), dtype)
+    for part in parts:
+        pieces = list(_cut(rows, part.row_begin, part.row_end))
+        ids = _read_part(store, part, layers, [interval for interval, _ in pieces])
+        at = 0
+        for (begin, end), place in pieces:
+            joined[:, place : place + end - begin] = ids[:, at : at + end - begin]
+            at += end - begin
+    return dict(zip(layers, joined, strict=True))
+
+
+def read_mask(
+    store: BlobStore, parts: Sequence[MaskBlob], *, tokens: Sequence[Interval] | None = None
+) -> tuple[Array, Array]:
+    """Kept sets of some sampled tokens of one rollout, CSR: offsets [n + 1] i64, ids [nnz] i32.
+
+    parts: the rollout's `sampling_mask`, in order.  tokens: intervals of sampled-token indices
+    (0..S-1), ascending and apart; None = all.
+    Raises RecordError `mask_rows`; BlobError.
+    """
+    if not parts:
+        raise RecordError("mask_rows", "no sampling mask was recorded for this rollout")
+    for before, part in pairwise(parts):
+        if part.first != before.first + before.num_tokens:
+            raise RecordError("mask_rows", f"{part.ids.uri}: mask rows start at {part.first}")
+    first, last = parts[0].first, parts[-1].first + parts[-1].num_tokens
+    tokens = [(first, last)] if tokens is None else tokens
+    _check_intervals(tokens, first, last, "mask_rows", parts[0].ids.uri)
+    if any(after[0] < before[1] for before, after in pairwise(tokens)):
+        raise RecordError("mask_rows", f"intervals {list(tokens)} are not ascending and apart")
+    lengths, ids = [np.zeros(1, np.int64)], [np.zeros(0, np.int32)]
+    for part in parts:
+        local = [interval for interval, _ in _cut(tokens, part.first, part.first + part.num_tokens)]
+        part_lengths, part_ids = _read_kept(store, part, local)
+        lengths.append(part_lengths)
+        ids.append(part_ids)
+    return np.cumsum(np.concatenate(lengths)), np.concatenate(ids)
+
+
+def _read_part(
+    store: BlobStore, part: RoutingBlob, layers: Sequence[int], rows: Sequence[Interval]
+) -> Array:
+    """[L, n, K] of one part; rows counted from the part's first."""
+    missing = sorted(set(layers) - set(part.layers))
+    num_layers, num_rows, top_k = part.ids.shape
+    if missing or num_layers != len(part.layers):
+        raise RecordError(
+            "routing_layers",
+            f"{part.ids.uri} holds {num_layers} layers, numbers {list(part.layers)}; "
+            f"want {missing or list(layers)}",
+        )
+    if num_rows != part.row_end - part.row_begin:
+        raise RecordError(
+            "routing_rows",
+            f"{part.ids.uri} holds {num_rows} rows for tokens {part.row_begin}..{part.row_end}",
+        )
+    row_bytes = top_k * np.dtype(part.ids.dtype).itemsize
+    starts = [part.layers.index(layer) * num_rows for layer in layers]
+    runs: list[Run] = [
+        ((start + begin) * row_bytes, (start + end) * row_bytes)
+        for start in starts
+        for begin, end in rows
+    ]
+    count = sum(end - begin for begin, end in rows)
+    if not count:
+        return np.empty((len(layers), 0, top_k), part.ids.dtype)
+    return store.read_runs(part.ids, runs).view(part.ids.dtype).reshape(len(layers), count, top_k)
+
+
+def _read_kept(store: BlobStore, part: MaskBlob, rows: Sequence[Interval]) -> tuple[Array, Array]:
+    """Lengths and ids of some kept sets of one part; rows counted from the part's first."""
+    if part.offsets.shape != (part.num_tokens + 1,):
+        raise RecordError(
+            "mask_rows", f"{part.offsets.uri}: offsets {part.offsets.shape} of {part.num_tokens}"
+        )
+    if not rows:
+        return np.zeros(0, np.int64), np.zeros(0, np.int32)
+    item, id_bytes = 8, 4
+    flat = store.read_runs(
+        part.offsets, [(begin * item, (end + 1) * item) for begin, end in rows]
+    ).view(np.int64)
+    bounds = np.split(flat, np.cumsum([end - begin + 1 for begin, end in rows])[:-1])
+    lengths = np.concatenate([np.diff(one) for one in bounds])
+    if (lengths < 1).any() or int(flat.min()) < 0 or int(flat.max()) > part.ids.shape[0]:
+        raise RecordError("mask_rows", f"{part.offsets.uri}: offsets do not rise within the ids")
+    runs = [(int(one[0]) * id_bytes, int(one[-1]) * id_bytes) for one in bounds]
+    return lengths, store.read_runs(part.ids, runs).view(np.int32)
+
+
+def _cut(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[tuple[Interval, int]]:
+    """What of the intervals lies in begin..end, counted from begin, and its place in the result."""
+    at = 0
+    for low, high in intervals:
+        inside = max(low, begin), min(high, end)
+        if inside[0] < inside[1]:
+            yield (inside[0] - begin, inside[1] - begin), at + inside[0] - low
+        at += high - low
+
+
+def _check_intervals(
+    intervals: Sequence[Interval], first: int, last: int, reason: str, where: str
+) -> None:
+    for begin, end in intervals:
+        if not first <= begin <= end <= last:
+            raise RecordError(
+                reason, f"{where}: tokens {begin}..{end} asked for, {first}..{last} recorded"
+            )
