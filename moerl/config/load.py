@@ -46,7 +46,7 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def resolve(config: Config) -> Config:
-    """Fill what follows from other settings: the mask's top_k bound, the schedule's length."""
+    """Fill what follows from other settings: mask's top_k bound, schedule's length, fixed lag."""
     sampling, optimizer = config.sampling, config.trainer.optimizer
     truncates = sampling.top_p < 1.0 or sampling.min_p > 0.0
     if config.replay.sampling_mask and truncates and sampling.top_k == -1:
@@ -54,6 +54,10 @@ def resolve(config: Config) -> Config:
     if optimizer.decay_steps == 0:
         optimizer = replace(optimizer, decay_steps=config.run.steps)
         config = replace(config, trainer=replace(config.trainer, optimizer=optimizer))
+    if (lag := config.rollout.fixed_lag) >= 0:
+        exact = replace(config.rollout, max_lag=lag, buffer_depth=lag)
+        exact = replace(exact, selection="strict", in_flight_mode="drain")
+        config = replace(config, rollout=exact)
     return config
 
 

@@ -47,6 +47,7 @@ class TaskConfig:
     shuffle: bool = True
     scorer_workers: int = 1
     score_timeout_s: float = 10.0
+    on_score_error: str = "stop"  # stop | drop: replace the group and count it
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,11 @@ class RolloutConfig:
     buffer_depth: int = 2  # optimizer steps of finished groups to hold; 0 = synchronous
     groups_per_request: int = 8  # groups sent to an engine in one call
     max_groups_in_flight: int = 64  # over all engines
-    in_flight_mode: str = "abort_resume"
+    in_flight_mode: str = "abort_resume"  # at a publish: abort_resume | drain (finish first)
+    selection: str = "oldest"  # what a step trains: oldest | freshest | strict (prompt order)
+    fixed_lag: int = -1  # exactly this lag (resolve then sets how); -1 = bounded by max_lag
+    drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
+    max_drop_batches: int = 4  # after so many batches dropped for one step, groups are kept
     keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
     request_timeout_s: float = 600.0
 

@@ -1,7 +1,7 @@
 """The bounded buffer of episode groups: what may start, what is ready, what is too old.
 
 Admission is decided before generation, so that nothing is started that would be too old when it is
-trained.  With B groups per step and oldest-first selection, the group at place p of the line is
+trained.  With B groups per step and selection in order, the group at place p of the line is
 trained at step `next_step + p // B`; started under engine version e its lag is then
 `next_step + p // B - e`.  Bounding that by L = min(max_lag, depth) gives the capacity
 
@@ -10,6 +10,11 @@ trained at step `next_step + p // B`; started under engine version e its lag is 
 (the idea of a capacity derived from the staleness bound is AReaL's, arXiv 2505.24298; theirs is an
 aggregate, this one counts the line).  Completion out of order can still make a group late: it is
 checked again when a plan is made, and a stale group is regenerated under its own id.
+
+Which ready groups a step takes (`selection`):
+    oldest    lowest ids first
+    freshest  newest weights first; what is left behind too long is regenerated
+    strict    exactly the next ids; one that is still in generation is waited for
 """
 
 from __future__ import annotations
@@ -20,8 +25,11 @@ from moerl.types import EpisodeGroup
 class GroupBuffer:
     """Groups of one run, by id: started, ready, consumed.  Ids are prompt indices."""
 
-    def __init__(self, groups_per_step: int, max_lag: int, depth: int) -> None:
+    def __init__(
+        self, groups_per_step: int, max_lag: int, depth: int, *, selection: str = "oldest"
+    ) -> None:
         self.groups_per_step, self.max_lag, self.depth = groups_per_step, max_lag, depth
+        self._select = _SELECTIONS[selection]
         self.next_step = 0  # step of the next plan
         self.dropped_stale = 0
         self._cursor = 0  # first id that was never started
@@ -70,6 +78,10 @@ class GroupBuffer:
         self._started.discard(group_id)
         self._again = sorted([*self._again, group_id])
 
+    def discard(self, group_id: int) -> None:
+        """A started group is given up for good; another one takes its place."""
+        self._started.discard(group_id)
+
     def admit(self, group: EpisodeGroup) -> None:
         """A finished, checked and scored group enters the line."""
         assert group.group_id in self._started, f"group {group.group_id} was not started"
@@ -90,10 +102,30 @@ class GroupBuffer:
         return stale
 
     def take(self) -> list[EpisodeGroup] | None:
-        """The oldest groups_per_step ready groups, or None when there are too few."""
-        if len(self._ready) < self.groups_per_step:
+        """groups_per_step ready groups by selection, ascending; None while they are not there."""
+        chosen = self._select(self)
+        if len(chosen) < self.groups_per_step:
             return None
-        chosen = sorted(self._ready)[: self.groups_per_step]
         self.next_step += 1
         self._consumed.update(chosen)
         return [self._ready.pop(group_id) for group_id in chosen]
+
+    def oldest(self) -> list[int]:
+        return sorted(self._ready)[: self.groups_per_step]
+
+    def freshest(self) -> list[int]:
+        newest_first = sorted(
+            self._ready.values(), key=lambda group: (-group.oldest.step, group.group_id)
+        )
+        return sorted(group.group_id for group in newest_first[: self.groups_per_step])
+
+    def strict(self) -> list[int]:
+        due = sorted([*self._ready, *self._started, *self._again])[: self.groups_per_step]
+        return due if all(group_id in self._ready for group_id in due) else []
+
+
+_SELECTIONS = {
+    "oldest": GroupBuffer.oldest,
+    "freshest": GroupBuffer.freshest,
+    "strict": GroupBuffer.strict,
+}

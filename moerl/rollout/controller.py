@@ -55,6 +55,7 @@ from moerl.types import (
     PolicyVersion,
     Prompt,
     SamplingParams,
+    Score,
     Turn,
     check,
 )
@@ -62,6 +63,7 @@ from moerl.types import (
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
+_MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
 
 
 class PromptSource(Protocol):
@@ -112,7 +114,12 @@ class Controller:
         self.prompts, self.decode, self.blobs = prompts, decode, blobs
         self.records, self.on_step = records, on_step
         rollout = config.rollout
-        self.buffer = GroupBuffer(rollout.groups_per_step, rollout.max_lag, rollout.buffer_depth)
+        self.buffer = GroupBuffer(
+            rollout.groups_per_step,
+            rollout.max_lag,
+            rollout.buffer_depth,
+            selection=rollout.selection,
+        )
         self.ledger = Ledger()
         self.sampling = SamplingParams(
             max_new_tokens=config.sampling.max_new_tokens,
@@ -128,6 +135,11 @@ class Controller:
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
         self._in_flight = 0
+        self._generating = [0] * len(engines)  # groups in a call, by engine
+        self._draining = [False] * len(engines)
+        self._finishing = 0  # groups being scored
+        self._dropped = 0  # groups of equal rewards since the last plan
+        self._score_errors = 0  # in a row
         self._attempts: dict[int, int] = {}
         self._stopping = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -224,6 +236,7 @@ class Controller:
             if count:
                 ids = [self.buffer.start() for _ in range(count)]
                 self._in_flight += count
+                self._generating[index] += count
                 self._spawn(self._generate(index, ids))
             else:
                 await self._wait_change(1.0)
@@ -232,14 +245,19 @@ class Controller:
         rollout, version = self.config.rollout, self._versions[index]
         if version.incarnation != self._incarnation:
             return 0  # the engine serves weights of another history
-        if self.buffer.next_step >= self.config.run.steps:
+        if self._draining[index]:
             return 0
         return min(
-            self.buffer.capacity(version.step),
+            self._wanted(version.step),
             rollout.groups_per_request,
             rollout.max_groups_in_flight - self._in_flight,
-            self._still_needed(),
         )
+
+    def _wanted(self, engine_step: int) -> int:
+        """Groups that an engine serving `engine_step` should still start."""
+        if self.buffer.next_step >= self.config.run.steps:
+            return 0
+        return min(self.buffer.capacity(engine_step), self._still_needed())
 
     def _still_needed(self) -> int:
         """Groups that the remaining steps can still train; the last steps start no surplus."""
@@ -260,6 +278,7 @@ class Controller:
                     self._spawn(self._finish(group_id, groups.pop(group_id)))
         finally:
             self._in_flight -= len(group_ids)
+            self._generating[index] -= len(group_ids)
             self._notify()
 
     def _partials(self, group_id: int) -> list[PartialRollout]:
@@ -290,6 +309,14 @@ class Controller:
 
     # --- score and admit ----------------------------------------------------------------------
     async def _finish(self, group_id: int, partials: list[PartialRollout]) -> None:
+        self._finishing += 1
+        try:
+            await self._check_and_score(group_id, partials)
+        finally:
+            self._finishing -= 1
+            self._notify()
+
+    async def _check_and_score(self, group_id: int, partials: list[PartialRollout]) -> None:
         try:
             rollouts = [p.rollout() for p in partials]
             for rollout in rollouts:
@@ -312,16 +339,51 @@ class Controller:
         try:
             scores = await self.scorer.score(prompt, episodes, texts)
         except ScoreError as error:
-            raise ConfigError(
-                "task.reward", self.config.task.reward or self.config.task.name, str(error)
-            ) from error
+            self._drop_unscored(group_id, partials, error)
+            return
+        self._score_errors = 0
+        if self._drops_equal(scores):
+            self._discard(group_id, partials)
+            return
         scored = tuple(
             Episode(episode.episode_id, episode.turns, score)
             for episode, score in zip(episodes, scores, strict=True)
         )
         self.buffer.admit(EpisodeGroup(group_id, prompt, scored))
         self._attempts.pop(group_id, None)
-        self._notify()
+
+    def _drop_unscored(
+        self, group_id: int, partials: list[PartialRollout], error: ScoreError
+    ) -> None:
+        """Another group takes its place, if so configured and if scoring works at all."""
+        self._score_errors += 1
+        task = self.config.task
+        if task.on_score_error == "stop" or self._score_errors >= _MAX_SCORE_ERRORS:
+            raise ConfigError("task.reward", task.reward or task.name, str(error)) from error
+        self.ledger.score_failures += 1
+        log.warning("group %d is dropped: %s", group_id, error)
+        self._discard(group_id, partials)
+
+    def _drops_equal(self, scores: Sequence[Score]) -> bool:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): equal rewards teach nothing.
+
+        Bounded, so that a task that is solved, or hopeless, goes on instead of starving.
+        """
+        rollout = self.config.rollout
+        if not rollout.drop_zero_variance or len({score.reward for score in scores}) > 1:
+            return False
+        if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
+            return False
+        self._dropped += 1
+        self.ledger.dropped_zero_variance += 1
+        return True
+
+    def _discard(self, group_id: int, partials: list[PartialRollout]) -> None:
+        for partial in partials:
+            for uri in partial.blob_uris():
+                self.blobs.delete(uri)
+        self._attempts.pop(group_id, None)
+        self.buffer.discard(group_id)
 
     async def _refuse(
         self, group_id: int, partials: list[PartialRollout], error: RecordError
@@ -352,6 +414,7 @@ class Controller:
                 await self.engines[message.engine].join_sync(message)
                 return Ok()
             case OpenUpdate():
+                await self._settle(message.engine)
                 await self.engines[message.engine].open_update(message)
                 return Ok()
             case CloseUpdate():
@@ -389,6 +452,7 @@ class Controller:
                     f"{self.buffer.num_started} in generation"
                 )
             await self._wait_change(min(1.0, message.timeout_s))
+        self._dropped = 0
         self.ledger.trainer_wait_s += time.monotonic() - begin
         plan = plan_batch(
             message.step,
@@ -424,8 +488,36 @@ class Controller:
             path.write_bytes(encode_value(groups))
         return Ok()
 
+    async def _settle(self, index: int) -> None:
+        """Before an update: with `drain` no request is cut, with a fixed lag none is left to start.
+
+        Raises EngineError after rollout.request_timeout_s.
+        """
+        rollout = self.config.rollout
+        if rollout.in_flight_mode != "drain" or self._incarnation is None:
+            return
+        exact = rollout.fixed_lag >= 0
+
+        def unsettled() -> int:
+            if not exact:
+                return self._generating[index]
+            here = self._versions[index].incarnation == self._incarnation
+            wanted = self._wanted(self._versions[index].step) if here else 0
+            return self._generating[index] + self._finishing + wanted
+
+        self._draining[index] = not exact
+        begin = time.monotonic()
+        while unsettled():
+            if time.monotonic() - begin > rollout.request_timeout_s:
+                raise EngineError(
+                    f"engine {index}: {unsettled()} groups did not finish within "
+                    f"rollout.request_timeout_s = {rollout.request_timeout_s:g} s before an update"
+                )
+            await self._wait_change(1.0)
+
     async def _close_update(self, message: CloseUpdate) -> Message:
         closed = await self.engines[message.engine].close_update(message)
+        self._draining[message.engine] = False
         self._versions[message.engine] = message.version
         self.ledger.update_closed(closed)
         self._notify()

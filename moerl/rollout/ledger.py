@@ -27,6 +27,7 @@ class Ledger:
         self.interrupts = 0
         self.dropped_stale = 0
         self.score_failures = 0
+        self.dropped_zero_variance = 0
         self.pauses: list[float] = []
 
     def update_closed(self, closed: UpdateClosed) -> None:
@@ -46,6 +47,7 @@ class Ledger:
             "async/trainer_wait_frac": min(1.0, self.trainer_wait_s / elapsed),
             "async/dropped_stale_groups": float(self.dropped_stale),
             "async/interrupts": float(self.interrupts),
+            "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "scorer/failed": float(self.score_failures),
         }
         if self.pauses:

@@ -67,6 +67,9 @@ def open_outlet(
         address=config.cluster.address,
         engine_tp=config.engine.tp,
         backend=backend,
+        drain_s=config.rollout.request_timeout_s
+        if config.rollout.in_flight_mode == "drain"
+        else 0.0,
     )
     return Outlet(
         publisher,
@@ -81,10 +84,21 @@ class BroadcastPublisher:
     """Implements `protocols.Publisher`; used by one thread of rank 0."""
 
     def __init__(
-        self, control: Control, sync: SyncConfig, *, address: str, engine_tp: int, backend: str
+        self,
+        control: Control,
+        sync: SyncConfig,
+        *,
+        address: str,
+        engine_tp: int,
+        backend: str,
+        drain_s: float = 0.0,
     ) -> None:
-        """address: interface that engines can reach and nobody else; backend: gloo or nccl."""
+        """address: interface that engines can reach and nobody else; backend: gloo or nccl.
+
+        drain_s: longest wait for requests in flight before an update may open.
+        """
         self._control, self._sync = control, sync
+        self._open_timeout_s = sync.timeout_s + drain_s
         self._address, self._backend = address, backend
         self._world_size = 1 + engine_tp
         self._groups: dict[int, _EngineGroup] = {}
@@ -101,7 +115,7 @@ class BroadcastPublisher:
             raise EngineError(f"version {version} is not frozen for publishing")
         group = self._groups.get(engine) or self._join(engine)
         opened = OpenUpdate(engine, version, group.name, frozen.buckets)
-        self._control.expect(opened, Ok, self._sync.timeout_s)
+        self._control.expect(opened, Ok, self._open_timeout_s)
         begin = time.perf_counter()
         try:
             for buffer in frozen.buffers:

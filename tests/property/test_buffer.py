@@ -45,12 +45,13 @@ def group(group_id: int, step: int) -> EpisodeGroup:
     batch=st.integers(1, 4),
     max_lag=st.integers(0, 4),
     depth=st.integers(0, 4),
+    selection=st.sampled_from(["oldest", "freshest", "strict"]),
     seed=st.integers(0, 2**32),
 )
-def test_any_schedule(batch: int, max_lag: int, depth: int, seed: int) -> None:
+def test_any_schedule(batch: int, max_lag: int, depth: int, selection: str, seed: int) -> None:
     """A random interleaving of start, finish, fail, plan and publish for 12 steps."""
     choices = random.Random(seed)
-    buffer = GroupBuffer(batch, max_lag, depth)
+    buffer = GroupBuffer(batch, max_lag, depth, selection=selection)
     engine_step, running, trained = 0, {}, []
     for _ in range(4000):
         if buffer.next_step >= 12:
@@ -77,6 +78,8 @@ def test_any_schedule(batch: int, max_lag: int, depth: int, seed: int) -> None:
                 if depth == 0:
                     assert all(step == g.oldest.step for g in taken), "depth 0 is synchronous"
                 trained += [g.group_id for g in taken]
+                if selection == "strict":
+                    assert trained == list(range(len(trained))), "out of prompt order"
         elif action == 4 and engine_step < buffer.next_step:
             engine_step += 1
     assert len(trained) == len(set(trained)), "a group was trained twice"
@@ -84,6 +87,25 @@ def test_any_schedule(batch: int, max_lag: int, depth: int, seed: int) -> None:
     lost = set(range(max(trained) + 1)) - set(trained)
     known = set(running) | set(buffer._ready) | set(buffer._again)
     assert lost <= known, f"groups {lost - known} are lost"
+
+
+def test_freshest_takes_the_newest_weights_first() -> None:
+    buffer = GroupBuffer(2, 4, 4, selection="freshest")
+    for group_id, step in enumerate([0, 1, 0, 2]):
+        assert buffer.start() == group_id
+        buffer.admit(group(group_id, step))
+    assert [g.group_id for g in buffer.take() or []] == [1, 3]
+    assert [g.group_id for g in buffer.take() or []] == [0, 2]
+
+
+def test_strict_waits_for_the_next_id_unless_it_is_discarded() -> None:
+    buffer = GroupBuffer(1, 4, 4, selection="strict")
+    assert [buffer.start(), buffer.start()] == [0, 1]
+    buffer.admit(group(1, 0))
+    assert buffer.take() is None
+    buffer.discard(0)
+    assert [g.group_id for g in buffer.take() or []] == [1]
+    assert buffer.start() == 2, "a discarded group came back"
 
 
 def test_resume_skips_what_the_checkpoint_consumed() -> None:

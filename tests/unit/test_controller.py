@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from moerl.blob import BlobStore
+from moerl.config import resolve
 from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
 from moerl.errors import ConfigError, EngineError, RecordError, ScoreError, TrainerError
 from moerl.protocols import (
@@ -230,6 +231,135 @@ def test_a_bad_reward_names_the_setting(tmp_path: Path) -> None:
         scorer = StubScorer(ScoreError("non-finite reward nan for prompt 0"))
         controller, _ = make(tmp_path, StubEngine(), scorer=scorer)
         with pytest.raises(ConfigError, match=r"task\.reward = .*non-finite reward nan"):
+            await running(controller, train(controller, 4))
+
+    asyncio.run(body())
+
+
+def with_rollout(**changes: object) -> Config:
+    """CONFIG, resolved, with other rollout settings."""
+    return resolve(replace(CONFIG, rollout=replace(CONFIG.rollout, **changes)))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_fixed_lag_is_exact(tmp_path: Path, lag: int) -> None:
+    """Every token of step s is of version s - lag (of version 0 before), in prompt order."""
+
+    async def body() -> None:
+        controller, reports = make(tmp_path, StubEngine(), with_rollout(fixed_lag=lag))
+        plans = await running(controller, train(controller, 4))
+        for plan in plans:
+            versions = {
+                span.version.step for g in plan.groups for r in g.rollouts() for span in r.versions
+            }
+            assert versions == {max(0, plan.step - lag)}
+        assert [g.group_id for p in plans for g in p.groups] == list(range(8))
+        assert [r.metrics["async/lag_min"] for r in reports] == [min(s, lag) for s in range(4)]
+
+    asyncio.run(body())
+
+
+def test_drain_finishes_what_runs_before_an_update(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        controller, _ = make(tmp_path, engine, with_rollout(in_flight_mode="drain"))
+        plans = await running(controller, train(controller, 4))
+        spans = [len(r.versions) for p in plans for g in p.groups for r in g.rollouts()]
+        assert set(spans) == {1}, "an update cut a rollout"
+
+    asyncio.run(body())
+
+
+def test_a_drain_that_never_ends_is_an_error(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        config = with_rollout(in_flight_mode="drain", request_timeout_s=0.05)
+        controller, _ = make(tmp_path, engine, config)
+        engine.open.clear()  # requests hang
+
+        async def work() -> None:
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await asyncio.sleep(0.02)
+            await controller.handle(OpenUpdate(0, PolicyVersion(0, 1), "g", ()))
+
+        with pytest.raises(EngineError, match="6 groups did not finish within"):
+            await running(controller, work())
+
+    asyncio.run(body())
+
+
+class EqualFor(StubScorer):
+    """All rewards of a group are equal for the prompts that `equal` names."""
+
+    def __init__(self, equal: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.equal = equal
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        return [Score(0.0 if self.equal(prompt.index) else float(i)) for i in range(len(episodes))]
+
+
+def test_groups_of_equal_rewards_are_replaced(tmp_path: Path) -> None:
+    async def body() -> None:
+        scorer = EqualFor(lambda index: index % 2 == 0)
+        config = with_rollout(drop_zero_variance=True)
+        controller, reports = make(tmp_path, StubEngine(), config, scorer=scorer)
+        plans = await running(controller, train(controller, 4))
+        ids = [g.group_id for p in plans for g in p.groups]
+        assert len(set(ids)) == 8
+        assert all(i % 2 for i in ids), "a group without signal was trained"
+        assert sum(r.metrics["async/dropped_zero_variance_groups"] for r in reports) >= 6
+        assert all(r.metrics["reward/zero_var_frac"] == 0 for r in reports)
+
+    asyncio.run(body())
+
+
+def test_a_solved_task_does_not_starve(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = with_rollout(drop_zero_variance=True, max_drop_batches=1)
+        scorer = EqualFor(lambda index: True)
+        controller, reports = make(tmp_path, StubEngine(), config, scorer=scorer)
+        plans = await running(controller, train(controller, 4))
+        assert sum(len(p.groups) for p in plans) == 8
+        assert all(r.metrics["async/dropped_zero_variance_groups"] <= 4 for r in reports)
+
+    asyncio.run(body())
+
+
+class FailsFor(StubScorer):
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.fails = fails
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        if self.fails(prompt.index):
+            raise ScoreError(f"prompt {prompt.index}: no answer within 10 s")
+        return await super().score(prompt, episodes, texts)
+
+
+def test_scoring_failures_can_be_dropped_and_are_counted(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="drop"))
+        scorer = FailsFor(lambda index: index in (1, 2))
+        controller, reports = make(tmp_path, StubEngine(), config, scorer=scorer)
+        plans = await running(controller, train(controller, 4))
+        ids = {g.group_id for p in plans for g in p.groups}
+        assert len(ids) == 8
+        assert not ids & {1, 2}
+        assert sum(r.metrics["scorer/failed"] for r in reports) == 2
+
+    asyncio.run(body())
+
+
+def test_a_scorer_that_never_works_ends_the_run_all_the_same(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="drop"))
+        controller, _ = make(tmp_path, StubEngine(), config, scorer=FailsFor(lambda index: True))
+        with pytest.raises(ConfigError, match=r"task\.reward = .*no answer within"):
             await running(controller, train(controller, 4))
 
     asyncio.run(body())
