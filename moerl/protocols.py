@@ -98,6 +98,63 @@ class CloseUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareUpdate:
+    """Begin a session: agree on one version for one engine.  Reply: UpdatePrepared.
+
+    Passed on to the receiver of every rank of the engine, which derives what it will receive from
+    the same inputs as the trainer.  Refused, with nothing changed, when any of them differs.
+    """
+
+    engine: int
+    version: PolicyVersion
+    plan: str  # fingerprint of the transfer plan, `moerl.layout.transfer.plan_id`
+    layout: str  # fingerprint of the engine's weight layout met last time; empty: not met yet
+    transport: str  # name of a transport of `moerl.transport`
+    trainer: dict[str, int]  # fields of `moerl.layout.ParallelLayout`
+    policy: dict[str, int | str]  # fields of `moerl.layout.transfer.WirePolicy`
+    flavor: str  # layer spec of the trainer's model: local | te
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyUpdate:
+    """All bytes are sent: compare them in staging.  Reply: UpdateVerified, also when they differ.
+
+    digests: per engine rank, 8 bytes per bucket, little endian, buckets in the order of its
+    receiver plan.
+    """
+
+    engine: int
+    version: PolicyVersion
+    digests: tuple[bytes, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUpdate:
+    """Serve the verified version from now on.  Reply: UpdateClosed."""
+
+    engine: int
+    version: PolicyVersion
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbortUpdate:
+    """Drop the session of a version; the engine keeps what it serves.  Reply: Ok, also twice."""
+
+    engine: int
+    version: PolicyVersion
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskEngine:
+    """Which version does an engine serve?  Reply: EngineHolds."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The gang is about to die of this cause.  Reply: Ok."""
 
@@ -135,6 +192,28 @@ class UpdateClosed:
     pause_s: float  # time the engine had no running request because of the update
     aborted: int  # requests interrupted, all of them resumed
     engines: int = 1
+    commit_s: float = 0.0  # of it, copying into the live weights and their post-load hooks
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePrepared:
+    endpoints: tuple[bytes, ...]  # of each engine rank's staging buffer, for the transport
+    layout: str  # fingerprint of the engine's weight layout
+    held: PolicyVersion  # what the engine serves
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateVerified:
+    """failed: per engine rank, numbers of the buckets that differ; the session stays open."""
+
+    failed: tuple[tuple[int, ...], ...]
+    digest: str  # of the staged version, 16 hex digits; empty when any bucket failed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHolds:
+    version: PolicyVersion
+    cause: str  # why it is not served requests; empty: it is
 
 
 Message = (
@@ -144,12 +223,20 @@ Message = (
     | JoinSync
     | OpenUpdate
     | CloseUpdate
+    | PrepareUpdate
+    | VerifyUpdate
+    | CommitUpdate
+    | AbortUpdate
+    | AskEngine
     | Failed
     | Ok
     | Refused
     | Plan
     | Stop
     | UpdateClosed
+    | UpdatePrepared
+    | UpdateVerified
+    | EngineHolds
 )
 _TYPES: dict[str, type] = {
     cls.__name__: cls
@@ -160,12 +247,20 @@ _TYPES: dict[str, type] = {
         JoinSync,
         OpenUpdate,
         CloseUpdate,
+        PrepareUpdate,
+        VerifyUpdate,
+        CommitUpdate,
+        AbortUpdate,
+        AskEngine,
         Failed,
         Ok,
         Refused,
         Plan,
         Stop,
         UpdateClosed,
+        UpdatePrepared,
+        UpdateVerified,
+        EngineHolds,
     )
 }
 
