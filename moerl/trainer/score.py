@@ -1,6 +1,6 @@
 """Score kept rollouts with the trainer's own forward pass: the numbers behind `moerl mismatch`.
 
-    torchrun --nproc-per-node N -m moerl.trainer.score --job FILE
+    torchrun --nproc-per-node N -m moerl.trainer.score --job FILE...
 
 The same model, replay and log-probability code as training.  Written to `job.out` (.npz), tokens in
 the order of the rollouts file:
@@ -77,31 +77,36 @@ class Tally:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="score kept rollouts with the trainer's forward")
-    parser.add_argument("--job", type=Path, required=True, help="JSON of a ScoreJob")
+    parser.add_argument("--job", type=Path, required=True, nargs="+", help="JSON of a ScoreJob")
     warnings.filterwarnings("ignore")  # megatron names every optional package it lacks
     try:
-        _score(load_job(parser.parse_args().job))
+        _score([load_job(path) for path in parser.parse_args().job])
     except MoerlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # peers may hang in a collective: torchrun ends them
 
 
-def _score(job: ScoreJob) -> None:
-    platform = prepare(job.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+def _score(jobs: list[ScoreJob]) -> None:
+    """All jobs in one gang, started as the first one says."""
+    platform = prepare(jobs[0].platform, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     from moerl.trainer import parallel
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = ParallelConfig(dp=world_size, ep=job.ep)
+    sizes = ParallelConfig(dp=int(os.environ.get("WORLD_SIZE", "1")), ep=jobs[0].ep)
     ranks = parallel.start(sizes, platform, timeout_s=_TIMEOUT_S)
+    for job in jobs:
+        _score_job(job, ranks)
+    parallel.stop()
+
+
+def _score_job(job: ScoreJob, ranks: Parallel) -> None:
     rollouts = _read_rollouts(job)
-    plan = _plan(rollouts, job, world_size)
+    plan = _plan(rollouts, job, ranks.world_size)
     store = BlobStore(Path(job.blob_dir), job.blob_node)
     tallies = {dtype: _score_dtype(job, dtype, plan, store, ranks) for dtype in job.dtypes}
-    every: list[Any] = [None] * world_size
+    every: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(every, tallies, group=ranks.control)
     if ranks.is_first:
         _write(job, rollouts, every)
-    parallel.stop()
 
 
 def _read_rollouts(job: ScoreJob) -> list[Rollout]:
