@@ -70,6 +70,7 @@ install() {
   echo packages >"$stamp"
   run_pip "this project" --no-build-isolation --editable .
   verify
+  .venv/bin/python -m moerl.kernels.build
   fingerprint >"$stamp"
   say "environment ready"
 }
