@@ -48,14 +48,22 @@ class EngineLayout:
     ep: int = 1
     dp: int = 1  # data-parallel attention
     num: int = 1
+    dense_tp: int = 0
+    """Ranks that cut dense layers and shared experts; 0 = tp.  For forecasts: a live engine with
+    another value (SGLang's moe_dense_tp_size, shared experts beside an all-to-all) is refused."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "dp", "num"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.{name}", getattr(self, name), "must be at least 1")
-        if self.tp % self.ep or self.tp % self.dp:
+        for name, lowest in (("tp", 1), ("ep", 1), ("dp", 1), ("num", 1), ("dense_tp", 0)):
+            if getattr(self, name) < lowest:
+                raise ConfigError(
+                    f"engine.{name}", getattr(self, name), f"must be at least {lowest}"
+                )
+        if self.tp % self.ep or self.tp % self.dp or self.tp % (self.dense_tp or 1):
             raise ConfigError(
-                "engine.tp", self.tp, f"must be a multiple of ep = {self.ep} and dp = {self.dp}"
+                "engine.tp",
+                self.tp,
+                f"must be a multiple of ep = {self.ep}, dp = {self.dp} and "
+                f"dense_tp = {self.dense_tp}",
             )
 
     @property
@@ -127,7 +135,9 @@ class Engines:
         self._ranks = [
             [
                 _by_number(place)
-                for place in sglang_places(spec, layout.tp, rank, layout.ep, layout.dp)
+                for place in sglang_places(
+                    spec, layout.tp, rank, layout.ep, layout.dp, layout.dense_tp
+                )
             ]
             for rank in range(layout.tp)
         ]

@@ -193,7 +193,7 @@ def plan_receiver(
     for region in made:
         starts.append(end)
         end += -(-region.num_bytes // ALIGN) * ALIGN
-    named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp)
+    named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
     return ReceiverPlan(
         plan_id=plan_id(spec, trainer, engine, engine_id, policy, flavor),
         rank=rank,
