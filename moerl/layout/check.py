@@ -80,10 +80,7 @@ def check_layout(
     spec: ModelSpec, trainer: ParallelLayout, engines: EngineLayout, flavor: Flavor = "local"
 ) -> Report:
     """Prove the layouts and count.  Raises ConfigError or LayoutError naming axis or tensor."""
-    stages = [
-        list(sent_layers(spec, trainer, stage * trainer.stage_size, flavor, keep_copies=True))
-        for stage in range(trainer.pp)
-    ]
+    stages = _stages(spec, trainer, flavor)
     targets = Engines(spec, engines)
     _check_division(spec, trainer, engines)
     kinds = _kinds(stages, targets)
@@ -102,7 +99,7 @@ def check_layout(
         kinds=len(kinds),
         trainer_ranks=world,
         engine_ranks=engines.world_size,
-        trainer_bytes=_trainer_bytes(spec, trainer, stages, itemsize),
+        trainer_bytes=trainer_bytes(spec, trainer, flavor),
         engine_bytes=_engine_bytes(spec, targets, itemsize),
         sent_bytes=Spread.of(sent),
         ops=Spread.of(ops),
@@ -140,6 +137,13 @@ def _three(spread: Spread) -> tuple[float, float, float]:
 
 def _mebibytes(spread: Spread) -> list[str]:
     return [f"{value / 2**20:,.2f}" for value in _three(spread)]
+
+
+def _stages(spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor) -> Stages:
+    return [
+        list(sent_layers(spec, trainer, stage * trainer.stage_size, flavor, keep_copies=True))
+        for stage in range(trainer.pp)
+    ]
 
 
 # --- proof ---------------------------------------------------------------------------------------
@@ -233,10 +237,12 @@ def _check_exact(named: Named) -> None:
 
 
 # --- bytes ---------------------------------------------------------------------------------------
-def _trainer_bytes(
-    spec: ModelSpec, trainer: ParallelLayout, stages: Stages, itemsize: int
-) -> Spread:
-    """Ranks of a stage differ by tp, and in their experts by etp."""
+def trainer_bytes(spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor = "local") -> Spread:
+    """Bytes of live weights per trainer rank, padding included.
+
+    Ranks of a stage differ by tp, and in their experts by etp.
+    """
+    stages, itemsize = _stages(spec, trainer, flavor), ITEMSIZE.get(spec.dtype, 2)
     sizes: dict[tuple[Rule, Shard, bool], int] = {}
 
     def size(rule: Rule, place: Place, number: int, shard: Shard) -> int:

@@ -44,7 +44,7 @@ from moerl.layout.placement import Flavor, ParallelLayout, hf_shapes, sglang_til
 from moerl.layout.plan import ROOT, EngineLayout, Engines, held_by, is_expert, sent_layers
 from moerl.layout.rules import Layer, Place, Rule, Shard
 from moerl.layout.spec import ModelSpec
-from moerl.layout.tiles import Box, Tile, local_box, meet, num_elements
+from moerl.layout.tiles import Box, Tile, full_box, local_box, meet, num_elements
 
 SCHEME = 1  # goes into plan_id; a change of order, rotation or cuts raises it
 BLOCK = 128  # rows and columns that share one scale
@@ -225,6 +225,52 @@ def plan_id(
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Bytes of one engine's plan, counted without making it."""
+
+    sent_bytes: tuple[int, ...]  # by trainer rank
+    sent_parts: tuple[int, ...]  # a box with its scales counts once
+    received_bytes: tuple[int, ...]  # by engine rank
+
+
+def tally(
+    spec: ModelSpec,
+    trainer: ParallelLayout,
+    engine: EngineLayout,
+    engine_id: int,
+    policy: WirePolicy,
+    flavor: Flavor = "local",
+) -> Tally:
+    """The sums of all ranks' plans, for thousands of ranks in a second; raises as plan_sender."""
+    tables = _tables(spec, trainer, replace(engine, num=1), policy, flavor)
+    sent, parts = [0] * trainer.world_size, [0] * trainer.world_size
+    received = [0] * engine.tp
+    for stage, totals in enumerate(tables.totals):
+        for group, sizes in totals.items():
+            ranks, starts = tables.group(group)
+            for size, count in sizes.items():
+                first = starts[size] + _offset(engine_id, len(ranks))
+                each, more = divmod(count, len(ranks))
+                for turn in range(len(ranks)):
+                    rank = ranks[(first + turn) % len(ranks)]
+                    mine = each + (turn < more)
+                    sent[rank] += mine * size
+                    parts[rank] += mine
+        for _, entry, times in tables.entries(stage):
+            for rank, found in entry.parts.items():
+                received[rank] += times * sum(part.num_bytes for part in found)
+    return Tally(tuple(sent), tuple(parts), tuple(received))
+
+
+def wire_bytes(hf: str, shape: Sequence[int], policy: WirePolicy) -> int:
+    """Of a whole Hugging Face tensor in the dtype that most engines keep it in."""
+    box = full_box(shape)
+    if _is_quantised(hf, policy):
+        return num_elements(box) + ITEMSIZE["float32"] * num_elements(_blocks(box))
+    return num_elements(box) * ITEMSIZE[policy.dtype]
+
+
 def post_load_hooks(spec: ModelSpec, policy: WirePolicy) -> tuple[str, ...]:
     """Functions of SGLang's model loader that derive other tensors from the written ones.
 
@@ -350,15 +396,19 @@ class _Tables:
     def _totals(self, stage: int) -> dict[_Group, Counter[int]]:
         """How many parts of each size a group sends in all."""
         totals: dict[_Group, Counter[int]] = defaultdict(Counter)
+        for group, entry, times in self.entries(stage):
+            for size, count in entry.counts:
+                totals[group][size] += times * count
+        return totals
+
+    def entries(self, stage: int) -> Iterator[tuple[_Group, _Entry, int]]:
+        """(group, entry, how often) of a stage: often for experts, once for the rest."""
         for holding in (h for _, _, holdings in self.stages[stage] for h in holdings):
             for ep in range(self.trainer.ep) if holding.experts else (0,):
-                sizes = totals[_Group(stage, holding.experts, ep, holding.same)]
-                for holder, times in Counter(
-                    holder for _, holder, _ in self.experts_of(holding, ep)
-                ).items():
-                    for size, count in holding.entries[holder].counts:
-                        sizes[size] += times * count
-        return totals
+                group = _Group(stage, holding.experts, ep, holding.same)
+                holders = Counter(holder for _, holder, _ in self.experts_of(holding, ep))
+                for holder, times in holders.items():
+                    yield group, holding.entries[holder], times
 
     def _holdings(self, place: Place, layer: Layer) -> tuple[_Holding, ...]:
         kind = (layer.rules, self._engines.rules(layer.number), layer.number == ROOT)
@@ -403,7 +453,7 @@ class _Tables:
             whole = meet(held.hf_box, want.tile.hf_box)
             if whole is None:
                 continue
-            quantised = self.policy.quantization != "none" and template.endswith(_QUANTISED)
+            quantised = _is_quantised(template, self.policy)
             dtype = want.rule.dtype or self.policy.dtype
             dtype = "float8_e4m3fn" if quantised else dtype
             for box in _cut(whole, ITEMSIZE[dtype], self.policy.bucket_bytes, quantised):
@@ -460,6 +510,11 @@ def _cut(box: Box, itemsize: int, limit: int, quantised: bool) -> Iterator[Box]:
     step = -(-len(rows) // runs // multiple) * multiple
     for first in range(0, len(rows), step):
         yield (rows[first : first + step], *rest)
+
+
+def _is_quantised(hf: str, policy: WirePolicy) -> bool:
+    """Projections are; embedding, head, norms, routers and gates stay in the engine's dtype."""
+    return policy.quantization != "none" and hf.endswith(_QUANTISED)
 
 
 def _check_blocks(name: str, shape: Sequence[int], box: Box, dst_box: Box) -> None:

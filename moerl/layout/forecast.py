@@ -1,0 +1,175 @@
+"""What a publish will cost: bytes per rank, traffic against a broadcast, seconds, buffers.
+
+Legend
+    M  bytes of the model on the wire            X  of its routed experts, in the trainer's dtype
+    W  trainer ranks      N engines of R ranks   S  bytes that an engine rank receives
+    B  bytes/s of a rank's network card          g  ranks of an engine on one node
+
+    planned      every rank receives S; T = max(largest S, largest sent) / B, then one S / B per
+                 relay round
+    broadcast    gather the experts over EP on the trainer, then every rank receives M: flat, T =
+                 M / B; hierarchical, one copy per node over all its cards and NVLink inside,
+                 T = M / (g B)
+
+T at efficiency 1 is a bound; no published system comes near it (bench/plan_anchors.py fits what
+they reach).  Bytes are exact for the plan and lower bounds for the broadcast: the gather of the
+trainer's tensor-parallel dense weights is left out.
+Source of the cost model: derived here; anchors and their sources are in bench/plan_anchors.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moerl.errors import ConfigError
+from moerl.layout.check import ITEMSIZE as MODEL_ITEMSIZE
+from moerl.layout.check import Spread, trainer_bytes
+from moerl.layout.placement import ParallelLayout, hf_shapes
+from moerl.layout.plan import EngineLayout
+from moerl.layout.relay import Hop, num_rounds, relay_schedule
+from moerl.layout.spec import ModelSpec
+from moerl.layout.transfer import WirePolicy, tally, wire_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The network that a publish crosses."""
+
+    nic_gb_s: float = 50.0  # of each rank's card, each way; 400 Gb/s
+    ranks_per_node: int = 8
+    efficiency: float = 1.0  # of the card's rate that a transfer reaches
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.nic_gb_s) and self.nic_gb_s > 0):
+            raise ConfigError("--nic-gb-s", self.nic_gb_s, "must be a finite number above 0")
+        if self.ranks_per_node < 1:
+            raise ConfigError("--ranks-per-node", self.ranks_per_node, "must be at least 1")
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError("--efficiency", self.efficiency, "must be above 0 and at most 1")
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nic_gb_s * 1e9 * self.efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One publish to all engines.  Bytes unless named otherwise."""
+
+    model_bytes: int  # M
+    expert_share: float  # of M
+    trainer_ranks: int
+    engines: int
+    ranks_per_engine: int
+    received: Spread  # S, per engine rank: the bound on engine ingress
+    engine_bytes: int  # all ranks of one engine
+    planned_bytes: int  # all engines
+    sent: Spread  # per trainer rank, to the engines it serves itself: the bound on egress
+    sent_without_relay: Spread
+    parts: Spread  # boxes sent per trainer rank to one engine
+    gather_bytes: int  # over EP on the trainer, before a broadcast
+    broadcast_bytes: int  # received by all engine ranks
+    broadcast_nic_bytes: int  # received by all nodes, where cards share one copy
+    nodes_per_engine: int
+    planned_s: float
+    planned_without_relay_s: float
+    broadcast_s: float
+    hierarchical_s: float
+    hops: tuple[Hop, ...]
+    trainer_buffer: int  # per rank: a frozen copy of its weights and two buckets
+    engine_buffer: int  # per rank: the staging segment
+
+    @property
+    def rank_ratio(self) -> float:
+        """Traffic into engine ranks: broadcast against plan."""
+        return self.broadcast_bytes / self.planned_bytes
+
+    @property
+    def nic_ratio(self) -> float:
+        """Traffic through network cards: hierarchical broadcast against plan."""
+        return self.broadcast_nic_bytes / self.planned_bytes
+
+
+def forecast(
+    spec: ModelSpec,
+    trainer: ParallelLayout,
+    engines: EngineLayout,
+    policy: WirePolicy,
+    links: Links,
+    *,
+    direct: int = 0,
+) -> Forecast:
+    """Cost of one publish.  direct: engines that the trainer serves itself; 0 = the fastest number.
+
+    Raises ConfigError or LayoutError when sizes do not divide.
+    """
+    if not 0 <= direct <= engines.num:
+        raise ConfigError("--direct", direct, f"must be 0 to {engines.num}, the number of engines")
+    tallies = [tally(spec, trainer, engines, engine, policy) for engine in range(engines.num)]
+    received = Spread.of(tallies[0].received_bytes)
+    sums = _running([t.sent_bytes for t in tallies])
+
+    def seconds(served: int) -> float:
+        first = max(received.high, max(sums[served - 1])) / links.bytes_per_s
+        rounds = num_rounds(relay_schedule(range(engines.num), served))
+        return first + rounds * received.high / links.bytes_per_s
+
+    served = direct or min(range(1, engines.num + 1), key=lambda n: (seconds(n), n))
+    model, experts = model_bytes(spec, policy)
+    engine_bytes = sum(tallies[0].received_bytes)
+    nodes = -(-engines.tp // links.ranks_per_node)
+    held = trainer_bytes(spec, trainer)
+    return Forecast(
+        model_bytes=model,
+        expert_share=experts / model,
+        trainer_ranks=trainer.world_size,
+        engines=engines.num,
+        ranks_per_engine=engines.tp,
+        received=received,
+        engine_bytes=engine_bytes,
+        planned_bytes=engine_bytes * engines.num,
+        sent=Spread.of(sums[served - 1]),
+        sent_without_relay=Spread.of(sums[-1]),
+        parts=Spread.of(tallies[0].sent_parts),
+        gather_bytes=_gather_bytes(spec, trainer),
+        broadcast_bytes=engines.world_size * model,
+        broadcast_nic_bytes=engines.num * nodes * model,
+        nodes_per_engine=nodes,
+        planned_s=seconds(served),
+        planned_without_relay_s=seconds(engines.num),
+        broadcast_s=model / links.bytes_per_s,
+        hierarchical_s=model / links.bytes_per_s / min(links.ranks_per_node, engines.tp),
+        hops=relay_schedule(range(engines.num), served),
+        trainer_buffer=round(held.high) + 2 * policy.bucket_bytes,
+        engine_buffer=round(received.high),
+    )
+
+
+def model_bytes(spec: ModelSpec, policy: WirePolicy) -> tuple[int, int]:
+    """(all, routed experts): bytes of the tensors that engines hold, each once, on the wire."""
+    every = experts = 0
+    for name, shape in hf_shapes(spec).items():
+        _, is_layer, rest = name.partition("model.layers.")
+        if is_layer and int(rest.split(".")[0]) >= spec.layers:
+            continue  # prediction layers stay on the trainer
+        size = wire_bytes(name, shape, policy)
+        every += size
+        experts += size if ".experts." in name else 0
+    return every, experts
+
+
+def _gather_bytes(spec: ModelSpec, trainer: ParallelLayout) -> int:
+    """Received by all trainer ranks when each stage makes its experts whole on every rank."""
+    plain = WirePolicy("float32")
+    experts = model_bytes(spec, plain)[1] // 4 * MODEL_ITEMSIZE.get(spec.dtype, 2)
+    return trainer.world_size * experts * (trainer.ep - 1) // (trainer.pp * trainer.ep)
+
+
+def _running(rows: list[tuple[int, ...]]) -> list[list[int]]:
+    """Sums of the first 1, 2, ... rows, per column."""
+    sums: list[list[int]] = []
+    for row in rows:
+        before = sums[-1] if sums else [0] * len(row)
+        sums.append([a + b for a, b in zip(before, row, strict=True)])
+    return sums
