@@ -321,6 +321,7 @@ class EngineStatus:
     generated_tokens: int  # since start
     busy_s: float  # seconds with at least one request in flight
     refused: dict[str, int] = field(default_factory=dict)  # records refused, by reason
+    layout: str = ""  # fingerprint of how its weights lie; equal engines take equal transfer plans
 
 
 class Engine(Protocol):

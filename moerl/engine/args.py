@@ -151,7 +151,11 @@ def server_args(
         "skip_server_warmup": True,
         "skip_tokenizer_init": True,
     }
-    if not uses_cuda(config.platform):
+    if uses_cuda(config.platform):
+        # SGLang's own choice by model and GPU would pack, swap or join expert weights
+        # (arg_groups/model_overrides); `moerl.engine.layout` says what is known.
+        args |= {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
+    else:
         args |= {
             "device": "cpu",
             "attention_backend": "torch_native",

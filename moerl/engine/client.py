@@ -74,6 +74,10 @@ class EngineClient:
     async def weight_version(self) -> str:
         return str((await self._ask("GET", "/model_info"))["weight_version"])
 
+    async def server_info(self) -> dict[str, Any]:
+        """Resolved arguments of the server by ServerArgs field name, its `version`, its state."""
+        return await self._ask("GET", "/server_info")
+
     async def checksum(self) -> dict[str, Any]:
         """Per-tensor checksums of every rank, as SGLang computes them."""
         return await self._ask("POST", "/weights_checker", {"action": "checksum"})

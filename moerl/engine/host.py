@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -47,6 +48,8 @@ from moerl.types import (
     SamplingParams,
     Segment,
 )
+
+log = logging.getLogger(__name__)
 
 _WATCH_S = 0.5  # between looks at the server process
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
@@ -86,7 +89,7 @@ class EngineHost:
         self._update_timeout_s = update_timeout_s
         self._routing = replay.routing != "off" and bool(facts.moe_layers)
         self._tracer = Tracer(run.trace, f"engine{index}")
-        self._version = PolicyVersion(0, 0)
+        self._version, self._layout = PolicyVersion(0, 0), ""
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -122,6 +125,9 @@ class EngineHost:
             except BaseException:
                 await client.close()
                 raise
+        assert server.layout is not None, "a server that started knows its layout"
+        self._layout = server.layout.fingerprint()
+        log.info("engine %d: weight layout %s: %s", self.index, self._layout, server.layout)
         self._server, self._client, self._version = server, client, version
         self._cause, self._broken = None, asyncio.Event()
         self._admit.set()
@@ -156,6 +162,7 @@ class EngineHost:
             generated_tokens=self._generated,
             busy_s=self._busy_s + busy,
             refused=dict(self._refused),
+            layout=self._layout,
         )
 
     async def watch(self) -> None:

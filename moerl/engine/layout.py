@@ -4,7 +4,9 @@ A plan that writes into an engine is right for one layout only, and shapes do no
 is: SGLang may interleave, swap, transpose, pack or shuffle expert weights after loading and keep
 their shape.  So every server argument and environment variable that moves weights is looked at,
 and only what was compared with SGLang's own `load_weights` (tests/multi/test_layout_sglang.py)
-passes; anything else is refused, never guessed.
+passes; anything else is refused, never guessed.  A server is asked twice: its scheduler processes
+look at the modules they loaded (`check_loaded`, hooked in by plugin.py), and once it serves, its
+resolved arguments become its `EngineLayout` (server.py).
 
 Rejected: a list of bad values (a new release adds values, and they would pass).
 Read at sglang 0.5.23: srt/layers/quantization/unquant.py, srt/layers/moe/fused_moe_triton/layer.py,
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +27,7 @@ from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
 
 KNOWN_RELEASES = ("0.5.23",)
 DTYPES = ("float32", "bfloat16", "float16")
+MODULES_CHECKED = "moerl: this rank keeps its weights in the canonical layout"
 
 # Weight formats of unquantised experts that the tables describe: w13 as [gate; up], w2 as loaded.
 _RUNNERS = ("triton",)
@@ -200,6 +204,15 @@ def check_modules(modules: Iterable[tuple[str, object]]) -> None:
         for flag, effect in _METHOD_FLAGS.items():
             if getattr(method, flag, None):
                 raise LayoutError(f"{name}: {flag} of {kind} {effect}")
+
+
+def check_loaded(_result: None, runner: Any) -> None:
+    """Hook after `ModelRunner.load_model`, in each scheduler process: check, and say so in the log.
+
+    The log line is the proof: SGLang only warns about a hook that it could not install.
+    """
+    check_modules(runner.model.named_modules())
+    sys.stdout.write(f"{MODULES_CHECKED}\n")  # one write: ranks share the log
 
 
 def check_model(config: Mapping[str, Any]) -> None:

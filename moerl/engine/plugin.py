@@ -1,7 +1,7 @@
 """What moerl adds to SGLang, through SGLang's own plug-in entry points (see pyproject.toml).
 
-`activate` offers the plain-CPU platform, `register_hooks` adapts three functions; SGLang runs both
-in each of its processes.  With CUDA both do nothing, so a GPU server is stock SGLang.
+`activate` offers the plain-CPU platform, `register_hooks` adapts functions; SGLang runs both
+in each of its processes.  With CUDA they add nothing but the check of loaded weights.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ def activate() -> str | None:
 def register_hooks() -> None:
     """Entry point of `sglang.srt.plugins`; the targets are those of SGLang 0.5.23.
 
+    Always: a rank that keeps its weights in another layout than the known one ends the start.
+    Without CUDA:
+
     1. The host buffer of the routed experts asks CUDA to pin its memory; without CUDA that raises,
        and nothing needs the pin.
     2. SGLang spawns its processes because a CUDA context does not survive a fork.  Without CUDA a
@@ -28,11 +31,14 @@ def register_hooks() -> None:
     3. Decode attention runs once per layer for the whole batch instead of once per request.
     """
     import torch
-
-    if torch.cuda.is_available():
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from moerl.engine import layout
+
+    target = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+    HookRegistry.register(target, layout.check_loaded, HookType.AFTER)
+    if torch.cuda.is_available():
+        return
     from moerl.engine import cpu_attention
 
     target = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"

@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from moerl.config.schema import EngineConfig
 from moerl.engine.args import server_args
 from moerl.engine.client import EngineClient
-from moerl.engine.layout import check_model
+from moerl.engine.layout import MODULES_CHECKED, EngineLayout, check_model, engine_layout
 from moerl.errors import EngineError
 
 _POLL_S = 0.1
@@ -65,6 +66,7 @@ class EngineServer:
             nccl_port=free_port("127.0.0.1"),
         )
         self._model_path = model_path
+        self.layout: EngineLayout | None = None  # how its weights lie; known once it serves
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[psutil.Process] = []
         self._scratch: Path | None = None
@@ -81,12 +83,14 @@ class EngineServer:
     async def start(self, client: EngineClient) -> None:
         """Start the process and wait until it serves.
 
-        Raises EngineError with the cause, ConfigError for a model SGLang would serve wrongly.
+        Raises EngineError with the cause, ConfigError for a model SGLang would serve wrongly and
+        for arguments under which it keeps weights in a layout that is not known.
         """
-        config = self._model_path / "config.json"
-        if not config.is_file():
+        path = self._model_path / "config.json"
+        if not path.is_file():
             raise EngineError(f"engine: model folder {self._model_path} has no config.json")
-        check_model(json.loads(config.read_text()))
+        config = json.loads(path.read_text())
+        check_model(config)
         if not _is_free(self.config.host, self.port):
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._spawn()
@@ -99,8 +103,25 @@ class EngineServer:
                 await self.stop()
                 raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}")
             await asyncio.sleep(_POLL_S)
+        try:
+            self.layout = await self._identify(client, config)
+        except BaseException:
+            await self.stop()
+            raise
         self._children = self._workers()
         self._shared = {path for process in self._tree() for path in _shared_files(process)}
+
+    async def _identify(self, client: EngineClient, config: dict[str, Any]) -> EngineLayout:
+        """The layout of the weights as served: by its arguments, and by its ranks' own look."""
+        info = await client.server_info()
+        layout = engine_layout(info, self._environment(), config, release=str(info.get("version")))
+        checked = self.log.read_text(errors="replace").count(MODULES_CHECKED)
+        if checked < layout.tp:
+            raise EngineError(
+                f"engine: {checked} of {layout.tp} ranks checked the layout of their weights; "
+                "SGLang must load the plug-in moerl_hooks (see SGLANG_PLUGINS)"
+            )
+        return layout
 
     def death(self) -> str | None:
         """One sentence on why the server is dead, or None while all its processes live."""

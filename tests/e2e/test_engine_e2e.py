@@ -29,8 +29,9 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import EngineClient
 from moerl.engine.host import EngineHost
+from moerl.engine.layout import EngineLayout
 from moerl.engine.server import EngineServer
-from moerl.errors import EngineError, RecordError
+from moerl.errors import ConfigError, EngineError, RecordError
 from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate
 from moerl.rundir import RunDir
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
@@ -126,7 +127,12 @@ def check_segment(world: World, ask: GenerateRequest, got: Segment | RecordError
 def test_every_hook_found_its_target(world: World) -> None:
     """SGLang only warns about a hook whose target is gone; then a new version moved it."""
     applied = [line for line in world.log.read_text().splitlines() if "plugin=moerl_hooks" in line]
-    assert len(applied) == 3
+    assert len(applied) == 4
+
+
+def test_the_status_names_the_layout_of_the_weights(world: World) -> None:
+    layout = EngineLayout("0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ())
+    assert world.run(world.host.status()).layout == layout.fingerprint()
 
 
 @pytest.mark.parametrize("sampling", [TRUNCATED, FULL], ids=["truncated", "full"])
@@ -354,18 +360,49 @@ def test_start_failures_name_the_cause(world: World, tmp_path: Path) -> None:
     assert port_error == [f"engine: port {port} on 127.0.0.1 is in use"]
 
 
+def test_weights_in_another_layout_end_the_start(world: World, tmp_path: Path) -> None:
+    """The scheduler process refuses its own modules; what they do not show, the arguments do."""
+    swapped = EngineConfig(args={"moe_runner_backend": "flashinfer_cutlass"})
+    recut = EngineConfig(args={"enable_dense_mlp_attn_tp": True})
+    by_modules, by_arguments = world.run(
+        asyncio_gather(
+            _start(world, world.folders[V0], tmp_path / "swapped.log", config=swapped),
+            _start(world, world.folders[V0], tmp_path / "recut.log", config=recut),
+        ),
+        200.0,
+    )
+    flag = "use_flashinfer_cutlass of UnquantizedFusedMoEMethod keeps w13 as [up; gate]"
+    assert by_modules.splitlines()[0].endswith(f"model.layers.0.mlp.experts: {flag}")
+    assert by_arguments == (
+        "engine.args.enable_dense_mlp_attn_tp = True is not usable: "
+        "dense layers are then cut as attention is; allowed: False"
+    )
+
+
 async def asyncio_gather(*work: Coroutine[Any, Any, T]) -> list[T]:
     return list(await asyncio.gather(*work))
 
 
-async def _start(world: World, folder: Path, log: Path, port: int | None = None) -> str:
+async def _start(
+    world: World,
+    folder: Path,
+    log: Path,
+    port: int | None = None,
+    config: EngineConfig | None = None,
+) -> str:
     server = EngineServer(
-        world.config, folder, routing=True, version="0.0", token=TOKEN, log=log, port=port
+        config or world.config,
+        folder,
+        routing=True,
+        version="0.0",
+        token=TOKEN,
+        log=log,
+        port=port,
     )
-    client = EngineClient(server.url, "another-token")
+    client = EngineClient(server.url, TOKEN)
     try:
         await server.start(client)
-    except EngineError as error:
+    except (ConfigError, EngineError) as error:
         return str(error)
     finally:
         await client.close()

@@ -29,6 +29,16 @@ def test_cpu_arguments() -> None:
     assert set(got) <= args.field_names()
 
 
+def test_cuda_arguments_keep_weights_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own choice for some families and GPUs would be refused by moerl.engine.layout."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    got = built(EngineConfig(platform="cuda"))
+    assert got["moe_runner_backend"] == "triton"
+    assert got["disable_shared_experts_fusion"] is True
+    assert "device" not in got
+    assert set(got) <= args.field_names()
+
+
 def test_user_arguments_replace_defaults_we_do_not_own() -> None:
     config = EngineConfig(platform="cpu", args={"attention_backend": "intel_amx"})
     assert built(config)["attention_backend"] == "intel_amx"

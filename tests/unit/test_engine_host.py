@@ -16,6 +16,7 @@ from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import host as host_module
 from moerl.engine.client import BadRequest
 from moerl.engine.host import EngineHost
+from moerl.engine.layout import EngineLayout
 from moerl.engine.records import ModelFacts
 from moerl.errors import EngineError, RecordError
 from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate
@@ -32,6 +33,7 @@ class ScriptedServer:
     """Stands for the process: lives until `cause` is set."""
 
     url, pid = "http://nowhere", 1
+    layout = EngineLayout("0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ())
     cause: str | None = None
 
     def __init__(self, *_args: object, **_fields: object) -> None: ...

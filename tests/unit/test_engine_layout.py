@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +17,13 @@ from moerl.engine import layout
 from moerl.engine.args import field_names
 from moerl.engine.layout import EngineLayout, check_model, check_modules, engine_layout
 from moerl.engine.server import EngineServer
-from moerl.errors import ConfigError, LayoutError
+from moerl.errors import ConfigError, EngineError, LayoutError
 
-# Resolved arguments of a plain server, as /server_info of SGLang 0.5.23 reports them.
-PLAIN: dict[str, Any] = {name: allowed[0] for name, (allowed, _) in layout._ALLOWED.items()} | {
-    "tp_size": 2,
-    "ep_size": 1,
-    "attn_dp_size": 1,
-    "moe_runner_backend": "auto",
-    "quantization": None,
-    "dtype": "bfloat16",
-    "disable_shared_experts_fusion": False,
-    "attention_backend": "torch_native",
-    "prefill_attention_backend": None,
-    "decode_attention_backend": None,
-}
+# /server_info of a plain server of SGLang 0.5.23, on one CPU rank; what no layout asks is left out.
+RECORDED: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "data" / "sglang_server_info.json").read_text()
+)
+PLAIN = RECORDED | {"tp_size": 2, "dtype": "bfloat16"}
 QWEN = {"model_type": "qwen3_moe", "dtype": "bfloat16"}
 
 
@@ -43,7 +37,8 @@ def identity(
 
 
 def test_our_table_names_existing_arguments() -> None:
-    assert set(PLAIN) <= field_names()
+    assert set(RECORDED) - {"version"} <= field_names()
+    assert set(layout._ALLOWED) <= set(RECORDED)
 
 
 def test_the_fingerprint_is_stable() -> None:
@@ -160,8 +155,9 @@ def test_models_that_would_be_served_with_unfilled_weights() -> None:
             check_model(QWEN | {field: value})
 
 
-async def start(folder: Path) -> None:
-    server = EngineServer(
+def new_server(folder: Path, config: dict[str, Any] = QWEN) -> EngineServer:
+    (folder / "config.json").write_text(json.dumps(config))
+    return EngineServer(
         EngineConfig(platform="cpu"),
         folder,
         routing=False,
@@ -169,15 +165,72 @@ async def start(folder: Path) -> None:
         token="t",
         log=folder / "log",
     )
-    await server.start(SimpleNamespace())  # type: ignore[arg-type]
+
+
+class Answers:
+    """A client of a server that serves at once and reports `info`."""
+
+    def __init__(self, info: dict[str, Any]) -> None:
+        self._info = info
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def server_info(self) -> dict[str, Any]:
+        return self._info
 
 
 def test_such_a_model_is_refused_before_a_server_starts(tmp_path: Path) -> None:
-    import asyncio
-
-    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"tie_word_embeddings": True}))
+    server = new_server(tmp_path, QWEN | {"tie_word_embeddings": True})
     with pytest.raises(ConfigError, match="tie_word_embeddings = True"):
-        asyncio.run(start(tmp_path))
+        asyncio.run(server.start(Answers(RECORDED)))  # type: ignore[arg-type]
+    assert server.pid == 0
+
+
+def serve(server: EngineServer, info: dict[str, Any], checked: int = 1) -> None:
+    """Start against `info`, with a sleeping process in SGLang's place."""
+
+    def spawn() -> None:
+        server.log.write_text(f"{layout.MODULES_CHECKED}\n" * checked)
+        server._process = subprocess.Popen(["sleep", "60"])
+
+    server._spawn = spawn  # type: ignore[method-assign]
+    asyncio.run(server.start(Answers(info)))  # type: ignore[arg-type]
+
+
+def ended(server: EngineServer) -> bool:
+    return server._process is not None and server._process.poll() is not None
+
+
+def test_a_started_server_knows_its_layout(tmp_path: Path) -> None:
+    server = new_server(tmp_path)
+    serve(server, RECORDED)
+    assert server.layout == EngineLayout(
+        "0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ()
+    )
+    assert not ended(server)
+    asyncio.run(server.stop())
+    assert ended(server)
+
+
+@pytest.mark.parametrize(
+    ("change", "checked", "why"),
+    [
+        ({"moe_runner_backend": "flashinfer_trtllm"}, 1, "packs expert weights into blocks"),
+        ({"quantization": "fp8"}, 1, "other bytes and scales"),
+        ({"version": "0.6.0"}, 1, "sglang = '0.6.0'"),
+        ({"enable_eplb": True}, 1, "experts then move"),
+        ({}, 0, "0 of 1 ranks checked the layout of their weights"),
+    ],
+)
+def test_a_server_with_another_layout_is_ended(
+    tmp_path: Path, change: dict[str, Any], checked: int, why: str
+) -> None:
+    server = new_server(tmp_path)
+    with pytest.raises((ConfigError, EngineError), match=why) as refusal:
+        serve(server, RECORDED | change, checked)
+    assert "\n" not in str(refusal.value)
+    assert ended(server)
 
 
 class UnquantizedFusedMoEMethod:
@@ -209,3 +262,15 @@ def test_live_modules_are_asked() -> None:
         check_modules(modules(None, use_intel_amx_backend=True))
     with pytest.raises(LayoutError, match="b: SGLang stores its shared experts among"):
         check_modules(modules(None, num_fused_shared_experts=1))
+
+
+def test_a_rank_says_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    def runner(method: object) -> object:
+        modules = [("a", SimpleNamespace(quant_method=method))]
+        return SimpleNamespace(model=SimpleNamespace(named_modules=lambda: modules))
+
+    layout.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
+    assert capsys.readouterr().out == f"{layout.MODULES_CHECKED}\n"
+    with pytest.raises(LayoutError):
+        layout.check_loaded(None, runner(Fp8MoEMethod()))
+    assert capsys.readouterr().out == ""
