@@ -13,13 +13,20 @@ reduction over vocabulary shards (a maximum, then sums of exponentials) is that 
 vocabulary-parallel cross entropy; as there, every rank of the group gets the whole result and each
 returns the gradient of its own shard only.
 
+What a rank does with its own kept entries exists twice: in torch (`_TorchPart`, any device and
+dtype, the reference) and compiled (`_BuiltPart`, csrc/masked_logprob.h, less memory and time).
+The reductions between ranks are the same code for both.
+
 Legend: R logit rows, V vocabulary entries of this shard (padding included), S sampled tokens,
 Z kept entries of this shard.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +34,24 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup, ReduceOp
 
-from moerl.errors import RecordError
+from moerl.errors import ConfigError, RecordError
+from moerl.kernels.library import describe, library
+from moerl.kernels.masked_logprob import DTYPES, REFUSALS, KeptCall, run
 
 _CHUNK_ELEMENTS = 1 << 22  # full vocabulary: 16 MiB of fp32 temporaries at a time
+
+Implementation = Literal["auto", "torch", "built"]
+
+
+class Scores(NamedTuple):
+    """[S] each, fp32 (fp64 for fp64 logits), natural log, equal on all ranks of a tp group.
+
+    Only the log-probability is differentiable.
+    """
+
+    logprob: Tensor
+    entropy: Tensor  # of the distribution the log-probability belongs to
+    full_entropy: Tensor | None  # over the whole vocabulary, when asked for
 
 
 def kept_logprobs(
@@ -42,24 +64,36 @@ def kept_logprobs(
     vocab_start: int,
     rows_S: Tensor | None = None,
     tp_group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+    full_entropy_of: int | None = None,
+    implementation: Implementation = "auto",
+) -> Scores:
     """Log-probability and entropy of each sampled token over its recorded kept set.
 
     logits_RV: [..., V] bf16, fp32 or fp64, this rank's entries vocab_start .. vocab_start + V.
-    sampled_S: [S] i64 global ids.  offsets [S + 1] i64, ids [nnz] i64: the kept sets, global ids.
-    temperature_S: [S].  rows_S: [S] i64, the (flattened) logit row of each token; None = row i.
-    Returns ([S], [S]) in fp32 (fp64 for fp64 logits), natural log, equal on all ranks of tp_group.
-    The log-probability is differentiable, the entropy is not.
-    Raises RecordError `mask_rows` or `mask_sampled`.
+    sampled_S: [S] i64 global ids.  offsets [S + 1] i64, ids [nnz] i64 or i32: the kept sets, global
+    ids, ascending in a row.  temperature_S: [S].  rows_S: [S] i64, the (flattened) logit row of
+    each token; None = row i.  full_entropy_of: the vocabulary size without padding, to have the
+    entropy over it as well (a pass over all logits, in chunks).
+    implementation: `auto` takes the compiled one when it is built and fits (strictly rising rows).
+    Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`;
+    ConfigError when `built` is asked for and cannot be.
     """
     logits, rows = _flat_rows(logits_RV, sampled_S, rows_S)
     if len(offsets) != len(sampled_S) + 1:
         raise RecordError(
             "mask_rows", f"{len(offsets) - 1} mask rows for {len(sampled_S)} sampled tokens"
         )
-    return _KeptLogprobs.apply(
-        logits, rows, sampled_S, offsets, ids, temperature_S, vocab_start, tp_group
-    )
+    if not bool((offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()):
+        raise RecordError("mask_rows", f"mask offsets do not rise from 0 to {len(ids)}")
+    kept = _KeptSets(sampled_S, offsets, ids, vocab_start)
+    lib = _choose(implementation, logits, rows, ids)
+    logprob_S, entropy_S = _KeptLogprobs.apply(logits, rows, kept, temperature_S, tp_group, lib)
+    full = None
+    if full_entropy_of is not None:
+        full = _full_entropy(
+            logits.detach(), rows, temperature_S, vocab_start, full_entropy_of, tp_group
+        )
+    return Scores(logprob_S, entropy_S, full)
 
 
 def full_logprobs(
@@ -71,7 +105,7 @@ def full_logprobs(
     vocab_size: int,
     rows_S: Tensor | None = None,
     tp_group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Scores:
     """The same over the whole vocabulary, padding entries (global id >= vocab_size) excluded.
 
     Shapes, result and differentiability as in `kept_logprobs`.  Rows are taken in chunks, so no
@@ -80,9 +114,18 @@ def full_logprobs(
     logits, rows = _flat_rows(logits_RV, sampled_S, rows_S)
     if len(sampled_S) and bool(((sampled_S < 0) | (sampled_S >= vocab_size)).any()):
         raise RecordError("token_range", f"a sampled token lies outside 0..{vocab_size - 1}")
-    return _FullLogprobs.apply(
+    logprob_S, entropy_S = _FullLogprobs.apply(
         logits, rows, sampled_S, temperature_S, vocab_start, vocab_size, tp_group
     )
+    return Scores(logprob_S, entropy_S, entropy_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptSets:
+    sampled: Tensor  # [S] i64
+    offsets: Tensor  # [S + 1] i64
+    ids: Tensor  # [nnz], global
+    vocab_start: int
 
 
 class _KeptLogprobs(Function):
@@ -91,53 +134,180 @@ class _KeptLogprobs(Function):
         ctx: Any,
         logits: Tensor,
         rows: Tensor,
-        sampled: Tensor,
-        offsets: Tensor,
-        ids: Tensor,
+        kept: _KeptSets,
         temperature: Tensor,
-        vocab_start: int,
         group: ProcessGroup | None,
+        lib: ctypes.CDLL | None,
     ) -> tuple[Tensor, Tensor]:
-        num_rows, width = len(sampled), logits.shape[-1]
-        owner = torch.repeat_interleave(offsets.diff(), output_size=len(ids))
-        _check_membership(ids == sampled[owner], owner, num_rows)
-        mine = (ids >= vocab_start) & (ids < vocab_start + width)
-        owner_Z, ids_Z = owner[mine], ids[mine]
-        flat_Z = rows[owner_Z] * width + (ids_Z - vocab_start)
-        hit_Z = ids_Z == sampled[owner_Z]
         tau_S = temperature.to(_compute_dtype(logits))
-        z_Z = logits.view(-1)[flat_Z].to(tau_S.dtype) / tau_S[owner_Z]
-        lengths = torch.zeros_like(sampled).index_add_(0, owner_Z, torch.ones_like(owner_Z))
-
-        top_S = _segment(z_Z, lengths, "max", float("-inf"))
-        _all_reduce(top_S, ReduceOp.MAX, group)
-        z_Z -= top_S[owner_Z]
-        e_Z = z_Z.exp()
-        sums = torch.stack(
-            [
-                _segment(e_Z, lengths, "sum", 0.0),
-                _segment(e_Z * z_Z, lengths, "sum", 0.0),
-                _segment(z_Z * hit_Z, lengths, "sum", 0.0),
-            ]
+        part = (
+            _TorchPart(logits, rows, kept, tau_S)
+            if lib is None
+            else _BuiltPart(logits, rows, kept, tau_S, lib)
         )
+        top_S = part.top()
+        _all_reduce(top_S, ReduceOp.MAX, group)
+        sums = part.sums(top_S)
         _all_reduce(sums, ReduceOp.SUM, group)
         total_S, weighted_S, picked_S = sums
         log_total_S = total_S.log()
 
         entropy_S = log_total_S - weighted_S / total_S
-        ctx.save_for_backward(flat_Z, owner_Z, hit_Z, e_Z / total_S[owner_Z], tau_S)
+        ctx.save_for_backward(*part.saved(total_S), tau_S)
+        ctx.part, ctx.lib, ctx.vocab_start = type(part), lib, kept.vocab_start
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         ctx.mark_non_differentiable(entropy_S)
         return picked_S - log_total_S, entropy_S
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat_Z, owner_Z, hit_Z, p_Z, tau_S = ctx.saved_tensors
+        *saved, tau_S = ctx.saved_tensors
         scale_S = grads[0].to(tau_S.dtype) / tau_S
+        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=tau_S.device)
+        ctx.part.spread(ctx, saved, scale_S, grad)
+        return grad, None, None, None, None, None
+
+
+class _TorchPart:
+    """This rank's kept entries in torch: the reference.  Rows may repeat."""
+
+    def __init__(self, logits: Tensor, rows: Tensor, kept: _KeptSets, tau_S: Tensor) -> None:
+        sampled, ids, width = kept.sampled, kept.ids, logits.shape[-1]
+        owner = torch.repeat_interleave(kept.offsets.diff(), output_size=len(ids))
+        _check_membership(ids == sampled[owner], owner, len(sampled))
+        _check_order(ids, owner)
+        mine = (ids >= kept.vocab_start) & (ids < kept.vocab_start + width)
+        self.owner_Z, ids_Z = owner[mine], ids[mine]
+        self.flat_Z = rows[self.owner_Z] * width + (ids_Z - kept.vocab_start)
+        self.hit_Z = ids_Z == sampled[self.owner_Z]
+        self.z_Z = logits.view(-1)[self.flat_Z].to(tau_S.dtype) / tau_S[self.owner_Z]
+        self.lengths = torch.zeros_like(sampled)
+        self.lengths.index_add_(0, self.owner_Z, torch.ones_like(self.owner_Z))
+
+    def top(self) -> Tensor:
+        return _segment(self.z_Z, self.lengths, "max", float("-inf"))
+
+    def sums(self, top_S: Tensor) -> Tensor:
+        self.z_Z -= top_S[self.owner_Z]
+        self.e_Z = self.z_Z.exp()
+        return torch.stack(
+            [
+                _segment(self.e_Z, self.lengths, "sum", 0.0),
+                _segment(self.e_Z * self.z_Z, self.lengths, "sum", 0.0),
+                _segment(self.z_Z * self.hit_Z, self.lengths, "sum", 0.0),
+            ]
+        )
+
+    def saved(self, total_S: Tensor) -> tuple[Tensor, ...]:
+        return self.flat_Z, self.owner_Z, self.hit_Z, self.e_Z / total_S[self.owner_Z]
+
+    @staticmethod
+    def spread(_ctx: Any, saved: list[Tensor], scale_S: Tensor, grad: Tensor) -> None:
+        flat_Z, owner_Z, hit_Z, p_Z = saved
         grad_Z = scale_S[owner_Z] * (hit_Z.to(p_Z.dtype) - p_Z)
-        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad_Z.device)
         grad.view(-1).index_add_(0, flat_Z, grad_Z.to(grad.dtype))
-        return grad, None, None, None, None, None, None, None
+
+
+class _BuiltPart:
+    """The same compiled.  Beyond the record it keeps one number per kept entry."""
+
+    def __init__(
+        self, logits: Tensor, rows: Tensor, kept: _KeptSets, tau_S: Tensor, lib: ctypes.CDLL
+    ) -> None:
+        self.lib, self.rows = lib, rows.contiguous()
+        self.sampled, self.offsets = kept.sampled.contiguous(), kept.offsets.contiguous()
+        self.ids, self.kept = kept.ids.contiguous(), tau_S.new_empty(len(kept.ids))
+        self.top_S = torch.empty_like(tau_S)
+        status = torch.empty(len(tau_S), dtype=torch.int32, device=tau_S.device)
+        self.call = _call(self.saved(tau_S), logits, kept.vocab_start)
+        self.call.logits, self.call.top = logits.data_ptr(), self.top_S.data_ptr()
+        self.call.temperature, self.call.status = tau_S.data_ptr(), status.data_ptr()
+        _on_device(lib, "gather", self.call, logits)
+        if bool(status.any()):
+            row = int(status.ne(0).long().argmax())
+            raise RecordError(
+                REFUSALS[int(status[row])],
+                f"mask row {row} is not ascending and unique with its own token in it once",
+            )
+
+    def top(self) -> Tensor:
+        return self.top_S
+
+    def sums(self, top_S: Tensor) -> Tensor:
+        sums = top_S.new_empty(3, len(top_S))
+        self.call.top, self.call.sums = top_S.data_ptr(), sums.data_ptr()
+        _on_device(self.lib, "sums", self.call, top_S)
+        return sums
+
+    def saved(self, total_S: Tensor) -> tuple[Tensor, ...]:
+        return self.rows, self.sampled, self.offsets, self.ids, self.kept, total_S
+
+    @staticmethod
+    def spread(ctx: Any, saved: list[Tensor], scale_S: Tensor, grad: Tensor) -> None:
+        total_S = saved[-1].contiguous()
+        call = _call((*saved[:-1], total_S), grad, ctx.vocab_start)
+        call.gradient, call.scale = grad.data_ptr(), scale_S.data_ptr()
+        call.sums = total_S.data_ptr()
+        _on_device(ctx.lib, "spread", call, grad)
+
+
+def _call(saved: tuple[Tensor, ...], matrix: Tensor, vocab_start: int) -> KeptCall:
+    """What every pass needs.  matrix: logits or gradient, [R, V]."""
+    rows, sampled, offsets, ids, kept, per_row = saved
+    assert kept.dtype == per_row.dtype == _compute_dtype(matrix), f"{kept.dtype} numbers"
+    assert matrix.is_contiguous(), "a logits row is one run of memory"
+    assert rows.dtype == sampled.dtype == offsets.dtype == torch.int64, "row numbers are i64"
+    return KeptCall(
+        dtype=DTYPES[_name(matrix.dtype)],
+        id_bytes=ids.element_size(),
+        num_rows=len(rows),
+        width=matrix.shape[-1],
+        vocab_start=vocab_start,
+        rows=rows.data_ptr(),
+        sampled=sampled.data_ptr(),
+        offsets=offsets.data_ptr(),
+        ids=ids.data_ptr(),
+        kept=kept.data_ptr(),
+    )
+
+
+def _on_device(lib: ctypes.CDLL, name: str, call: KeptCall, like: Tensor) -> None:
+    """Run a pass where `like` lives, in the order of torch's current stream."""
+    if like.is_cuda:
+        call.place = like.device.index
+        call.stream = torch.cuda.current_stream(like.device).cuda_stream
+    else:
+        call.place = torch.get_num_threads()
+    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+        run(lib, name, call)
+
+
+def _choose(
+    implementation: Implementation, logits: Tensor, rows: Tensor, ids: Tensor
+) -> ctypes.CDLL | None:
+    """The library to use, None = torch."""
+    device = logits.device.type
+    if implementation == "torch" or device not in ("cpu", "cuda"):
+        return None
+    lib = library(device)
+    fits = _name(logits.dtype) in DTYPES and ids.dtype in (torch.int32, torch.int64)
+    if lib is not None and fits and _rising(rows, len(logits)):
+        return lib
+    if implementation == "built":
+        why = f"logits {logits.dtype}, ids {ids.dtype}, {describe(device)}"
+        raise ConfigError("implementation", "built", f"it needs strictly rising rows; {why}")
+    return None
+
+
+def _rising(rows: Tensor, num_rows: int) -> bool:
+    """Whether no logits row has two tokens: two threads would add to one gradient."""
+    if not len(rows):
+        return True
+    return bool((rows.diff() > 0).all() & (rows[0] >= 0) & (rows[-1] < num_rows))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _FullLogprobs(Function):
@@ -152,26 +322,11 @@ class _FullLogprobs(Function):
         vocab_size: int,
         group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        width = min(max(vocab_size - vocab_start, 0), logits.shape[-1])
+        width = _own_width(logits, vocab_start, vocab_size)
         tau_S = temperature.to(_compute_dtype(logits))
-        top_S = torch.full_like(tau_S, float("-inf"))
-        if width:
-            for part in _chunks(len(rows), width):
-                top_S[part] = _scaled(logits, rows, tau_S, part, width).amax(-1)
-        _all_reduce(top_S, ReduceOp.MAX, group)
-
-        sums = tau_S.new_zeros(3, len(rows))
         local_S = sampled - vocab_start
         mine_S = (local_S >= 0) & (local_S < width)
-        for part in _chunks(len(rows), width):
-            z = _scaled(logits, rows, tau_S, part, width) - top_S[part, None]
-            e = z.exp()
-            sums[0, part] = e.sum(-1)
-            sums[1, part] = (e * z).sum(-1)
-            if width:
-                pick = local_S[part].clamp(0, width - 1)[:, None]
-                sums[2, part] = z.gather(1, pick)[:, 0] * mine_S[part]
-        _all_reduce(sums, ReduceOp.SUM, group)
+        top_S, sums = _full_sums(logits, rows, tau_S, local_S, width, group)
         total_S, weighted_S, picked_S = sums
         log_total_S = total_S.log()
 
@@ -197,8 +352,59 @@ class _FullLogprobs(Function):
         return grad, None, None, None, None, None, None
 
 
+def _full_entropy(
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    group: ProcessGroup | None,
+) -> Tensor:
+    tau_S = temperature.to(_compute_dtype(logits))
+    nowhere = torch.full_like(rows, -1)
+    width = _own_width(logits, vocab_start, vocab_size)
+    total_S, weighted_S, _ = _full_sums(logits, rows, tau_S, nowhere, width, group)[1]
+    return total_S.log() - weighted_S / total_S
+
+
+def _full_sums(
+    logits: Tensor,
+    rows: Tensor,
+    tau_S: Tensor,
+    local_S: Tensor,
+    width: int,
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Over the whole vocabulary: maximum z [S]; sums [3, S] of e, e * log e, log e of the sampled.
+
+    local_S: the sampled token as an entry of this shard; anything outside it picks nothing.
+    """
+    top_S = torch.full_like(tau_S, float("-inf"))
+    if width:
+        for part in _chunks(len(rows), width):
+            top_S[part] = _scaled(logits, rows, tau_S, part, width).amax(-1)
+    _all_reduce(top_S, ReduceOp.MAX, group)
+    sums = tau_S.new_zeros(3, len(rows))
+    mine_S = (local_S >= 0) & (local_S < width)
+    for part in _chunks(len(rows), width):
+        z = _scaled(logits, rows, tau_S, part, width) - top_S[part, None]
+        if width:
+            pick = local_S[part].clamp(0, width - 1)[:, None]
+            sums[2, part] = z.gather(1, pick)[:, 0] * mine_S[part]
+        e = z.exp()
+        sums[0, part] = e.sum(-1)
+        sums[1, part] = z.mul_(e).sum(-1)
+    _all_reduce(sums, ReduceOp.SUM, group)
+    return top_S, sums
+
+
+def _own_width(logits: Tensor, vocab_start: int, vocab_size: int) -> int:
+    """Entries of this shard that are no padding."""
+    return min(max(vocab_size - vocab_start, 0), logits.shape[-1])
+
+
 def _flat_rows(logits: Tensor, sampled: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = logits.reshape(-1, logits.shape[-1]).contiguous()
     if rows is None:
         assert len(flat) == len(sampled), f"{len(flat)} logit rows for {len(sampled)} tokens"
         rows = torch.arange(len(sampled), device=flat.device)
@@ -213,6 +419,13 @@ def _check_membership(hit: Tensor, owner: Tensor, num_rows: int) -> None:
         raise RecordError(
             "mask_sampled", f"mask row {row} keeps its own token {int(found[row])} times, want once"
         )
+
+
+def _check_order(ids: Tensor, owner: Tensor) -> None:
+    wrong = (ids[1:] <= ids[:-1]) & (owner[1:] == owner[:-1])
+    if bool(wrong.any()):
+        row = int(owner[int(wrong.long().argmax())])
+        raise RecordError("mask_duplicate", f"mask row {row} is not ascending and unique")
 
 
 def _segment(values: Tensor, lengths: Tensor, reduce: str, empty: float) -> Tensor:

@@ -74,7 +74,7 @@ def sampled_logprobs(
             vocab_size=model.spec.vocab_size,
             rows_S=rows,
             tp_group=parallel.tp,
-        )
+        )[:2]
     return kept_logprobs(
         logits_BSV,
         sampled,
@@ -84,4 +84,4 @@ def sampled_logprobs(
         vocab_start=model.vocab_start,
         rows_S=rows,
         tp_group=parallel.tp,
-    )
+    )[:2]

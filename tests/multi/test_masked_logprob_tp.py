@@ -37,7 +37,7 @@ def _score(shard: torch.Tensor, start: int, group: dist.ProcessGroup | None) -> 
         ("full", lambda z: full_logprobs(z, sampled, vocab_size=V, **common)),
     ):
         z = shard.clone().requires_grad_()
-        lp, entropy = scored(z)
+        lp, entropy, _ = scored(z)
         lp.square().sum().backward()
         result[name] = (lp.detach(), entropy, z.grad)
     return result

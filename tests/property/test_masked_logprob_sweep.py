@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from moerl.algorithms.masked_logprob import full_logprobs, kept_logprobs
+from tests.implementations import implementations
+
+IMPLEMENTATIONS = implementations()
+each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]  # logits [S, V], keep [S, V], sampled [S], tau [S]
 
@@ -39,15 +44,17 @@ def gradient(value: Tensor, logits: Tensor) -> Tensor:
     return torch.autograd.grad((value * weights).sum(), logits)[0]
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_kept_equals_the_dense_oracle(case: Case) -> None:
+@each
+@settings(max_examples=120, deadline=None)
+@given(case=cases())
+def test_kept_equals_the_dense_oracle(implementation: str, case: Case) -> None:
     logits, keep, sampled, tau = case
     logits.requires_grad_()
     want, want_entropy = oracle(logits, keep, sampled, tau)
-    got, entropy = kept_logprobs(
-        logits, sampled, *csr(keep), temperature_S=tau, vocab_start=0, rows_S=None
-    )
+    got, entropy, _ = kept_logprobs(
+        logits, sampled, *csr(keep), temperature_S=tau, vocab_start=0,
+        implementation=implementation,
+    )  # fmt: skip
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropy, want_entropy, rtol=1e-10, atol=1e-10)
     grad = gradient(got, logits)
@@ -63,7 +70,7 @@ def test_full_equals_the_dense_oracle_and_ignores_padding(case: Case, padding: i
     want, want_entropy = oracle(want_logits, torch.ones_like(keep), sampled, tau)
     padded = torch.cat([logits, torch.full((len(logits), padding), 1e3).double()], 1)
     padded.requires_grad_()
-    got, entropy = full_logprobs(
+    got, entropy, _ = full_logprobs(
         padded, sampled, temperature_S=tau, vocab_start=0, vocab_size=logits.shape[1]
     )
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -80,26 +87,67 @@ def test_full_equals_the_dense_oracle_and_ignores_padding(case: Case, padding: i
 def test_a_set_of_everything_equals_no_set(case: Case) -> None:
     logits, keep, sampled, tau = case
     everything = torch.ones_like(keep)
-    kept, _ = kept_logprobs(logits, sampled, *csr(everything), temperature_S=tau, vocab_start=0)
-    full, _ = full_logprobs(
+    kept, _, _ = kept_logprobs(logits, sampled, *csr(everything), temperature_S=tau, vocab_start=0)
+    full, _, _ = full_logprobs(
         logits, sampled, temperature_S=tau, vocab_start=0, vocab_size=logits.shape[1]
     )
     torch.testing.assert_close(kept, full, rtol=1e-13, atol=1e-13)
 
 
-@settings(max_examples=50, deadline=None)
-@given(cases(), st.integers(1, 9))
-def test_rows_select_logit_rows_of_a_larger_matrix(case: Case, extra: int) -> None:
+@each
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), extra=st.integers(1, 9), shards=st.integers(1, 4))
+def test_rows_and_shards_of_a_larger_matrix(
+    implementation: str, case: Case, extra: int, shards: int
+) -> None:
+    """Rising rows of more logits, and the entries of one shard: its gradient is that part."""
     logits, keep, sampled, tau = case
-    rows = torch.randperm(len(logits) + extra)[: len(logits)]
+    rows = torch.randperm(len(logits) + extra)[: len(logits)].sort().values
     larger = torch.randn(len(logits) + extra, logits.shape[1], dtype=torch.float64)
     larger[rows] = logits
     larger.requires_grad_()
-    want, _ = kept_logprobs(logits, sampled, *csr(keep), temperature_S=tau, vocab_start=0)
-    got, _ = kept_logprobs(
-        larger, sampled, *csr(keep), temperature_S=tau, vocab_start=0, rows_S=rows
-    )
+    common = {"temperature_S": tau, "implementation": implementation}
+    want, _, _ = kept_logprobs(logits, sampled, *csr(keep), vocab_start=0, **common)
+    got, _, _ = kept_logprobs(larger, sampled, *csr(keep), vocab_start=0, rows_S=rows, **common)
     assert torch.equal(got, want)
+    grad = gradient(got, larger)
     untouched = torch.ones(len(larger), dtype=torch.bool)
     untouched[rows] = False
-    assert not gradient(got, larger)[untouched].any()
+    assert not grad[untouched].any()
+
+    width = -(-logits.shape[1] // shards)
+    parts = [part.detach().clone().requires_grad_() for part in larger.split(width, 1)]
+    joined = sharded(parts, width, rows, sampled, *csr(keep), common)
+    torch.testing.assert_close(joined, want, rtol=1e-12, atol=1e-12)
+
+
+def sharded(
+    parts: list[Tensor], width: int, rows: Tensor, sampled: Tensor, offsets: Tensor, ids: Tensor,
+    common: dict,
+) -> Tensor:  # fmt: skip
+    """Log-probability joined by hand from what each shard alone says of its own kept entries.
+
+    Of a row, a shard is given its own kept ids, and the sampled token where it holds it; other
+    shards are given one of theirs as if it had been sampled.  With lz = log-sum-exp of a shard:
+    lp of any entry = z - lz, so lz = z - lp.
+    """
+    owner = torch.repeat_interleave(offsets.diff())
+    tau = common["temperature_S"]
+    log_z, picked = torch.full((len(parts), len(rows)), -torch.inf).double(), tau * 0
+    for shard, part in enumerate(parts):
+        start = shard * width
+        mine = (ids >= start) & (ids < start + part.shape[1])
+        held = [row for row in range(len(rows)) if bool((mine & (owner == row)).any())]
+        for row in held:
+            own = ids[mine & (owner == row)]
+            pick = sampled[row] if bool((own == sampled[row]).any()) else own[0]
+            lp, _, _ = kept_logprobs(
+                part, pick[None], torch.tensor([0, len(own)]), own, vocab_start=start,
+                rows_S=rows[row : row + 1], temperature_S=tau[row : row + 1],
+                implementation=common["implementation"],
+            )  # fmt: skip
+            z = part.detach()[rows[row], pick - start] / tau[row]
+            log_z[shard, row] = z - lp.detach()[0]
+            if pick == sampled[row]:
+                picked[row] = z
+    return picked - log_z.logsumexp(0)
