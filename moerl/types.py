@@ -191,15 +191,17 @@ class GenerateRequest:
     num_sampled: int  # sampled tokens already inside token_ids
     sampling: SamplingParams  # max_new_tokens counts what is still allowed
     audit: bool = False  # also return the rows of the re-prefilled prefix
+    rows_known: int = 0  # leading rows that an earlier turn recorded, under the weights of this call
 
     @property
     def rows_from(self) -> int:
         """First fed-in token whose routing row is new.
 
-        A first call needs every row.  A partial of T' tokens already delivered rows 0..T'-2: the
-        row of its last token is produced by the resumed call, under the resumed call's weights.
+        A first call needs every row that no earlier turn delivered.  A partial of T' tokens
+        already delivered rows 0..T'-2: the row of its last token is produced by the resumed call,
+        under the resumed call's weights.
         """
-        return len(self.token_ids) - 1 if self.num_sampled else 0
+        return len(self.token_ids) - 1 if self.num_sampled else self.rows_known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,6 +224,7 @@ class Segment:
     cached_tokens: int  # prompt tokens served from the prefix cache
     start_s: float  # unix time the request was sent
     end_s: float
+    prompt_rows: RoutingBlob | None = None  # rows before `routing`, stored once for all siblings
 
 
 @dataclass(frozen=True, slots=True)

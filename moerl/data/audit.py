@@ -20,11 +20,15 @@ from moerl.types import Rollout, VersionSpan
 def split_segments(rollout: Rollout) -> list[Rollout]:
     """One rollout per engine call: what came before is its prompt, its own tokens are sampled.
 
-    Routing of segment i > 0 is audit rows 0 .. b_i and then the segment's own rows from b_i on.
+    Routing of segment i > 0 is audit rows 0 .. b_i and then the segment's own rows from b_i on;
+    the first segment takes every part that begins inside the prompt.
     Raises RecordError `audit_rows` when a resumed segment has no audit rows of the right length.
     """
     prompt_len, total = rollout.prompt_len, rollout.num_sampled
-    begins = [part.row_begin for part in rollout.routing]
+    # A part that ends before the row of the last prompt token holds prompt rows only.
+    lead = sum(part.row_end <= prompt_len - 1 for part in rollout.routing)
+    owns = (rollout.routing[: lead + 1], *((part,) for part in rollout.routing[lead + 1 :]))
+    begins = [0, *(part.row_begin for part in rollout.routing[lead + 1 :])]
     if [part.row_end for part in rollout.audit_rows] != begins[1:]:
         raise RecordError(
             "audit_rows",
@@ -46,7 +50,7 @@ def split_segments(rollout: Rollout) -> list[Rollout]:
                 loss_mask=np.arange(length) >= prompt_len + first,
                 logprobs=rollout.logprobs[first:end],
                 versions=(VersionSpan(0, versions[first]),),
-                routing=(*prefix, rollout.routing[idx]),
+                routing=(*prefix, *owns[idx]),
                 sampling_mask=tuple(
                     replace(part, first=part.first - first)
                     for part in rollout.sampling_mask

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
@@ -212,8 +213,9 @@ class EngineHost:
         if replies is None:
             return [segment for request in requests for segment in await self._call([request])]
         end_s = time.time()
+        shared = records.SharedPrompts(requests)
         segments = [
-            self._segment(reply, request, version, start_s, end_s)
+            self._segment(reply, request, version, start_s, end_s, shared)
             for reply, request in zip(replies, requests, strict=True)
         ]
         tokens = sum(len(s.output_ids) for s in segments if isinstance(s, Segment))
@@ -251,6 +253,7 @@ class EngineHost:
         version: PolicyVersion,
         start_s: float,
         end_s: float,
+        shared: records.SharedPrompts,
     ) -> Segment | RecordError:
         try:
             parsed = records.parse(
@@ -258,7 +261,7 @@ class EngineHost:
             )
         except RecordError as error:
             return self._refuse(error)
-        routing, audit, mask = self._seal(parsed, request, version)
+        prompt, routing, audit, mask = self._seal(parsed, request, version, shared)
         return Segment(
             rollout_id=request.rollout_id,
             output_ids=parsed.output_ids,
@@ -272,25 +275,43 @@ class EngineHost:
             cached_tokens=parsed.cached_tokens,
             start_s=start_s,
             end_s=end_s,
+            prompt_rows=prompt,
         )
 
     def _seal(
-        self, parsed: Reply, request: GenerateRequest, version: PolicyVersion
-    ) -> tuple[RoutingBlob | None, RoutingBlob | None, MaskBlob | None]:
-        """Write all arrays of one segment as one blob."""
-        arrays: list[Array] = [rows for rows in (parsed.routing, parsed.audit) if rows is not None]
+        self,
+        parsed: Reply,
+        request: GenerateRequest,
+        version: PolicyVersion,
+        shared: records.SharedPrompts,
+    ) -> tuple[RoutingBlob | None, RoutingBlob | None, RoutingBlob | None, MaskBlob | None]:
+        """Write all arrays of one segment as one blob: (prompt rows, routing, audit, mask).
+
+        Prompt rows that a sibling of the same call recorded alike are named, not written again.
+        """
+        own, prompt_rows, prompt = parsed.routing, None, None
+        split = shared.split(request, own)
+        if own is not None and split:
+            prompt_rows, own = np.ascontiguousarray(own[:, :split]), own[:, split:]
+            prompt = shared.find(request, prompt_rows)
+            own = np.ascontiguousarray(own)
+        new_prompt = prompt_rows if prompt is None else None
+        arrays: list[Array] = [rows for rows in (new_prompt, own, parsed.audit) if rows is not None]
         arrays += list(parsed.mask or ())
         if not arrays:
-            return None, None, None
+            return None, None, None, None
         refs = iter(self._store.seal(f"{request.rollout_id}-s{request.segment}", arrays))
         routing = audit = mask = None
-        if parsed.routing is not None:
-            routing = self._rows(next(refs), request.rows_from, version)
+        if new_prompt is not None:
+            prompt = self._rows(next(refs), 0, version)
+            shared.keep(request, new_prompt, prompt)
+        if own is not None:
+            routing = self._rows(next(refs), request.rows_from + split, version)
         if parsed.audit is not None:
             audit = self._rows(next(refs), 0, version)
         if parsed.mask is not None:
             mask = MaskBlob(next(refs), next(refs), request.num_sampled, len(parsed.output_ids))
-        return routing, audit, mask
+        return prompt, routing, audit, mask
 
     def _rows(self, ref: BlobRef, begin: int, version: PolicyVersion) -> RoutingBlob:
         return RoutingBlob(

@@ -10,6 +10,8 @@ The behaviour log-probability of truncated sampling is SGLang's `output_token_sa
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 from moerl.codec.routing import decode_engine_rows
 from moerl.codec.sampling_mask import encode_rows
 from moerl.errors import RecordError
-from moerl.types import Array, Finish, GenerateRequest, PolicyVersion
+from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, RoutingBlob
 
 _ROUNDING = 1e-6  # a log-probability above 0 by no more than this is rounding
 
@@ -48,9 +50,38 @@ class Reply:
     cached_tokens: int
 
 
+class SharedPrompts:
+    """Prompt rows that siblings of one engine call recorded alike: sealed once, named by all.
+
+    Rows are compared, never assumed equal: two prefills of one prompt may round differently, and
+    the rows a sibling is trained on are those of its own KV cache.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self._times = Counter(_prompt_key(request) for request in requests)
+        self._sealed: dict[bytes, tuple[Array, RoutingBlob]] = {}
+
+    def split(self, request: GenerateRequest, rows: Array | None) -> int:
+        """How many leading rows to seal apart: those of a prompt that has siblings here."""
+        whole = rows is not None and request.num_sampled == 0 and request.rows_known == 0
+        return len(request.token_ids) - 1 if whole and self._times[_prompt_key(request)] > 1 else 0
+
+    def find(self, request: GenerateRequest, rows: Array) -> RoutingBlob | None:
+        """The sealed rows of a sibling's prompt, if they equal `rows` [L, rows, K]."""
+        held, blob = self._sealed.get(_prompt_key(request), (None, None))
+        return blob if held is not None and np.array_equal(held, rows) else None
+
+    def keep(self, request: GenerateRequest, rows: Array, blob: RoutingBlob) -> None:
+        self._sealed.setdefault(_prompt_key(request), (rows, blob))
+
+
+def _prompt_key(request: GenerateRequest) -> bytes:
+    return request.token_ids.tobytes()
+
+
 def first_row(request: GenerateRequest) -> int:
     """First routing row to ask the engine for."""
-    return 0 if request.audit else request.rows_from
+    return 0 if request.audit and request.num_sampled else request.rows_from
 
 
 def parse(
@@ -172,7 +203,7 @@ def _routing(
         top_k=facts.top_k,
         num_experts=facts.num_experts,
     )
-    if not request.audit or split == 0:
+    if begin == split:
         return ids, None
     return np.ascontiguousarray(ids[:, split:]), np.ascontiguousarray(ids[:, :split])
 

@@ -29,14 +29,22 @@ class PartialRollout:
     """A rollout in the making: one per sibling of a group."""
 
     def __init__(
-        self, rollout_id: str, prompt: Prompt, sampling: SamplingParams, *, audit: bool
+        self,
+        rollout_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        audit: bool,
+        known: tuple[RoutingBlob, ...] = (),
     ) -> None:
+        """known: rows of leading prompt tokens from an earlier turn, in order, of one version."""
         self.rollout_id, self.prompt, self.sampling, self.audit = (
             rollout_id,
             prompt,
             sampling,
             audit,
         )
+        self.known = known
         self.segments: list[Segment] = []
         self._calls = 0
 
@@ -59,14 +67,25 @@ class PartialRollout:
                 self.sampling, max_new_tokens=self.sampling.max_new_tokens - self.num_sampled
             ),
             audit=self.audit,
+            rows_known=self.known[-1].row_end if self.known else 0,
         )
         self._calls += 1
         return request
 
     def add(self, segment: Segment) -> None:
-        """Take one reply.  A segment aborted before its first token leaves nothing behind."""
+        """Take one reply.  A segment aborted before its first token leaves nothing behind.
+
+        Raises RecordError `known_rows` when other weights prefilled the prompt again, so that the
+        rows of the earlier turn are not those of its KV cache: ask again without them.
+        """
         if segment.rollout_id != self.rollout_id:
             raise RecordError("rollout_id", f"{segment.rollout_id} for {self.rollout_id}")
+        if not self.segments and any(part.version != segment.version for part in self.known):
+            raise RecordError(
+                "known_rows",
+                f"{self.rollout_id}: rows of {self.known[-1].version} for a turn of "
+                f"{segment.version}",
+            )
         if self.segments and segment.version < self.segments[-1].version:
             raise RecordError(
                 "versions",
@@ -83,7 +102,7 @@ class PartialRollout:
         return blob_uris_of(
             [s.routing for s in self.segments],
             [s.sampling_mask for s in self.segments],
-            [s.audit_rows for s in self.segments],
+            [rows for s in self.segments for rows in (s.audit_rows, s.prompt_rows)],
         )
 
     def rollout(self) -> Rollout:
@@ -97,7 +116,13 @@ class PartialRollout:
             loss_mask=mask,
             logprobs=np.concatenate([s.logprobs for s in self.segments]).astype(np.float32),
             versions=self._versions(),
-            routing=tuple(s.routing for s in self.segments if s.routing is not None),
+            routing=self.known
+            + tuple(
+                rows
+                for s in self.segments
+                for rows in (s.prompt_rows, s.routing)
+                if rows is not None
+            ),
             sampling_mask=self._masks(),
             finish=self.segments[-1].finish,
             sampling=self.sampling,

@@ -65,3 +65,19 @@ def test_a_rollout_that_was_not_interrupted_is_its_own_segment(tmp_path: Path) -
     (segment,) = split_segments(rollout)
     assert segment.token_ids.tolist() == rollout.token_ids.tolist()
     assert segment.routing == rollout.routing
+
+
+def test_prompt_rows_stored_apart_belong_to_the_first_segment(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, "n")
+    rollout = audited(store)
+    first, *rest = rollout.routing
+    ids = store.load(first.ids)
+    refs = store.seal("apart", [ids[:, :2].copy(), ids[:, 2:].copy()])
+    apart = (
+        replace(first, ids=refs[0], row_end=2),
+        replace(first, ids=refs[1], row_begin=2),
+    )
+    whole, cut = split_segments(rollout), split_segments(replace(rollout, routing=(*apart, *rest)))
+    assert cut[0].routing == apart
+    assert cut[0].num_sampled == whole[0].num_sampled
+    assert [s.routing for s in cut[1:]] == [s.routing for s in whole[1:]]

@@ -257,3 +257,33 @@ def test_death_fails_running_and_later_calls(play: Any) -> None:
                 await work
 
     play(scenario)
+
+
+def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:
+    """Equal bytes are stored once; a sibling whose prefill routed otherwise keeps its own."""
+
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host)._reply
+
+        def other(ids: list[int], start: int, version: str, reason: dict) -> dict[str, Any]:
+            answer = plain(ids, start, version, reason)
+            client.replies += 1
+            if client.replies == 3:
+                rows = np.broadcast_to(np.array([0, 3], "<i4"), (len(ids) - start, 2, 2))
+                answer["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+            return answer
+
+        client.replies, client._reply = 0, other
+        one, two, odd, alone = await host.generate(
+            [ask("a.0"), ask("a.1"), ask("a.2"), ask("b.0", length=5)]
+        )
+        assert one.prompt_rows == two.prompt_rows != odd.prompt_rows
+        assert alone.prompt_rows is None
+        for segment in (one, two, odd):
+            assert (segment.prompt_rows.row_begin, segment.prompt_rows.row_end) == (0, 3)
+            assert (segment.routing.row_begin, segment.routing.row_end) == (3, 4)
+        load = host._store.load
+        assert (load(odd.prompt_rows.ids) != load(one.prompt_rows.ids)).any()
+        assert one.routing.ids != two.routing.ids
+
+    play(scenario)

@@ -1,0 +1,330 @@
+"""Point to point over torch's process groups: gloo between hosts' memory, NCCL between GPUs.
+
+Every (sender, staging) pair is a group of two of its own.  So an engine joins by forming new pairs
+and nobody else notices, and a broken pair stalls nobody else.  The receiving member is a thread of
+the Staging: it reads what is coming from a control socket and posts the matching receive.
+
+The control socket asks for the token of the endpoint before anything else, and the group's
+rendezvous runs through it as well, so no store with a port of its own exists that a stranger could
+read.  The data sockets that gloo and NCCL open themselves know no token: they bind to the address
+of the private interface, and only there (gloo) or where NCCL_SOCKET_IFNAME says (NCCL).
+
+One code path serves both; the backend decides the device of the buffer.  NCCL was never run: this
+project's machines have no GPU.  Two things differ there: several communicators share one GPU, and a
+peer's death is noticed by NCCL's own watchdog, which is why its guarantees promise less.
+
+Rejected: one group over all engines (a dead engine takes the others with it; a late one means a new
+group), TCPStore (no token, and it lists its keys to anyone).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.errors import TransportError
+from moerl.transport.base import Guarantees, check_range
+
+_RECEIVER, _SENDER = 0, 1  # ranks in a pair
+_KEY, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket
+_FRAME = struct.Struct("<BI")  # kind, bytes that follow
+_RANGE = struct.Struct("<QQd")  # offset, bytes, seconds the receive may take
+_MAX_FRAME = 1 << 20
+_TOKEN_BYTES = 32
+_HANDSHAKE_S = 10.0  # a silent stranger holds a thread for this long, nothing else
+
+
+class _Endpoint(msgspec.Struct, frozen=True):
+    backend: str
+    host: str
+    port: int
+    token: str
+    num_bytes: int
+
+
+class GroupTransport:
+    """gloo or NCCL, one group of two per pair."""
+
+    def __init__(self, address: str, *, backend: str = "gloo") -> None:
+        """address: of the interface that trainer and engines share with nobody else."""
+        assert backend in ("gloo", "nccl"), f"backend {backend!r} is neither gloo nor nccl"
+        self.name = backend
+        self.guarantees = Guarantees(
+            one_sided=False,
+            late_join=True,
+            survives_peer_death=backend == "gloo",
+            needs_group=False,
+            same_machine=False,
+        )
+        self._address = address
+
+    def open(self, num_bytes: int) -> GroupStaging:
+        return GroupStaging(self._address, self.name, num_bytes)
+
+    def connect(self, endpoint: bytes, deadline: float) -> GroupLink:
+        try:
+            target = msgspec.json.decode(endpoint, type=_Endpoint)
+        except msgspec.DecodeError as error:
+            raise TransportError("refused", f"not an endpoint of {self.name}: {error}") from error
+        if target.backend != self.name:
+            raise TransportError("refused", f"{target.backend} endpoint offered to {self.name}")
+        return GroupLink(target, self._address, deadline)
+
+
+class GroupStaging:
+    """The receiving side: a listener, and one thread per sender."""
+
+    def __init__(self, address: str, backend: str, num_bytes: int) -> None:
+        self._address, self._backend = address, backend
+        device = "cuda" if backend == "nccl" else "cpu"
+        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._token = secrets.token_hex(_TOKEN_BYTES // 2)
+        self._listener = socket.create_server((address, 0), backlog=128)
+        port = int(self._listener.getsockname()[1])
+        self.endpoint = msgspec.json.encode(
+            _Endpoint(backend, address, port, self._token, num_bytes)
+        )
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] | None = set()  # None once closed
+        threading.Thread(target=self._accept, name=f"{backend}-accept", daemon=True).start()
+
+    def fetch(self, deadline: float) -> None:
+        """Nothing to do: a flush is answered only after its bytes are in the buffer."""
+
+    def close(self) -> None:
+        with self._lock:
+            connections, self._open = self._open or set(), None
+        for connection in (self._listener, *connections):
+            _shut(connection)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                if self._open is None:
+                    _shut(connection)
+                    return
+                self._open.add(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), name=f"{self._backend}-pair", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One sender until it leaves, breaks a rule or dies; each of them ends this pair only."""
+        try:
+            channel = _Channel(connection)
+            deadline = time.monotonic() + _HANDSHAKE_S
+            token = channel.read(_TOKEN_BYTES, deadline)
+            if not hmac.compare_digest(token, self._token.encode()):
+                return
+            channel.write(b"+", deadline)
+            group = _pair(channel, _RECEIVER, self._backend, self._address, deadline)
+            while True:
+                self._receive(channel, group, *channel.receive(None))
+        except (TransportError, RuntimeError):
+            return  # the sender sees its connection closed; the session hears it from there
+        finally:
+            with self._lock:
+                if self._open is not None:
+                    self._open.discard(connection)
+            _shut(connection)
+
+    def _receive(self, channel: _Channel, group: Any, kind: int, payload: bytes) -> None:
+        if kind == _FLUSH:
+            channel.send(_FLUSHED, payload, time.monotonic() + _HANDSHAKE_S)
+        elif kind == _PUT and len(payload) == _RANGE.size:
+            offset, num_bytes, budget_s = _RANGE.unpack(payload)
+            check_range(offset, num_bytes, self.buffer.numel())
+            work = group.recv([self.buffer[offset : offset + num_bytes]], _SENDER, 0)
+            work.wait(timedelta(seconds=min(max(budget_s, 0.001), 3600.0)))
+        else:
+            raise TransportError("refused", f"frame kind {kind} of {len(payload)} bytes is unknown")
+
+
+class GroupLink:
+    """The sending side of one pair."""
+
+    def __init__(self, target: _Endpoint, address: str, deadline: float) -> None:
+        """address: of this side's interface."""
+        self._size = target.num_bytes
+        self._works: list[tuple[dist.Work, Tensor]] = []  # the tensor stays alive until it is sent
+        self._flushes = 0
+        where = f"{target.host}:{target.port}"
+        try:
+            self._socket = socket.create_connection(
+                (target.host, target.port), timeout=_left(deadline)
+            )
+        except OSError as error:
+            raise _failure(deadline, f"{where} cannot be reached: {error}") from error
+        try:
+            self._channel = _Channel(self._socket)
+            self._channel.write(target.token.encode(), deadline)
+            try:
+                self._channel.read(1, deadline)
+            except TransportError as error:
+                if error.reason != "peer":
+                    raise
+                raise TransportError("refused", f"{where} did not accept the token") from error
+            self._group = _pair(self._channel, _SENDER, target.backend, address, deadline)
+        except BaseException:
+            _shut(self._socket)
+            raise
+
+    def put(self, offset: int, data: Tensor, deadline: float) -> None:
+        check_range(offset, data.numel(), self._size)
+        if not data.numel():
+            return
+        self._channel.send(_PUT, _RANGE.pack(offset, data.numel(), _left(deadline)), deadline)
+        try:
+            self._works.append((self._group.send([data], _RECEIVER, 0), data))
+        except RuntimeError as error:
+            raise _failure(deadline, f"put at {offset}: {error}") from error
+
+    def view(self, offset: int, num_bytes: int) -> Tensor | None:
+        return None
+
+    def flush(self, deadline: float) -> None:
+        works, self._works = self._works, []
+        try:
+            for work, _data in works:
+                work.wait(timedelta(seconds=_left(deadline)))
+        except RuntimeError as error:
+            raise _failure(deadline, f"sending: {error}") from error
+        self._flushes += 1
+        stamp = self._flushes.to_bytes(8, "little")
+        self._channel.send(_FLUSH, stamp, deadline)
+        kind, payload = self._channel.receive(deadline)
+        if (kind, payload) != (_FLUSHED, stamp):
+            raise TransportError("peer", f"flush {self._flushes} was answered with kind {kind}")
+
+    def close(self) -> None:
+        _shut(self._socket)
+
+
+# --- the control socket ---------------------------------------------------------------------------
+class _Channel:
+    """Frames of (kind, bytes) on a socket; used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, kind: int, payload: bytes, deadline: float | None) -> None:
+        self.write(_FRAME.pack(kind, len(payload)) + payload, deadline)
+
+    def receive(self, deadline: float | None) -> tuple[int, bytes]:
+        kind, size = _FRAME.unpack(self.read(_FRAME.size, deadline))
+        if size > _MAX_FRAME:
+            raise TransportError(
+                "refused", f"a control frame of {size} bytes; {_MAX_FRAME} at most"
+            )
+        return kind, self.read(size, deadline)
+
+    def write(self, data: bytes, deadline: float | None) -> None:
+        try:
+            self._socket.settimeout(None if deadline is None else _left(deadline))
+            self._socket.sendall(data)
+        except OSError as error:
+            raise _failure(deadline, f"control connection: {error}") from error
+
+    def read(self, size: int, deadline: float | None) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                self._socket.settimeout(None if deadline is None else _left(deadline))
+                part = self._socket.recv(size - len(data))
+            except OSError as error:
+                raise _failure(deadline, f"control connection: {error}") from error
+            if not part:
+                raise TransportError("peer", "the control connection was closed by the other side")
+            data += part
+        return bytes(data)
+
+
+class _PairStore(dist.Store):
+    """Rendezvous of a group of two: what one side sets is sent to the other."""
+
+    def __init__(self, channel: _Channel, deadline: float) -> None:
+        super().__init__()
+        self._channel, self._deadline = channel, deadline
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.RLock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        name = key.encode()
+        with self._lock:
+            self._values[key] = data
+            frame = len(name).to_bytes(4, "little") + name + data
+            self._channel.send(_KEY, frame, self._deadline)
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            while key not in self._values:
+                kind, frame = self._channel.receive(self._deadline)
+                if kind != _KEY:
+                    raise TransportError("peer", f"frame kind {kind} during the rendezvous")
+                end = 4 + int.from_bytes(frame[:4], "little")
+                self._values[frame[4:end].decode()] = frame[end:]
+            return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+def _pair(channel: _Channel, rank: int, backend: str, address: str, deadline: float) -> Any:
+    """The group of two, without a default group and without registering anything in torch.
+
+    Returns ProcessGroupGloo or ProcessGroupNCCL, which torch's stubs describe in part.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    store = _PairStore(channel, deadline)
+    try:
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=_left(deadline))
+            return dist.ProcessGroupNCCL(store, rank, 2, options)
+        options = gloo._Options()
+        options._threads = 1
+        options._timeout = timedelta(seconds=_left(deadline))
+        options._devices = [gloo.create_device(hostname=address)]
+        return gloo(store, rank, 2, options)
+    except RuntimeError as error:
+        raise _failure(deadline, f"the pair could not be formed: {error}") from error
+
+
+def _left(deadline: float) -> float:
+    """Seconds until the deadline; a little more than zero, which sockets take for `no limit`."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def _failure(deadline: float | None, detail: str) -> TransportError:
+    late = deadline is not None and time.monotonic() >= deadline - 0.001
+    return TransportError("deadline" if late else "peer", detail)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Close even while another thread waits on it."""
+    with contextlib.suppress(OSError):  # not connected any more
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -1,0 +1,234 @@
+"""One-sided writes by Mooncake's Transfer Engine: RDMA on clusters, TCP anywhere.
+
+The engine rank registers its staging buffer; senders write into it without any of its threads.
+Ranges are checked here for every write, on both ends: over TCP the library accepts a write from
+memory that its sender never registered, which over RDMA fails, so a test without RDMA hardware
+would not find the mistake (seen with mooncake 0.3.13).
+
+The library has no token: whoever reaches its ports and knows an address can write to registered
+memory.  It belongs on an interface that nobody else reaches (docs/operations.md).
+
+Writes are submitted and polled, because the library's blocking call knows no deadline.  A write
+that is abandoned at its deadline may still read its source, which therefore stays registered and
+alive; the staging it writes to is closed by then.
+
+A source is registered by its whole storage at the first put from it and stays so until the link
+closes: put from few long-lived buffers (`_MAX_SOURCES` bounds what a caller of many can pin).
+
+Needs the extra `moerl[mooncake]` (`moerl[mooncake-cpu]` without CUDA) and libibverbs of the system.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moerl.errors import TransportError
+from moerl.transport.base import Guarantees, check_range
+
+_POLL_S = 0.0002
+_MAX_SOURCES = 64
+_DONE, _FAILED = 1, -1  # of transfer_check_status
+
+
+class _Endpoint(msgspec.Struct, frozen=True):
+    protocol: str
+    session: str  # host:port of the library's own handshake
+    address: int  # of the buffer in the receiving process
+    num_bytes: int
+
+
+class Mooncake:
+    """A `Transport` by remote memory access; one Transfer Engine per process and instance."""
+
+    name = "mooncake"
+    guarantees = Guarantees(
+        one_sided=True,
+        late_join=True,
+        survives_peer_death=True,
+        needs_group=False,
+        same_machine=False,
+    )
+
+    def __init__(self, address: str, *, protocol: str = "tcp", device: str = "") -> None:
+        """address: of the private interface; device: comma-separated RDMA devices, empty = all."""
+        engine_type = _library()
+        self._protocol = protocol
+        self._engine = engine_type()
+        code = self._engine.initialize(address, "P2PHANDSHAKE", protocol, device)
+        if code != 0:
+            raise TransportError(
+                "missing", f"mooncake cannot use {protocol} on {address}: it answered {code}"
+            )
+        self._session = f"{address}:{self._engine.get_rpc_port()}"
+        self._table = _Registered(self._engine)
+
+    def open(self, num_bytes: int) -> MooncakeStaging:
+        return MooncakeStaging(self._table, self._protocol, self._session, num_bytes)
+
+    def connect(self, endpoint: bytes, deadline: float) -> MooncakeLink:
+        try:
+            target = msgspec.json.decode(endpoint, type=_Endpoint)
+        except msgspec.DecodeError as error:
+            raise TransportError("refused", f"not an endpoint of mooncake: {error}") from error
+        if target.protocol != self._protocol:
+            raise TransportError(
+                "refused", f"the engine speaks {target.protocol}, this side {self._protocol}"
+            )
+        return MooncakeLink(self._engine, self._table, target)
+
+
+def make(address: str) -> Mooncake:
+    """TCP without CUDA, RDMA with it."""
+    return Mooncake(address, protocol="rdma" if torch.cuda.is_available() else "tcp")
+
+
+class _Registered:
+    """Memory that this process registered, by base address: what every write is checked against.
+
+    Holds the tensors, so that no address is freed and given to somebody else while registered;
+    counts its users, because the library knows an address once.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._known: dict[int, tuple[Tensor, int]] = {}  # base -> whole storage, users
+        self._lock = threading.Lock()
+
+    def add(self, tensor: Tensor) -> int:
+        """Register the storage of a tensor, or count one more user of it; returns its base."""
+        storage = tensor.untyped_storage()
+        base = storage.data_ptr()
+        with self._lock:
+            if base in self._known:
+                whole, users = self._known[base]
+            else:
+                whole, users = torch.empty(0, dtype=torch.uint8, device=tensor.device), 0
+                whole.set_(storage)
+                code = self._engine.register_memory(base, whole.numel())
+                if code != 0:
+                    raise TransportError(
+                        "room", f"mooncake could not register {whole.numel()} bytes: {code}"
+                    )
+            self._known[base] = whole, users + 1
+        return base
+
+    def release(self, base: int) -> None:
+        with self._lock:
+            whole, users = self._known.pop(base)
+            if users > 1:
+                self._known[base] = whole, users - 1
+            else:
+                self._engine.unregister_memory(base)
+
+    def check(self, base: int, address: int, num_bytes: int) -> None:
+        """Raise TransportError (range) unless the range lies in the registered memory at `base`."""
+        with self._lock:
+            whole, _users = self._known.get(base, (None, 0))
+        if whole is None or not base <= address <= address + num_bytes <= base + whole.numel():
+            raise TransportError("range", f"{num_bytes} bytes at {address:#x} are not registered")
+
+
+class MooncakeStaging:
+    """A registered buffer."""
+
+    def __init__(self, table: _Registered, protocol: str, session: str, num_bytes: int) -> None:
+        device = "cuda" if protocol == "rdma" and torch.cuda.is_available() else "cpu"
+        # one byte at least: nothing cannot be registered
+        self._memory = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=device)
+        self.buffer = self._memory[:num_bytes]
+        self._base = table.add(self._memory)
+        self._table: _Registered | None = table
+        self.endpoint = msgspec.json.encode(
+            _Endpoint(protocol, session, self._memory.data_ptr(), num_bytes)
+        )
+
+    def fetch(self, deadline: float) -> None:
+        """Nothing to do: senders write into the buffer itself."""
+
+    def close(self) -> None:
+        if self._table is not None:
+            self._table.release(self._base)
+        self._table = None
+
+
+class MooncakeLink:
+    """Writes of one sender to one staging."""
+
+    def __init__(self, engine: Any, table: _Registered, target: _Endpoint) -> None:
+        self._engine, self._table, self._target = engine, table, target
+        self._sources: set[int] = set()  # bases that this link registered
+        self._running: list[int] = []  # batch ids
+
+    def put(self, offset: int, data: Tensor, deadline: float) -> None:
+        check_range(offset, data.numel(), self._target.num_bytes)
+        if not data.numel():
+            return
+        base = data.untyped_storage().data_ptr()
+        if base not in self._sources:
+            self._sources.add(self._table.add(data))
+        self._table.check(base, data.data_ptr(), data.numel())
+        batch = self._engine.transfer_submit_write(
+            self._target.session, data.data_ptr(), self._target.address + offset, data.numel()
+        )
+        if batch in (0, -1, 2**64 - 1):
+            raise TransportError(
+                "peer", f"{self._target.session} took no write at {offset}: answer {batch}"
+            )
+        self._running.append(batch)
+
+    def view(self, offset: int, num_bytes: int) -> Tensor | None:
+        return None
+
+    def flush(self, deadline: float) -> None:
+        while self._running:
+            status = self._engine.transfer_check_status(self._running[0])
+            if status == _DONE:
+                self._running.pop(0)
+            elif status < 0:
+                raise TransportError(
+                    "peer", f"a write to {self._target.session} failed with status {status}"
+                )
+            elif time.monotonic() > deadline:
+                raise TransportError(
+                    "deadline", f"{len(self._running)} writes to {self._target.session} are open"
+                )
+            else:
+                time.sleep(_POLL_S)
+        if len(self._sources) > _MAX_SOURCES:
+            self._release()
+
+    def close(self) -> None:
+        """Writes that never ended keep their sources registered, hence alive, for good."""
+        if not self._running:
+            self._release()
+        self._running = []
+
+    def _release(self) -> None:
+        for base in self._sources:
+            self._table.release(base)
+        self._sources = set()
+
+
+def _library() -> Any:
+    """The Transfer Engine's class.  Raises TransportError (missing) in one sentence."""
+    try:
+        from mooncake.engine import TransferEngine
+    except ModuleNotFoundError as error:
+        raise TransportError(
+            "missing",
+            "mooncake is not installed: install the extra moerl[mooncake], "
+            "or moerl[mooncake-cpu] without CUDA",
+        ) from error
+    except ImportError as error:
+        raise TransportError(
+            "missing",
+            f"mooncake cannot be loaded ({error}): it needs libibverbs.so.1, on Debian the "
+            "packages libibverbs1, libnl-3-200 and libnl-route-3-200",
+        ) from error
+    return TransferEngine

@@ -1,0 +1,35 @@
+"""Transports by the name that `sync.transport` uses; each is imported only when it is chosen."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from moerl.errors import ConfigError
+from moerl.transport.base import Transport
+
+_MODULES = {
+    "shm": "shm",
+    "gloo": "group",
+    "nccl": "group",
+    "mooncake": "mooncake",
+    "disk": "disk",
+}
+NAMES = tuple(_MODULES)
+
+
+def make(name: str, *, address: str, folder: str = "") -> Transport:
+    """The transport called `name`.
+
+    address: of the interface that trainer and engines share; folder: what `disk` writes below.
+    Raises ConfigError for an unknown name, TransportError (missing) when a library is not there.
+    """
+    if name == "cuda_ipc":
+        raise ConfigError("sync.transport", name, f"it is not written yet; use one of {NAMES}")
+    if name not in _MODULES:
+        raise ConfigError("sync.transport", name, f"use one of {NAMES}")
+    module = import_module(f"moerl.transport.{_MODULES[name]}")
+    if _MODULES[name] == "group":
+        transport: Transport = module.GroupTransport(address, backend=name)
+    else:
+        transport = module.make(folder if name == "disk" else address)
+    return transport

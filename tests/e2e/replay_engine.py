@@ -1,0 +1,294 @@
+"""One scenario on a real SGLang server, and the trainer's verdict on everything it recorded.
+
+Three weight versions, one server: complete rollouts under A, prefix-cache hits, a second turn that
+reuses the rows of the first, siblings of one prompt, long prompts in chunks; long requests that are
+aborted under A, resumed under B, aborted again and resumed under C.  B and C are A with a little
+noise, as after an optimizer step: enough to move some routes, so that rows of a wrong version
+can be told from the right ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.engine.host import EngineHost
+from moerl.errors import RecordError
+from moerl.protocols import encode_value
+from moerl.rollout.assemble import PartialRollout
+from moerl.rundir import RunDir
+from moerl.trainer.score_job import ScoreJob
+from moerl.types import (
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RoutingBlob,
+    SamplingParams,
+    Segment,
+    check,
+)
+from tests.e2e import tiny_model as tiny
+
+TOKEN = "replay-run-token"
+A, B, C = (PolicyVersion(0, step) for step in range(3))
+TRUNCATED = SamplingParams(24, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
+FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)
+LONG = replace(TRUNCATED, max_new_tokens=900)
+CHUNK = 64  # tokens of one prefill chunk
+_NOISE = 0.01  # of a tensor's standard deviation, per version
+T = TypeVar("T")
+
+
+@dataclass
+class World:
+    """A host with its event loop, three versions of a model, and what was recorded."""
+
+    root: Path
+    config: EngineConfig
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
+    paused: dict[str, list[object]] = field(default_factory=dict)  # replies, by mode of the pause
+    settings: dict[str, Any] = field(default_factory=dict)  # of the server, as it reports them
+    stale_turn: object = None  # a second turn that names rows of other weights
+    folders: dict[PolicyVersion, Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        self.folders = save_versions(self.root)
+        self.store = BlobStore(self.root / "blobs", "node0")
+        run = RunDir(self.root / "run")
+        run.create()
+        self.log = run.logs / "engine0.log"
+        self.host = EngineHost(
+            0, self.config, self.folders[A], tiny.FACTS, ReplayConfig(), self.store, run, TOKEN
+        )
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
+
+    async def ask(self, method: str, path: str, **body: Any) -> dict[str, Any]:
+        server = self.host._server
+        assert server is not None
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession(server.url, headers=headers) as session,
+            session.request(method, path, json=body if method == "POST" else None) as reply,
+        ):
+            text = await reply.text()
+            assert reply.status == 200, text
+            return json.loads(text) if text.startswith("{") else {}
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Serve another version.  The update session has tests of its own: this goes by disk."""
+        await self.ask(
+            "POST",
+            "/update_weights_from_disk",
+            model_path=str(self.folders[version]),
+            weight_version=str(version),
+            flush_cache=True,
+        )
+        self.host._version = version
+
+    # --- scenario --------------------------------------------------------------------------------
+    async def play(self) -> None:
+        self.settings = await self.ask("GET", "/server_info")
+        prompts = {n: tokens(n, seed=n) for n in (1, 5, 33, 200)}
+        for tag, sampling in (("trunc", TRUNCATED), ("full", FULL)):
+            for attempt in ("plain", "hit"):
+                await self.complete(
+                    [start(f"{attempt}.{tag}.{n}", p, sampling) for n, p in prompts.items()]
+                )
+        group = tokens(90, seed=90)
+        await self.complete([start(f"group.{i}", group, TRUNCATED) for i in range(4)])
+        await self.complete([self.turn("turn", f"plain.trunc.{n}") for n in (5, 200)])
+        seams = [start(f"seam.{i}", tokens(20 + 30 * i, seed=i), LONG) for i in range(4)]
+        await self.interrupt(seams)
+        await self.load(B)
+        await self.interrupt(seams)
+        await self.load(C)
+        for seam in seams:  # a little more, then the natural end
+            seam.sampling = replace(seam.sampling, max_new_tokens=seam.num_sampled + 24)
+        await self.complete(seams)
+        await self.complete([self.turn("late", "plain.trunc.200", known=False)])
+        stale = self.turn("stale", "plain.trunc.200")
+        (reply,) = await self.host.generate([stale.request()])
+        self.stale_turn = _outcome(lambda: stale.add(reply))
+        for mode in ("retract", "in_place"):
+            await self.load(A)
+            self.paused[mode] = await self.swap_weights(mode)
+
+    def turn(self, kind: str, first: str, *, known: bool = True) -> PartialRollout:
+        """The next turn after rollout `first`: its tokens, twelve new ones, and its own rows."""
+        before = self.rollouts[first]
+        prompt = (*before.token_ids.tolist(), *tokens(12, seed=before.num_tokens))
+        rows = before.routing if known else ()
+        return start(f"{kind}.{before.prompt_len}", prompt, TRUNCATED, rows)
+
+    async def swap_weights(self, mode: str) -> list[object]:
+        """What the host makes of requests whose weights are exchanged under them."""
+        asks = [start(f"{mode}.{i}", tokens(30, seed=i), LONG).request() for i in range(2)]
+        seen = self.prefills()
+        running = asyncio.create_task(self.host.generate(asks))
+        while self.prefills() <= seen:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        await self.ask("POST", "/pause_generation", mode=mode)
+        await self.ask(
+            "POST",
+            "/update_weights_from_disk",
+            model_path=str(self.folders[B]),
+            weight_version=str(B),
+            flush_cache=mode == "retract",
+        )
+        await self.ask("POST", "/continue_generation")
+        return list(await running)
+
+    async def complete(self, partials: Sequence[PartialRollout]) -> None:
+        await self.call(partials)
+        for partial in partials:
+            assert partial.finished
+            rollout = partial.rollout()
+            check(rollout, vocab_size=tiny.VOCAB, num_moe_layers=tiny.LAYERS, top_k_experts=2)
+            self.rollouts[partial.rollout_id] = rollout
+
+    async def call(self, partials: Sequence[PartialRollout]) -> None:
+        replies = await self.host.generate([partial.request() for partial in partials])
+        for partial, reply in zip(partials, replies, strict=True):
+            assert isinstance(reply, Segment), reply
+            self.cached[f"{partial.rollout_id}@{reply.version}"] = reply.cached_tokens
+            partial.add(reply)
+
+    async def interrupt(self, partials: Sequence[PartialRollout]) -> None:
+        """Abort all of them in mid-generation."""
+        seen = self.prefills()
+        running = asyncio.create_task(self.call(partials))
+        while self.prefills() <= seen:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        client = self.host._client
+        assert client is not None
+        while not running.done():
+            await client.abort_all()
+            await asyncio.wait([running], timeout=0.05)
+        await running
+        for partial in partials:
+            assert partial.segments[-1].finish == "abort"
+            assert len(partial.segments[-1].output_ids) > 1
+
+    def prefills(self) -> int:
+        return self.log.read_text().count("Prefill batch")
+
+
+def save_versions(root: Path) -> dict[PolicyVersion, Path]:
+    """A random model, and two that differ from it by a little noise."""
+    folders = {A: tiny.save(root / "A", 0)}
+    weights = load_file(folders[A] / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for version in (B, C):
+        folder = root / f"V{version.step}"
+        folder.mkdir()
+        for path in folders[A].iterdir():
+            if path.suffix != ".safetensors":
+                (folder / path.name).write_bytes(path.read_bytes())
+        for name, tensor in weights.items():
+            if tensor.dim() == 2:
+                noise = torch.randn(tensor.shape, generator=generator)
+                weights[name] = tensor + noise * tensor.std() * _NOISE
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        folders[version] = folder
+    return folders
+
+
+def tokens(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(np.random.RandomState(seed).randint(4, tiny.VOCAB, size=length).tolist())
+
+
+def start(
+    name: str,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    known: tuple[RoutingBlob, ...] = (),
+) -> PartialRollout:
+    return PartialRollout(name, Prompt(0, prompt, "", None, {}), sampling, audit=True, known=known)
+
+
+def _outcome(work: Callable[[], None]) -> object:
+    try:
+        return work()
+    except RecordError as error:
+        return error
+
+
+@dataclass
+class Scoring:
+    """Jobs for one scoring process: everything is scored with one start of the trainer."""
+
+    world: World
+    folder: Path
+    jobs: dict[str, ScoreJob] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        rollouts: Sequence[Rollout],
+        weights: PolicyVersion,
+        variants: Sequence[str] = ("both",),
+    ) -> None:
+        path = self.folder / f"{name}.msgpack"
+        path.write_bytes(encode_value(list(rollouts)))
+        job = ScoreJob(
+            model=str(self.world.folders[weights]),
+            rollouts=str(path),
+            blob_dir=str(self.world.store.root),
+            blob_node="node0",
+            out=str(self.folder / f"{name}.npz"),
+            variants=list(variants),
+            dtypes=["fp32"],
+            platform="cpu",
+        )
+        job.save(self.folder / f"{name}.json")
+        self.jobs[name] = job
+
+    def run(self) -> None:
+        paths = [str(self.folder / f"{name}.json") for name in self.jobs]
+        log = self.folder / "score.log"
+        with log.open("w") as file:
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                + ["--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
+                + ["-m", "moerl.trainer.score", "--job", *paths],
+                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+                timeout=240,
+            )
+        assert done.returncode == 0, log.read_text()[-3000:]
+
+    def gaps(self, name: str, variant: str = "both") -> dict[str, np.ndarray]:
+        """Trainer minus engine log-probability of each sampled token, by rollout id."""
+        found = np.load(self.jobs[name].out)
+        ends = np.cumsum(found["num_sampled"])[:-1]
+        parts = np.split(found[f"fp32/{variant}"] - found["engine"], ends)
+        return dict(zip(found["rollout_ids"].tolist(), parts, strict=True))
+
+
+def refused(reply: object) -> str:
+    """The reason of a refused record."""
+    assert isinstance(reply, RecordError), reply
+    return reply.reason

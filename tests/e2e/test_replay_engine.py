@@ -1,0 +1,202 @@
+"""Engine-side replay on real SGLang: every record, scored by Megatron-core, matches its weights.
+
+What is claimed: prompt rows, chunked prefill, prefix-cache hits, overlap scheduling, siblings that
+share stored prompt rows, a second turn that continues the rows of the first, and two interruptions
+with weight updates in between.  Each claim has a control that the same gate must reject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moerl.config.schema import EngineConfig
+from moerl.data.audit import split_segments
+from moerl.errors import RecordError
+from moerl.types import Rollout
+from tests.e2e.replay_engine import CHUNK, A, B, C, Scoring, World, refused
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+MAX_GAP, MEAN_GAP = 5e-5, 5e-6  # nats, fp32
+
+
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)], ids=["tp1", "tp2"]
+)
+def scored(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scoring]:
+    """The scenario played on one server, and all its scores from one start of the trainer."""
+    root = tmp_path_factory.mktemp("replay")
+    args = {"chunked_prefill_size": CHUNK}
+    world = World(root, EngineConfig(tp=request.param, args=args, max_total_tokens=16384))
+    try:
+        world.run(world.host.start(A), 240.0)
+        world.run(world.play(), 240.0)
+    finally:
+        world.run(world.host.stop())
+    yield add_jobs(Scoring(world, root))
+    world.loop.close()
+
+
+def add_jobs(scoring: Scoring) -> Scoring:
+    rollouts = list(scoring.world.rollouts.values())
+    segments = [part for rollout in rollouts for part in split_segments(rollout)]
+    full = [part for part in segments if not part.sampling.truncates]
+    truncated = [part for part in segments if part.sampling.truncates]
+    scoring.add("full", full, A, ["both", "both_shifted"])
+    for version in (A, B, C):
+        own = [part for part in truncated if part.versions[0].version == version]
+        scoring.add(f"own{version.step}", own, version, ["both", "both_shifted"])
+        other = B if version == A else A
+        scoring.add(f"weights{version.step}", own, other)
+        swapped = [part for r in seams(scoring) for part in rows_of_other_segments(r)]
+        swapped = [part for part in swapped if part.versions[0].version == version]
+        scoring.add(f"swapped{version.step}", swapped, version)
+    scoring.add("sampled", seams(scoring), C)
+    scoring.add("latest", [latest(rollout) for rollout in seams(scoring)], C)
+    scoring.run()
+    return scoring
+
+
+def seams(scoring: Scoring) -> list[Rollout]:
+    """Rollouts of three segments: weights A, then B, then C."""
+    return [r for name, r in scoring.world.rollouts.items() if name.startswith("seam")]
+
+
+def rows_of_other_segments(rollout: Rollout) -> list[Rollout]:
+    """Control: segments with prefix rows that another version of the weights recorded."""
+    parts = split_segments(rollout)
+    wrong = [replace(parts[0], routing=rollout.audit_rows[:1])]
+    for idx, part in enumerate(parts[1:], 1):
+        wrong.append(replace(part, routing=rollout.routing[: idx + 1]))
+    return wrong
+
+
+def latest(rollout: Rollout) -> Rollout:
+    """The record with the rows of its last prefill: the alternative to `replay.rows: sampled`."""
+    return replace(rollout, routing=(rollout.audit_rows[-1], rollout.routing[-1]))
+
+
+def all_gaps(scoring: Scoring, name: str, variant: str = "both") -> np.ndarray:
+    return np.concatenate(list(scoring.gaps(name, variant).values()))
+
+
+def check(gap: np.ndarray) -> None:
+    assert np.abs(gap).max() <= MAX_GAP
+    assert np.abs(gap).mean() <= MEAN_GAP
+
+
+def test_every_segment_matches_the_weights_that_sampled_it(scored: Scoring) -> None:
+    sampled = sum(rollout.num_sampled for rollout in scored.world.rollouts.values())
+    names = ("full", "own0", "own1", "own2")
+    assert sum(len(all_gaps(scored, name)) for name in names) == sampled
+    for name in names:
+        check(all_gaps(scored, name))
+
+
+def test_rows_shifted_by_one_fail(scored: Scoring) -> None:
+    for name in ("full", "own0", "own1", "own2"):
+        assert np.abs(all_gaps(scored, name, "both_shifted")).max() > 1e-2
+
+
+def test_rows_of_another_segment_fail(scored: Scoring) -> None:
+    """Control: the KV cache was computed again, and nothing but the rows is wrong."""
+    for step in (0, 1, 2):
+        assert np.abs(all_gaps(scored, f"swapped{step}")).max() > 100 * MAX_GAP
+
+
+def test_weights_of_another_version_fail(scored: Scoring) -> None:
+    for step in (0, 1, 2):
+        assert np.abs(all_gaps(scored, f"weights{step}")).max() > 100 * MAX_GAP
+
+
+def test_seams_are_complete(scored: Scoring) -> None:
+    """Three segments tile the rows; the prefix was computed anew, under other weights."""
+    for rollout in seams(scored):
+        assert [span.version for span in rollout.versions] == [A, B, C]
+        seam = [part.row_begin for part in rollout.routing]
+        firsts = [span.first for span in rollout.versions]
+        # The row of a partial's last token comes from the call that fed it.
+        assert seam[1:] == [rollout.prompt_len + first - 1 for first in firsts[1:]]
+        assert [part.row_end for part in rollout.audit_rows] == seam[1:]
+        assert [part.version for part in rollout.routing] == [A, B, C]
+        load = scored.world.store.load
+        before = np.sort(load(rollout.routing[0].ids), -1)
+        after = np.sort(load(rollout.audit_rows[0].ids), -1)
+        assert (before != after).any(), "control: no route moved, so rows cannot be told apart"
+    for name, cached in scored.world.cached.items():
+        if name.startswith("seam") and not name.endswith("@0.0"):
+            assert cached == 0
+
+
+def test_cache_hits_chunks_and_overlap_took_part(scored: Scoring) -> None:
+    world = scored.world
+    assert world.cached["hit.trunc.200@0.0"] > 190
+    assert world.cached["plain.trunc.200@0.0"] == 0
+    assert world.settings["chunked_prefill_size"] == CHUNK < 200
+    assert world.settings["disable_overlap_schedule"] is False
+
+
+def test_siblings_store_their_prompt_rows_once(scored: Scoring) -> None:
+    world = scored.world
+    siblings = [world.rollouts[f"group.{i}"] for i in range(4)]
+    prompts = [rollout.routing[0] for rollout in siblings]
+    assert all((part.row_begin, part.row_end) == (0, 89) for part in prompts)
+    shared = {part.ids for part in prompts}
+    distinct = {world.store.load(part.ids).tobytes() for part in prompts}
+    assert len(shared) == len(distinct) < 4
+    own = {rollout.routing[1].ids for rollout in siblings}
+    assert len(own) == 4
+
+
+def test_a_second_turn_continues_the_rows_of_the_first(scored: Scoring) -> None:
+    """Cached prefix: the first turn's rows are named, and only new ones were asked for."""
+    for length in (5, 200):
+        first = scored.world.rollouts[f"plain.trunc.{length}"]
+        second = scored.world.rollouts[f"turn.{length}"]
+        known, own = second.routing[:-1], second.routing[-1]
+        assert known == first.routing
+        assert own.row_begin == first.num_tokens - 1
+        assert scored.world.cached[f"turn.{length}@0.0"] == first.num_tokens - 1
+        gaps = scored.gaps("own0")
+        check(gaps[f"turn.{length}/0"])
+
+
+def test_a_turn_after_an_update_needs_rows_of_its_own(scored: Scoring) -> None:
+    assert refused(scored.world.stale_turn) == "known_rows"
+    late = scored.world.rollouts["late.200"]
+    assert [(part.row_begin, part.version) for part in late.routing] == [(0, C)]
+    check(scored.gaps("own2")["late.200/0"])
+
+
+def test_weights_exchanged_under_a_request_are_refused(scored: Scoring) -> None:
+    """Retraction overwrites the rows of earlier tokens; an update in place mixes two versions."""
+    for mode in ("retract", "in_place"):
+        assert [refused(reply) for reply in scored.world.paused[mode]] == ["version"] * 2
+    assert isinstance(scored.world.paused["retract"][0], RecordError)
+
+
+def test_which_rows_to_train_after_a_resume(scored: Scoring) -> None:
+    """The choice of `replay.rows`, measured with the newest weights.
+
+    Rows of the last prefill fit the newest segment exactly and every older one worse than the rows
+    that its tokens were sampled under; over all tokens the latter are nearer to the engine.
+    """
+    k3 = {}
+    for choice in ("sampled", "latest"):
+        gaps = scored.gaps(choice)
+        cuts = {r.rollout_id: [s.first for s in r.versions[1:]] for r in seams(scored)}
+        parts = [np.split(gaps[name], at) for name, at in cuts.items()]
+        joined = [np.concatenate(segment) for segment in zip(*parts, strict=True)]
+        k3[choice] = [float((np.expm1(d) - d).mean()) for d in joined]
+        print(choice, "k3 per segment (A, B, C):", [f"{value:.1e}" for value in k3[choice]])
+        total = np.concatenate(joined)
+        print(choice, f"k3 {np.mean(np.expm1(total) - total):.1e} over {len(total)} tokens")
+    check(np.concatenate([all_gaps(scored, "own2")]))
+    assert k3["latest"][2] < 1e-9 < k3["sampled"][2]
+    assert k3["sampled"][0] < k3["latest"][0]
