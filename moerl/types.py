@@ -191,7 +191,7 @@ class GenerateRequest:
     num_sampled: int  # sampled tokens already inside token_ids
     sampling: SamplingParams  # max_new_tokens counts what is still allowed
     audit: bool = False  # also return the rows of the re-prefilled prefix
-    rows_known: int = 0  # leading rows that an earlier turn recorded, under the weights of this call
+    rows_known: int = 0  # leading rows that an earlier turn recorded, under the same weights
 
     @property
     def rows_from(self) -> int:
