@@ -233,6 +233,8 @@ class Score:
 
     reward: float
     reasons: dict[str, str] | None = None
+    # Process rewards: (index into the episode's sampled tokens at which a step ends, its reward).
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

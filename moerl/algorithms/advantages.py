@@ -1,62 +1,266 @@
-"""Advantages from the rewards of sibling episodes.
+"""Advantages: from the rewards of the episodes of a step to a number per episode, or per token.
 
-An advantage function sees the rewards of all groups of a step at once, so that variants which
+An advantage function sees all episodes of a step at once (`Outcomes`), so that variants which
 normalise over the batch fit too; it depends on the plan alone, never on ranks or microbatches.
+`plan_advantages` reads a plan, shapes the rewards (DAPO's length penalty, truncated answers), calls
+the configured function and lays the result out by plan row.
 
-Legend: E episodes of the step.
+A group of one has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
+gives such a group its raw reward; the configuration refuses group_size 1 for these anyway.
+
+Legend: E episodes of the step, K rewarded steps of them, M sampled tokens of all episodes in
+episode order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moerl.algorithms.registry import choose
+from moerl.config.algorithms import ADVANTAGES
+from moerl.config.schema import AlgorithmConfig
 from moerl.errors import RecordError
-from moerl.types import BatchPlan
+from moerl.types import Array, BatchPlan, Episode, Finish
 
-_STD_EPS = 1e-4  # as in TRL
-
-
-def grpo_mean(reward_E: Tensor, group_E: Tensor) -> Tensor:
-    """Reward minus the mean of its group (arXiv 2512.02556 section 3.1); a group of one gets 0."""
-    count = torch.bincount(group_E).to(reward_E.dtype)
-    mean = torch.zeros_like(count).index_add_(0, group_E, reward_E) / count
-    return reward_E - mean[group_E]
+_STD_EPS = 1e-4  # as in TRL; verl has 1e-6
+_WHITEN_EPS = 1e-8
 
 
-def grpo_std(reward_E: Tensor, group_E: Tensor) -> Tensor:
-    """The same divided by the group's unbiased standard deviation (arXiv 2402.03300)."""
-    centred = grpo_mean(reward_E, group_E)
-    count = torch.bincount(group_E).to(reward_E.dtype)
-    squares = torch.zeros_like(count).index_add_(0, group_E, centred.square())
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcomes:
+    """The episodes of one step.  Steps are process rewards; without any, K is 0.
+
+    Example: an episode of 5 sampled tokens in two turns of 3 and 2 with turn rewards .5 and 1:
+    step_reward [.5, 1], step_end [2, 4].
+    """
+
+    reward: Tensor  # [E] f64, after shaping
+    group: Tensor  # [E] i64, rising from 0
+    length: Tensor  # [E] i64, sampled tokens
+    step_reward: Tensor  # [K] f64
+    step_episode: Tensor  # [K] i64
+    step_end: Tensor  # [K] i64, the sampled token of the episode at which the step ends
+
+
+def grpo_mean(o: Outcomes) -> Tensor:
+    """R - mean(R of the group): [E].
+
+    Dr.GRPO (arXiv 2503.20783 section 3.2), DeepSeek-V3.2 (2512.02556 section 3.1), Kimi k1.5.
+    """
+    return o.reward - _group_mean(o.reward, o.group)
+
+
+def grpo_std(o: Outcomes) -> Tensor:
+    """The same divided by the group's unbiased standard deviation: [E] (arXiv 2402.03300)."""
+    centred = grpo_mean(o)
+    count = _count(o.group)
+    squares = torch.zeros_like(count).index_add_(0, o.group, centred.square())
     std = (squares / (count - 1).clamp(min=1)).sqrt()
-    return centred / (std[group_E] + _STD_EPS)
+    return centred / (std[o.group] + _STD_EPS)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "grpo_mean": grpo_mean,
-    "grpo_std": grpo_std,
-}
+def rloo(o: Outcomes) -> Tensor:
+    """R - mean(R of the siblings): [E], REINFORCE leave-one-out (arXiv 2402.14740 eq. 8).
+
+    Equals `grpo_mean` times G / (G - 1); unbiased, because the baseline does not see the sample.
+    """
+    count = _count(o.group)[o.group]
+    return grpo_mean(o) * count / (count - 1).clamp(min=1)
 
 
-def plan_advantages(name: str, plan: BatchPlan) -> list[float]:
+def reinforce_pp(o: Outcomes) -> Tensor:
+    """R whitened over all sampled tokens of the step: [E] (REINFORCE++, arXiv 2501.03262 eq. 7).
+
+    Token-weighted: an episode counts once per sampled token, as in the published code.  The
+    paper's KL inside the reward needs a reference and is not part of this function.
+    """
+    return _whitened(o.reward, o.length)
+
+
+def reinforce_pp_baseline(o: Outcomes) -> Tensor:
+    """`grpo_mean` whitened over all sampled tokens of the step: [E] (REINFORCE++-baseline)."""
+    return _whitened(grpo_mean(o), o.length)
+
+
+def raw_reward(o: Outcomes) -> Tensor:
+    """R as it is: [E].  For objectives that read its sign (TOPR), or with a baseline inside R."""
+    return o.reward
+
+
+def no_reward(o: Outcomes) -> Tensor:
+    """0: [E].  The reward is ignored: on-policy distillation alone."""
+    return torch.zeros_like(o.reward)
+
+
+def process_mean(o: Outcomes) -> Tensor:
+    """Sum of the group-centred rewards of the steps that end at or after a token: [M].
+
+    GRPO with process supervision (arXiv 2402.03300 section 4.1.3) without the division, for
+    rewards per turn or per token.  The mean is over all steps of all siblings, so an episode with
+    more steps weighs more, as in the paper.
+    """
+    group = o.group[o.step_episode]
+    return _to_go(o, o.step_reward - _group_mean(o.step_reward, group))
+
+
+def process_std(o: Outcomes) -> Tensor:
+    """`process_mean` with step rewards also divided by the group's standard deviation: [M]."""
+    group = o.group[o.step_episode]
+    centred = o.step_reward - _group_mean(o.step_reward, group)
+    count = _count(group)
+    squares = torch.zeros_like(count).index_add_(0, group, centred.square())
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return _to_go(o, centred / (std[group] + _STD_EPS))
+
+
+def gae(
+    reward_M: Tensor, value_M: Tensor, length: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation and the return that a critic learns, both [M].
+
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_l (gamma lam)^l delta_{t+l}, return = A + V
+    (arXiv 1506.02438 eq. 11-16); V after the last token of an episode is 0, also when it was cut
+    by the length limit.  V_t is the critic's value of the state that produces token t.  Not
+    whitened: verl whitens here, TRL does not.
+    reward_M: reward of each sampled token, an outcome reward on the last one.  length: [E].
+    """
+    advantage = torch.zeros_like(reward_M)
+    begin = 0
+    for size in length.tolist():
+        running, ahead = 0.0, 0.0
+        for t in range(begin + size - 1, begin - 1, -1):
+            delta = float(reward_M[t]) + gamma * ahead - float(value_M[t])
+            running = delta + gamma * lam * running
+            advantage[t], ahead = running, float(value_M[t])
+        begin += size
+    return advantage, advantage + value_M
+
+
+def overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), to be added to a reward.
+
+    0 up to longest - buffer tokens, falling linearly to -1 at longest, -1 beyond.
+    """
+    return -min(max((length - (longest - buffer)) / buffer, 0.0), 1.0)
+
+
+def plan_advantages(config: AlgorithmConfig, plan: BatchPlan) -> list[float | Array]:
     """Advantage of each row of `plan.rows`, in that order; turns of one episode share it.
 
-    Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode.
+    A number for the whole row, or one per sampled token ([n] f64) with process rewards.
+    Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode and
+    `score_steps` for steps that do not lie in it.
     """
-    function = choose("algorithm.advantage", name, ADVANTAGES)
+    function = choose("algorithm.advantage", config.advantage, ADVANTAGES)
+    per_token = "steps" in ADVANTAGES[config.advantage].needs
+    episodes = {
+        (g, e): episode
+        for g, group in enumerate(plan.groups)
+        for e, episode in enumerate(group.episodes)
+    }
+    outcomes = _outcomes(config, episodes, per_token)
+    value = function(outcomes)
+    cut = [config.mask_truncated and _truncated(episode) for episode in episodes.values()]
+    place = {key: idx for idx, key in enumerate(episodes)}
+    if not per_token:
+        numbers = value.masked_fill(torch.tensor(cut), 0.0).tolist()
+        return [numbers[place[row.group, row.episode]] for row in plan.rows]
+    parts = value.masked_fill(torch.tensor(cut).repeat_interleave(outcomes.length), 0.0)
+    arrays = [part.numpy() for part in parts.split(outcomes.length.tolist())]
+    result: list[float | Array] = []
+    for row in plan.rows:
+        turns = episodes[row.group, row.episode].turns
+        begin = sum(turn.rollout.num_sampled for turn in turns[: row.turn])
+        whole = arrays[place[row.group, row.episode]]
+        result.append(whole[begin : begin + turns[row.turn].rollout.num_sampled])
+    return result
+
+
+def _outcomes(
+    config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode], per_token: bool
+) -> Outcomes:
     rewards: list[float] = []
-    owners: list[int] = []
-    place: dict[tuple[int, int], int] = {}
-    for group_idx, group in enumerate(plan.groups):
-        for episode_idx, episode in enumerate(group.episodes):
-            if episode.score is None:
-                raise RecordError("score_missing", f"episode {episode.episode_id} has no score")
-            place[group_idx, episode_idx] = len(rewards)
-            rewards.append(episode.score.reward)
-            owners.append(group_idx)
-    advantage = function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(owners)).tolist()
-    return [advantage[place[row.group, row.episode]] for row in plan.rows]
+    steps: list[tuple[int, int, float]] = []  # episode, end, reward
+    lengths = [_num_sampled(episode) for episode in episodes.values()]
+    for idx, episode in enumerate(episodes.values()):
+        if episode.score is None:
+            raise RecordError("score_missing", f"episode {episode.episode_id} has no score")
+        penalty = _penalty(config, episode) if config.overlong_buffer else 0.0
+        rewards.append(episode.score.reward + penalty)
+        if per_token:
+            steps += [(idx, *step) for step in _checked_steps(episode, lengths[idx])]
+            steps += [(idx, lengths[idx] - 1, penalty)] if penalty else []
+    return Outcomes(
+        reward=torch.tensor(rewards, dtype=torch.float64),
+        group=torch.tensor([group for group, _ in episodes]),
+        length=torch.tensor(lengths),
+        step_reward=torch.tensor([reward for _, _, reward in steps], dtype=torch.float64),
+        step_episode=torch.tensor([idx for idx, _, _ in steps], dtype=torch.int64),
+        step_end=torch.tensor([end for _, end, _ in steps], dtype=torch.int64),
+    )
+
+
+def _checked_steps(episode: Episode, length: int) -> Sequence[tuple[int, float]]:
+    steps = () if episode.score is None else episode.score.steps
+    ends = [end for end, _ in steps]
+    if not ends or ends != sorted(ends) or ends[0] < 0 or ends[-1] >= length:
+        raise RecordError(
+            "score_steps",
+            f"episode {episode.episode_id}: process rewards end at tokens {ends} of {length}",
+        )
+    return steps
+
+
+def _penalty(config: AlgorithmConfig, episode: Episode) -> float:
+    """Of the last turn: the limit is per response."""
+    last = episode.turns[-1].rollout
+    return overlong_penalty(last.num_sampled, last.sampling.max_new_tokens, config.overlong_buffer)
+
+
+def _truncated(episode: Episode) -> bool:
+    return any(turn.rollout.finish == Finish.LENGTH for turn in episode.turns)
+
+
+def _num_sampled(episode: Episode) -> int:
+    return sum(turn.rollout.num_sampled for turn in episode.turns)
+
+
+def _to_go(o: Outcomes, step_value: Tensor) -> Tensor:
+    """[M]: at each token, the sum of the values of the steps that end at or after it."""
+    end_of_M = o.length.cumsum(0)
+    total = torch.zeros(int(o.length.sum()), dtype=torch.float64)
+    begin_E = end_of_M - o.length
+    total.index_add_(0, begin_E[o.step_episode] + o.step_end, step_value)
+    parts = [part.flip(0).cumsum(0).flip(0) for part in total.split(o.length.tolist())]
+    return torch.cat(parts) if parts else total
+
+
+def _count(group: Tensor) -> Tensor:
+    return torch.bincount(group).to(torch.float64)
+
+
+def _group_mean(values: Tensor, group: Tensor) -> Tensor:
+    count = _count(group)
+    return (torch.zeros_like(count).index_add_(0, group, values) / count.clamp(min=1))[group]
+
+
+def _whitened(values: Tensor, length: Tensor) -> Tensor:
+    count = length.sum()
+    mean = (values * length).sum() / count
+    variance = ((values - mean).square() * length).sum() / (count - 1).clamp(min=1)
+    return (values - mean) / (variance + _WHITEN_EPS).sqrt()
+
+
+def advantage_metrics(advantages: Sequence[float | Array]) -> dict[str, float]:
+    """`adv/*` of one step (docs/metrics.md): over rows, or over tokens with process rewards."""
+    values = np.concatenate([np.atleast_1d(np.asarray(a, np.float64)) for a in advantages])
+    return {
+        "adv/mean": float(values.mean()),
+        "adv/std": float(values.std()),
+        "adv/pos_frac": float((values > 0).mean()),
+    }

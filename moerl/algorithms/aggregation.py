@@ -3,41 +3,56 @@
 A weight depends on the whole plan only.  The loss of a step is the plain SUM of weight x token
 loss over all ranks and microbatches, so splitting the batch another way cannot change it;
 denominators taken per rank or per microbatch would (a 28% wrong gradient in a toy).  Tokens that a
-rejection mask zeroes keep their place in the denominator.
+rejection mask zeroes keep their place in the denominator, and so does an episode that is rejected
+whole; verl drops fully masked sequences from its denominator unless given a global size.
 
 The unit of "sequence" is the episode: a policy that answered in several turns is one sequence.
+
+Legend: E episodes of the step, |o| sampled tokens of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from moerl.algorithms.registry import choose
+from moerl.config.algorithms import AGGREGATIONS
+from moerl.config.schema import AlgorithmConfig
 from moerl.types import BatchPlan
 
 
-def seq_mean_token_mean(lengths: Sequence[int]) -> list[float]:
-    """Mean over sequences of the mean over tokens: 1 / (E |o_i|) (arXiv 2512.02556 eq. 5)."""
+def seq_mean_token_mean(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+    """1 / (E |o|): mean over sequences of the mean over tokens.
+
+    GRPO (arXiv 2402.03300 eq. 3), DeepSeek-V3.2 (2512.02556 eq. 5), GSPO.
+    """
     return [1.0 / (len(lengths) * length) for length in lengths]
 
 
-def token_mean(lengths: Sequence[int]) -> list[float]:
-    """Mean over all sampled tokens of the step (DAPO, arXiv 2503.14476)."""
+def token_mean(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+    """1 / sum of |o|: mean over all sampled tokens of the step (DAPO, arXiv 2503.14476 eq. 12)."""
     return [1.0 / sum(lengths)] * len(lengths)
 
 
-AGGREGATIONS: dict[str, Callable[[Sequence[int]], list[float]]] = {
-    "seq_mean_token_mean": seq_mean_token_mean,
-    "token_mean": token_mean,
-}
+def seq_mean_token_sum(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+    """1 / E: mean over sequences of the sum over tokens (REINFORCE, Kimi k1.5)."""
+    return [1.0 / len(lengths)] * len(lengths)
 
 
-def plan_weights(name: str, plan: BatchPlan) -> list[float]:
+def constant(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+    """1 / (E constant_tokens): no length in it at all (Dr.GRPO, arXiv 2503.20783 section 3.2).
+
+    `constant_tokens` is the largest response length there, the same in every step.
+    """
+    return [1.0 / (len(lengths) * config.constant_tokens)] * len(lengths)
+
+
+def plan_weights(config: AlgorithmConfig, plan: BatchPlan) -> list[float]:
     """Weight of every sampled token of each row of `plan.rows`, in that order.
 
     Raises ConfigError for an unknown name.
     """
-    function = choose("algorithm.aggregation", name, AGGREGATIONS)
+    function = choose("algorithm.aggregation", config.aggregation, AGGREGATIONS)
     episodes = [
         (group_idx, episode_idx)
         for group_idx, group in enumerate(plan.groups)
@@ -47,5 +62,5 @@ def plan_weights(name: str, plan: BatchPlan) -> list[float]:
         sum(turn.rollout.num_sampled for turn in plan.groups[group].episodes[episode].turns)
         for group, episode in episodes
     ]
-    weight = dict(zip(episodes, function(lengths), strict=True))
+    weight = dict(zip(episodes, function(lengths, config), strict=True))
     return [weight[row.group, row.episode] for row in plan.rows]

@@ -1,131 +1,240 @@
-"""Per-token policy objectives and the sequence mask of DeepSeek-V3.2, on flat tensors.
+"""Policy objectives: the loss of each sampled token, to be minimised.
 
-The ratio is always taken against the engine's own log-probability: the number the token was
-sampled with, never recomputed.  A further objective is one function and one line of OBJECTIVES.
+Every function has the signature `(Tokens, old, AlgorithmConfig) -> TokenLoss`.  `old` [N] is the
+denominator of the ratio r = exp(logprob - old): the engine's recorded log-probability
+(`algorithm.ratio: engine`, so that staleness and engine mismatch are inside the ratio) or the
+weights at the start of the step (`proximal`; a correction then accounts for proximal / engine).
+Weights of the aggregation, corrections and the KL term are added by `moerl.algorithms.loss`.
 
-Legend: N sampled tokens of a microbatch, Q sequences of it.
+Traps: sg() below is a stop-gradient and part of each formula; sequence forms average over the
+sampled tokens of one whole sequence; log-ratios are clamped to +-20 before exp, as in verl, which
+no sane ratio reaches and which keeps an inf out of 0 x inf.
+
+Legend: N sampled tokens of a microbatch, Q sequences, A advantage, theta current policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moerl.algorithms.registry import choose
+from moerl.algorithms.tokens import Tokens
 from moerl.config.schema import AlgorithmConfig
+
+LOG_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token, to be minimised, and where clipping took its gradient away."""
+    """Loss of each token, and where the objective took the token's gradient away or bounded it."""
 
-    loss: Tensor  # [N]
-    clipped_low: Tensor  # [N] bool: A < 0 and ratio < 1 - clip_low
-    clipped_high: Tensor  # [N] bool: A > 0 and ratio > 1 + clip_high
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """What one microbatch adds to the loss of the step."""
-
-    loss: Tensor  # scalar: sum of weight x mask x token loss
-    sums: Tensor  # [len(SUM_NAMES)] f64 on the CPU; add over microbatches and ranks
+    loss: Tensor  # [N], in the graph
+    low: Tensor  # [N] bool: bounded from below (as a rule A < 0 and the ratio is small)
+    high: Tensor  # [N] bool: bounded from above
+    dual: Tensor  # [N] bool: bounded by the dual clip (A < 0 and the ratio is very large)
 
 
-SUM_NAMES = ("tokens", "loss", "clip_low", "clip_high", "sequences", "masked_sequences", "drift")
+def ppo_clip(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    PPO (arXiv 1707.06347 eq. 7), GRPO (2402.03300 eq. 3) with clip_low = clip_high, DAPO's
+    clip-higher (2503.14476 eq. 10) with clip_high = 0.28, DeepSeek-V3.2 (2512.02556 eq. 5) with
+    `opsm` among the corrections.
+    """
+    return _clipped(_ratio(t.logprob, old), t.advantage, s)
 
 
-def ppo_clip(
-    logprob_N: Tensor, old_logprob_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old_logprob)."""
-    ratio = (logprob_N - old_logprob_N).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+def ppo_dual_clip(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """`ppo_clip`, and for A < 0 at most -dual_clip A (arXiv 1912.09729 eq. 5).
+
+    Without it a token with A < 0 and a huge ratio has an unbounded loss.  verl's `vanilla` always
+    does this, with 3.
+    """
+    base = _clipped(_ratio(t.logprob, old), t.advantage, s)
+    bound = -s.dual_clip * t.advantage
+    dual = (t.advantage < 0) & (base.loss > bound)
+    return TokenLoss(torch.where(dual, bound, base.loss), base.low, base.high, dual)
+
+
+def gspo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-min(s A, clip(s) A) with s = exp(mean over the sequence of logprob - old), s in the graph.
+
+    GSPO (arXiv 2507.18071 eq. 5-7), sequence form; clip_low 3e-4 and clip_high 4e-4 there, three
+    orders below token ratios.  With seq_mean_token_mean every token carries 1/|o| of the loss.
+    """
+    ratio = _exp(t.sequences.mean(t.logprob - old))
+    return _clipped(ratio, t.advantage, s)
+
+
+def gspo_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-min(s_t A_t, clip(s_t) A_t), s_t = sg(s) theta / sg(theta).
+
+    GSPO-token (arXiv 2507.18071 eq. 13-14): the value of s at every token, the gradient of the
+    token alone.  The same gradient as `gspo` when A is constant in a sequence and the aggregation
+    weighs its tokens alike; it also allows advantages per token.
+    """
+    log_s = t.sequences.mean((t.logprob - old).detach()) + t.logprob - t.logprob.detach()
+    return _clipped(_exp(log_s), t.advantage, s)
+
+
+def gmpo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-A exp(mean over the sequence of x), x = log r clipped pessimistically in log space.
+
+    GMPO (arXiv 2507.20673 eq. 4): x is bounded by clip_high where A > 0 and by -clip_low where
+    A < 0 (0.4 and 0.4 there).  Trap: bounds are logarithms, not log(1 - clip_low).
+    """
+    log_r = t.logprob - old
+    high = (t.advantage > 0) & (log_r > s.clip_high)
+    low = (t.advantage < 0) & (log_r < -s.clip_low)
+    bounded = torch.where(t.advantage > 0, log_r.clamp(max=s.clip_high), log_r)
+    bounded = torch.where(t.advantage < 0, bounded.clamp(min=-s.clip_low), bounded)
+    loss = -t.advantage * _exp(t.sequences.mean(bounded))
+    return TokenLoss(loss, low, high, torch.zeros_like(low))
+
+
+def cispo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: every token keeps a gradient.
+
+    CISPO (arXiv 2506.13585 eq. 4-5).  clip_low = 1 leaves the lower side open, as the paper does.
+    Trap: TRL gives the upper bound as it is (5.0), here and in verl it is 1 + clip_high.
+    """
+    ratio = _ratio(t.logprob, old).detach()
+    weight = ratio.clamp(1.0 - s.clip_low, 1.0 + s.clip_high)
     return TokenLoss(
-        loss=-torch.minimum(ratio * advantage_N, clipped * advantage_N),
-        clipped_low=(advantage_N < 0) & (ratio < 1.0 - clip_low),
-        clipped_high=(advantage_N > 0) & (ratio > 1.0 + clip_high),
+        loss=-weight * t.advantage * t.logprob,
+        low=ratio < 1.0 - s.clip_low,
+        high=ratio > 1.0 + s.clip_high,
+        dual=_nowhere(ratio),
     )
 
 
-Objective = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], TokenLoss]
-OBJECTIVES: dict[str, Objective] = {
-    "ppo_clip": lambda new, old, adv, cfg: ppo_clip(new, old, adv, cfg.clip_low, cfg.clip_high),
-}
+def sapo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-A (4 / k) sigmoid(k (r - 1)), k = sapo_tau_pos where A > 0, else sapo_tau_neg.
 
-
-def sequence_drift(
-    logprob_N: Tensor, old_logprob_N: Tensor, seq_N: Tensor, num_seqs: int
-) -> Tensor:
-    """Mean of (engine - trainer) log-probability over each sequence's sampled tokens, [Q]."""
-    drift = old_logprob_N.detach() - logprob_N.detach()
-    total = torch.zeros(num_seqs, dtype=drift.dtype, device=drift.device)
-    count = torch.zeros_like(total)
-    total.index_add_(0, seq_N, drift)
-    count.index_add_(0, seq_N, torch.ones_like(drift))
-    return total / count.clamp(min=1)
-
-
-def off_policy_mask(drift_Q: Tensor, advantage_N: Tensor, seq_N: Tensor, delta: float) -> Tensor:
-    """[N] bool, False = dropped: A < 0 and drift > delta (arXiv 2512.02556 eq. 9, strict >).
-
-    A dropped sequence keeps its place in the denominator.  All sampled tokens of a sequence must
-    be in this call: under context parallelism, gather the drift first.
+    SAPO (arXiv 2511.20347 eq. 5-6): a soft gate instead of a clip, its gradient is that of r A at
+    r = 1.  1.0 and 1.05 there.
     """
-    return ~((advantage_N < 0) & (drift_Q[seq_N] > delta))
+    ratio = _ratio(t.logprob, old)
+    k = torch.where(t.advantage > 0, s.sapo_tau_pos, s.sapo_tau_neg).to(ratio.dtype)
+    loss = -t.advantage * torch.sigmoid(k * (ratio - 1.0)) * 4.0 / k
+    return TokenLoss(loss, _nowhere(ratio), _nowhere(ratio), _nowhere(ratio))
 
 
-def policy_loss(
-    config: AlgorithmConfig,
-    logprob_N: Tensor,
-    old_logprob_N: Tensor,
-    advantage_N: Tensor,
-    weight_N: Tensor,
-    seq_N: Tensor,
-    num_seqs: int,
-) -> PolicyLoss:
-    """Loss of one microbatch: objective, sequence mask, aggregation weights.
+def topr(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-A logprob where A > 0, else -sg(min(R, 1)) A logprob, R the ratio of the whole sequence.
 
-    seq_N: [N] i64, 0..num_seqs - 1, the sequence of each token.  Without sampled tokens the loss
-    is a zero that is still connected to `logprob_N`, so that backward runs on every rank.
-    Raises ConfigError for an unknown objective.
+    TOPR (arXiv 2503.14286 eq. 8-9): positives need no importance weight, negatives are tapered so
+    that a sequence the policy has already left is not pushed further.  The paper's sign is that of
+    the reward: use `advantage: reward`, or a baseline and accept its sign.  R underflows to 0 on
+    long sequences, which the paper intends.
     """
-    token = choose("algorithm.objective", config.objective, OBJECTIVES)(
-        logprob_N, old_logprob_N, advantage_N, config
-    )
-    drift_Q = sequence_drift(logprob_N, old_logprob_N, seq_N, num_seqs)
-    weighted = token.loss * weight_N
-    masked_seqs = seq_N[:0]
-    if config.off_policy_delta > 0:
-        keep_N = off_policy_mask(drift_Q, advantage_N, seq_N, config.off_policy_delta)
-        weighted = weighted * keep_N
-        masked_seqs = seq_N[~keep_N].unique()
-    loss = weighted.sum()
-    sums = (  # in the order of SUM_NAMES
-        torch.tensor(len(logprob_N)),
-        loss.detach(),
-        token.clipped_low.sum(),
-        token.clipped_high.sum(),
-        torch.tensor(len(seq_N.unique())),
-        torch.tensor(len(masked_seqs)),
-        drift_Q.sum(),
-    )
-    return PolicyLoss(loss, torch.stack([value.to(loss.device).double() for value in sums]).cpu())
+    whole = t.sequences.spread(t.sequences.sum((t.logprob - old).detach()))
+    return _tapered(t, _exp(whole))
 
 
-def loss_metrics(sums: Tensor) -> dict[str, float]:
-    """Metrics of a step from its added sums (names of docs/metrics.md); empty without tokens."""
-    value = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
-    if not value["tokens"]:
-        return {}
-    return {
-        "loss/pg": value["loss"],
-        "loss/tokens": value["tokens"],
-        "loss/clip_low_frac": value["clip_low"] / value["tokens"],
-        "loss/clip_high_frac": value["clip_high"] / value["tokens"],
-        "loss/opsm_frac": value["masked_sequences"] / value["sequences"],
-        "loss/opsm_drift_mean": value["drift"] / value["sequences"],
-    }
+def topr_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """`topr` with the ratio of the token instead of the sequence: the form that ROLL ships."""
+    return _tapered(t, _ratio(t.logprob, old).detach())
+
+
+def kimi(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-A logprob + kimi_tau / 2 (sum over the sequence of logprob - old)^2, spread over its tokens.
+
+    Kimi k1.5 (arXiv 2501.12599 eq. 3): A is reward minus group mean.  The square belongs to the
+    whole sequence X; each token carries x_t X, whose sum over the sequence is X^2.  Use
+    seq_mean_token_sum, the paper's own aggregation.
+    """
+    log_r = t.logprob - old
+    penalty = log_r * t.sequences.spread(t.sequences.sum(log_r))
+    return _penalised(t, 0.5 * s.kimi_tau * penalty)
+
+
+def kimi_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """`kimi` with the square taken per token, as ROLL ships it; also verl's `dro`."""
+    return _penalised(t, 0.5 * s.kimi_tau * (t.logprob - old).square())
+
+
+def dppo_tv(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-sg(min(r, dppo_cap)) A logprob on tokens whose probability has not moved too far already.
+
+    DPPO with binary total variation (arXiv 2602.04879): a token is dropped when A > 0 and
+    p_theta - p_mu > clip_high, or A <= 0 and p_theta - p_mu < -clip_low.  Bounds are probabilities,
+    not ratios.  Always against the engine: no proximal policy exists in it.
+    """
+    rise = (t.logprob.exp() - old.exp()).detach()
+    high = (t.advantage > 0) & (rise > s.clip_high)
+    low = (t.advantage <= 0) & (rise < -s.clip_low)
+    return _trust_region(t, old, s.dppo_cap, low, high)
+
+
+def dppo_kl(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """`dppo_tv` with the KL between the two-point distributions {token, rest} as the distance.
+
+    DPPO with binary KL (arXiv 2602.04879): KL(mu, theta) over {a, not a} above clip_high (A > 0
+    and the token rose) or above clip_low (A <= 0 and it fell) drops the token.
+    """
+    new, before = t.logprob.detach().exp(), old.exp()
+    rest = torch.log((1.0 - before + 1e-8) / (1.0 - new + 1e-8))
+    distance = before * (old - t.logprob.detach()) + (1.0 - before) * rest
+    high = (t.advantage > 0) & (distance > s.clip_high) & (new > before)
+    low = (t.advantage <= 0) & (distance > s.clip_low) & (new < before)
+    return _trust_region(t, old, s.dppo_cap, low, high)
+
+
+def importance(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-r A without any clip: the importance-weighted policy gradient, unbiased token by token.
+
+    The policy term of M2PO (arXiv 2510.01161), whose trust region is a mask, and of Kimi-K2-like
+    losses that reject instead of clip.  Combine with a correction that bounds it.
+    """
+    ratio = _ratio(t.logprob, old)
+    return TokenLoss(-ratio * t.advantage, _nowhere(ratio), _nowhere(ratio), _nowhere(ratio))
+
+
+def reinforce(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-A logprob (Williams 1992), the whole of verl's `gpg`: no ratio, exact on policy only."""
+    nowhere = _nowhere(t.logprob)
+    return TokenLoss(-t.advantage * t.logprob, nowhere, nowhere, nowhere)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_BOUND, LOG_BOUND).exp()
+
+
+def _ratio(logprob: Tensor, old: Tensor) -> Tensor:
+    return _exp(logprob - old)
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    clipped = ratio.clamp(1.0 - s.clip_low, 1.0 + s.clip_high)
+    return TokenLoss(
+        loss=-torch.minimum(ratio * advantage, clipped * advantage),
+        low=(advantage < 0) & (ratio < 1.0 - s.clip_low),
+        high=(advantage > 0) & (ratio > 1.0 + s.clip_high),
+        dual=_nowhere(ratio),
+    )
+
+
+def _tapered(t: Tokens, ratio: Tensor) -> TokenLoss:
+    negative = t.advantage <= 0
+    weight = torch.where(negative, ratio.clamp(max=1.0), torch.ones_like(ratio))
+    nowhere = _nowhere(ratio)
+    return TokenLoss(-weight * t.advantage * t.logprob, nowhere, negative & (ratio > 1.0), nowhere)
+
+
+def _penalised(t: Tokens, penalty: Tensor) -> TokenLoss:
+    nowhere = _nowhere(t.logprob)
+    return TokenLoss(-t.advantage * t.logprob + penalty, nowhere, nowhere, nowhere)
+
+
+def _trust_region(t: Tokens, old: Tensor, cap: float, low: Tensor, high: Tensor) -> TokenLoss:
+    ratio = _ratio(t.logprob, old).detach()
+    inside = ~(low | high)
+    loss = -ratio.clamp(max=cap) * t.advantage * t.logprob * inside
+    return TokenLoss(loss, low, high, inside & (ratio > cap))
+
+
+def _nowhere(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.bool)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moerl.config.algorithms import check_algorithm
 from moerl.config.schema import Config, ParallelConfig
 from moerl.errors import ConfigError
 
@@ -29,9 +30,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.dtype": ("fp32", "bf16"),
     "trainer.dispatcher": ("alltoall", "allgather"),
     "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
-    "algorithm.advantage": ("grpo_mean", "grpo_std"),
-    "algorithm.objective": ("ppo_clip",),
-    "algorithm.aggregation": ("seq_mean_token_mean", "token_mean"),
     "sync.transport": ("broadcast",),
     "sync.every": (1,),
     "supervision.max_restarts": (0,),
@@ -63,9 +61,19 @@ _AT_LEAST: dict[str, float] = {
     "trainer.optimizer.warmup_steps": 0,
     "trainer.optimizer.weight_decay": 0,
     "trainer.optimizer.clip_grad": 0,
+    "algorithm.entropy_coef": 0,
+    "algorithm.kl_coef": 0,
     "algorithm.clip_low": 0,
     "algorithm.clip_high": 0,
+    "algorithm.sapo_tau_pos": 0,
+    "algorithm.sapo_tau_neg": 0,
+    "algorithm.kimi_tau": 0,
+    "algorithm.dppo_cap": 0,
+    "algorithm.tis_cap": 0,
     "algorithm.off_policy_delta": 0,
+    "algorithm.lag_cap": 0,
+    "algorithm.constant_tokens": 0,
+    "algorithm.overlong_buffer": 0,
     "sync.bucket_bytes": 1024,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
@@ -106,6 +114,7 @@ def check(config: Config) -> None:
     _check_parallel(config.trainer.parallel)
     _check_replay(config)
     _check_task(config)
+    check_algorithm(config)
 
 
 def check_model(config: Config) -> dict[str, Any]:

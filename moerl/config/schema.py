@@ -150,12 +150,37 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    advantage: str = "grpo_mean"  # reward minus group mean (DeepSeek-V3.2) | grpo_std
+    """Parts of the loss by name (docs/algorithms.md); a setting that no part reads is refused."""
+
+    advantage: str = "grpo_mean"  # reward minus group mean (Dr.GRPO, DeepSeek-V3.2)
     objective: str = "ppo_clip"
-    aggregation: str = "seq_mean_token_mean"  # | token_mean
+    ratio: str = "engine"  # denominator of the ratio: engine | proximal (start of the step)
+    corrections: list[str] = field(default_factory=list)  # against the engine's log-probability
+    kl: str = "off"  # estimator of the KL to a reference policy
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    aggregation: str = "seq_mean_token_mean"
     clip_low: float = 0.2
     clip_high: float = 0.28
-    off_policy_delta: float = 0.0  # DeepSeek-V3.2 eq. 9 sequence mask; 0 = off
+    dual_clip: float = 3.0
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    kimi_tau: float = 0.1
+    dppo_cap: float = 20.0
+    tis_cap: float = 2.0
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+    mis_token_low: float = 0.5
+    mis_token_high: float = 2.0
+    mis_sequence_low: float = 0.5
+    mis_sequence_high: float = 2.0
+    mis_geometric_low: float = 0.999
+    mis_geometric_high: float = 1.001
+    off_policy_delta: float = 0.0  # opsm: nats per token, mean over a sequence
+    lag_cap: int = 0  # lag: versions
+    constant_tokens: int = 0  # constant: the denominator beside the number of episodes
+    overlong_buffer: int = 0  # DAPO: tokens before the limit in which the penalty grows; 0 = off
+    mask_truncated: bool = False  # answers cut by the length limit get advantage 0
 
 
 @dataclass(frozen=True)

@@ -108,15 +108,16 @@ def pack_microbatch(
     microbatch: int,
     store: BlobStore,
     *,
-    advantages: Sequence[float] | None = None,
-    weights: Sequence[float] | None = None,
+    advantages: Sequence[float | Array] | None = None,
+    weights: Sequence[float | Array] | None = None,
     read_mask: bool = True,
     multiple_of: int = 1,
 ) -> Microbatch:
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
 
-    advantages, weights: one number per row of `plan.rows` (`moerl.algorithms`); None = zeros, for
-    scoring only.  multiple_of: S is padded up to it (sequence and context parallelism).
+    advantages, weights: for each row of `plan.rows` (`moerl.algorithms`) one number, or one per
+    sampled token; None = zeros, for scoring only.
+    multiple_of: S is padded up to it (sequence and context parallelism).
     A rank without rows gets one row of padding and no sampled token.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`) and BlobError.
     """
@@ -186,9 +187,12 @@ def _join(parts: Sequence[Array], dtype: type[np.generic]) -> Array:
     return np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)
 
 
-def _spread(order: Sequence[int], counts: Sequence[int], values: Sequence[float] | None) -> Tensor:
-    per_row = [0.0 if values is None else values[idx] for idx in order]
-    return torch.from_numpy(np.repeat(np.array(per_row, np.float32), counts))
+def _spread(
+    order: Sequence[int], counts: Sequence[int], values: Sequence[float | Array] | None
+) -> Tensor:
+    per_row = [np.asarray(0.0 if values is None else values[idx]) for idx in order]
+    parts = [np.broadcast_to(v, count) for v, count in zip(per_row, counts, strict=True)]
+    return torch.from_numpy(_join(parts, np.float32))
 
 
 def _lags(rollout: Rollout, trained: PolicyVersion) -> Array:

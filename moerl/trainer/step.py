@@ -30,10 +30,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moerl.algorithms.advantages import plan_advantages
+from moerl.algorithms.advantages import advantage_metrics, plan_advantages
 from moerl.algorithms.aggregation import plan_weights
+from moerl.algorithms.loss import SUM_NAMES, loss_metrics, policy_loss
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.algorithms.objectives import SUM_NAMES, loss_metrics, policy_loss
+from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config, OptimizerConfig
 from moerl.data.packing import Microbatch, pack_microbatch
@@ -42,7 +43,7 @@ from moerl.trainer import forward
 from moerl.trainer.model import Model, wrap
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
-from moerl.types import BatchPlan
+from moerl.types import Array, BatchPlan
 
 _COUNTS = (
     "fed",  # fed-in tokens without padding
@@ -100,13 +101,13 @@ class Learner:
         gradient is not finite (the weights are then not to be used).
         """
         begin = time.perf_counter()
-        advantages = plan_advantages(self.config.algorithm.advantage, plan)
+        advantages = plan_advantages(self.config.algorithm, plan)
         sums = StepSums()
         pack_s = self._accumulate(plan, advantages, sums)
         joined = sums.join(self.parallel.dp_gloo)
-        metrics = loss_metrics(joined.loss)
-        if not math.isfinite(metrics.get("loss/pg", 0.0)):
-            raise TrainerError(f"step {plan.step}: the loss is {metrics['loss/pg']}")
+        metrics = loss_metrics(self.config.algorithm, joined.loss)
+        if not math.isfinite(metrics.get("loss/total", 0.0)):
+            raise TrainerError(f"step {plan.step}: the loss is {metrics['loss/total']}")
         computed = time.perf_counter()
         self.schedule.step(1)  # before the update: the first one has the first warm-up rate
         _, grad_norm, _ = self.optimizer.step()
@@ -116,7 +117,7 @@ class Learner:
             metrics["loss/grad_norm"] = float(grad_norm)
         end = time.perf_counter()
         metrics |= joined.mismatch.metrics() | _describe(joined, self.model.replay is not None)
-        metrics |= _advantage_metrics(advantages)
+        metrics |= advantage_metrics(advantages)
         metrics |= {
             "loss/lr": float(self.optimizer.param_groups[0]["lr"]),
             "perf/step_s": end - begin,
@@ -130,10 +131,12 @@ class Learner:
     def gradients(self, plan: BatchPlan) -> StepSums:
         """Accumulate the gradients of a plan and do not update; returns the joined sums."""
         sums = StepSums()
-        self._accumulate(plan, plan_advantages(self.config.algorithm.advantage, plan), sums)
+        self._accumulate(plan, plan_advantages(self.config.algorithm, plan), sums)
         return sums.join(self.parallel.dp_gloo)
 
-    def _accumulate(self, plan: BatchPlan, advantages: list[float], sums: StepSums) -> float:
+    def _accumulate(
+        self, plan: BatchPlan, advantages: list[float | Array], sums: StepSums
+    ) -> float:
         """Forward and backward of all microbatches of this rank; returns seconds spent packing."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -168,15 +171,15 @@ class Learner:
         logprob_N, entropy_N = forward.sampled_logprobs(self.model, logits, batch, self.parallel)
         device = logprob_N.device
         engine_N = batch.old_logprob.to(device)
-        result = policy_loss(
-            self.config.algorithm,
+        tokens = Tokens(
             logprob_N,
             engine_N,
             batch.advantage.to(device),
-            batch.weight.to(device),
-            batch.seq.to(device),
-            max(len(batch.rollouts), 1),
+            Sequences(batch.seq.to(device), max(len(batch.rollouts), 1)),
+            batch.lag.to(device),
+            entropy=entropy_N,
         )
+        result = policy_loss(self.config.algorithm, tokens, batch.weight.to(device))
         sums.loss += result.sums
         sums.mismatch += MismatchSums.of(logprob_N, engine_N, batch.lag)
         _count(sums, batch, self.model, float(entropy_N.sum()))
@@ -186,13 +189,13 @@ class Learner:
 class _Batches:
     """Microbatches of this rank, packed when they are needed, their routes given to the routers."""
 
-    def __init__(self, learner: Learner, plan: BatchPlan, advantages: list[float]) -> None:
+    def __init__(self, learner: Learner, plan: BatchPlan, advantages: list[float | Array]) -> None:
         self._learner, self._plan, self._advantages = learner, plan, advantages
         self.pack_s = 0.0
 
     def __iter__(self) -> Iterator[tuple[int, Microbatch]]:
         learner, plan = self._learner, self._plan
-        weights = plan_weights(learner.config.algorithm.aggregation, plan)
+        weights = plan_weights(learner.config.algorithm, plan)
         for index in range(plan.num_microbatches):
             begin = time.perf_counter()
             batch = pack_microbatch(
@@ -296,12 +299,3 @@ def _describe(sums: StepSums, replayed: bool) -> dict[str, float]:
         metrics["keep/singleton_frac"] = counts["kept_singleton"] / counts["masked"]
         metrics["keep/bytes_per_token"] = counts["mask_bytes"] / counts["masked"]
     return metrics
-
-
-def _advantage_metrics(advantages: list[float]) -> dict[str, float]:
-    values = torch.tensor(advantages, dtype=torch.float64)
-    return {
-        "adv/mean": float(values.mean()),
-        "adv/std": float(values.std(unbiased=False)),
-        "adv/pos_frac": float((values > 0).double().mean()),
-    }

@@ -26,7 +26,11 @@ VARIANTS = {
     "two-engines": ["engine.count=2"],
     "no-truncation": ["sampling.top_p=1.0", "sampling.top_k=-1"],
     "allgather": ["trainer.dispatcher=allgather"],
-    "off-policy-mask": ["algorithm.off_policy_delta=0.1", "algorithm.aggregation=token_mean"],
+    "off-policy-mask": [
+        "algorithm.corrections=[opsm]",
+        "algorithm.off_policy_delta=0.1",
+        "algorithm.aggregation=token_mean",
+    ],
     "tensorboard": ["observe.tensorboard=true"],
     "reasoning-gym": [
         "task.name=reasoning_gym",

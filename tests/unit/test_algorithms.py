@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.algorithms.advantages import grpo_mean, grpo_std, plan_advantages
+from moerl.algorithms.advantages import Outcomes, grpo_mean, grpo_std, plan_advantages
 from moerl.algorithms.aggregation import plan_weights
-from moerl.algorithms.objectives import (
-    loss_metrics,
-    off_policy_mask,
-    policy_loss,
-    ppo_clip,
-    sequence_drift,
-)
+from moerl.algorithms.corrections import opsm
+from moerl.algorithms.loss import PolicyLoss, loss_metrics, policy_loss
+from moerl.algorithms.objectives import ppo_clip
+from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
+from moerl.config.algorithms import AGGREGATIONS
 from moerl.config.schema import AlgorithmConfig
 from moerl.data.batching import plan_batch
 from moerl.errors import ConfigError, RecordError
@@ -29,11 +27,34 @@ from tests.data.plans import group, make_rollout
 V3 = PolicyVersion(0, 3)
 
 
+def outcomes(reward: Tensor, group_E: Tensor, length: Tensor | None = None) -> Outcomes:
+    none = torch.zeros(0, dtype=torch.int64)
+    length = torch.ones_like(group_E) if length is None else length
+    return Outcomes(reward.double(), group_E, length, none.double(), none, none)
+
+
+def make_tokens(new: Tensor, old: Tensor, advantage: Tensor, seq: Tensor | None = None) -> Tokens:
+    seq = torch.zeros(len(new), dtype=torch.long) if seq is None else seq
+    count = int(seq.max()) + 1 if len(seq) else 1
+    return Tokens(new, old, advantage, Sequences(seq, count), torch.zeros_like(seq))
+
+
+def loss_of(
+    config: AlgorithmConfig,
+    new: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    weight: Tensor,
+    seq: Tensor,
+) -> PolicyLoss:
+    return policy_loss(config, make_tokens(new, old, advantage, seq), weight)
+
+
 def test_advantages_by_hand() -> None:
     reward = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, 7.0], dtype=torch.float64)
     owner = torch.tensor([0, 0, 0, 1, 1, 2])
-    assert grpo_mean(reward, owner).tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
-    std = grpo_std(reward, owner)
+    assert grpo_mean(outcomes(reward, owner)).tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    std = grpo_std(outcomes(reward, owner))
     assert std.tolist()[2:] == [0.0, 0.0, 0.0, 0.0], "no spread, and a group of one, give 0"
     want = 0.5 / (np.std([1.0, 0.0, 0.5], ddof=1) + 1e-4)
     assert std[0].item() == pytest.approx(want)
@@ -43,7 +64,8 @@ def test_a_constant_on_every_reward_changes_nothing() -> None:
     torch.manual_seed(0)
     reward, owner = torch.rand(12).double(), torch.arange(12) // 4
     for function in (grpo_mean, grpo_std):
-        torch.testing.assert_close(function(reward + 5, owner), function(reward, owner))
+        moved, still = outcomes(reward + 5, owner), outcomes(reward, owner)
+        torch.testing.assert_close(function(moved), function(still))
     assert (reward + 5 - reward).abs().max() > 1, "control: the reward itself did change"
 
 
@@ -51,12 +73,12 @@ def test_ppo_clip_by_hand() -> None:
     old = torch.zeros(6).double()
     new = torch.tensor([0.5, 1.1, 1.5, 0.5, 0.9, 1.5]).double().log().requires_grad_()
     advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]).double()
-    token = ppo_clip(new, old, advantage, 0.2, 0.28)
+    token = ppo_clip(make_tokens(new, old, advantage), old, AlgorithmConfig())
     torch.testing.assert_close(
         token.loss, torch.tensor([-0.5, -1.1, -1.28, 0.8, 0.9, 1.5]).double()
     )
-    assert token.clipped_high.tolist() == [False, False, True, False, False, False]
-    assert token.clipped_low.tolist() == [False, False, False, True, False, False]
+    assert token.high.tolist() == [False, False, True, False, False, False]
+    assert token.low.tolist() == [False, False, False, True, False, False]
     token.loss.sum().backward()
     assert (new.grad == 0).tolist() == [False, False, True, True, False, False]
 
@@ -65,56 +87,57 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
     torch.manual_seed(1)
     new = torch.randn(9).double().requires_grad_()
     advantage = torch.randn(9).double()
-    token = ppo_clip(new, new.detach(), advantage, 0.2, 0.2)
+    old = new.detach()
+    token = ppo_clip(make_tokens(new, old, advantage), old, AlgorithmConfig(clip_high=0.2))
     (grad,) = torch.autograd.grad(token.loss.sum(), new)
     torch.testing.assert_close(grad, -advantage, rtol=1e-14, atol=1e-14)
-    assert not token.clipped_low.any()
-    assert not token.clipped_high.any()
+    assert not token.low.any()
+    assert not token.high.any()
 
 
 def test_off_policy_mask_drops_negative_drifted_sequences_only() -> None:
     seq = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     engine = torch.tensor([1.0, 2.0, 1.0, 2.0, 0.5, 0.5, 0.0])  # drift 1.5, 1.5, 0.5, 0
     advantage = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
-    drift = sequence_drift(torch.zeros(7), engine, seq, 4)
-    assert drift.tolist() == [1.5, 1.5, 0.5, 0.0]
-    keep = off_policy_mask(drift, advantage, seq, 0.5)
-    assert keep.tolist() == [False, False, True, True, True, True, True], "0.5 > 0.5 is false"
-    swapped = off_policy_mask(-drift, advantage, seq, 0.5)
-    assert swapped.all(), "control: the sign of the drift decides"
+    config = AlgorithmConfig(corrections=["opsm"], off_policy_delta=0.5)
+    keep = opsm(make_tokens(torch.zeros(7), engine, advantage, seq), config).weight
+    assert keep.tolist() == [0, 0, 1, 1, 1, 1, 1], "0.5 > 0.5 is false"
+    swapped = opsm(make_tokens(torch.zeros(7), -engine, advantage, seq), config)
+    assert swapped.weight.all(), "control: the sign of the drift decides"
 
 
 def test_a_masked_sequence_keeps_its_place_in_the_denominator() -> None:
-    config = AlgorithmConfig(off_policy_delta=0.1)
+    config = AlgorithmConfig(corrections=["opsm"], off_policy_delta=0.1)
     new = torch.zeros(4).double().requires_grad_()
     old = torch.tensor([0.0, 0.0, 0.5, 0.5]).double()
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0]).double()
     weight, seq = torch.full((4,), 0.25).double(), torch.tensor([0, 0, 1, 1])
-    result = policy_loss(config, new, old, advantage, weight, seq, 2)
+    result = loss_of(config, new, old, advantage, weight, seq)
     result.loss.backward()
     assert new.grad.tolist() == [-0.25, -0.25, 0.0, 0.0]
-    assert loss_metrics(result.sums)["loss/opsm_frac"] == 0.5
-    open_loss = policy_loss(
-        replace(config, off_policy_delta=0.0), new, old, advantage, weight, seq, 2
-    )
+    assert loss_metrics(config, result.sums)["loss/opsm_frac"] == 0.5
+    open_loss = loss_of(AlgorithmConfig(), new, old, advantage, weight, seq)
     assert open_loss.loss.item() != result.loss.item(), "control: without delta nothing is dropped"
 
 
 def test_no_token_gives_a_connected_zero_and_no_metric() -> None:
     empty = torch.zeros(0, requires_grad=True)
     none, seq = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    result = policy_loss(AlgorithmConfig(), empty, none, none, none, seq, 1)
+    result = loss_of(AlgorithmConfig(), empty, none, none, none, seq)
     result.loss.backward()
     assert result.loss.item() == 0.0
     assert empty.grad is not None
-    assert loss_metrics(result.sums) == {}
+    assert loss_metrics(AlgorithmConfig(), result.sums) == {}
 
 
 @pytest.mark.parametrize(
     ("field", "call"),
     [
-        ("algorithm.advantage", lambda plan: plan_advantages("gae", plan)),
-        ("algorithm.aggregation", lambda plan: plan_weights("mean", plan)),
+        ("algorithm.advantage", lambda plan: plan_advantages(AlgorithmConfig(advantage="x"), plan)),
+        (
+            "algorithm.aggregation",
+            lambda plan: plan_weights(AlgorithmConfig(aggregation="x"), plan),
+        ),
     ],
 )
 def test_unknown_names_list_the_known_ones(field: str, call: object, tmp_path: Path) -> None:
@@ -129,7 +152,7 @@ def test_an_unscored_episode_is_refused(tmp_path: Path) -> None:
     bare = EpisodeGroup(0, prompt, (Episode("0.0", (Turn(rollout),)),))
     plan = plan_batch(0, V3, [bare], dp_size=1, max_tokens_per_microbatch=9)
     with pytest.raises(RecordError, match="score_missing"):
-        plan_advantages("grpo_mean", plan)
+        plan_advantages(AlgorithmConfig(), plan)
 
 
 def test_turns_of_an_episode_share_advantage_and_denominator(tmp_path: Path) -> None:
@@ -138,9 +161,9 @@ def test_turns_of_an_episode_share_advantage_and_denominator(tmp_path: Path) -> 
     single = group(0, [make_rollout(store, "c", 2, 2)], [0.0])
     whole = replace(single, episodes=(Episode("0.0", turns, Score(1.0)), *single.episodes))
     plan = plan_batch(0, V3, [whole], dp_size=1, max_tokens_per_microbatch=4)
-    advantage = plan_advantages("grpo_mean", plan)
-    seq_mean = plan_weights("seq_mean_token_mean", plan)
-    token_mean = plan_weights("token_mean", plan)
+    advantage = plan_advantages(AlgorithmConfig(), plan)
+    seq_mean = plan_weights(AlgorithmConfig(), plan)
+    token_mean = plan_weights(AlgorithmConfig(aggregation="token_mean"), plan)
     for idx, row in enumerate(plan.rows):
         assert advantage[idx] == (0.5 if row.episode == 0 else -0.5)
         assert seq_mean[idx] == (1 / 8 if row.episode == 0 else 1 / 4)
@@ -165,7 +188,8 @@ def _plan(store: BlobStore, dp_size: int, budget: int) -> BatchPlan:
 
 def _gradient(plan: BatchPlan, aggregation: str, logprob: dict[str, Tensor], local: bool) -> Tensor:
     """Gradient of the step's loss in every token's log-probability, over all microbatches."""
-    advantages, weights = plan_advantages("grpo_mean", plan), plan_weights(aggregation, plan)
+    config = AlgorithmConfig(aggregation=aggregation, constant_tokens=8)
+    advantages, weights = plan_advantages(config, plan), plan_weights(config, plan)
     leaves = {name: value.clone().requires_grad_() for name, value in logprob.items()}
     cells = sorted({(row.dp_rank, row.microbatch) for row in plan.rows})
     for cell in cells:
@@ -176,19 +200,18 @@ def _gradient(plan: BatchPlan, aggregation: str, logprob: dict[str, Tensor], loc
             new = leaves[rollout.rollout_id]
             per_token = torch.ones_like(new)
             weight = 1 / (len(rows) * len(new) * len(cells)) if local else weights[i]
-            policy_loss(
-                AlgorithmConfig(),
+            loss_of(
+                config,
                 new,
                 torch.from_numpy(rollout.logprobs).double(),
                 per_token * advantages[i],
                 per_token * weight,
                 torch.full((len(new),), seq),
-                len(rows),
             ).loss.backward()
     return torch.cat([leaves[name].grad for name in sorted(leaves)])
 
 
-@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 def test_the_gradient_does_not_depend_on_ranks_or_microbatches(
     aggregation: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,143 @@
+"""The loss of one microbatch, composed from the configuration, and what it says about itself.
+
+    sum over tokens of weight_N x (correction_N x objective_N + kl_coef x KL_N
+                                   - entropy_coef x entropy_N)
+
+`weight_N` is the aggregation's (global, `moerl.algorithms.aggregation`), so the loss of a step is
+the plain sum of this over ranks and microbatches.  Corrections act on the policy term only: the KL
+term of a rejected sequence stays (DeepSeek-V3.2 eq. 5).  All counts are of tokens before any
+rejection, in f64, and counts of sequences are sums of 1 / length over tokens, so that they add up
+over microbatches, ranks and the parts of a sequence.
+
+Legend: N sampled tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.corrections import Correction
+from moerl.algorithms.kl import entropy_bonus, k3
+from moerl.algorithms.objectives import TokenLoss
+from moerl.algorithms.registry import choose
+from moerl.algorithms.tokens import Tokens
+from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
+from moerl.config.schema import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """What one microbatch adds to the loss of the step."""
+
+    loss: Tensor  # scalar, in the graph
+    sums: Tensor  # [len(SUM_NAMES)] f64 on the CPU; add over microbatches and ranks
+
+
+SUM_NAMES = (
+    "tokens",
+    "sequences",
+    "pg",  # weighted terms, as they are added
+    "kl",
+    "entropy_bonus",
+    "clip_low",  # tokens
+    "clip_high",
+    "clip_dual",
+    "kl_value",  # sum over tokens of r * k3 against the reference
+    "drift",  # sum over sequences of mean(mu - theta)
+    "rejected",  # tokens with weight 0
+    "rejected_seqs",  # sequences, by the share of their tokens
+    *(f"cut/{name}" for name in CORRECTIONS),  # tokens that the correction truncated or rejected
+    *(f"cut_seqs/{name}" for name in CORRECTIONS),  # the same by share of the sequence
+)
+
+
+def policy_loss(config: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyLoss:
+    """Loss of one microbatch.  weight_N: [N], the aggregation's weight of each token.
+
+    Without sampled tokens the loss is a zero that is still connected to `t.logprob`, so that
+    backward runs on every rank.  Raises ConfigError for an unknown name.
+    """
+    old = t.engine if config.ratio == "engine" else t.prox
+    token: TokenLoss = choose("algorithm.objective", config.objective, OBJECTIVES)(t, old, config)
+    corrections = correct(config, t)
+    factor = torch.ones_like(t.engine)
+    for correction in corrections.values():
+        factor = factor * correction.weight
+    pg = (weight_N * factor * token.loss).sum()
+    kl = entropy = torch.zeros_like(pg)
+    if config.kl != "off":
+        kl = config.kl_coef * (weight_N * choose("algorithm.kl", config.kl, KLS)(t)).sum()
+    if config.entropy_coef:
+        entropy = -config.entropy_coef * (weight_N * entropy_bonus(t)).sum()
+    sums = _token_sums(t, token, factor, corrections)
+    sums |= {"pg": pg, "kl": kl, "entropy_bonus": entropy}
+    values = [sums.get(name, 0.0) for name in SUM_NAMES]
+    packed = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
+    return PolicyLoss(pg + kl + entropy, packed)
+
+
+def correct(config: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
+    """Each configured correction by itself; the loss multiplies their weights."""
+    return {
+        name: choose("algorithm.corrections", name, CORRECTIONS)(t, config)
+        for name in config.corrections
+    }
+
+
+def loss_metrics(config: AlgorithmConfig, sums: Tensor) -> dict[str, float]:
+    """Metrics of a step from its added sums (names of docs/metrics.md); empty without tokens."""
+    value = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
+    tokens, sequences = value["tokens"], value["sequences"]
+    if not tokens:
+        return {}
+    metrics = {
+        "loss/pg": value["pg"],
+        "loss/total": value["pg"] + value["kl"] + value["entropy_bonus"],
+        "loss/tokens": tokens,
+        "loss/clip_low_frac": value["clip_low"] / tokens,
+        "loss/clip_high_frac": value["clip_high"] / tokens,
+        "loss/opsm_drift_mean": value["drift"] / sequences,
+    }
+    if config.objective in ("ppo_dual_clip", "dppo_tv", "dppo_kl"):
+        metrics["loss/clip_dual_frac"] = value["clip_dual"] / tokens
+    if config.kl != "off":
+        metrics["loss/kl_ref"] = value["kl"]
+        metrics["loss/kl_ref_k3"] = value["kl_value"] / tokens
+    if config.entropy_coef:
+        metrics["loss/entropy_bonus"] = value["entropy_bonus"]
+    if config.corrections:
+        metrics["loss/reject_frac"] = value["rejected"] / tokens
+        metrics["loss/seq_reject_frac"] = value["rejected_seqs"] / sequences
+    for name in config.corrections:
+        metrics[f"loss/cut_frac/{name}"] = value[f"cut/{name}"] / tokens
+        metrics[f"loss/cut_seq_frac/{name}"] = value[f"cut_seqs/{name}"] / sequences
+    if "opsm" in config.corrections:
+        metrics["loss/opsm_frac"] = metrics["loss/cut_seq_frac/opsm"]
+    return metrics
+
+
+def _token_sums(
+    t: Tokens, token: TokenLoss, factor: Tensor, corrections: dict[str, Correction]
+) -> dict[str, Tensor | float]:
+    share = t.sequences.share()
+    rejected = factor == 0
+    sums: dict[str, Tensor | float] = {
+        "tokens": float(len(t.logprob)),
+        "sequences": share.sum(),
+        "clip_low": token.low.sum(),
+        "clip_high": token.high.sum(),
+        "clip_dual": token.dual.sum(),
+        "drift": ((t.engine - t.logprob.detach()).double() * share).sum(),
+        "rejected": rejected.sum(),
+        "rejected_seqs": (share * rejected).sum(),
+    }
+    if t.reference is not None:
+        with torch.no_grad():
+            sums["kl_value"] = ((t.logprob - t.engine).exp() * k3(t)).double().sum()
+    for name, correction in corrections.items():
+        sums[f"cut/{name}"] = correction.cut.sum()
+        sums[f"cut_seqs/{name}"] = (share * correction.cut).sum()
+    return sums

@@ -1,0 +1,102 @@
+"""What the parts of a loss read: flat tensors over sampled tokens, and sums over their sequences.
+
+Objectives, corrections and KL terms see the same value, so that they compose in any combination.
+Everything is flat: padding, packing order and row shapes are unknown here and cannot matter.
+
+A sequence is one row of the packer: one turn.  Statistics of a sequence need all of its sampled
+tokens; where context parallelism cuts a sequence over ranks, `Sequences.group` joins them, in the
+forward and in the gradient.
+
+Legend: N sampled tokens of a microbatch on this rank, Q sequences of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+
+@dataclass(slots=True, eq=False)
+class Sequences:
+    """Which sequence each token belongs to.
+
+    Example: two sequences of 3 and 1 sampled tokens: of [0, 0, 0, 1], count 2; mean([3, 0, 0, 5])
+    is [1, 1, 1, 5].
+    """
+
+    of: Tensor  # [N] i64, 0..count - 1
+    count: int  # Q
+    group: ProcessGroup | None = None  # ranks that hold parts of the same Q sequences
+    _length_Q: Tensor | None = field(default=None, repr=False)
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """[Q]: sum over each whole sequence; differentiable, across `group` too."""
+        total = values_N.new_zeros(self.count).index_add(0, self.of, values_N)
+        return _Join.apply(total, self.group)
+
+    def length(self, dtype: torch.dtype) -> Tensor:
+        """[Q]: tokens of each whole sequence, at least 1."""
+        if self._length_Q is None:
+            ones = torch.ones(len(self.of), dtype=torch.float64, device=self.of.device)
+            self._length_Q = self.sum(ones).clamp(min=1)
+        return self._length_Q.to(dtype)
+
+    def mean(self, values_N: Tensor) -> Tensor:
+        """[N]: at each token, the mean over its whole sequence."""
+        return self.spread(self.sum(values_N) / self.length(values_N.dtype))
+
+    def spread(self, values_Q: Tensor) -> Tensor:
+        """[N]: at each token, the value of its sequence."""
+        return values_Q[self.of]
+
+    def share(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """[N]: 1 / length, so that sums of it over tokens count sequences, however they are cut."""
+        return self.spread(1.0 / self.length(dtype))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Sampled tokens of one microbatch; log-probabilities in nats, at the sampling temperature and
+    over the recorded kept set on both sides."""
+
+    logprob: Tensor  # [N] current policy theta, in the graph
+    engine: Tensor  # [N] behaviour policy mu: what the engine recorded when it sampled
+    advantage: Tensor  # [N]
+    sequences: Sequences
+    lag: Tensor  # [N] i64, versions between the weights trained and those sampled with
+    proximal: Tensor | None = None  # [N] weights at the start of the step; None = logprob, detached
+    reference: Tensor | None = None  # [N] reference policy
+    teacher: Tensor | None = None  # [N] teacher
+    entropy: Tensor | None = None  # [N] of the current policy, not in the graph
+
+    @property
+    def prox(self) -> Tensor:
+        """[N], detached.  With one optimizer step per batch the weights of this forward are those
+        at the start of the step, so no further forward is needed."""
+        return (self.logprob if self.proximal is None else self.proximal).detach()
+
+
+class _Join(Function):
+    """Sum over ranks; every rank's loss reads the whole sum, so the gradient is summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _all_reduce(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_reduce(grads[0], ctx.group), None
+
+
+def _all_reduce(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    values = values.clone()
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
+    return values

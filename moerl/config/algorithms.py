@@ -1,0 +1,222 @@
+"""Which algorithms exist, which settings each reads and which data it needs: one line each.
+
+A line names the function below `moerl.algorithms`; adding an algorithm is that function and its
+line here.  The table is plain data without torch, so that a dry run on a login node can refuse a
+setting that nothing reads, or data that nothing provides, before anything starts.
+
+Rejected: a decorator in the module of the function (the check would import torch) and a table of
+names here beside one of functions there (they drift apart).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+
+from moerl.config.schema import AlgorithmConfig, Config
+from moerl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One algorithm."""
+
+    function: str  # module:function below moerl.algorithms
+    reads: tuple[str, ...] = ()  # fields of AlgorithmConfig
+    needs: tuple[str, ...] = ()  # data that a plain step does not have, see _PROVIDED
+    reweighs: bool = False  # its ratio, or its weight, changes the measure tokens are drawn from
+
+
+def _table(**entries: Entry) -> Mapping[str, Entry]:
+    return MappingProxyType(entries)
+
+
+_REWARD = ("overlong_buffer", "mask_truncated")  # read with the reward, by every advantage
+ADVANTAGES = _table(
+    grpo_mean=Entry("advantages:grpo_mean"),
+    grpo_std=Entry("advantages:grpo_std"),
+    rloo=Entry("advantages:rloo"),
+    reinforce_pp=Entry("advantages:reinforce_pp"),
+    reinforce_pp_baseline=Entry("advantages:reinforce_pp_baseline"),
+    reward=Entry("advantages:raw_reward"),
+    none=Entry("advantages:no_reward"),
+    process_mean=Entry("advantages:process_mean", needs=("steps",)),
+    process_std=Entry("advantages:process_std", needs=("steps",)),
+)
+_CLIP = ("clip_low", "clip_high")
+OBJECTIVES = _table(
+    ppo_clip=Entry("objectives:ppo_clip", _CLIP, reweighs=True),
+    ppo_dual_clip=Entry("objectives:ppo_dual_clip", (*_CLIP, "dual_clip"), reweighs=True),
+    gspo=Entry("objectives:gspo", _CLIP, reweighs=True),
+    gspo_token=Entry("objectives:gspo_token", _CLIP, reweighs=True),
+    gmpo=Entry("objectives:gmpo", _CLIP, reweighs=True),
+    cispo=Entry("objectives:cispo", _CLIP, reweighs=True),
+    sapo=Entry("objectives:sapo", ("sapo_tau_pos", "sapo_tau_neg"), reweighs=True),
+    topr=Entry("objectives:topr", reweighs=True),
+    topr_token=Entry("objectives:topr_token", reweighs=True),
+    kimi=Entry("objectives:kimi", ("kimi_tau",), reweighs=True),
+    kimi_token=Entry("objectives:kimi_token", ("kimi_tau",), reweighs=True),
+    dppo_tv=Entry("objectives:dppo_tv", (*_CLIP, "dppo_cap"), ("engine_ratio",), True),
+    dppo_kl=Entry("objectives:dppo_kl", (*_CLIP, "dppo_cap"), ("engine_ratio",), True),
+    importance=Entry("objectives:importance", reweighs=True),
+    reinforce=Entry("objectives:reinforce"),
+)
+CORRECTIONS = _table(
+    importance=Entry("corrections:importance", reweighs=True),
+    tis_token=Entry("corrections:tis_token", ("tis_cap",), reweighs=True),
+    tis_sequence=Entry("corrections:tis_sequence", ("tis_cap",), reweighs=True),
+    tis_geometric=Entry("corrections:tis_geometric", ("tis_cap",), reweighs=True),
+    icepop=Entry("corrections:icepop", ("icepop_low", "icepop_high"), reweighs=True),
+    mis_token=Entry("corrections:mis_token", ("mis_token_low", "mis_token_high")),
+    mis_sequence=Entry("corrections:mis_sequence", ("mis_sequence_low", "mis_sequence_high")),
+    mis_geometric=Entry("corrections:mis_geometric", ("mis_geometric_low", "mis_geometric_high")),
+    opsm=Entry("corrections:opsm", ("off_policy_delta",)),
+    lag=Entry("corrections:lag", ("lag_cap",)),
+)
+KLS = _table(
+    k1=Entry("kl:k1", ("kl_coef",), ("reference",)),
+    k2=Entry("kl:k2", ("kl_coef",), ("reference",)),
+    k3=Entry("kl:k3", ("kl_coef",), ("reference",)),
+    k3_plus=Entry("kl:k3_plus", ("kl_coef",), ("reference",)),
+    unbiased=Entry("kl:unbiased", ("kl_coef",), ("reference",)),
+)
+AGGREGATIONS = _table(
+    token_mean=Entry("aggregation:token_mean"),
+    seq_mean_token_mean=Entry("aggregation:seq_mean_token_mean"),
+    seq_mean_token_sum=Entry("aggregation:seq_mean_token_sum"),
+    constant=Entry("aggregation:constant", ("constant_tokens",)),
+)
+_ALWAYS_READ = frozenset(
+    {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
+    | set(_REWARD)
+)
+
+
+def check_algorithm(config: Config) -> None:
+    """Every rule about `algorithm`: names, settings that nothing reads, data that nothing provides.
+
+    Raises ConfigError naming the field, its value and what is allowed.
+    """
+    a = config.algorithm
+    chosen = [
+        entry("algorithm.advantage", a.advantage, ADVANTAGES),
+        entry("algorithm.objective", a.objective, OBJECTIVES),
+        entry("algorithm.aggregation", a.aggregation, AGGREGATIONS),
+        *(entry("algorithm.corrections", name, CORRECTIONS) for name in a.corrections),
+    ]
+    if a.kl != "off":
+        chosen.append(entry("algorithm.kl", a.kl, KLS))
+    if len(set(a.corrections)) != len(a.corrections):
+        raise ConfigError("algorithm.corrections", a.corrections, "name each correction once")
+    _refuse_unread(a, chosen)
+    _refuse_unmet(a, chosen)
+    _check_values(config)
+    _check_measure(a)
+
+
+def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """The line called `name`.  Raises ConfigError that lists the known names."""
+    if name not in table:
+        raise ConfigError(field, name, f"known names are {', '.join(sorted(table))}")
+    return table[name]
+
+
+def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
+    read = _ALWAYS_READ | {name for line in chosen for name in line.reads}
+    default = AlgorithmConfig()
+    for item in fields(a):
+        value = getattr(a, item.name)
+        if item.name not in read and value != getattr(default, item.name):
+            readers = sorted(
+                name
+                for table in (OBJECTIVES, CORRECTIONS, KLS, AGGREGATIONS)
+                for name, line in table.items()
+                if item.name in line.reads
+            )
+            raise ConfigError(
+                f"algorithm.{item.name}",
+                value,
+                f"nothing that is configured reads it; {', '.join(readers)} would",
+            )
+
+
+def _refuse_unmet(a: AlgorithmConfig, chosen: list[Entry]) -> None:
+    needs = {need for line in chosen for need in line.needs}
+    if "engine_ratio" in needs and a.ratio != "engine":
+        raise ConfigError(
+            "algorithm.ratio", a.ratio, f"{a.objective} is defined against the engine; use engine"
+        )
+    if "reference" in needs:
+        raise ConfigError(
+            "algorithm.kl",
+            a.kl,
+            "it needs log-probabilities of a reference model, which no part of a run computes yet; "
+            "use off",
+        )
+
+
+def _check_values(config: Config) -> None:
+    a = config.algorithm
+    if a.ratio not in ("engine", "proximal"):
+        raise ConfigError("algorithm.ratio", a.ratio, "use engine or proximal")
+    for low, high in (
+        ("icepop_low", "icepop_high"),
+        ("mis_token_low", "mis_token_high"),
+        ("mis_sequence_low", "mis_sequence_high"),
+        ("mis_geometric_low", "mis_geometric_high"),
+    ):
+        if not 0 <= getattr(a, low) <= getattr(a, high):
+            raise ConfigError(f"algorithm.{low}", getattr(a, low), f"use 0 up to algorithm.{high}")
+    if "opsm" in a.corrections and a.off_policy_delta <= 0:
+        raise ConfigError(
+            "algorithm.off_policy_delta", a.off_policy_delta, "opsm needs a number above 0"
+        )
+    if "tis_cap" in _reads(a) and a.tis_cap <= 0:
+        raise ConfigError("algorithm.tis_cap", a.tis_cap, "a number above 0 is needed")
+    if a.objective == "ppo_dual_clip" and a.dual_clip <= 1 + a.clip_high:
+        raise ConfigError(
+            "algorithm.dual_clip", a.dual_clip, "it must exceed 1 + algorithm.clip_high"
+        )
+    if a.aggregation == "constant" and a.constant_tokens < 1:
+        raise ConfigError(
+            "algorithm.constant_tokens", a.constant_tokens, "aggregation constant needs at least 1"
+        )
+    if a.overlong_buffer > config.sampling.max_new_tokens:
+        raise ConfigError(
+            "algorithm.overlong_buffer",
+            a.overlong_buffer,
+            f"it lies inside sampling.max_new_tokens = {config.sampling.max_new_tokens}",
+        )
+    if config.rollout.group_size == 1 and (
+        a.advantage in ("grpo_mean", "grpo_std", "rloo", "reinforce_pp_baseline")
+        or config.rollout.drop_zero_variance
+    ):
+        raise ConfigError(
+            "rollout.group_size",
+            1,
+            "a group of one has no siblings to compare with; use at least 2, or an advantage "
+            "without a group baseline (reward, reinforce_pp) and no rollout.drop_zero_variance",
+        )
+
+
+def _check_measure(a: AlgorithmConfig) -> None:
+    """Weights by proximal / engine beside a ratio against the engine would count it twice."""
+    weighing = [name for name in a.corrections if CORRECTIONS[name].reweighs]
+    if len(weighing) > 1:
+        raise ConfigError(
+            "algorithm.corrections",
+            a.corrections,
+            f"{' and '.join(weighing)} each multiply by proximal / engine; keep one",
+        )
+    if weighing and OBJECTIVES[a.objective].reweighs and a.ratio == "engine":
+        raise ConfigError(
+            "algorithm.corrections",
+            a.corrections,
+            f"{weighing[0]} weighs by proximal / engine, which the ratio of {a.objective} against "
+            "the engine already contains; use algorithm.ratio=proximal",
+        )
+
+
+def _reads(a: AlgorithmConfig) -> set[str]:
+    return {name for c in a.corrections for name in CORRECTIONS[c].reads}
