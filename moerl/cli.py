@@ -11,13 +11,17 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from moerl.errors import ConfigError, ModelError, MoerlError
+
+if TYPE_CHECKING:
+    from moerl.layout import ParallelLayout
 
 app = typer.Typer(
     add_completion=False,
@@ -121,43 +125,87 @@ def mismatch(
 @app.command("check-layout")
 def check_layout(
     model: Annotated[Path, typer.Argument(help="A model folder, or a config.json.")],
-    tp: Annotated[int, typer.Option(help="Trainer: tensor parallelism.")] = 1,
-    pp: Annotated[int, typer.Option(help="Trainer: pipeline stages.")] = 1,
-    ep: Annotated[int, typer.Option(help="Trainer: expert parallelism.")] = 1,
-    etp: Annotated[int, typer.Option(help="Trainer: tensor parallelism in an expert.")] = 1,
-    vpp: Annotated[int, typer.Option(help="Trainer: model chunks per stage.")] = 1,
-    cp: Annotated[int, typer.Option(help="Trainer: context parallelism.")] = 1,
-    dp: Annotated[
-        int, typer.Option(help="Trainer: data parallelism; 0 = the least that holds ep * etp.")
-    ] = 0,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="tp=..,pp=..",
+            help="Trainer: tp, pp, vpp, cp, ep, etp (1 where not named), dp (the least that holds "
+            "ep * etp), first_stage_layers, last_stage_layers, vocab_divisible_by.",
+        ),
+    ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="tp=..,ep=..",
+            help="Engines: tp, ep, dp (of attention), count, dtype, and any server argument or "
+            "switch that decides how SGLang keeps weights, such as moe_runner_backend.",
+        ),
+    ] = "",
     flavor: Annotated[
         Literal["local", "te"], typer.Option(help="Layers of megatron-core or Transformer Engine.")
     ] = "local",
-    engine_tp: Annotated[int, typer.Option(help="Engine: ranks of one engine.")] = 1,
-    engine_ep: Annotated[int, typer.Option(help="Engine: expert parallelism.")] = 1,
-    engine_dp: Annotated[int, typer.Option(help="Engine: data-parallel attention.")] = 1,
-    engines: Annotated[int, typer.Option(help="Number of engines.")] = 1,
 ) -> None:
     """Prove that a model fits a trainer layout and an engine layout, on shapes alone.
 
     Every parameter of every rank is tiled exactly and every engine byte is covered once, or the
-    tensor that is not is named.  No weight is read, for up to thousands of ranks.
+    tensor that is not is named.  An engine that keeps its weights in a form that is not known is
+    refused.  No weight is read, for up to thousands of ranks.
 
     Examples:
 
-      moerl check-layout Qwen3-235B-A22B --tp 4 --pp 2 --ep 8 --engine-tp 32 --engines 32
+      moerl check-layout Qwen3-235B-A22B --parallel tp=4,pp=2,ep=8 --engine tp=32,count=32
 
-      moerl check-layout runs/quickstart/hf/config.json --ep 2 --engine-tp 2
+      moerl check-layout runs/quickstart/hf --parallel ep=2 --engine tp=2,moe_runner_backend=triton
     """
-    from moerl.layout import ParallelLayout, model_spec
+    from moerl.engine.layout import stated_layout
+    from moerl.layout import model_spec
     from moerl.layout.check import check_layout as check
     from moerl.layout.check import describe
     from moerl.layout.plan import EngineLayout
 
-    least = math.lcm(tp * cp, ep * etp) // (tp * cp) if min(tp, cp, ep, etp) > 0 else 1
-    trainer = ParallelLayout(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp or least, vpp=vpp)
-    target = EngineLayout(engine_tp, engine_ep, engine_dp, engines)
-    typer.echo(describe(check(model_spec(_model_config(model)), trainer, target, flavor)))
+    config = _model_config(model)
+    trainer = _parallel_layout(parallel)
+    asked = _named("--engine", engine)
+    count = _count("--engine count", asked.pop("count", "1"))
+    identity = stated_layout(asked, config)
+    engines = EngineLayout(identity.tp, identity.ep, identity.dp, count)
+    report = check(model_spec(config), trainer, engines, flavor, engine_dtype=identity.dtype)
+    typer.echo(describe(report))
+    typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
+
+
+def _parallel_layout(text: str) -> ParallelLayout:
+    """--parallel as a layout; dp that is not named is the least that holds ep * etp."""
+    from moerl.layout import ParallelLayout
+
+    names = [field.name for field in fields(ParallelLayout)]
+    axes = {
+        name: _count(f"--parallel {name}", value)
+        for name, value in _named("--parallel", text, names).items()
+    }
+    if "dp" not in axes:
+        within = axes.get("tp", 1) * axes.get("cp", 1)
+        axes["dp"] = math.lcm(within, axes.get("ep", 1) * axes.get("etp", 1)) // max(1, within)
+    return ParallelLayout(**axes | {"dp": max(1, axes["dp"])})
+
+
+def _named(option: str, text: str, names: Sequence[str] = ()) -> dict[str, str]:
+    """`a=1,b=x` as a dict.  names: those allowed, where it is known here."""
+    values: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not (name and equals and value) or name in values:
+            raise ConfigError(option, item, "give NAME=VALUE, each name once, with commas between")
+        if names and name not in names:
+            raise ConfigError(f"{option} {name}", value, f"the names are {', '.join(names)}")
+        values[name] = value
+    return values
+
+
+def _count(field: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(field, text, "must be a whole number")
+    return int(text)
 
 
 def _model_config(model: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ srt/arg_groups/fields, srt/environ.py.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import sys
@@ -86,6 +87,8 @@ _SWITCHES = {
     "SGLANG_USE_CPU_ENGINE": "weights are then packed for AMX",
     "intel_amx": "weights are then packed for AMX",  # an attention backend
 }
+
+_ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 _FUSES_SHARED_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 _ALL_LAYERS_ROUTE = ("qwen3_moe", "qwen2_moe")
@@ -184,6 +187,39 @@ def engine_layout(
     )
 
 
+def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> EngineLayout:
+    """Identity of a server that was not started: `stated`, and all else as on a plain server.
+
+    stated: by name of the server argument, with tp, ep, dp (of attention) and sglang (the release)
+    for short, or by name of the environment variable; values as text.  Dtype and quantisation are
+    the checkpoint's where they are not stated.  Raises ConfigError as `engine_layout` does, and for
+    a name that no layout asks for.
+    """
+    plain: dict[str, Any] = {name: allowed[0] for name, (allowed, _) in _ALLOWED.items()}
+    plain |= {"tp_size": 1, "ep_size": 1, "attn_dp_size": 1, "disable_shared_experts_fusion": True}
+    quantised = (config.get("quantization_config") or {}).get("quant_method")
+    plain |= {"moe_runner_backend": "triton", "quantization": quantised}
+    plain |= {"dtype": str(config.get("dtype") or config.get("torch_dtype") or "auto")}
+    plain |= dict.fromkeys(_ATTENTION)
+    environment: dict[str, str] = {}
+    release = KNOWN_RELEASES[-1]
+    known = ("tp", "ep", "dp", "sglang", *plain, *_SWITCHES)
+    for short, value in stated.items():
+        name = {"tp": "tp_size", "ep": "ep_size", "dp": "attn_dp_size"}.get(short, short)
+        if short == "sglang":
+            release = value
+        elif name in _SWITCHES:
+            environment[name] = value
+        elif name not in plain:
+            near = difflib.get_close_matches(short, known, 3) or known[:4]
+            raise ConfigError(
+                f"engine.{short}", value, f"no layout asks for it; known: {', '.join(near)}, ..."
+            )
+        else:
+            plain[name] = _value(name, value, like=plain[name])
+    return engine_layout(plain, environment, config, release=release)
+
+
 def check_modules(modules: Iterable[tuple[str, object]]) -> None:
     """Ask the live modules of SGLang themselves (`model.named_modules()`, after loading).
 
@@ -252,11 +288,25 @@ def _check(field: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
         raise ConfigError(field, value, f"{why}; allowed: {', '.join(map(repr, allowed))}")
 
 
+def _value(name: str, text: str, *, like: Any) -> Any:
+    """A stated value in the type of the plain server's."""
+    if text.lower() in ("none", "null"):
+        return None
+    if isinstance(like, bool):
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ConfigError(f"engine.args.{name}", text, "must be true or false")
+        return text.lower() in ("true", "1")
+    if isinstance(like, int):
+        if not text.isdecimal():
+            raise ConfigError(f"engine.args.{name}", text, "must be a whole number")
+        return int(text)
+    return text
+
+
 def _kernel_flags(args: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:
     off = ("", "0", "false", "no", "n", "off")
     flags = [name for name in _SWITCHES if environment.get(name, "").lower() not in off]
-    attention = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    if any(_get(args, name) == "intel_amx" for name in attention):
+    if any(_get(args, name) == "intel_amx" for name in _ATTENTION):
         flags.append("intel_amx")
     return tuple(flags)
 

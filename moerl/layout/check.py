@@ -77,16 +77,23 @@ class Report:
 
 
 def check_layout(
-    spec: ModelSpec, trainer: ParallelLayout, engines: EngineLayout, flavor: Flavor = "local"
+    spec: ModelSpec,
+    trainer: ParallelLayout,
+    engines: EngineLayout,
+    flavor: Flavor = "local",
+    engine_dtype: str = "",
 ) -> Report:
-    """Prove the layouts and count.  Raises ConfigError or LayoutError naming axis or tensor."""
+    """Prove the layouts and count.  Raises ConfigError or LayoutError naming axis or tensor.
+
+    engine_dtype: of the engines' weights and of what is sent; the checkpoint's where not given.
+    """
     stages = _stages(spec, trainer, flavor)
     targets = Engines(spec, engines)
     _check_division(spec, trainer, engines)
     kinds = _kinds(stages, targets)
     for holders in kinds:
         _prove(spec, holders, targets)
-    itemsize = ITEMSIZE.get(spec.dtype, 2)
+    itemsize = ITEMSIZE.get(engine_dtype or spec.dtype, 2)
     world = trainer.world_size
     planned = range(0, world, max(1, math.ceil(world / SAMPLED)))
     sent, ops = [], []

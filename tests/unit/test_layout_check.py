@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moerl.errors import LayoutError
+from moerl.cli import app
+from moerl.engine.layout import stated_layout
+from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     ParallelLayout,
     Rule,
@@ -29,6 +31,7 @@ from moerl.layout.plan import EngineLayout, plan_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
+SERVED = CONFIGS["qwen3_moe"] | {"mlp_only_layers": []}  # SGLang knows no dense layers there
 TRAINER, ENGINES = ParallelLayout(tp=2, pp=2, ep=4, dp=2, vpp=2), EngineLayout(4, 2, 2, 3)
 
 
@@ -122,18 +125,54 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_prints_a_table_and_refuses_in_one_sentence(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIGS["qwen3_moe"]))
-    done = run(str(tmp_path), "--tp", "2", "--ep", "4", "--engine-tp", "4", "--engines", "256")
+    config.write_text(json.dumps(SERVED))
+    done = run(
+        *(str(tmp_path), "--parallel", "tp=2,pp=2,ep=4,etp=1,vpp=2,dp=2", "--engine"),
+        "tp=4,ep=2,dp=1,count=256,moe_runner_backend=triton,quantization=none,dtype=bfloat16",
+    )
     assert done.returncode == 0, done.stderr
     assert "exact: " in done.stdout
-    assert "4 trainer ranks, 1,024 engine ranks" in done.stdout
-    assert run(str(config)).returncode == 0
-    for args, message in (
-        ((str(config), "--ep", "3"), "num_experts = 8"),
-        ((str(config), "--engine-tp", "4", "--engine-ep", "3"), "engine.tp = 4"),
-        ((str(tmp_path / "none"),), "missing or not JSON"),
-    ):
-        refused = run(*args)
-        assert refused.returncode == 2
-        (line,) = refused.stderr.strip().splitlines()
-        assert message in line
+    assert "8 trainer ranks, 1,024 engine ranks" in done.stdout
+    for line in ("trainer weights, MiB", "engine weights, MiB", "whole plan: "):
+        assert line in done.stdout
+    identity = stated_layout({"tp": "4", "ep": "2", "dtype": "bfloat16"}, SERVED)
+    assert f"engine weight layout {identity.fingerprint()}: " in done.stdout
+    refused = run(str(tmp_path / "none"))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    (sentence,) = refused.stderr.strip().splitlines()
+    assert "missing or not JSON" in sentence
+
+
+REFUSED = [
+    ("--parallel ep=3", "trainer.parallel.ep = 3 .* num_experts = 8"),
+    ("--parallel tp=0", "trainer.parallel.tp = 0 .* at least 1"),
+    ("--parallel tp=two", "--parallel tp = 'two' .* a whole number"),
+    ("--parallel xp=2", "--parallel xp = '2' .* names are tp, pp, cp, ep"),
+    ("--parallel tp=2,tp=2", "--parallel = 'tp=2' .* each name once"),
+    ("--engine tp", "--engine = 'tp' .* NAME=VALUE"),
+    ("--engine tp=4,ep=3", "engine.tp = 4 .* ep = 3"),
+    ("--engine count=0", "engine.num = 0 .* at least 1"),
+    ("--engine moe_runner_backend=marlin", "= 'marlin' .* never compared .* allowed: 'triton'"),
+    ("--engine quantization=fp8", "quantization = 'fp8' .* allowed: 'none'"),
+    ("--engine dtype=float64", "engine.dtype = 'float64' .* allowed: 'float32'"),
+    ("--engine sglang=0.6.0", "sglang = '0.6.0' .* allowed: '0.5.23'"),
+    ("--engine enable_eplb=true", "enable_eplb = True .* allowed: False"),
+    ("--engine SGLANG_USE_AITER=1", "SGLANG_USE_AITER = True .* must be off"),
+    ("--engine enable_epbl=true", "no layout asks for it; known: enable_eplb"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED)
+def test_what_is_not_known_is_refused_with_field_value_and_what_is_allowed(
+    tmp_path: Path, options: str, sentence: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SERVED))
+    with pytest.raises(ConfigError, match=sentence):
+        app(["check-layout", str(tmp_path), *options.split()], standalone_mode=False)
+
+
+def test_a_quantised_checkpoint_is_served_quantised() -> None:
+    fp8 = SERVED | {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(ConfigError, match="quantization = 'fp8'"):
+        stated_layout({}, fp8)
+    assert stated_layout({"quantization": "none"}, fp8).quantization == "none"
