@@ -19,10 +19,6 @@ group), TCPStore (no token, and it lists its keys to anyone).
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import secrets
-import socket
 import struct
 import threading
 import time
@@ -37,21 +33,17 @@ from torch import Tensor
 
 from moerl.errors import TransportError
 from moerl.transport.base import Guarantees, check_range
+from moerl.transport.door import Channel, Door, Place, failure, knock, seconds_left
 
 _RECEIVER, _SENDER = 0, 1  # ranks in a pair
 _KEY, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket
-_FRAME = struct.Struct("<BI")  # kind, bytes that follow
 _RANGE = struct.Struct("<QQd")  # offset, bytes, seconds the receive may take
-_MAX_FRAME = 1 << 20
-_TOKEN_BYTES = 32
-_HANDSHAKE_S = 10.0  # a silent stranger holds a thread for this long, nothing else
+_RENDEZVOUS_S = 60.0
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
     backend: str
-    host: str
-    port: int
-    token: str
+    place: Place
     num_bytes: int
 
 
@@ -85,69 +77,31 @@ class GroupTransport:
 
 
 class GroupStaging:
-    """The receiving side: a listener, and one thread per sender."""
+    """The receiving side: a thread per sender."""
 
     def __init__(self, address: str, backend: str, num_bytes: int) -> None:
         self._address, self._backend = address, backend
         device = "cuda" if backend == "nccl" else "cpu"
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._token = secrets.token_hex(_TOKEN_BYTES // 2)
-        self._listener = socket.create_server((address, 0), backlog=128)
-        port = int(self._listener.getsockname()[1])
-        self.endpoint = msgspec.json.encode(
-            _Endpoint(backend, address, port, self._token, num_bytes)
-        )
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] | None = set()  # None once closed
-        threading.Thread(target=self._accept, name=f"{backend}-accept", daemon=True).start()
+        self._door = Door(address, self._serve)
+        self.endpoint = msgspec.json.encode(_Endpoint(backend, self._door.place, num_bytes))
 
     def fetch(self, deadline: float) -> None:
         """Nothing to do: a flush is answered only after its bytes are in the buffer."""
 
     def close(self) -> None:
-        with self._lock:
-            connections, self._open = self._open or set(), None
-        for connection in (self._listener, *connections):
-            _shut(connection)
+        self._door.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            with self._lock:
-                if self._open is None:
-                    _shut(connection)
-                    return
-                self._open.add(connection)
-            threading.Thread(
-                target=self._serve, args=(connection,), name=f"{self._backend}-pair", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         """One sender until it leaves, breaks a rule or dies; each of them ends this pair only."""
-        try:
-            channel = _Channel(connection)
-            deadline = time.monotonic() + _HANDSHAKE_S
-            token = channel.read(_TOKEN_BYTES, deadline)
-            if not hmac.compare_digest(token, self._token.encode()):
-                return
-            channel.write(b"+", deadline)
-            group = _pair(channel, _RECEIVER, self._backend, self._address, deadline)
-            while True:
-                self._receive(channel, group, *channel.receive(None))
-        except (TransportError, RuntimeError):
-            return  # the sender sees its connection closed; the session hears it from there
-        finally:
-            with self._lock:
-                if self._open is not None:
-                    self._open.discard(connection)
-            _shut(connection)
+        deadline = time.monotonic() + _RENDEZVOUS_S
+        group = _pair(channel, _RECEIVER, self._backend, self._address, deadline)
+        while True:
+            self._receive(channel, group, *channel.receive(None))
 
-    def _receive(self, channel: _Channel, group: Any, kind: int, payload: bytes) -> None:
+    def _receive(self, channel: Channel, group: Any, kind: int, payload: bytes) -> None:
         if kind == _FLUSH:
-            channel.send(_FLUSHED, payload, time.monotonic() + _HANDSHAKE_S)
+            channel.send(_FLUSHED, payload, time.monotonic() + _RENDEZVOUS_S)
         elif kind == _PUT and len(payload) == _RANGE.size:
             offset, num_bytes, budget_s = _RANGE.unpack(payload)
             check_range(offset, num_bytes, self.buffer.numel())
@@ -165,36 +119,24 @@ class GroupLink:
         self._size = target.num_bytes
         self._works: list[tuple[dist.Work, Tensor]] = []  # the tensor stays alive until it is sent
         self._flushes = 0
-        where = f"{target.host}:{target.port}"
+        self._channel = knock(target.place, deadline)
         try:
-            self._socket = socket.create_connection(
-                (target.host, target.port), timeout=_left(deadline)
-            )
-        except OSError as error:
-            raise _failure(deadline, f"{where} cannot be reached: {error}") from error
-        try:
-            self._channel = _Channel(self._socket)
-            self._channel.write(target.token.encode(), deadline)
-            try:
-                self._channel.read(1, deadline)
-            except TransportError as error:
-                if error.reason != "peer":
-                    raise
-                raise TransportError("refused", f"{where} did not accept the token") from error
             self._group = _pair(self._channel, _SENDER, target.backend, address, deadline)
         except BaseException:
-            _shut(self._socket)
+            self._channel.close()
             raise
 
     def put(self, offset: int, data: Tensor, deadline: float) -> None:
         check_range(offset, data.numel(), self._size)
         if not data.numel():
             return
-        self._channel.send(_PUT, _RANGE.pack(offset, data.numel(), _left(deadline)), deadline)
+        self._channel.send(
+            _PUT, _RANGE.pack(offset, data.numel(), seconds_left(deadline)), deadline
+        )
         try:
             self._works.append((self._group.send([data], _RECEIVER, 0), data))
         except RuntimeError as error:
-            raise _failure(deadline, f"put at {offset}: {error}") from error
+            raise failure(deadline, f"put at {offset}: {error}") from error
 
     def view(self, offset: int, num_bytes: int) -> Tensor | None:
         return None
@@ -203,9 +145,9 @@ class GroupLink:
         works, self._works = self._works, []
         try:
             for work, _data in works:
-                work.wait(timedelta(seconds=_left(deadline)))
+                work.wait(timedelta(seconds=seconds_left(deadline)))
         except RuntimeError as error:
-            raise _failure(deadline, f"sending: {error}") from error
+            raise failure(deadline, f"sending: {error}") from error
         self._flushes += 1
         stamp = self._flushes.to_bytes(8, "little")
         self._channel.send(_FLUSH, stamp, deadline)
@@ -214,53 +156,14 @@ class GroupLink:
             raise TransportError("peer", f"flush {self._flushes} was answered with kind {kind}")
 
     def close(self) -> None:
-        _shut(self._socket)
+        self._channel.close()
 
 
-# --- the control socket ---------------------------------------------------------------------------
-class _Channel:
-    """Frames of (kind, bytes) on a socket; used by one thread at a time."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, kind: int, payload: bytes, deadline: float | None) -> None:
-        self.write(_FRAME.pack(kind, len(payload)) + payload, deadline)
-
-    def receive(self, deadline: float | None) -> tuple[int, bytes]:
-        kind, size = _FRAME.unpack(self.read(_FRAME.size, deadline))
-        if size > _MAX_FRAME:
-            raise TransportError(
-                "refused", f"a control frame of {size} bytes; {_MAX_FRAME} at most"
-            )
-        return kind, self.read(size, deadline)
-
-    def write(self, data: bytes, deadline: float | None) -> None:
-        try:
-            self._socket.settimeout(None if deadline is None else _left(deadline))
-            self._socket.sendall(data)
-        except OSError as error:
-            raise _failure(deadline, f"control connection: {error}") from error
-
-    def read(self, size: int, deadline: float | None) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            try:
-                self._socket.settimeout(None if deadline is None else _left(deadline))
-                part = self._socket.recv(size - len(data))
-            except OSError as error:
-                raise _failure(deadline, f"control connection: {error}") from error
-            if not part:
-                raise TransportError("peer", "the control connection was closed by the other side")
-            data += part
-        return bytes(data)
-
-
+# --- the group ---------------------------------------------------------------------------------
 class _PairStore(dist.Store):
     """Rendezvous of a group of two: what one side sets is sent to the other."""
 
-    def __init__(self, channel: _Channel, deadline: float) -> None:
+    def __init__(self, channel: Channel, deadline: float) -> None:
         super().__init__()
         self._channel, self._deadline = channel, deadline
         self._values: dict[str, bytes] = {}
@@ -292,7 +195,7 @@ class _PairStore(dist.Store):
         return all(key in self._values for key in keys)
 
 
-def _pair(channel: _Channel, rank: int, backend: str, address: str, deadline: float) -> Any:
+def _pair(channel: Channel, rank: int, backend: str, address: str, deadline: float) -> Any:
     """The group of two, without a default group and without registering anything in torch.
 
     Returns ProcessGroupGloo or ProcessGroupNCCL, which torch's stubs describe in part.
@@ -302,29 +205,12 @@ def _pair(channel: _Channel, rank: int, backend: str, address: str, deadline: fl
     try:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=_left(deadline))
+            options._timeout = timedelta(seconds=seconds_left(deadline))
             return dist.ProcessGroupNCCL(store, rank, 2, options)
         options = gloo._Options()
         options._threads = 1
-        options._timeout = timedelta(seconds=_left(deadline))
+        options._timeout = timedelta(seconds=seconds_left(deadline))
         options._devices = [gloo.create_device(hostname=address)]
         return gloo(store, rank, 2, options)
     except RuntimeError as error:
-        raise _failure(deadline, f"the pair could not be formed: {error}") from error
-
-
-def _left(deadline: float) -> float:
-    """Seconds until the deadline; a little more than zero, which sockets take for `no limit`."""
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _failure(deadline: float | None, detail: str) -> TransportError:
-    late = deadline is not None and time.monotonic() >= deadline - 0.001
-    return TransportError("deadline" if late else "peer", detail)
-
-
-def _shut(connection: socket.socket) -> None:
-    """Close even while another thread waits on it."""
-    with contextlib.suppress(OSError):  # not connected any more
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+        raise failure(deadline, f"the pair could not be formed: {error}") from error

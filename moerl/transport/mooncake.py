@@ -6,7 +6,9 @@ memory that its sender never registered, which over RDMA fails, so a test withou
 would not find the mistake (seen with mooncake 0.3.13).
 
 The library has no token: whoever reaches its ports and knows an address can write to registered
-memory.  It belongs on an interface that nobody else reaches (docs/operations.md).
+memory.  It belongs on an interface that nobody else reaches (docs/operations.md).  The library's
+handshake waits a minute for a process that is stopped and holds Python's lock meanwhile; `connect`
+therefore knocks first at a door of ours, which knows a token and a deadline.
 
 Writes are submitted and polled, because the library's blocking call knows no deadline.  A write
 that is abandoned at its deadline may still read its source, which therefore stays registered and
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from moerl.errors import TransportError
 from moerl.transport.base import Guarantees, check_range
+from moerl.transport.door import Door, Place, knock
 
 _POLL_S = 0.0002
 _MAX_SOURCES = 64
@@ -38,6 +41,7 @@ _DONE, _FAILED = 1, -1  # of transfer_check_status
 
 class _Endpoint(msgspec.Struct, frozen=True):
     protocol: str
+    place: Place  # where to ask whether the process answers
     session: str  # host:port of the library's own handshake
     address: int  # of the buffer in the receiving process
     num_bytes: int
@@ -65,11 +69,12 @@ class Mooncake:
             raise TransportError(
                 "missing", f"mooncake cannot use {protocol} on {address}: it answered {code}"
             )
+        self._address = address
         self._session = f"{address}:{self._engine.get_rpc_port()}"
         self._table = _Registered(self._engine)
 
     def open(self, num_bytes: int) -> MooncakeStaging:
-        return MooncakeStaging(self._table, self._protocol, self._session, num_bytes)
+        return MooncakeStaging(self._table, self._protocol, self._session, self._address, num_bytes)
 
     def connect(self, endpoint: bytes, deadline: float) -> MooncakeLink:
         try:
@@ -80,6 +85,8 @@ class Mooncake:
             raise TransportError(
                 "refused", f"the engine speaks {target.protocol}, this side {self._protocol}"
             )
+        knock(target.place, deadline).close()
+        self._engine.get_first_buffer_address(target.session)  # the library's handshake, now
         return MooncakeLink(self._engine, self._table, target)
 
 
@@ -137,21 +144,25 @@ class _Registered:
 class MooncakeStaging:
     """A registered buffer."""
 
-    def __init__(self, table: _Registered, protocol: str, session: str, num_bytes: int) -> None:
+    def __init__(
+        self, table: _Registered, protocol: str, session: str, address: str, num_bytes: int
+    ) -> None:
         device = "cuda" if protocol == "rdma" and torch.cuda.is_available() else "cpu"
         # one byte at least: nothing cannot be registered
         self._memory = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=device)
         self.buffer = self._memory[:num_bytes]
         self._base = table.add(self._memory)
         self._table: _Registered | None = table
+        self._door = Door(address, lambda _caller: None)
         self.endpoint = msgspec.json.encode(
-            _Endpoint(protocol, session, self._memory.data_ptr(), num_bytes)
+            _Endpoint(protocol, self._door.place, session, self._memory.data_ptr(), num_bytes)
         )
 
     def fetch(self, deadline: float) -> None:
         """Nothing to do: senders write into the buffer itself."""
 
     def close(self) -> None:
+        self._door.close()
         if self._table is not None:
             self._table.release(self._base)
         self._table = None

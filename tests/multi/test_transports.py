@@ -48,7 +48,7 @@ def mooncake_missing() -> str:
     return ""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def missing() -> dict[str, str]:
     return {"mooncake": mooncake_missing()}
 
@@ -273,6 +273,8 @@ def test_a_stopped_receiver_costs_no_more_than_the_deadline(
     receiver = spawn()
     link = connect(transport, receiver, 64 * MIB)
     data = pattern(64 * MIB, 1)
+    link.put(0, data[:100], soon())
+    link.flush(soon())
     receiver.signal(signal.SIGSTOP)
     begin = time.monotonic()
 
@@ -284,6 +286,20 @@ def test_a_stopped_receiver_costs_no_more_than_the_deadline(
         write()  # the receiving process has no part in it
     else:
         assert raised(write).reason == "deadline"
+    assert time.monotonic() - begin < 30
+
+
+def test_a_stopped_receiver_is_not_waited_for_when_connecting(
+    name: str, transport: Transport, spawn: Spawn
+) -> None:
+    receiver = spawn()
+    endpoint = receiver.do("open", MIB)
+    receiver.signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    if name in ("shm", "disk"):
+        transport.connect(endpoint, begin + 1.0)
+    else:
+        assert raised(lambda: transport.connect(endpoint, begin + 1.0)).reason == "deadline"
     assert time.monotonic() - begin < 30
 
 
@@ -332,7 +348,7 @@ def test_a_broken_pair_leaves_the_others_alone(transport: Transport, spawn: Spaw
     assert late.do("same", 0, MIB, 4)
 
 
-def test_a_closed_staging_takes_nothing(name: str, transport: Transport, spawn: Spawn) -> None:
+def test_a_closed_staging_takes_nothing(transport: Transport, spawn: Spawn) -> None:
     receiver = spawn()
     endpoint = receiver.do("open", MIB)
     link = transport.connect(endpoint, soon())
@@ -343,10 +359,13 @@ def test_a_closed_staging_takes_nothing(name: str, transport: Transport, spawn: 
         link.flush(soon())
 
     assert raised(write).reason == "peer"
-    if name == "mooncake":  # it has no connection to refuse, the write itself fails
-        return
     error = raised(lambda: transport.connect(endpoint, soon()))
     assert error.reason in ("peer", "refused")
+    again = connect(transport, receiver, MIB)  # the same process opens another one
+    again.put(1, pattern(1000, 2), soon())
+    again.flush(soon())
+    receiver.do("fetch", 30)
+    assert receiver.do("same", 1, 1000, 2)
 
 
 def test_foreign_endpoints_are_refused(transport: Transport) -> None:
@@ -361,23 +380,28 @@ def leftovers(folder: Path) -> list[str]:
 
 
 # --- particular transports ------------------------------------------------------------------------
-def test_gloo_wants_the_token() -> None:
-    """Nothing is said to a stranger, and a wrong token forms no pair; the right one does."""
-    transport = make("gloo", address="127.0.0.1")
+@pytest.mark.parametrize("listening", ["gloo", "mooncake"])
+def test_a_listening_socket_wants_the_token(listening: str, missing: dict[str, str]) -> None:
+    """Nothing is said to a stranger, and a wrong token makes no link; the right one does."""
+    if missing.get(listening):
+        pytest.skip(missing[listening])
+    transport = make(listening, address="127.0.0.1")
     staging = transport.open(MIB)
     told = json.loads(staging.endpoint)
-    with socket.create_connection(("127.0.0.1", told["port"]), timeout=10) as stranger:
-        stranger.sendall(b"x" * len(told["token"]))
+    place = told["place"]
+    with socket.create_connection(("127.0.0.1", place["port"]), timeout=10) as stranger:
+        stranger.sendall(b"x" * len(place["token"]))
         assert stranger.recv(100) == b""
-    wrong = json.dumps(told | {"token": "0" * len(told["token"])}).encode()
-    assert raised(lambda: transport.connect(wrong, soon())).reason == "refused"
+    forged = told | {"place": place | {"token": "0" * len(place["token"])}}
+    connecting = partial(transport.connect, json.dumps(forged).encode(), soon())
+    assert raised(connecting).reason == "refused"
     transport.connect(staging.endpoint, soon()).close()
     staging.close()
 
 
 def test_gloo_binds_to_the_given_address_only() -> None:
     staging = make("gloo", address="127.0.0.2").open(8)
-    port = json.loads(staging.endpoint)["port"]
+    port = json.loads(staging.endpoint)["place"]["port"]
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=10)
     staging.close()

@@ -1,0 +1,164 @@
+"""A listening socket that lets in nobody without its token.
+
+The token is part of an endpoint, which travels in control messages only.  A stranger that reaches
+the port learns nothing and holds a thread for a few seconds.  A process that is stopped does not
+answer a knock, so a sender learns that within its deadline and not from a library's time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from moerl.errors import TransportError
+
+_FRAME = struct.Struct("<BI")  # kind, bytes that follow
+_MAX_FRAME = 1 << 20
+_TOKEN_CHARACTERS = 32
+_KNOCK_S = 10.0  # a silent stranger holds a thread for this long, nothing else
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where to knock; part of an endpoint."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Door:
+    """Listens on one address and serves each caller that knows the token in a thread."""
+
+    def __init__(self, address: str, serve: Callable[[Channel], None]) -> None:
+        """serve: talks to one caller until it returns or raises; both end that caller only."""
+        self._serve = serve
+        self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
+        listener = socket.create_server((address, 0), backlog=128)
+        self.place = Place(address, int(listener.getsockname()[1]), self._token)
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._inside: set[Channel] | None = set()  # None once closed
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
+
+    def close(self) -> None:
+        """Send everybody away; twice is fine."""
+        with self._lock:
+            inside, self._inside = self._inside or set(), None
+        with contextlib.suppress(OSError):  # closed already
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for channel in inside:
+            channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            channel = Channel(connection)
+            with self._lock:
+                if self._inside is None:
+                    channel.close()
+                    return
+                self._inside.add(channel)
+            threading.Thread(target=self._let_in, args=(channel,), daemon=True).start()
+
+    def _let_in(self, channel: Channel) -> None:
+        try:
+            deadline = time.monotonic() + _KNOCK_S
+            token = channel.read(_TOKEN_CHARACTERS, deadline)
+            if hmac.compare_digest(token, self._token.encode()):
+                channel.write(b"+", deadline)
+                self._serve(channel)
+        except (TransportError, RuntimeError):
+            return  # the caller sees its connection closed; its session hears it from there
+        finally:
+            channel.close()
+            with self._lock:
+                if self._inside is not None:
+                    self._inside.discard(channel)
+
+
+def knock(place: Place, deadline: float) -> Channel:
+    """A connection that was let in.  Raises TransportError (peer, refused, deadline)."""
+    where = f"{place.host}:{place.port}"
+    try:
+        connection = socket.create_connection(
+            (place.host, place.port), timeout=seconds_left(deadline)
+        )
+    except OSError as error:
+        raise failure(deadline, f"{where} cannot be reached: {error}") from error
+    channel = Channel(connection)
+    try:
+        channel.write(place.token.encode(), deadline)
+        channel.read(1, deadline)
+    except TransportError as error:
+        channel.close()
+        if error.reason != "peer":
+            raise
+        raise TransportError("refused", f"{where} did not accept the token") from error
+    return channel
+
+
+class Channel:
+    """Frames of (kind, bytes) on a socket; used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """Close even while another thread waits on it; twice is fine."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def send(self, kind: int, payload: bytes, deadline: float | None) -> None:
+        self.write(_FRAME.pack(kind, len(payload)) + payload, deadline)
+
+    def receive(self, deadline: float | None) -> tuple[int, bytes]:
+        kind, size = _FRAME.unpack(self.read(_FRAME.size, deadline))
+        if size > _MAX_FRAME:
+            raise TransportError(
+                "refused", f"a control frame of {size} bytes; {_MAX_FRAME} at most"
+            )
+        return kind, self.read(size, deadline)
+
+    def write(self, data: bytes, deadline: float | None) -> None:
+        try:
+            self._socket.settimeout(None if deadline is None else seconds_left(deadline))
+            self._socket.sendall(data)
+        except OSError as error:
+            raise failure(deadline, f"control connection: {error}") from error
+
+    def read(self, size: int, deadline: float | None) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                self._socket.settimeout(None if deadline is None else seconds_left(deadline))
+                part = self._socket.recv(size - len(data))
+            except OSError as error:
+                raise failure(deadline, f"control connection: {error}") from error
+            if not part:
+                raise TransportError("peer", "the control connection was closed by the other side")
+            data += part
+        return bytes(data)
+
+
+def seconds_left(deadline: float) -> float:
+    """Seconds until the deadline; a little more than zero, which sockets take for `no limit`."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def failure(deadline: float | None, detail: str) -> TransportError:
+    late = deadline is not None and time.monotonic() >= deadline - 0.001
+    return TransportError("deadline" if late else "peer", detail)
