@@ -61,14 +61,11 @@ from moerl.trainer.convert_job import (
     read_sums,
     run_job,
 )
-from moerl.trainer.hf_weights import (
-    HfFolder,
+from moerl.trainer.hf_folder import HfFolder, config_dtype, fill, read_json
+from moerl.trainer.hf_save import (
     assemble,
-    config_dtype,
     copy_tokenizer,
     file_form,
-    fill,
-    read_json,
     shard_names,
     with_dtype,
     write_index,

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from moerl.errors import ModelError, MoerlError
 from moerl.layout import Box, at
-from moerl.trainer.hf_weights import flush, read_json, replace_folder, write_json
+from moerl.trainer.hf_folder import read_json
+from moerl.trainer.hf_save import flush, replace_folder, write_json
 from moerl.trainer.mapped_files import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -34,7 +34,9 @@ from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer import checkpoint
 from moerl.trainer.client import ControllerClient
-from moerl.trainer.hf_weights import HfFolder, HfGather, load_hf, save_hf
+from moerl.trainer.hf_folder import HfFolder, load_hf
+from moerl.trainer.hf_gather import HfGather
+from moerl.trainer.hf_save import save_hf
 from moerl.trainer.model import build, layout_of, live_tensors
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.step import Learner

@@ -137,7 +137,7 @@ def _plan(rollouts: list[Rollout], job: ScoreJob, dp_size: int) -> BatchPlan:
 def _score_dtype(
     job: ScoreJob, dtype: str, plan: BatchPlan, store: BlobStore, ranks: Parallel
 ) -> Tally:
-    from moerl.trainer.hf_weights import HfFolder, load_hf
+    from moerl.trainer.hf_folder import HfFolder, load_hf
     from moerl.trainer.model import build, live_tensors
 
     trainer = TrainerConfig(

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import ParallelLayout, hf_shapes, megatron_tiles, model_spec
-from moerl.trainer.hf_weights import HfFolder, HfGather, load_hf, save_hf
+from moerl.trainer.hf_folder import HfFolder, load_hf
+from moerl.trainer.hf_gather import HfGather
+from moerl.trainer.hf_save import save_hf
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -153,7 +153,9 @@ def save_again(folder: Path, family: str, ranks: Any) -> str:
 
     from moerl.config.schema import TrainerConfig
     from moerl.trainer.gang import with_untrained
-    from moerl.trainer.hf_weights import HfFolder, HfGather, load_hf, save_hf
+    from moerl.trainer.hf_folder import HfFolder, load_hf
+    from moerl.trainer.hf_gather import HfGather
+    from moerl.trainer.hf_save import save_hf
     from moerl.trainer.model import build, layout_of, live_tensors
 
     source, target = HfFolder(folder / family), folder / f"{family}.again"
@@ -175,7 +177,7 @@ def logit_gap(folder: Path, family: str, ranks: Any) -> float:
     from safetensors.torch import load_file
 
     from moerl.config.schema import TrainerConfig
-    from moerl.trainer.hf_weights import HfFolder, load_hf
+    from moerl.trainer.hf_folder import HfFolder, load_hf
     from moerl.trainer.model import build, live_tensors
 
     source = HfFolder(folder / family)

@@ -37,7 +37,8 @@ def take_steps(work: Path, mesh: str) -> None:
     from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig
     from moerl.layout import hf_shapes, model_spec
     from moerl.trainer import parallel
-    from moerl.trainer.hf_weights import HfFolder, HfGather, load_hf
+    from moerl.trainer.hf_folder import HfFolder, load_hf
+    from moerl.trainer.hf_gather import HfGather
     from moerl.trainer.model import build, layout_of, live_tensors
     from moerl.trainer.step import Learner
 

@@ -26,7 +26,8 @@ from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
 from moerl.trainer import forward, parallel  # noqa: E402
-from moerl.trainer.hf_weights import HfFolder, HfGather, load_hf  # noqa: E402
+from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.model import build, layout_of  # noqa: E402
 from moerl.trainer.replay import Mode  # noqa: E402
 from moerl.trainer.step import Learner  # noqa: E402

@@ -31,7 +31,7 @@ from moerl.trainer.convert import (
 )
 from moerl.trainer.convert_cli import hf_to_megatron
 from moerl.trainer.convert_job import Gang
-from moerl.trainer.hf_weights import HfFolder
+from moerl.trainer.hf_folder import HfFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
