@@ -17,7 +17,7 @@ from moerl.kernels.build import TARGETS, BuildError, Target, build
 STUB = """#!/bin/bash
 # A compiler: writes what it was told to compile, or fails.
 echo call >>"$(dirname "$0")/calls"
-if grep -q broken -- "$@" 2>/dev/null; then echo noise; echo "x.cpp:1: error: broken" >&2; exit 3; fi
+if grep -q broken -- "$@" 2>/dev/null; then echo "a.cpp:1: error: broken" >&2; exit 3; fi
 while [[ $1 != -o ]]; do shift; done
 echo library >"$2"
 """
