@@ -39,7 +39,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class TakePlan:
-    """Ask for the plan of one optimizer step.  Reply: Plan, or Stop when the run is over."""
+    """Ask for the plan of one optimizer step.
+
+    Reply: Plan; Stop when the run is over; Refresh when an engine must be published to first.
+    """
 
     step: int
     timeout_s: float
@@ -188,6 +191,11 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Refresh:
+    """An engine came back with old weights and there is no batch: publish again, then ask again."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateClosed:
     pause_s: float  # time the engine had no running request because of the update
     aborted: int  # requests interrupted, all of them resumed
@@ -233,6 +241,7 @@ Message = (
     | Refused
     | Plan
     | Stop
+    | Refresh
     | UpdateClosed
     | UpdatePrepared
     | UpdateVerified
@@ -257,6 +266,7 @@ _TYPES: dict[str, type] = {
         Refused,
         Plan,
         Stop,
+        Refresh,
         UpdateClosed,
         UpdatePrepared,
         UpdateVerified,

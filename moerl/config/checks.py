@@ -32,7 +32,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
     "sync.transport": ("broadcast",),
     "sync.every": (1,),
-    "supervision.max_restarts": (0,),
 }
 _AT_LEAST: dict[str, float] = {
     "run.steps": 1,
@@ -75,6 +74,8 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.constant_tokens": 0,
     "algorithm.overlong_buffer": 0,
     "sync.bucket_bytes": 1024,
+    "supervision.max_restarts": 0,
+    "supervision.backoff_s": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "observe.sample_rollouts": 0,

@@ -200,7 +200,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SupervisionConfig:
-    max_restarts: int = 0
+    """What happens when the trainer or an engine dies; the controller's death ends the run."""
+
+    max_restarts: int = 3  # of one of them without a new step in between; 0 = end the run at once
+    backoff_s: float = 1.0  # before a restart, doubled each time
     stop_timeout_s: float = 8.0
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
-from moerl.errors import MoerlError, RecordError
+from moerl.errors import EngineError, MoerlError, RecordError
 from moerl.launch.plan import RunPlan
-from moerl.observe.metrics import MetricsWriter, open_sinks
+from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
 from moerl.protocols import (
     CloseUpdate,
     EngineStatus,
@@ -63,6 +63,8 @@ async def call(remote: Any) -> Any:
         if isinstance(cause, MoerlError):
             raise cause from None
         raise
+    except RayActorError as error:
+        raise EngineError("the process of an engine or of the scorer died") from error
 
 
 class EngineActor:
@@ -186,6 +188,7 @@ class ControllerActor:
             blobs=plan.blobs(),
             records=plan.records,
             on_step=self._on_step,
+            on_rewind=self._on_rewind,
         )
         self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
         self._server = TrainerServer(
@@ -204,6 +207,12 @@ class ControllerActor:
     async def engines_started(self) -> None:
         self._controller.engines_started()
 
+    async def engine_lost(self, index: int) -> None:
+        self._controller.engine_lost(index)
+
+    async def engine_back(self, index: int, actor: ActorHandle) -> None:
+        self._controller.engine_back(index, RemoteEngine(actor))
+
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Status for the panel, and the rows of metrics.jsonl since the last call."""
         rows, self._rows = self._rows, []
@@ -218,6 +227,11 @@ class ControllerActor:
         self._serving.cancel()
         self._server.close()
         self._metrics.close()
+
+    def _on_rewind(self, step: int) -> None:
+        self._metrics.rewind(step)
+        truncate_after(self._plan.run.samples, step)
+        self._rows = [row for row in self._rows if row["step"] < step]
 
     def _on_step(self, report: StepReport) -> None:
         row = self._metrics.write(report.step, report.version, report.metrics)

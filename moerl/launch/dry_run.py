@@ -26,6 +26,7 @@ def describe(config: Config) -> str:
         hf_config={},
         token="",
         incarnation=0,
+        node="local-0",
         blob_dir=Path(config.cluster.blob_dir) / "moerl-RUN",
         checkpoint=None,
         records=None,

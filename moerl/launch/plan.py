@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from moerl.scoring import ProcessScorer
 
 
+GANG = "MOERL_GANG"  # marks every process of one trainer gang, for its supervisor
+
+
 @dataclass(slots=True)
 class RunPlan:
     """One start of one run.  `token` is the run's random secret; it stays out of command lines."""
@@ -34,16 +37,12 @@ class RunPlan:
     model_path: Path
     hf_config: dict[str, Any]
     token: str
-    incarnation: int
+    incarnation: int  # of the trainer
+    node: str  # name of this node's blob store, of this start alone
     blob_dir: Path
     checkpoint: Path | None  # resume from here
     records: Path | None  # headers of trained groups, with rollout.keep_records
     _tokenizer: Any = field(default=None, repr=False)
-
-    @property
-    def node(self) -> str:
-        """Name of this node's blob store; the incarnation keeps restarts apart."""
-        return f"local-{self.incarnation}"
 
     def blobs(self) -> BlobStore:
         return BlobStore(self.blob_dir, self.node)
@@ -146,6 +145,7 @@ def trainer_environment(plan: RunPlan) -> dict[str, str]:
     """Launcher settings of a rank; nothing here changes what is computed."""
     return dict(os.environ) | {
         "MOERL_TOKEN": plan.token,
+        GANG: str(plan.incarnation),
         "OMP_NUM_THREADS": str(plan.config.trainer.cpu_threads),
         "GLOO_SOCKET_IFNAME": plan.config.cluster.interface,
         "TORCHDYNAMO_DISABLE": "1",

@@ -28,7 +28,7 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
     check_args(config.engine.args, replay=config.replay.routing != "off")
     config = _with_model(config, run)
     hf_config = check_model(config)
-    incarnation = _next_incarnation(run, resume=resume)
+    incarnation = next_incarnation(run, resume=resume)
     step, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
     if resume:
         truncate_after(run.metrics, step)
@@ -42,6 +42,7 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
         hf_config=hf_config,
         token=secrets.token_hex(16),
         incarnation=incarnation,
+        node=f"local-{incarnation}",
         blob_dir=blob_dir,
         checkpoint=checkpoint,
         records=kept,
@@ -63,8 +64,8 @@ def _with_model(config: Config, run: RunDir) -> Config:
     return replace(config, model=replace(config.model, path=str(folder)))
 
 
-def _next_incarnation(run: RunDir, *, resume: bool) -> int:
-    """How often this run was started before; kept in state.json."""
+def next_incarnation(run: RunDir, *, resume: bool) -> int:
+    """How often a trainer of this run was started before; kept in state.json."""
     path = run.root / "state.json"
     started = int(json.loads(path.read_text())["starts"]) if path.exists() else 0
     if started and not resume:

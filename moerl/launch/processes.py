@@ -42,24 +42,27 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), signum)
 
 
-def end_descendants(grace_s: float) -> int:
+def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
     """SIGTERM, then SIGKILL, until this process has no descendant; returns how many were killed.
 
+    mark: only those that have this environment variable; children that others wait for stay theirs.
     Bounded: grace_s for the polite part, 5 s for the rest.
     """
-    seen = _descendants()
+    seen = _descendants(mark)
     for process in seen:
         _signal(process, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while _descendants() and time.monotonic() < deadline:
-        _reap()
+    while _descendants(mark) and time.monotonic() < deadline:
+        if mark is None:
+            _reap()
         time.sleep(0.05)
     killed = 0
     deadline = time.monotonic() + 5.0
-    while (left := _descendants()) and time.monotonic() < deadline:
+    while (left := _descendants(mark)) and time.monotonic() < deadline:
         for process in left:
             killed += _signal(process, signal.SIGKILL)
-        _reap()
+        if mark is None:
+            _reap()
         time.sleep(0.05)
     return killed
 
@@ -89,11 +92,13 @@ def run_guarded(command: Sequence[str], *, stop_timeout_s: float) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _descendants() -> list[psutil.Process]:
+def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:
     alive = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if mark is None or process.environ().get(mark[0]) == mark[1]:
                 alive.append(process)
     return alive
 

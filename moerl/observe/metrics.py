@@ -47,6 +47,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         """Raises RecordError when an existing file is not a metrics file."""
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         rows, _, self.num_torn = _scan(path)
         if self.num_torn:
@@ -85,6 +86,13 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write(step, finite)
         return row
+
+    def rewind(self, step: int) -> None:
+        """Cut the rows from `step` on: they are trained again."""
+        self._file.flush()
+        truncate_after(self._path, step)
+        rows = read_rows(self._path)
+        self._last_step = rows[-1]["step"] if rows else None
 
     def close(self) -> None:
         self._file.flush()

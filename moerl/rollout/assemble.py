@@ -16,6 +16,7 @@ from moerl.types import (
     Finish,
     GenerateRequest,
     MaskBlob,
+    PolicyVersion,
     Prompt,
     Rollout,
     RoutingBlob,
@@ -51,6 +52,11 @@ class PartialRollout:
     @property
     def num_sampled(self) -> int:
         return sum(len(segment.output_ids) for segment in self.segments)
+
+    @property
+    def newest(self) -> PolicyVersion:
+        """Of the tokens so far; a resume on older weights would break the order of versions."""
+        return self.segments[-1].version if self.segments else PolicyVersion(0, 0)
 
     @property
     def finished(self) -> bool:

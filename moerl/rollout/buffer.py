@@ -19,6 +19,9 @@ Which ready groups a step takes (`selection`):
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
+
 from moerl.types import EpisodeGroup
 
 
@@ -32,6 +35,7 @@ class GroupBuffer:
         self._select = _SELECTIONS[selection]
         self.next_step = 0  # step of the next plan
         self.dropped_stale = 0
+        self.redone: Counter[int] = Counter()  # times a group was put back to be generated again
         self._cursor = 0  # first id that was never started
         self._again: list[int] = []  # ids to start once more, ascending
         self._started: set[int] = set()
@@ -51,10 +55,26 @@ class GroupBuffer:
         """Groups started or ready, not yet planned."""
         return len(self._started) + len(self._ready)
 
-    def restart(self, next_step: int, consumed: tuple[int, ...]) -> None:
-        """Begin from a checkpoint: these groups are trained, everything else is to be generated."""
+    def restart(
+        self, next_step: int, consumed: tuple[int, ...], planned: Iterable[EpisodeGroup] = ()
+    ) -> None:
+        """Go on from a checkpoint in which exactly `consumed` are trained.
+
+        planned: groups taken for steps that were not finished; they are ready again.  Groups of
+        steps that the checkpoint does not hold are generated once more.
+        """
         self.next_step = next_step
+        self._ready |= {group.group_id: group for group in planned}
+        self._redo(self._consumed - set(consumed) - set(self._ready))
         self._consumed = set(consumed)
+
+    def evict(self, is_bad: Callable[[EpisodeGroup], bool]) -> list[EpisodeGroup]:
+        """Take these groups out of the line; they are generated again under their own ids."""
+        bad = [group for group in self._ready.values() if is_bad(group)]
+        for group in bad:
+            del self._ready[group.group_id]
+        self._redo(group.group_id for group in bad)
+        return bad
 
     def capacity(self, engine_step: int) -> int:
         """How many groups may start now on an engine that serves `engine_step`."""
@@ -76,7 +96,11 @@ class GroupBuffer:
     def abandon(self, group_id: int) -> None:
         """A started group could not be finished; it is generated again, never lost."""
         self._started.discard(group_id)
-        self._again = sorted([*self._again, group_id])
+        self._redo([group_id])
+
+    def _redo(self, group_ids: Iterable[int]) -> None:
+        self.redone.update(group_ids := list(group_ids))
+        self._again = sorted([*self._again, *group_ids])
 
     def discard(self, group_id: int) -> None:
         """A started group is given up for good; another one takes its place."""
@@ -90,14 +114,7 @@ class GroupBuffer:
 
     def evict_stale(self) -> list[EpisodeGroup]:
         """Take out groups whose oldest token would exceed max_lag; they are started again."""
-        stale = [
-            group
-            for group in self._ready.values()
-            if self.next_step - group.oldest.step > self.max_lag
-        ]
-        for group in stale:
-            del self._ready[group.group_id]
-            self._again = sorted([*self._again, group.group_id])
+        stale = self.evict(lambda group: self.next_step - group.oldest.step > self.max_lag)
         self.dropped_stale += len(stale)
         return stale
 

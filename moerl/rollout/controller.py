@@ -33,6 +33,7 @@ from moerl.errors import (
 from moerl.protocols import (
     CloseUpdate,
     Engine,
+    EngineStatus,
     Failed,
     Hello,
     JoinSync,
@@ -40,6 +41,7 @@ from moerl.protocols import (
     Ok,
     OpenUpdate,
     Plan,
+    Refresh,
     Scorer,
     StepDone,
     Stop,
@@ -48,6 +50,7 @@ from moerl.protocols import (
 )
 from moerl.rollout.assemble import PartialRollout, blob_uris
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.history import History
 from moerl.rollout.ledger import Ledger
 from moerl.types import (
     Episode,
@@ -63,6 +66,7 @@ from moerl.types import (
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
+_ENGINE_PAUSE_S = 2.0  # before an engine that failed a call and did not die is used again
 _MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
 
 
@@ -107,12 +111,16 @@ class Controller:
         blobs: BlobStore,
         records: Path | None,
         on_step: Callable[[StepReport], None],
+        on_rewind: Callable[[int], None],
     ) -> None:
-        """records: where headers of trained groups go, or None to drop them and their blobs."""
+        """records: where headers of trained groups go, or None to drop them and their blobs.
+
+        on_rewind: a restarted trainer goes on from this step; rows of later ones are void.
+        """
         self.config, self.facts = config, facts
-        self.engines, self.scorer = engines, scorer
+        self.engines, self.scorer = list(engines), scorer
         self.prompts, self.decode, self.blobs = prompts, decode, blobs
-        self.records, self.on_step = records, on_step
+        self.records, self.on_step, self.on_rewind = records, on_step, on_rewind
         rollout = config.rollout
         self.buffer = GroupBuffer(
             rollout.groups_per_step,
@@ -132,6 +140,11 @@ class Controller:
         )
         self._versions = [PolicyVersion(0, 0)] * len(engines)
         self._incarnation: int | None = None  # unknown until the trainer says hello
+        self._history = History()
+        self._down: set[int] = set()  # engines that get no requests
+        self._lost: set[int] = set()  # of them, those whose process is being started again
+        self._stale: set[int] = set()  # engines that came back and were not published to yet
+        self._orphans: dict[int, list[PartialRollout]] = {}  # groups whose engine died
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
         self._in_flight = 0
@@ -156,6 +169,23 @@ class Controller:
     def engines_started(self) -> None:
         """The trainer's hello is answered from here on: it may publish and ask for plans."""
         self._engines_up.set()
+
+    def engine_lost(self, index: int) -> None:
+        """The engine died and is started again: nothing is sent to it until `engine_back`."""
+        self._down.add(index)
+        self._lost.add(index)
+        self._stale.discard(index)
+
+    def engine_back(self, index: int, engine: Engine) -> None:
+        """The engine serves the model folder; it gets requests once it was published to."""
+        self.engines[index] = engine
+        self._versions[index] = PolicyVersion(0, 0)
+        self._draining[index] = False
+        self._down.discard(index)
+        self._lost.discard(index)
+        self._stale.add(index)
+        self.ledger.engine_restarts += 1
+        self._notify()
 
     async def stop(self) -> None:
         self._stopping = True
@@ -232,26 +262,32 @@ class Controller:
     # --- produce ----------------------------------------------------------------------------
     async def _produce(self, index: int) -> None:
         while not self._stopping:
-            count = self._may_start(index)
-            if count:
-                ids = [self.buffer.start() for _ in range(count)]
-                self._in_flight += count
-                self._generating[index] += count
-                self._spawn(self._generate(index, ids))
+            groups = self._next_groups(index)
+            if groups:
+                self._in_flight += len(groups)
+                self._generating[index] += len(groups)
+                self._spawn(self._generate(index, groups))
             else:
                 await self._wait_change(1.0)
 
-    def _may_start(self, index: int) -> int:
-        rollout, version = self.config.rollout, self._versions[index]
-        if version.incarnation != self._incarnation:
-            return 0  # the engine serves weights of another history
-        if self._draining[index]:
-            return 0
-        return min(
-            self._wanted(version.step),
-            rollout.groups_per_request,
-            rollout.max_groups_in_flight - self._in_flight,
-        )
+    def _next_groups(self, index: int) -> dict[int, list[PartialRollout]]:
+        """Groups to send to an engine now: those that a dead engine left behind come first."""
+        if not self._serves(index):
+            return {}
+        rollout = self.config.rollout
+        room = min(rollout.groups_per_request, rollout.max_groups_in_flight - self._in_flight)
+        version = self._versions[index]
+        left = [g for g, ps in self._orphans.items() if all(p.newest <= version for p in ps)]
+        if left:
+            return {group_id: self._orphans.pop(group_id) for group_id in sorted(left)[:room]}
+        count = max(0, min(room, self._wanted(version.step)))
+        return {(group_id := self.buffer.start()): self._partials(group_id) for _ in range(count)}
+
+    def _serves(self, index: int) -> bool:
+        """Whether an engine may be sent requests: it is up, and on weights of this history."""
+        if index in self._down or self._draining[index]:
+            return False
+        return self._versions[index].incarnation == self._incarnation
 
     def _wanted(self, engine_step: int) -> int:
         """Groups that an engine serving `engine_step` should still start."""
@@ -264,29 +300,51 @@ class Controller:
         left = self.config.run.steps - self.buffer.next_step
         return max(0, left * self.config.rollout.groups_per_step - self.buffer.live)
 
-    async def _generate(self, index: int, group_ids: list[int]) -> None:
+    async def _generate(self, index: int, groups: dict[int, list[PartialRollout]]) -> None:
         """Generate groups in one engine call, resuming what a weight update interrupts."""
+        count = len(groups)
         try:
-            groups = {group_id: self._partials(group_id) for group_id in group_ids}
             while groups:
                 pending = [p for group in groups.values() for p in group if not p.finished]
-                replies = await self.engines[index].generate([p.request() for p in pending])
+                try:
+                    replies = await self.engines[index].generate([p.request() for p in pending])
+                except EngineError as error:
+                    self._rescue(index, groups, error)
+                    return
                 refused = self._join(pending, replies)
                 for group_id in refused:
                     await self._refuse(group_id, groups.pop(group_id), refused[group_id])
                 for group_id in [g for g, ps in groups.items() if all(p.finished for p in ps)]:
                     self._spawn(self._finish(group_id, groups.pop(group_id)))
         finally:
-            self._in_flight -= len(group_ids)
-            self._generating[index] -= len(group_ids)
+            self._in_flight -= count
+            self._generating[index] -= count
+            self._notify()
+
+    def _rescue(
+        self, index: int, groups: dict[int, list[PartialRollout]], error: EngineError
+    ) -> None:
+        """Keep what an engine had finished; another engine, or the same one later, goes on."""
+        if not self.config.supervision.max_restarts:
+            raise error
+        log.warning("engine %d failed, %d groups go on elsewhere: %s", index, len(groups), error)
+        self._orphans |= groups
+        self._down.add(index)
+        self._spawn(self._try_again(index))
+
+    async def _try_again(self, index: int) -> None:
+        """An engine that failed one call without dying is used again after a while."""
+        await asyncio.sleep(_ENGINE_PAUSE_S)
+        if index not in self._lost:
+            self._down.discard(index)
             self._notify()
 
     def _partials(self, group_id: int) -> list[PartialRollout]:
         prompt = self.prompts.prompt(group_id)
-        attempt = self._attempts.get(group_id, 0)
+        redone = self.buffer.redone[group_id]  # blobs of an earlier try may still exist
         return [
             PartialRollout(
-                f"{group_id}.{sibling}" + (f".r{attempt}" if attempt else ""),
+                f"{group_id}.{sibling}" + (f".r{redone}" if redone else ""),
                 prompt,
                 self.sampling,
                 audit=self.config.replay.audit,
@@ -349,8 +407,13 @@ class Controller:
             Episode(episode.episode_id, episode.turns, score)
             for episode, score in zip(episodes, scores, strict=True)
         )
-        self.buffer.admit(EpisodeGroup(group_id, prompt, scored))
         self._attempts.pop(group_id, None)
+        group = EpisodeGroup(group_id, prompt, scored)
+        if self._history.holds_all(group):
+            self.buffer.admit(group)
+        else:
+            self._drop_branch(group)
+            self.buffer.abandon(group_id)
 
     def _drop_unscored(
         self, group_id: int, partials: list[PartialRollout], error: ScoreError
@@ -411,39 +474,59 @@ class Controller:
             case StepDone():
                 return await self._step_done(message)
             case JoinSync():
-                await self.engines[message.engine].join_sync(message)
+                await self._up(message.engine).join_sync(message)
                 return Ok()
             case OpenUpdate():
                 await self._settle(message.engine)
-                await self.engines[message.engine].open_update(message)
+                await self._up(message.engine).open_update(message)
                 return Ok()
             case CloseUpdate():
                 return await self._close_update(message)
             case Failed():
-                self._fail(TrainerError(f"trainer rank {message.rank}: {message.cause}"))
+                error = TrainerError(f"trainer rank {message.rank}: {message.cause}")
+                log.error("%s", error)
+                if not self.config.supervision.max_restarts:
+                    self._fail(error)
                 return Ok()
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for the controller")
 
     async def _hello(self, message: Hello) -> Message:
         await self._engines_up.wait()
+        is_first = self._incarnation is None
         self._dp_size = message.dp_size
         self._incarnation = message.version.incarnation
-        self.buffer.restart(message.version.step, message.consumed)
+        self._history.begin(message.version)
+        planned = [group for groups in self._planned.values() for group in groups]
+        self._planned.clear()
+        self.buffer.restart(message.version.step, message.consumed, planned)
+        for group in self.buffer.evict(lambda group: not self._history.holds_all(group)):
+            self._drop_branch(group)
+        if not is_first:
+            self.on_rewind(message.version.step)
         self._notify()
         return Ok()
+
+    def _drop_branch(self, group: EpisodeGroup) -> None:
+        """Some of its tokens are of weights that a restarted trainer gave up."""
+        self.ledger.dropped_branch += 1
+        self._forget(group)
 
     async def _take_plan(self, message: TakePlan) -> Message:
         if message.step >= self.config.run.steps:
             return Stop(f"all {self.config.run.steps} steps are done")
         if message.step != self.buffer.next_step:
             raise ProtocolError(f"plan {message.step} asked, plan {self.buffer.next_step} is next")
-        begin = time.monotonic()
+        begin, incarnation = time.monotonic(), self._incarnation
         while True:
+            if self._incarnation != incarnation:
+                raise ProtocolError("another gang has taken over")
             self._drop_stale()
             groups = self.buffer.take()
             if groups is not None:
                 break
+            if self._stale:
+                return Refresh()
             waited = time.monotonic() - begin
             if waited > message.timeout_s:
                 raise ProtocolError(
@@ -471,8 +554,10 @@ class Controller:
             self._forget(group)
 
     async def _step_done(self, message: StepDone) -> Message:
+        if message.version.incarnation != self._incarnation:
+            raise ProtocolError(f"step {message.step} of {message.version}: that gang is gone")
         groups = self._planned.pop(message.step)
-        engines = [await engine.status() for engine in self.engines]
+        engines = await self._statuses()
         metrics = dict(message.metrics)
         metrics |= self.ledger.row(groups, message.step, engines)
         metrics["async/buffer_depth"] = float(self.buffer.num_ready)
@@ -494,7 +579,7 @@ class Controller:
         Raises EngineError after rollout.request_timeout_s.
         """
         rollout = self.config.rollout
-        if rollout.in_flight_mode != "drain" or self._incarnation is None:
+        if rollout.in_flight_mode != "drain" or index in self._down:
             return
         exact = rollout.fixed_lag >= 0
 
@@ -515,9 +600,24 @@ class Controller:
                 )
             await self._wait_change(1.0)
 
+    async def _statuses(self) -> list[EngineStatus]:
+        """Of the engines that answer."""
+        found = []
+        for index in set(range(len(self.engines))) - self._lost:
+            with contextlib.suppress(EngineError):
+                found.append(await self.engines[index].status())
+        return found
+
+    def _up(self, index: int) -> Engine:
+        """The engine, for an update.  Raises EngineError while it is started again."""
+        if index in self._lost:
+            raise EngineError(f"engine {index} is being started again")
+        return self.engines[index]
+
     async def _close_update(self, message: CloseUpdate) -> Message:
-        closed = await self.engines[message.engine].close_update(message)
+        closed = await self._up(message.engine).close_update(message)
         self._draining[message.engine] = False
+        self._stale.discard(message.engine)
         self._versions[message.engine] = message.version
         self.ledger.update_closed(closed)
         self._notify()

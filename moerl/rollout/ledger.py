@@ -26,6 +26,8 @@ class Ledger:
         self.trainer_wait_s = 0.0
         self.interrupts = 0
         self.dropped_stale = 0
+        self.dropped_branch = 0
+        self.engine_restarts = 0
         self.score_failures = 0
         self.dropped_zero_variance = 0
         self.pauses: list[float] = []
@@ -47,6 +49,8 @@ class Ledger:
             "async/trainer_wait_frac": min(1.0, self.trainer_wait_s / elapsed),
             "async/dropped_stale_groups": float(self.dropped_stale),
             "async/interrupts": float(self.interrupts),
+            "async/engine_restarts": float(self.engine_restarts),
+            "async/dropped_branch_groups": float(self.dropped_branch),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "scorer/failed": float(self.score_failures),
         }
@@ -62,6 +66,8 @@ class Ledger:
         tokens = busy = 0.0
         for status in engines:
             before = self._engine_last.get(status.engine)
+            if before and before.generated_tokens > status.generated_tokens:
+                before = None  # the engine was started again
             tokens += status.generated_tokens - (before.generated_tokens if before else 0)
             busy += status.busy_s - (before.busy_s if before else 0.0)
             self._engine_last[status.engine] = status

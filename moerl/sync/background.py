@@ -2,19 +2,24 @@
 
 The weights are copied (frozen) right after the optimizer step; the copy is what the thread sends,
 so training goes on.  The next freeze waits for the thread, because it overwrites the copy.
-A publish that fails ends the run at once: engines would stay on old weights and the trainer would
-wait for a batch that the version lag forbids.
+A publish that fails ends the run at once (engines would stay on old weights and the trainer would
+wait for a batch that the version lag forbids), unless engines are started again when they die: then
+the others are published to, and the failed one gets the next version.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from moerl.errors import EngineError, TrainerError
 from moerl.protocols import Publisher, PublishResult
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
 
 
 class PublishThread:
@@ -27,8 +32,10 @@ class PublishThread:
         *,
         tracer: Tracer | None,
         on_failure: Callable[[BaseException], None],
+        engines_restart: bool = False,
     ) -> None:
         """on_failure: called on the publishing thread; it is expected to end the process."""
+        self._engines_restart = engines_restart
         self._publisher, self._num_engines = publisher, num_engines
         self._tracer, self._on_failure = tracer, on_failure
         self._thread: threading.Thread | None = None
@@ -56,7 +63,13 @@ class PublishThread:
         try:
             for engine in range(self._num_engines):
                 begin = time.time()
-                result = self._publisher.publish(engine, version)
+                try:
+                    result = self._publisher.publish(engine, version)
+                except (EngineError, TrainerError) as error:
+                    if not self._engines_restart:
+                        raise
+                    log.warning("engine %d was not brought to %s: %s", engine, version, error)
+                    continue
                 self._results.append(result)
                 if self._tracer is not None:
                     self._tracer.add(

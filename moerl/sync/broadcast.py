@@ -77,6 +77,7 @@ def open_outlet(
         bucket_bytes=config.sync.bucket_bytes,
         tracer=tracer,
         on_failure=on_failure,
+        engines_restart=config.supervision.max_restarts > 0,
     )
 
 
@@ -113,7 +114,7 @@ class BroadcastPublisher:
         frozen = self._frozen
         if frozen is None or frozen.version != version:
             raise EngineError(f"version {version} is not frozen for publishing")
-        group = self._groups.get(engine) or self._join(engine)
+        group = self._groups.pop(engine, None) or self._join(engine)
         opened = OpenUpdate(engine, version, group.name, frozen.buckets)
         self._control.expect(opened, Ok, self._open_timeout_s)
         begin = time.perf_counter()
@@ -126,6 +127,7 @@ class BroadcastPublisher:
         closed = self._control.expect(
             CloseUpdate(engine, version), UpdateClosed, self._sync.timeout_s
         )
+        self._groups[engine] = group  # a group that failed is not used again
         return PublishResult(
             engine=engine,
             version=version,
@@ -160,8 +162,7 @@ class BroadcastPublisher:
         except RuntimeError as error:
             raise EngineError(f"engine {engine} did not join the sync group: {error}") from error
         device = torch.device("cuda" if self._backend == "nccl" else "cpu")
-        self._groups[engine] = _EngineGroup(name, handle, device)
-        return self._groups[engine]
+        return _EngineGroup(name, handle, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,17 @@ class Outlet:
         bucket_bytes: int,
         tracer: Tracer | None,
         on_failure: Callable[[BaseException], None],
+        engines_restart: bool = False,
     ) -> None:
         """on_failure: ends the process; called on the publishing thread."""
         self._publisher, self._bucket_bytes = publisher, bucket_bytes
-        self._thread = PublishThread(publisher, num_engines, tracer=tracer, on_failure=on_failure)
+        self._thread = PublishThread(
+            publisher,
+            num_engines,
+            tracer=tracer,
+            on_failure=on_failure,
+            engines_restart=engines_restart,
+        )
         self._frozen: FrozenWeights | None = None
 
     def publish(self, tensors: dict[str, Tensor], version: PolicyVersion) -> dict[str, float]:

@@ -29,7 +29,19 @@ from torch import Tensor
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.errors import MoerlError, TrainerError
-from moerl.protocols import Failed, Hello, Ok, Plan, StepDone, Stop, TakePlan, decode, encode
+from moerl.protocols import (
+    Failed,
+    Hello,
+    Message,
+    Ok,
+    Plan,
+    Refresh,
+    StepDone,
+    Stop,
+    TakePlan,
+    decode,
+    encode,
+)
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer import checkpoint
@@ -152,17 +164,10 @@ class Gang:
 
     def _take_plan(self) -> BatchPlan | None:
         """The next plan on every rank, or None when the run is over."""
-        holder: list[bytes | None] = [None]
-        with self.tracer.span("wait", step=self.version.step):
-            if self.client is not None:
-                limit_s = self.config.trainer.step_timeout_s
-                reply = self.client.ask(
-                    TakePlan(self.version.step, limit_s), limit_s + _REPLY_SLACK_S
-                )
-                holder = [encode(reply)]
-            dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
-        assert holder[0] is not None, "rank 0 passes the controller's reply on"
-        message = decode(holder[0])
+        while isinstance(message := self._ask_plan(), Refresh):
+            self._settle()
+            self._publish()
+            self._settle()
         if isinstance(message, Stop):
             return None
         if not isinstance(message, Plan):
@@ -174,6 +179,20 @@ class Gang:
                 f"the gang is at {self.version}"
             )
         return plan
+
+    def _ask_plan(self) -> Message:
+        """The controller's reply to TakePlan, on every rank."""
+        holder: list[bytes | None] = [None]
+        with self.tracer.span("wait", step=self.version.step):
+            if self.client is not None:
+                limit_s = self.config.trainer.step_timeout_s
+                reply = self.client.ask(
+                    TakePlan(self.version.step, limit_s), limit_s + _REPLY_SLACK_S
+                )
+                holder = [encode(reply)]
+            dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
+        assert holder[0] is not None, "rank 0 passes the controller's reply on"
+        return decode(holder[0])
 
     def _train(self, plan: BatchPlan) -> None:
         with self.tracer.span("step", step=plan.step):

@@ -28,6 +28,7 @@ SETTINGS = [
     "rollout.group_size=4",
     "rollout.groups_per_request=4",
     "observe.engine_alone_s=0",
+    "supervision.max_restarts=0",
 ]
 CAUSES = {
     "interrupt": "interrupted",

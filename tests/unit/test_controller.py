@@ -16,7 +16,14 @@ import zmq.asyncio
 from moerl.blob import BlobStore
 from moerl.config import resolve
 from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
-from moerl.errors import ConfigError, EngineError, RecordError, ScoreError, TrainerError
+from moerl.errors import (
+    ConfigError,
+    EngineError,
+    ProtocolError,
+    RecordError,
+    ScoreError,
+    TrainerError,
+)
 from moerl.protocols import (
     CloseUpdate,
     EngineStatus,
@@ -25,6 +32,7 @@ from moerl.protocols import (
     Ok,
     OpenUpdate,
     Plan,
+    Refresh,
     Refused,
     StepDone,
     Stop,
@@ -63,9 +71,13 @@ class StubEngine:
         self.open.set()
         self.refuse = list(refuse)  # group ids whose next reply is a refusal
         self.requests: list[GenerateRequest] = []
+        self.cut = 0  # replies that an update interrupted
+        self.dead = self.dies_in_update = False
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         await self.open.wait()
+        if self.dead:
+            raise EngineError("engine 0 is not usable: it was killed")
         version = self.version
         self.requests += requests
         with contextlib.suppress(TimeoutError):
@@ -81,6 +93,7 @@ class StubEngine:
         left = request.sampling.max_new_tokens
         count = min(2, left) if self.interrupt.is_set() else left
         self.tokens += count
+        self.cut += count < left
         return Segment(
             request.rollout_id,
             np.full(count, 3, np.int32),
@@ -94,6 +107,10 @@ class StubEngine:
         self.open.clear()
         self.interrupt.set()
         await asyncio.sleep(0.005)
+        if self.dies_in_update and self.cut:
+            self.dead = True
+            self.open.set()
+            raise EngineError("engine 0 is not usable: it was killed")
         self.version = message.version
         self.interrupt.clear()
         self.open.set()
@@ -134,25 +151,39 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         blobs=BlobStore(tmp_path / "blobs", "n"),
         records=kwargs.get("records"),
         on_step=reports.append,
+        on_rewind=kwargs.get("on_rewind", lambda step: None),
     )
     controller.engines_started()
     return controller, reports
 
 
-async def train(controller: Controller, steps: int, consumed: tuple[int, ...] = ()) -> list:
-    """A trainer that publishes after every step."""
-    assert await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), consumed)) == Ok()
+async def train(
+    controller: Controller,
+    steps: int,
+    consumed: tuple[int, ...] = (),
+    start: PolicyVersion = PolicyVersion(0, 0),
+) -> list:
+    """A trainer that publishes after every step, and before the first if it was restarted."""
+    assert await controller.handle(Hello("t", 1, 1, start, consumed)) == Ok()
+    if start != PolicyVersion(0, 0):
+        await publish(controller, start)
     plans = []
-    for step in range(steps):
-        reply = await controller.handle(TakePlan(step, 5.0))
+    for step in range(start.step, steps):
+        while (reply := await controller.handle(TakePlan(step, 5.0))) == Refresh():
+            await publish(controller, PolicyVersion(start.incarnation, step))
         assert isinstance(reply, Plan), reply
         plans.append(reply.plan)
         await asyncio.sleep(0.005)  # the step
-        version = PolicyVersion(0, step + 1)
+        version = PolicyVersion(start.incarnation, step + 1)
         await controller.handle(StepDone(step, version, {"loss/pg": 0.0}, ""))
+        await publish(controller, version)
+    return plans
+
+
+async def publish(controller: Controller, version: PolicyVersion) -> None:
+    with contextlib.suppress(EngineError):  # a dead engine gets a later version
         await controller.handle(OpenUpdate(0, version, "g", ()))
         await controller.handle(CloseUpdate(0, version))
-    return plans
 
 
 async def running(controller: Controller, work):
@@ -377,6 +408,100 @@ def test_depth_zero_is_synchronous(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_restarted_trainer_makes_one_history(tmp_path: Path) -> None:
+    """Killed after step 3 with a checkpoint of step 1, while it waits for a plan."""
+
+    async def body() -> None:
+        rewinds: list[int] = []
+        controller, reports = make(tmp_path, StubEngine(), on_rewind=rewinds.append)
+
+        async def work() -> list:
+            first = await train(controller, 3)
+            held = [g.group_id for g in first[0].groups]
+            await controller.handle(TakePlan(3, 5.0))  # a plan that is never trained
+            again = await train(controller, 4, tuple(held), PolicyVersion(1, 1))
+            return [first[0], *again]
+
+        plans = await running(controller, work())
+        assert rewinds == [1]
+        assert [p.step for p in plans] == [0, 1, 2, 3]
+        ids = [g.group_id for p in plans for g in p.groups]
+        assert sorted(ids) == list(range(8)), "a group is lost, or trained twice"
+        for plan in plans[1:]:
+            for span in (s for g in plan.groups for r in g.rollouts() for s in r.versions):
+                given_up = span.version.incarnation == 0 and span.version.step > 1
+                assert not given_up, f"step {plan.step} trains a token of {span.version}"
+                assert 0 <= plan.step - span.version.step <= 2
+        assert [r.step for r in reports] == [0, 1, 2, 1, 2, 3]
+
+    asyncio.run(body())
+
+
+def test_a_plan_that_a_dead_gang_waits_for_takes_no_groups(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        controller, _ = make(tmp_path, engine)
+        engine.open.clear()  # nothing is generated yet
+
+        async def work() -> list:
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            waiting = asyncio.create_task(controller.handle(TakePlan(0, 5.0)))
+            await asyncio.sleep(0.01)
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
+            engine.open.set()
+            with pytest.raises(ProtocolError, match="another gang has taken over"):
+                await waiting
+            return await train(controller, 4, (), PolicyVersion(1, 0))
+
+        plans = await running(controller, work())
+        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_dies_loses_nothing(tmp_path: Path) -> None:
+    """Its groups go on when it is back, from the tokens that an update had already cut off."""
+
+    async def body() -> None:
+        engine, fresh = StubEngine(), StubEngine()
+        engine.dies_in_update = True
+        controller, reports = make(tmp_path, engine)
+
+        async def restart() -> None:
+            while not engine.dead:
+                await asyncio.sleep(0.001)
+            controller.engine_lost(0)
+            await asyncio.sleep(0.05)
+            assert not fresh.requests
+            controller.engine_back(0, fresh)
+
+        async def work() -> list:
+            restarting = asyncio.create_task(restart())
+            plans = await train(controller, 4)
+            await restarting
+            return plans
+
+        plans = await running(controller, work())
+        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+        assert sum(r.metrics["async/engine_restarts"] for r in reports) == 1
+        resumed = [r for r in fresh.requests if r.num_sampled]
+        assert resumed, "what the dead engine had sampled was thrown away"
+
+    asyncio.run(body())
+
+
+def test_without_restarts_a_dead_engine_ends_the_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        engine.dead = True
+        config = replace(CONFIG, supervision=replace(CONFIG.supervision, max_restarts=0))
+        controller, _ = make(tmp_path, engine, config)
+        with pytest.raises(EngineError, match="it was killed"):
+            await running(controller, train(controller, 4))
+
+    asyncio.run(body())
+
+
 def test_an_engine_of_another_history_gets_no_work(tmp_path: Path) -> None:
     """After a resume the engines serve the start weights until the trainer publishes."""
 
@@ -416,7 +541,8 @@ def test_hello_waits_for_the_engines(tmp_path: Path) -> None:
 
 def test_the_trainers_cause_ends_the_run(tmp_path: Path) -> None:
     async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine())
+        config = replace(CONFIG, supervision=replace(CONFIG.supervision, max_restarts=0))
+        controller, _ = make(tmp_path, StubEngine(), config)
 
         async def work() -> None:
             await controller.handle(Failed(1, "loss is not finite at step 3"))
