@@ -33,21 +33,18 @@ import numpy as np
 from moerl.blob import BlobStore
 from moerl.config.schema import Config, ParallelConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
+from moerl.data.synthetic import RecordShape, random_rollout
 from moerl.layout import ModelSpec
 from moerl.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
-    Finish,
-    MaskBlob,
     PolicyVersion,
     Prompt,
     Rollout,
-    RoutingBlob,
     SamplingParams,
     Score,
     Turn,
-    VersionSpan,
 )
 
 SPEC = ModelSpec(
@@ -165,29 +162,17 @@ def make_plan(rollouts: list[Rollout]) -> BatchPlan:
 
 
 def make_rollout(store: BlobStore, rng: np.random.Generator, index: int) -> Rollout:
-    """Random tokens, random valid routes, kept sets of geometric size (mean KEPT_MEAN)."""
-    tokens = rng.integers(0, SPEC.vocab_size, LENGTH).astype(np.int32)
-    rows, sampled = LENGTH - 1, LENGTH - PROMPT
-    scores = rng.random((SPEC.layers, rows, SPEC.experts))
-    routes = np.argsort(scores, axis=-1)[..., : SPEC.experts_per_token].astype(np.uint8)
-    sizes = np.minimum(rng.geometric(1 / KEPT_MEAN, sampled), 512)
-    kept = [
-        np.union1d(rng.choice(SPEC.vocab_size, size, replace=False), [token])
-        for size, token in zip(sizes, tokens[PROMPT:], strict=True)
-    ]
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in kept])]).astype(np.int64)
-    refs = store.seal(f"r{index}", [routes, offsets, np.concatenate(kept).astype(np.int32)])
-    return Rollout(
-        rollout_id=f"r{index}",
-        token_ids=tokens,
-        loss_mask=np.arange(LENGTH) >= PROMPT,
-        logprobs=np.full(sampled, -3.0, np.float32),
-        versions=(VersionSpan(0, START),),
-        routing=(RoutingBlob(refs[0], 0, rows, START, SPEC.moe_layers, SPEC.experts),),
-        sampling_mask=(MaskBlob(refs[1], refs[2], 0, sampled),),
-        finish=Finish.LENGTH,
-        sampling=SamplingParams(max_new_tokens=sampled, top_p=0.95, top_k=512),
-        engine=0,
+    num_sampled = LENGTH - PROMPT
+    return random_rollout(
+        store,
+        rng,
+        f"r{index}",
+        RecordShape(SPEC.vocab_size, SPEC.moe_layers, SPEC.experts, SPEC.experts_per_token),
+        rng.integers(0, SPEC.vocab_size, PROMPT).astype(np.int32),
+        num_sampled,
+        sampling=SamplingParams(max_new_tokens=num_sampled, top_p=0.95, top_k=512),
+        versions=(START,),
+        kept_mean=KEPT_MEAN,
     )
 
 

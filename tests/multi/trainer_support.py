@@ -16,23 +16,21 @@ import numpy as np
 
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
+from moerl.data.synthetic import RecordShape, random_rollout
 from moerl.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
-    Finish,
-    MaskBlob,
     PolicyVersion,
     Prompt,
     Rollout,
-    RoutingBlob,
     SamplingParams,
     Score,
     Turn,
-    VersionSpan,
 )
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 67, 3, 8, 2
+SHAPE = RecordShape(VOCAB, tuple(range(LAYERS)), EXPERTS, TOP_K)
 UNUSED_EXPERT = 5  # named by no route of a plan that asks for it
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,48 +116,21 @@ def _group(
     episodes = []
     for sibling in range(siblings):
         name = f"{group_id}.{sibling}.s{rng.integers(1 << 30)}"
-        rollout = _rollout(store, rng, name, prompt, step, unused_expert)
+        rollout = random_rollout(
+            store,
+            rng,
+            name,
+            SHAPE,
+            prompt,
+            int(rng.integers(3, 12)),
+            sampling=SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, top_k=8),
+            versions=(PolicyVersion(0, step),),
+            unused_expert=unused_expert,
+        )
         score = Score(float(rng.integers(0, 2)))
         episodes.append(Episode(f"{group_id}.{sibling}", (Turn(rollout),), score))
     return EpisodeGroup(
         group_id, Prompt(group_id, tuple(prompt.tolist()), "", None, {}), tuple(episodes)
-    )
-
-
-def _rollout(
-    store: BlobStore,
-    rng: np.random.Generator,
-    name: str,
-    prompt: np.ndarray,
-    step: int,
-    unused_expert: int | None,
-) -> Rollout:
-    num_sampled = int(rng.integers(3, 12))
-    output = rng.integers(0, VOCAB, num_sampled).astype(np.int32)
-    tokens = np.concatenate([prompt, output])
-    rows = len(tokens) - 1
-    version = PolicyVersion(0, step)
-    choices = [e for e in range(EXPERTS) if e != unused_expert]
-    ids = np.stack(
-        [[rng.permutation(choices)[:TOP_K] for _ in range(rows)] for _ in range(LAYERS)]
-    ).astype(np.uint8)
-    kept = [
-        np.union1d(rng.choice(VOCAB, int(rng.integers(0, 9)), replace=False), [token])
-        for token in output
-    ]
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in kept])]).astype(np.int64)
-    refs = store.seal(name, [ids, offsets, np.concatenate(kept).astype(np.int32)])
-    return Rollout(
-        rollout_id=name,
-        token_ids=tokens,
-        loss_mask=np.arange(len(tokens)) >= len(prompt),
-        logprobs=(-rng.random(num_sampled) * 3).astype(np.float32),
-        versions=(VersionSpan(0, version),),
-        routing=(RoutingBlob(refs[0], 0, rows, version, tuple(range(LAYERS)), EXPERTS),),
-        sampling_mask=(MaskBlob(refs[1], refs[2], 0, num_sampled),),
-        finish=Finish.LENGTH,
-        sampling=SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, top_k=8),
-        engine=0,
     )
 
 
