@@ -1,4 +1,4 @@
-"""The command line: `moerl train`, `moerl mismatch`, `moerl check-layout`.
+"""The command line: `moerl train`, `moerl mismatch`, `moerl check-layout`, `moerl plan`.
 
 Heavy packages are imported only when a command that needs them runs.
 """
@@ -206,6 +206,48 @@ def _count(field: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(field, text, "must be a whole number")
     return int(text)
+
+
+@app.command()
+def plan(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    nic_gb_s: Annotated[float, typer.Option(help="GB/s of each rank's network card.")] = 50.0,
+    ranks_per_node: Annotated[int, typer.Option(help="Engine ranks that share a node.")] = 8,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(help="Share of line rate to predict with; default: what others published."),
+    ] = None,
+    direct: Annotated[
+        int, typer.Option(help="Engines the trainer serves itself; 0 = the fastest number.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Forecast one publish of a recipe: bytes, traffic against a broadcast, seconds, buffers.
+
+    Reads the model's config.json and nothing else, for up to thousands of ranks.
+
+    Examples:
+
+      moerl plan cluster-kimi-k2
+
+      moerl plan cluster-qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
+    """
+    from moerl.config import load_config, resolve
+    from moerl.launch import sync_plan
+    from moerl.layout.forecast import Links, forecast
+
+    if not recipe:
+        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
+    if efficiency is not None and not 0 < efficiency <= 1:
+        raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
+    layouts = sync_plan.planned_layouts(resolve(load_config(recipe, list(overrides or []))))
+    links = Links(nic_gb_s, ranks_per_node)
+    found = forecast(*layouts, links, direct=direct)
+    if as_json:
+        typer.echo(json.dumps(sync_plan.as_json(found, links, efficiency)))
+    else:
+        typer.echo(sync_plan.describe(found, links, layouts, efficiency))
 
 
 def _model_config(model: Path) -> dict[str, Any]:

@@ -1,0 +1,194 @@
+"""`moerl plan RECIPE`: what publishing weights will cost, without starting or reading anything.
+
+Needs the recipe and the model's config.json, neither torch nor a GPU, so that the layout of a
+cluster can be judged on a login node before it is reserved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from moerl.config import Config
+from moerl.config.load import CONFIG_ROOT
+from moerl.errors import ConfigError, ModelError
+from moerl.layout import ModelSpec, ParallelLayout, model_spec
+from moerl.layout.check import Spread
+from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links
+from moerl.layout.plan import EngineLayout
+from moerl.layout.relay import TRAINER
+from moerl.layout.transfer import WirePolicy
+
+GB = 1e9  # bytes, as network cards are sold
+
+
+def planned_layouts(
+    config: Config,
+) -> tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy]:
+    """What the recipe says about the model, both sides and the wire.
+
+    Raises ConfigError or ModelError for a recipe without a readable model folder.
+    """
+    parallel, megatron = config.trainer.parallel, config.trainer.megatron
+    trainer = ParallelLayout(
+        **asdict(parallel),
+        first_stage_layers=int(megatron.get("num_layers_in_first_pipeline_stage") or 0),
+        last_stage_layers=int(megatron.get("num_layers_in_last_pipeline_stage") or 0),
+    )
+    return model_spec(_model_config(config)), trainer, _engines(config), _policy(config)
+
+
+def _engines(config: Config) -> EngineLayout:
+    args: Mapping[str, Any] = config.engine.args
+    attention_dp = int(args.get("dp_size") or 1) if args.get("enable_dp_attention") else 1
+    return EngineLayout(
+        tp=config.engine.tp,
+        ep=int(args.get("ep_size") or 1),
+        dp=attention_dp,
+        num=config.engine.count,
+        dense_tp=int(args.get("moe_dense_tp_size") or 0),
+    )
+
+
+def _policy(config: Config) -> WirePolicy:
+    quantization = config.engine.args.get("quantization") or "none"
+    if quantization not in ("none", "fp8"):
+        raise ConfigError("engine.args.quantization", quantization, "use none or fp8")
+    wire = "fp8_block" if quantization == "fp8" else "none"
+    return WirePolicy(config.engine.dtype, wire, config.sync.bucket_bytes)
+
+
+def _model_config(config: Config) -> dict[str, Any]:
+    name = config.model.path
+    if not name:
+        raise ConfigError("model.path", name, "moerl plan needs a folder with a config.json")
+    path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: missing or not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def as_json(found: Forecast, links: Links, efficiency: float | None) -> dict[str, object]:
+    """Everything that `describe` prints, in bytes and seconds."""
+    shares = _shares(efficiency)
+    return asdict(found) | {
+        "rank_ratio": found.rank_ratio,
+        "nic_ratio": found.nic_ratio,
+        "links": asdict(links),
+        "efficiency": shares,
+        "predicted_plan_s": found.planned_s / shares["plan"],
+        "predicted_broadcast_s": found.broadcast_s / shares["broadcast"],
+        "predicted_hierarchical_s": found.hierarchical_s / shares["hierarchical"],
+    }
+
+
+def describe(
+    found: Forecast,
+    links: Links,
+    layouts: tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy],
+    efficiency: float | None,
+) -> str:
+    """A report for people."""
+    spec, trainer, engines, policy = layouts
+    wire = policy.dtype if policy.quantization == "none" else f"fp8 blocks and {policy.dtype}"
+    lines = [
+        f"{spec.family}, {_gb(found.model_bytes)} GB on the wire ({wire}), "
+        f"{found.expert_share:.0%} routed experts",
+        f"trainer: {found.trainer_ranks:,} ranks, tp {trainer.tp} pp {trainer.pp} cp {trainer.cp} "
+        f"dp {trainer.dp} ep {trainer.ep} etp {trainer.etp}",
+        f"engines: {found.engines} x {found.ranks_per_engine} ranks, ep {engines.ep}, attention "
+        f"over {engines.tp // engines.dp}, dense layers over {engines.dense_tp or engines.tp}",
+        "",
+        _row("per rank, GB", "min", "mean", "max"),
+        _row("an engine rank receives", *_three(found.received)),
+        _row("a trainer rank sends", *_three(found.sent)),
+        _row("  without relay", *_three(found.sent_without_relay)),
+        _row("boxes to one engine", *(f"{n:,.0f}" for n in _ends(found.parts))),
+        "",
+        _row("traffic, GB", "plan", "broadcast", "ratio"),
+        _row("into one engine", _gb(found.engine_bytes), _gb(_per_engine(found)), ""),
+        _row(
+            "into all engine ranks",
+            _gb(found.planned_bytes),
+            _gb(found.broadcast_bytes),
+            f"{found.rank_ratio:.2f}",
+        ),
+        _row(
+            "through network cards",
+            _gb(found.planned_bytes),
+            _gb(found.broadcast_nic_bytes),
+            f"{found.nic_ratio:.2f}",
+        ),
+        _row("gather on the trainer", "0", _gb(found.gather_bytes), ""),
+        "",
+        _row(f"seconds, {links.nic_gb_s:g} GB/s a card", "plan", "broadcast", "hierarchical"),
+        _row("line rate (bound)", *_seconds(found, dict.fromkeys(PUBLISHED_EFFICIENCY, 1.0))),
+        _row(_at(efficiency), *_seconds(found, _shares(efficiency))),
+        "",
+        f"bounds: engine ingress {_gb(found.received.high)} GB per rank, every needed byte once; "
+        f"trainer egress {_gb(found.sent.high)} GB per rank for the engines that it serves itself, "
+        "none for others",
+        f"buffers: trainer rank {_gb(found.trainer_buffer)} GB (frozen weights, two buckets), "
+        f"engine rank {_gb(found.engine_buffer)} GB (staging)",
+        _relay(found),
+    ]
+    if found.nodes_per_engine == 1:
+        lines.append(
+            "engines of one node: cards of a hierarchical broadcast carry no more than the plan; "
+            "what is saved is the gather and the copies inside a node"
+        )
+    return "\n".join(lines)
+
+
+def _shares(efficiency: float | None) -> dict[str, float]:
+    return PUBLISHED_EFFICIENCY | (
+        {} if efficiency is None else dict.fromkeys(PUBLISHED_EFFICIENCY, efficiency)
+    )
+
+
+def _at(efficiency: float | None) -> str:
+    return "at published shares" if efficiency is None else f"at {efficiency:.0%} of line rate"
+
+
+def _seconds(found: Forecast, shares: Mapping[str, float]) -> list[str]:
+    bounds = (found.planned_s, found.broadcast_s, found.hierarchical_s)
+    return [f"{s / share:.3g}" for s, share in zip(bounds, shares.values(), strict=True)]
+
+
+def _per_engine(found: Forecast) -> float:
+    return found.broadcast_bytes / found.engines
+
+
+def _relay(found: Forecast) -> str:
+    direct = sum(hop.src == TRAINER for hop in found.hops)
+    parts = [f"relay: the trainer serves {direct} of {found.engines} engines"]
+    for number, hops in groupby(found.hops, key=lambda hop: hop.round):
+        if number:
+            parts.append(f"round {number}: " + ", ".join(f"{hop.src} -> {hop.dst}" for hop in hops))
+    return "; ".join(parts)
+
+
+def _row(label: str, *cells: str) -> str:
+    return f"{label:<26}" + "".join(f"{cell:>14}" for cell in cells)
+
+
+def _ends(spread: Spread) -> tuple[float, float, float]:
+    return spread.low, spread.mean, spread.high
+
+
+def _three(spread: Spread) -> list[str]:
+    return [_gb(value) for value in _ends(spread)]
+
+
+def _gb(num_bytes: float) -> str:
+    value = num_bytes / GB
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
