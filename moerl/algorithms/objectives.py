@@ -117,7 +117,7 @@ def sapo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     r = 1.  1.0 and 1.05 there.
     """
     ratio = _ratio(t.logprob, old)
-    k = torch.where(t.advantage > 0, s.sapo_tau_pos, s.sapo_tau_neg).to(ratio.dtype)
+    k = torch.full_like(ratio, s.sapo_tau_neg).masked_fill(t.advantage > 0, s.sapo_tau_pos)
     loss = -t.advantage * torch.sigmoid(k * (ratio - 1.0)) * 4.0 / k
     return TokenLoss(loss, _nowhere(ratio), _nowhere(ratio), _nowhere(ratio))
 

@@ -181,7 +181,7 @@ class Learner:
         )
         result = policy_loss(self.config.algorithm, tokens, batch.weight.to(device))
         sums.loss += result.sums
-        sums.mismatch += MismatchSums.of(logprob_N, engine_N, batch.lag)
+        sums.mismatch += MismatchSums.of(logprob_N, engine_N, batch.lag, tokens.sequences)
         _count(sums, batch, self.model, float(entropy_N.sum()))
         return result.loss, torch.tensor(0, dtype=torch.int, device=device), {}
 

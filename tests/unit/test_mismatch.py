@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from moerl.algorithms.mismatch import LAG_BINS, MismatchSums
+from moerl.algorithms.tokens import Sequences
 
 
 def sums(d: np.ndarray, lag: np.ndarray) -> MismatchSums:
@@ -21,6 +22,10 @@ def reference(d: np.ndarray) -> dict[str, float]:
         "tokens": len(d),
         "k1": -d.mean(),
         "k3": (w - 1 - d).mean(),
+        "k3_reverse": (w * d - w + 1).mean(),
+        "m2": (d * d).mean(),
+        "prob_error_mean": np.exp(np.abs(d)).mean(),
+        "chi2_token": (w * w).mean() - 1,
         "abs_dlogp_mean": np.abs(d).mean(),
         "abs_dlogp_max": np.abs(d).max(),
         "ratio_mean": w.mean(),
@@ -45,6 +50,10 @@ def test_every_metric_equals_its_formula_overall_and_per_bin() -> None:
             assert abs(got - value) < 1e-9 * max(1, abs(value)), (name, suffix)
         p99 = np.quantile(np.abs(part), 0.99)
         assert p99 * 0.99 <= metrics[f"mismatch/abs_dlogp_p99{suffix}"] <= p99 * 1.09
+        for name, q in (("p001", 0.001), ("p50", 0.5), ("p999", 0.999)):
+            want = np.quantile(part, q, method="inverted_cdf")
+            got = np.log(metrics[f"mismatch/ratio_{name}{suffix}"])
+            assert abs(got - want) <= 0.08 * abs(want) + 1e-6, (name, suffix, got, want)
 
 
 def test_parts_add_up_to_the_whole_however_they_are_cut() -> None:
@@ -87,3 +96,27 @@ def test_the_direction_is_trainer_minus_engine() -> None:
     metrics = sums(np.full(4, 0.5), np.zeros(4, np.int64)).metrics()
     assert metrics["mismatch/k1"] == -0.5
     assert metrics["mismatch/ratio_mean"] > 1
+
+
+def test_sequence_statistics_by_hand_and_in_parts() -> None:
+    d, of = np.array([0.1, 0.3, -0.2, 0.0, 0.4]), np.array([0, 0, 1, 1, 1])
+    engine, lag = -np.ones_like(d), np.zeros(5, np.int64)
+
+    def part(rows: np.ndarray) -> MismatchSums:
+        tensors = (torch.from_numpy(x[rows]) for x in (engine + d, engine, lag))
+        index = torch.from_numpy(of[rows] - of[rows].min())
+        return MismatchSums.of(*tensors, Sequences(index, int(index.max()) + 1))
+
+    metrics = part(np.arange(5)).metrics()
+    W = np.exp([0.4, 0.2])
+    want = {
+        "chi2_seq": (W**2).mean() - 1,
+        "ess_seq_frac": W.sum() ** 2 / (2 * (W**2).sum()),
+        "log_ppl_diff_mean": -(0.2 + 0.2 / 3) / 2,
+        "log_ppl_diff_absmax": 0.2,
+    }
+    joined = (part(np.arange(2)) + part(np.arange(2, 5))).metrics()
+    for name, value in want.items():
+        assert abs(metrics[f"mismatch/{name}"] - value) < 1e-12, name
+        assert abs(joined[f"mismatch/{name}"] - value) < 1e-12, name
+    assert "mismatch/chi2_seq" not in sums(d, lag).metrics(), "absent without sequences"
