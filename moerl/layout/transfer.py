@@ -162,9 +162,8 @@ def plan_sender(
         return (where.ep if holding.experts else 0,) if axis in holding.same else ()
 
     regions: dict[int, list[_Keyed]] = defaultdict(list)
-    for found in _deliveries(tables, where.pp, engine_id, mine):
-        if found.src == rank:
-            regions[found.part.rank] += _pieces(found)
+    for found in _deliveries(tables, where.pp, engine_id, mine, src=rank):
+        regions[found.part.rank] += _pieces(found)
     made = tuple(_region(rank, dst, regions[dst], policy) for dst in sorted(regions))
     return SenderPlan(plan_id(spec, trainer, engine, engine_id, policy, flavor), rank, made)
 
@@ -186,7 +185,7 @@ def plan_receiver(
 
     regions: dict[int, list[_Keyed]] = defaultdict(list)
     for stage in range(trainer.pp):
-        for found in _deliveries(tables, stage, engine_id, every, only=rank):
+        for found in _deliveries(tables, stage, engine_id, every, dst=rank):
             regions[found.src] += _pieces(found)
     made = tuple(_region(src, rank, regions[src], policy) for src in sorted(regions))
     starts, end = [], 0
@@ -553,12 +552,13 @@ def _deliveries(
     stage: int,
     engine_id: int,
     eps: Callable[[_Holding], Iterable[int]],
-    only: int | None = None,
+    src: int | None = None,
+    dst: int | None = None,
 ) -> Iterator[_Delivery]:
-    """All deliveries of a stage, in the order in which turns are counted.
+    """Deliveries of a stage, in the order in which turns are counted.
 
     eps: the expert ranks of the trainer to visit for a holding, 0 for what belongs to no expert.
-    only: the engine rank whose deliveries are wanted; turns of the others are counted all the same.
+    src, dst: the trainer or engine rank whose deliveries are wanted; all turns are counted.
     """
     seen: dict[tuple[_Group, int], int] = defaultdict(int)
     for src_prefix, number, holdings in tables.stages[stage]:
@@ -570,13 +570,14 @@ def _deliveries(
                 offset = _offset(engine_id, len(ranks))
                 for slot, (expert, holder, dst_slot) in enumerate(tables.experts_of(holding, ep)):
                     entry = holding.entries[holder]
-                    chosen = entry.parts.values() if only is None else (entry.parts.get(only, ()),)
+                    chosen = entry.parts.values() if dst is None else (entry.parts.get(dst, ()),)
                     for part in (part for parts in chosen for part in parts):
                         size = part.num_bytes
                         turn = seen[group, size] + part.order + starts[size] + offset
-                        src = ranks[turn % len(ranks)]
-                        at = (expert, slot, dst_slot)
-                        yield _Delivery(src, part, *names, holding.src_stacked, *at)
+                        sender = ranks[turn % len(ranks)]
+                        if src is None or src == sender:
+                            at = (expert, slot, dst_slot)
+                            yield _Delivery(sender, part, *names, holding.src_stacked, *at)
                     for size, count in entry.counts:
                         seen[group, size] += count
 

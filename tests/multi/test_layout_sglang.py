@@ -30,13 +30,14 @@ from moerl.layout import (
     check_covers,
     each,
     flat,
-    join,
     megatron_tiles,
     model_spec,
     placement,
     sglang_tiles,
 )
+from moerl.layout import plan as plan_layout
 from moerl.layout.rules import Part, Rule
+from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
 
 Tensors = dict[str, torch.Tensor]
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,32 +120,57 @@ def test_tiles_are_what_sglang_loads(oracle: Path, case: Case) -> None:
     check(oracle, case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_plan_writes_what_sglang_loads(oracle: Path, case: Case) -> None:
-    """From trainer ranks, whose content their tiles define, straight into engine ranks."""
+def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
+    """Trainer ranks, whose content their tiles define, send bytes; engine ranks place them.
+
+    Compared with what SGLang's loader wrote, bit by bit.  Raises AssertionError naming a tensor.
+    """
     folder = oracle / case.model
     spec, hf = model_spec(config_of(folder)), checkpoint(folder)
     tp = 1 if spec.kv_heads % 2 else 2
     trainer = ParallelLayout(tp=tp, pp=2, ep=2 if spec.experts else 1)
-    held = {rank: megatron_tiles(spec, trainer, rank) for rank in range(trainer.world_size)}
-    sent = {rank: by_tiles(named, hf, torch.bfloat16) for rank, named in held.items()}
-    sinks = {rank: sglang_tiles(spec, case.tp, rank, case.ep, case.dp) for rank in range(case.tp)}
-    live = {
-        rank: load_file(oracle / "loaded" / f"{case}.{rank}.safetensors") for rank in range(case.tp)
-    }
-    got = {
-        rank: {name: torch.full_like(value, float("nan")) for name, value in values.items()}
-        for rank, values in live.items()
-    }
-    for op in join(held, sinks):
-        part = sent[op.src][op.src_name][at(op.src_box)]
-        got[op.dst][op.dst_name][at(op.dst_box)] = part
-    for rank, values in live.items():
-        for name, value in values.items():
-            pad = sinks[rank][name].pad_rows
-            if pad:
-                got[rank][name][-pad:] = 0  # nobody sends padding
-            assert same_bits(got[rank][name], value), f"{case} rank {rank}: {name}"
+    plan = (spec, trainer, plan_layout.EngineLayout(case.tp, case.ep, case.dp), 1)
+    policy = WirePolicy(case.dtype, bucket_bytes=1024)
+    wire: dict[tuple[int, int], torch.Tensor] = {}
+    for rank in range(trainer.world_size):
+        held = by_tiles(megatron_tiles(spec, trainer, rank), hf, torch.bfloat16)
+        for region in plan_sender(*plan, rank, policy).regions:
+            parts = [
+                held[p.src_name][at(p.src_box)].to(getattr(torch, p.dtype)) for p in region.pieces
+            ]
+            flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+            wire[region.src, region.dst] = torch.cat(flat)
+    for rank in range(case.tp):
+        live = load_file(oracle / "loaded" / f"{case}.{rank}.safetensors")
+        got = {name: torch.full_like(value, float("nan")) for name, value in live.items()}
+        receiver = plan_receiver(*plan, rank, policy)
+        for region in receiver.regions:
+            data = wire[region.src, rank]
+            assert len(data) == region.num_bytes
+            for p in region.pieces[1:] if harm == "drop" else region.pieces:
+                part = data[p.offset : p.offset + p.num_bytes].view(getattr(torch, p.dtype))
+                into = got[p.dst_name][at(p.dst_box)]
+                into.copy_(part.view(into.shape))
+        for name, first in receiver.padding:
+            got[name][first:] = 0  # nobody sends padding
+        wrong = [name for name, value in live.items() if not same_bits(got[name], value)]
+        assert not wrong, f"{case} rank {rank}: {', '.join(wrong)} not as SGLang loads them"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_transfer_plan_writes_what_sglang_loads(oracle: Path, case: Case) -> None:
+    planned(oracle, case)
+
+
+def test_the_transfer_plan_is_compared_in_twelve_cases_of_every_kind() -> None:
+    named = {(case.model, case.tp) for case in CASES}
+    assert len(named) >= 12
+    assert {"qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"} <= {model for model, _ in named}
+
+
+def test_a_dropped_piece_is_seen(oracle: Path) -> None:
+    with pytest.raises(AssertionError, match="not as SGLang loads them"):
+        planned(oracle, next(case for case in CASES if case.tp == 2), harm="drop")
 
 
 def test_every_family_is_compared_at_three_sizes() -> None:
