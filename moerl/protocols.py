@@ -116,6 +116,7 @@ class PrepareUpdate:
     trainer: dict[str, int]  # fields of `moerl.layout.ParallelLayout`
     policy: dict[str, int | str]  # fields of `moerl.layout.transfer.WirePolicy`
     flavor: str  # layer spec of the trainer's model: local | te
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class AbortUpdate:
     engine: int
     version: PolicyVersion
     cause: str
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,7 @@ class UpdateClosed:
 @dataclass(frozen=True, slots=True)
 class UpdatePrepared:
     endpoints: tuple[bytes, ...]  # of each engine rank's staging buffer, for the transport
+    starts: tuple[dict[int, int], ...]  # in it, by trainer rank: where its region begins
     layout: str  # fingerprint of the engine's weight layout
     held: PolicyVersion  # what the engine serves
 
@@ -223,6 +226,9 @@ class EngineHolds:
     version: PolicyVersion
     cause: str  # why it is not served requests; empty: it is
 
+
+SessionMessage = PrepareUpdate | VerifyUpdate | CommitUpdate | AbortUpdate | AskEngine
+"""What a publish session asks of one engine."""
 
 Message = (
     Hello
@@ -352,6 +358,10 @@ class Engine(Protocol):
 
     async def close_update(self, message: CloseUpdate) -> UpdateClosed: ...
 
+    async def session(self, message: SessionMessage) -> Message:
+        """One step of a publish session.  Raises EngineError: refused, late or broken."""
+        ...
+
     async def status(self) -> EngineStatus: ...
 
     async def stop(self) -> None: ...
@@ -375,6 +385,20 @@ class PublishResult:
     transfer_s: float
     pause_s: float
     aborted: int
+    prepare_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    resent: int = 0  # buckets sent twice because they arrived damaged
+
+
+@dataclass(frozen=True, slots=True)
+class PublishFailure:
+    """An engine that did not take a version; it serves the whole version it had, or nothing."""
+
+    engine: int
+    version: PolicyVersion
+    phase: str  # prepare | transfer | verify | commit
+    cause: str
 
 
 class Publisher(Protocol):

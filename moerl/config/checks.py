@@ -30,7 +30,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.dtype": ("fp32", "bf16"),
     "trainer.dispatcher": ("alltoall", "allgather"),
     "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
-    "sync.transport": ("broadcast",),
+    "sync.transport": ("broadcast", "shm", "gloo", "nccl", "mooncake", "disk"),
     "sync.every": (1,),
 }
 _AT_LEAST: dict[str, float] = {
@@ -74,6 +74,7 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.constant_tokens": 0,
     "algorithm.overlong_buffer": 0,
     "sync.bucket_bytes": 1024,
+    "sync.quorum": 1,
     "supervision.max_restarts": 0,
     "supervision.backoff_s": 0,
     "checkpoint.every": 0,

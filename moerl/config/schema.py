@@ -188,7 +188,8 @@ class SyncConfig:
     transport: str = "broadcast"  # SGLang's bucketed distributed update (gloo on CPU, NCCL on CUDA)
     bucket_bytes: int = 16 * 2**20
     every: int = 1  # optimizer steps between publishes
-    timeout_s: float = 120.0
+    timeout_s: float = 120.0  # longest phase of a publish; a slower engine is left behind
+    quorum: int = 1  # engines that must take a version; max_restarts misses in a row are forgiven
 
 
 @dataclass(frozen=True)

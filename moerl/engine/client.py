@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
+from moerl.engine.receiver import COMMIT
 from moerl.errors import EngineError
 
 _CONNECT_S = 5.0
@@ -71,6 +72,17 @@ class EngineClient:
     async def end_update(self) -> None:
         await self._succeed("/end_weight_update", {})
 
+    async def commit(self, version: str) -> float:
+        """Serve the version that the receivers verified; seconds spent in the live weights."""
+        fields = {
+            "serialized_named_tensors": [],
+            "load_format": COMMIT,
+            "weight_version": version,
+            "flush_cache": True,
+        }
+        reply = await self._succeed("/update_weights_from_tensor", fields)
+        return float(str(reply["message"]).split()[0])
+
     async def weight_version(self) -> str:
         return str((await self._ask("GET", "/model_info"))["weight_version"])
 
@@ -92,10 +104,11 @@ class EngineClient:
             with attempt:
                 return await self._request(method, path, body)
 
-    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
-        reply = await self._post(path, body)
+    async def _succeed(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        reply: dict[str, Any] = await self._post(path, body)
         if not reply.get("success"):
             raise EngineError(f"engine {path}: {reply.get('message', reply)}")
+        return reply
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:

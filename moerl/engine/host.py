@@ -4,8 +4,10 @@ It starts the server, sends requests, checks and seals every record before anybo
 walks the server through weight updates.  One event loop owns it.
 
 State: `_admit` is set while requests may be sent (cleared during an update); `_idle` is set while
-none is in flight; `_cause` says why the engine is unusable (its server died, or an update failed
-half-way and its weights are unknown).  A dirty engine refuses everything until it is started again.
+none is in flight; `_cause` says why the engine is unusable.  An engine that is *broken* (its server
+died, or a broadcast update failed half-way) stays so until it is started again.  One that is
+*suspended* (it did not answer in time, or a commit failed) serves nothing until a whole publish
+session succeeded, which writes every byte of its weights.
 
 An update aborts the running requests one by one through /abort_request and waits for their partial
 output.  Rejected: SGLang's engine-wide pause, which polls once a second, and its retraction, which
@@ -19,23 +21,46 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import zmq
+import zmq.asyncio
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import records
 from moerl.engine.args import FEATURES
 from moerl.engine.client import BadRequest, EngineClient
+from moerl.engine.receiver import UNCHANGED
 from moerl.engine.records import ModelFacts, Reply
 from moerl.engine.server import EngineServer
 from moerl.errors import EngineError, RecordError
-from moerl.protocols import CloseUpdate, EngineStatus, JoinSync, OpenUpdate, UpdateClosed
+from moerl.protocols import (
+    AbortUpdate,
+    AskEngine,
+    CloseUpdate,
+    CommitUpdate,
+    EngineHolds,
+    EngineStatus,
+    JoinSync,
+    Message,
+    Ok,
+    OpenUpdate,
+    PrepareUpdate,
+    Refused,
+    SessionMessage,
+    UpdateClosed,
+    UpdatePrepared,
+    UpdateVerified,
+    VerifyUpdate,
+    decode,
+    encode,
+)
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.types import (
@@ -98,7 +123,8 @@ class EngineHost:
         self._update: _Update | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._cause: str | None = "it was not started"
-        self._broken = asyncio.Event()
+        self._broken = asyncio.Event()  # calls fail; also while suspended
+        self._ended = asyncio.Event()  # broken for good
         self._admit = asyncio.Event()
         self._idle = asyncio.Event()
         self._in_flight = self._running = 0
@@ -130,7 +156,7 @@ class EngineHost:
         self._layout = server.layout.fingerprint()
         log.info("engine %d: weight layout %s: %s", self.index, self._layout, server.layout)
         self._server, self._client, self._version = server, client, version
-        self._cause, self._broken = None, asyncio.Event()
+        self._cause, self._broken, self._ended = None, asyncio.Event(), asyncio.Event()
         self._admit.set()
         self._idle.set()
         self._watch = asyncio.create_task(self._watch_server(server))
@@ -167,8 +193,8 @@ class EngineHost:
         )
 
     async def watch(self) -> None:
-        """Returns never; raises EngineError when the engine breaks."""
-        await self._broken.wait()
+        """Returns never; raises EngineError when the engine breaks for good."""
+        await self._ended.wait()
         raise self._failure()
 
     async def checksum(self) -> dict[str, Any]:
@@ -379,10 +405,10 @@ class EngineHost:
         self._tracer.add("update", update.start_s, end_s, version=str(message.version))
         return UpdateClosed(pause_s=end_s - update.idle_s, aborted=update.aborted)
 
-    async def _drain(self, client: EngineClient) -> None:
+    async def _drain(self, client: EngineClient, until: asyncio.Event | None = None) -> None:
         """Abort until nothing is in flight: a request may be on its way while the others go."""
         while not self._idle.is_set():
-            await self._guard(client.abort_all())
+            await self._guard(client.abort_all(), until)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _ABORT_S)
 
@@ -415,6 +441,100 @@ class EngineHost:
         except EngineError as error:
             raise self._dirty(f"the update to {message.version} failed", error) from error
 
+    # --- publish sessions ------------------------------------------------------------------------
+    async def session(self, message: SessionMessage) -> Message:
+        """One step of a publish session (`moerl.engine.receiver`), on all ranks of the engine.
+
+        Raises EngineError: refused, late, or the engine is broken.  Requests run on until COMMIT.
+        """
+        match message:
+            case PrepareUpdate():
+                prepared = await self._receivers(message, UpdatePrepared, message.timeout_s)
+                return UpdatePrepared(
+                    tuple(reply.endpoints[0] for reply in prepared),
+                    tuple(reply.starts[0] for reply in prepared),
+                    prepared[0].layout,
+                    self._version,
+                )
+            case VerifyUpdate():
+                verified = await self._receivers(message, UpdateVerified, message.timeout_s)
+                return UpdateVerified(
+                    tuple(reply.failed[0] for reply in verified),
+                    "-".join(reply.digest for reply in verified),
+                )
+            case AbortUpdate():
+                await self._receivers(message, Ok, message.timeout_s)
+                return Ok()
+            case CommitUpdate():
+                return await self._commit(message)
+            case AskEngine():
+                return EngineHolds(self._version, self._cause or "")
+
+    async def _receivers(
+        self, message: SessionMessage, reply_type: type[T], timeout_s: float
+    ) -> list[T]:
+        """Ask the receivers of all ranks.  A rank that does not answer suspends the engine."""
+        server = self._server
+        if server is None or self._ended.is_set():
+            raise self._failure()
+        try:
+            async with asyncio.timeout(timeout_s):
+                replies = await self._guard(
+                    asyncio.gather(*(self._ask(door, message) for door in server.doors)),
+                    self._ended,
+                )
+        except TimeoutError as error:
+            what = f"a rank did not answer {type(message).__name__} in {timeout_s:g} s"
+            raise self._suspend(what) from error
+        agreed: list[T] = []
+        for rank, reply in enumerate(replies):
+            if not isinstance(reply, reply_type):
+                cause = reply.cause if isinstance(reply, Refused) else type(reply).__name__
+                raise EngineError(f"engine {self.index}, rank {rank}: {cause}")
+            agreed.append(reply)
+        return agreed
+
+    async def _ask(self, door: Path, message: Message) -> Message:
+        """A socket of its own per question: a late reply never answers a later one."""
+        if not door.exists():
+            raise EngineError(
+                f"engine {self.index} has no receiver at {door}: SGLang did not load the plug-in "
+                "of moerl"
+            )
+        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"ipc://{door}")
+            await socket.send_multipart([self._token.encode(), encode(message)])
+            return decode((await socket.recv_multipart())[-1])
+
+    async def _commit(self, message: CommitUpdate) -> UpdateClosed:
+        """Interrupt what runs, let all ranks copy at once, admit requests again."""
+        client = self._client
+        if client is None or self._ended.is_set():
+            raise self._failure()
+        start_s, was_admitting = time.time(), self._cause is None
+        self._admit.clear()
+        self._aborted = 0
+        try:
+            async with asyncio.timeout(message.timeout_s):
+                await self._drain(client, self._ended)
+                idle_s = time.time()
+                commit_s = await self._guard(client.commit(str(message.version)), self._ended)
+        except (EngineError, TimeoutError) as error:
+            if UNCHANGED in str(error):
+                if was_admitting:
+                    self._admit.set()
+                raise
+            detail = str(error) or f"no answer within {message.timeout_s:g} s"
+            raise self._suspend(f"the commit of {message.version} failed: {detail}") from error
+        self._version = message.version
+        if self._cause is not None:
+            self._cause, self._broken = None, asyncio.Event()
+        self._admit.set()
+        end_s = time.time()
+        self._tracer.add("update", start_s, end_s, version=str(message.version), commit_s=commit_s)
+        return UpdateClosed(end_s - idle_s, self._aborted, commit_s=commit_s)
+
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer) -> None:
         while (cause := server.death()) is None:
@@ -422,10 +542,20 @@ class EngineHost:
         self._break(f"{cause}\n{server.log_tail()}")
 
     def _break(self, cause: str) -> None:
-        """Make every pending and later call fail; the first cause stays."""
-        self._cause = self._cause or cause
+        """Make every pending and later call fail; the first cause of a break stays."""
+        if self._cause is None or not self._ended.is_set():
+            self._cause = cause
         self._admit.clear()
         self._broken.set()
+        self._ended.set()
+
+    def _suspend(self, cause: str) -> EngineError:
+        """Fail what is in flight and admit nothing until a publish session succeeds."""
+        if not self._ended.is_set():
+            self._cause = cause
+        self._admit.clear()
+        self._broken.set()
+        return self._failure()
 
     def _dirty(self, what: str, error: BaseException) -> EngineError:
         detail = str(error) or f"no answer within {self._update_timeout_s:g} s"
@@ -440,9 +570,10 @@ class EngineHost:
             raise self._failure()
         return self._client
 
-    async def _guard(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
-        """Await work, or raise as soon as the engine breaks."""
-        task, broken = asyncio.ensure_future(work), asyncio.ensure_future(self._broken.wait())
+    async def _guard(self, work: Awaitable[T], until: asyncio.Event | None = None) -> T:
+        """Await work, or raise as soon as the engine breaks (`until`: as soon as that is set)."""
+        event = until or self._broken
+        task, broken = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
         try:
             await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -453,7 +584,7 @@ class EngineHost:
         except EngineError as error:
             # The connection to a dying server breaks before the watch has seen the cause.
             await asyncio.wait((broken,), timeout=2 * _WATCH_S)
-            raise (self._failure() if self._broken.is_set() else error) from error
+            raise (self._failure() if event.is_set() else error) from error
         finally:
             broken.cancel()
             task.cancel()

@@ -1,7 +1,8 @@
 """What moerl adds to SGLang, through SGLang's own plug-in entry points (see pyproject.toml).
 
 `activate` offers the plain-CPU platform, `register_hooks` adapts functions; SGLang runs both
-in each of its processes.  With CUDA they add nothing but the check of loaded weights.
+in each of its processes.  With CUDA they add the check of loaded weights and the receiving end of
+weight updates, nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def activate() -> str | None:
 def register_hooks() -> None:
     """Entry point of `sglang.srt.plugins`; the targets are those of SGLang 0.5.23.
 
-    Always: a rank that keeps its weights in another layout than the known one ends the start.
+    Always: a rank that keeps its weights in another layout than the known one ends the start, and
+    each rank opens the receiving end of publish sessions (`live`).
     Without CUDA:
 
     1. The host buffer of the routed experts asks CUDA to pin its memory; without CUDA that raises,
@@ -33,10 +35,15 @@ def register_hooks() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine import layout
+    from moerl.engine import layout, live
 
     target = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
     HookRegistry.register(target, layout.check_loaded, HookType.AFTER)
+    updater = "sglang.srt.managers.scheduler_components.weight_updater"
+    updater += ".SchedulerWeightUpdaterManager"
+    HookRegistry.register(f"{updater}.__post_init__", live.after_start, HookType.AFTER)
+    target = f"{updater}.update_weights_from_tensor"
+    HookRegistry.register(target, live.around_update, HookType.AROUND)
     if torch.cuda.is_available():
         return
     from moerl.engine import cpu_attention

@@ -27,6 +27,7 @@ from moerl.config.schema import EngineConfig
 from moerl.engine.args import server_args
 from moerl.engine.client import EngineClient
 from moerl.engine.layout import MODULES_CHECKED, EngineLayout, check_model, engine_layout
+from moerl.engine.receiver import SCRATCH, socket_path
 from moerl.errors import EngineError
 
 _POLL_S = 0.1
@@ -75,6 +76,12 @@ class EngineServer:
     @property
     def url(self) -> str:
         return f"http://{self.config.host}:{self.port}"
+
+    @property
+    def doors(self) -> list[Path]:
+        """Sockets of the receivers of all ranks."""
+        assert self._scratch is not None, "start first"
+        return [socket_path(self._scratch, rank) for rank in range(self.config.tp)]
 
     @property
     def pid(self) -> int:
@@ -159,7 +166,7 @@ class EngineServer:
     def _spawn(self) -> None:
         # In the caller's thread: the kernel ends the server when the thread that forked it ends.
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix="moerl-engine-"))  # sockets of the server
+        self._scratch = Path(tempfile.mkdtemp(prefix=SCRATCH))  # sockets of the server
         job = {"parent": os.getpid(), "token": self.token, "args": self.args}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -26,7 +26,9 @@ from moerl.protocols import (
     CloseUpdate,
     EngineStatus,
     JoinSync,
+    Message,
     OpenUpdate,
+    SessionMessage,
     UpdateClosed,
 )
 from moerl.rollout.controller import Controller, StepReport
@@ -92,6 +94,9 @@ class EngineActor:
     async def close_update(self, message: CloseUpdate) -> UpdateClosed:
         return await self._host.close_update(message)
 
+    async def session(self, message: SessionMessage) -> Message:
+        return await self._host.session(message)
+
     async def status(self) -> EngineStatus:
         return await self._host.status()
 
@@ -123,6 +128,9 @@ class RemoteEngine:
 
     async def close_update(self, message: CloseUpdate) -> UpdateClosed:
         return await call(self._actor.close_update.remote(message))
+
+    async def session(self, message: SessionMessage) -> Message:
+        return await call(self._actor.session.remote(message))
 
     async def status(self) -> EngineStatus:
         return await call(self._actor.status.remote())

@@ -31,8 +31,12 @@ from moerl.errors import (
     TrainerError,
 )
 from moerl.protocols import (
+    AbortUpdate,
+    AskEngine,
     CloseUpdate,
+    CommitUpdate,
     Engine,
+    EngineHolds,
     EngineStatus,
     Failed,
     Hello,
@@ -41,11 +45,15 @@ from moerl.protocols import (
     Ok,
     OpenUpdate,
     Plan,
+    PrepareUpdate,
     Refresh,
     Scorer,
+    SessionMessage,
     StepDone,
     Stop,
     TakePlan,
+    UpdateClosed,
+    VerifyUpdate,
     encode_value,
 )
 from moerl.rollout.assemble import PartialRollout, blob_uris
@@ -144,6 +152,7 @@ class Controller:
         self._down: set[int] = set()  # engines that get no requests
         self._lost: set[int] = set()  # of them, those whose process is being started again
         self._stale: set[int] = set()  # engines that came back and were not published to yet
+        self._suspended: set[int] = set()  # of those down, the ones that a commit brings back
         self._orphans: dict[int, list[PartialRollout]] = {}  # groups whose engine died
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
@@ -183,6 +192,7 @@ class Controller:
         self._draining[index] = False
         self._down.discard(index)
         self._lost.discard(index)
+        self._suspended.discard(index)
         self._stale.add(index)
         self.ledger.engine_restarts += 1
         self._notify()
@@ -335,7 +345,7 @@ class Controller:
     async def _try_again(self, index: int) -> None:
         """An engine that failed one call without dying is used again after a while."""
         await asyncio.sleep(_ENGINE_PAUSE_S)
-        if index not in self._lost:
+        if index not in self._lost | self._suspended:
             self._down.discard(index)
             self._notify()
 
@@ -482,6 +492,8 @@ class Controller:
                 return Ok()
             case CloseUpdate():
                 return await self._close_update(message)
+            case PrepareUpdate() | VerifyUpdate() | CommitUpdate() | AbortUpdate() | AskEngine():
+                return await self._session(message)
             case Failed():
                 error = TrainerError(f"trainer rank {message.rank}: {message.cause}")
                 log.error("%s", error)
@@ -613,6 +625,38 @@ class Controller:
         if index in self._lost:
             raise EngineError(f"engine {index} is being started again")
         return self.engines[index]
+
+    async def _session(self, message: SessionMessage) -> Message:
+        """Pass a step of a publish session on; the engine itself says whether it is still fit."""
+        index = message.engine
+        try:
+            if isinstance(message, CommitUpdate):
+                await self._settle(index)
+            reply = await self._up(index).session(message)
+        except EngineError as error:
+            self._draining[index] = False
+            await self._ask_fitness(index)
+            raise EngineError(f"engine {index}: {error}") from error
+        if isinstance(message, CommitUpdate) and isinstance(reply, UpdateClosed):
+            self._versions[index] = message.version
+            self._draining[index] = False
+            for engines in (self._down, self._suspended, self._stale):
+                engines.discard(index)
+            self.ledger.update_closed(reply)
+            self._notify()
+        return reply
+
+    async def _ask_fitness(self, index: int) -> None:
+        """An engine that suspended itself gets no requests until a commit brings it back."""
+        if index in self._lost:
+            return
+        with contextlib.suppress(EngineError):
+            holds = await self.engines[index].session(AskEngine(index))
+            if isinstance(holds, EngineHolds) and holds.cause and index not in self._suspended:
+                log.warning("engine %d is left out until it is refreshed: %s", index, holds.cause)
+                self.ledger.engines_suspended += 1
+                self._suspended.add(index)
+                self._down.add(index)
 
     async def _close_update(self, message: CloseUpdate) -> Message:
         closed = await self._up(message.engine).close_update(message)

@@ -29,6 +29,7 @@ class Ledger:
         self.dropped_branch = 0
         self.engine_restarts = 0
         self.score_failures = 0
+        self.engines_suspended = 0
         self.dropped_zero_variance = 0
         self.pauses: list[float] = []
 
@@ -53,6 +54,7 @@ class Ledger:
             "async/dropped_branch_groups": float(self.dropped_branch),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "scorer/failed": float(self.score_failures),
+            "async/engines_suspended": float(self.engines_suspended),
         }
         if self.pauses:
             row["async/sync_pause_s"] = sum(self.pauses)

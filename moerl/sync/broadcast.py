@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,55 +28,76 @@ from moerl.errors import EngineError
 from moerl.protocols import (
     CloseUpdate,
     JoinSync,
-    Message,
     Ok,
     OpenUpdate,
     PublishResult,
     UpdateClosed,
 )
-from moerl.sync.frozen import FrozenWeights
-from moerl.sync.outlet import Outlet
-from moerl.trace import Tracer
+from moerl.sync.background import PublishThread, sync_metrics
+from moerl.sync.frozen import FrozenWeights, freeze
+from moerl.sync.outlet import Control, Seat
 from moerl.types import PolicyVersion
 
-Reply = TypeVar("Reply")
 
-
-class Control(Protocol):
-    """The publishing thread's own line to the controller."""
-
-    def expect(
-        self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
-    ) -> Reply: ...
-
-
-def open_outlet(
-    config: Config,
-    control: Control,
-    *,
-    backend: str,
-    tracer: Tracer,
-    on_failure: Callable[[BaseException], None],
-) -> Outlet:
-    """What a trainer's rank 0 publishes through when `sync.transport` is broadcast."""
+def open_outlet(config: Config, seat: Seat) -> BroadcastOutlet:
+    """Collective in name only: ranks other than 0 take part in the gather and nothing else."""
+    if seat.rank:
+        return BroadcastOutlet(seat, None, None, bucket_bytes=config.sync.bucket_bytes)
     publisher = BroadcastPublisher(
-        control,
+        seat.connect(),
         config.sync,
         address=config.cluster.address,
         engine_tp=config.engine.tp,
-        backend=backend,
+        backend=seat.backend,
         drain_s=config.rollout.request_timeout_s
         if config.rollout.in_flight_mode == "drain"
         else 0.0,
     )
-    return Outlet(
+    thread = PublishThread(
         publisher,
         config.engine.count,
-        bucket_bytes=config.sync.bucket_bytes,
-        tracer=tracer,
-        on_failure=on_failure,
+        tracer=seat.tracer,
+        on_failure=seat.on_failure,
         engines_restart=config.supervision.max_restarts > 0,
     )
+    return BroadcastOutlet(seat, publisher, thread, bucket_bytes=config.sync.bucket_bytes)
+
+
+class BroadcastOutlet:
+    """Implements `outlet.Outlet`; at most one publish is in flight."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        publisher: BroadcastPublisher | None,
+        thread: PublishThread | None,
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        """publisher, thread: of rank 0 alone."""
+        self._seat, self._publisher, self._thread = seat, publisher, thread
+        self._bucket_bytes = bucket_bytes
+        self._frozen: FrozenWeights | None = None
+
+    def publish(self, version: PolicyVersion) -> dict[str, float]:
+        tensors = self._seat.gather()
+        if self._publisher is None or self._thread is None:
+            return {}
+        assert tensors is not None, "rank 0 gathers the weights"
+        metrics = self.wait()
+        self._frozen = freeze(tensors, version, self._frozen, bucket_bytes=self._bucket_bytes)
+        self._publisher.freeze(self._frozen)
+        self._thread.start(version)
+        return metrics
+
+    def wait(self) -> dict[str, float]:
+        if self._thread is None:
+            return {}
+        waited_s, results = self._thread.wait()
+        return sync_metrics(results, waited_s)
+
+    def resume(self) -> None:
+        """An engine that is behind cannot be served alone: it would need the others' group."""
 
 
 class BroadcastPublisher:

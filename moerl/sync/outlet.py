@@ -1,58 +1,77 @@
-"""Rank 0's way to the engines: frozen buffers, and the thread that publishes them."""
+"""Every trainer rank's way to the engines, by `sync.transport`.
+
+broadcast      rank 0 gathers whole tensors and broadcasts them (`broadcast`)
+any other      every rank sends what it holds to the ranks that need it (`shards`)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
-from moerl.protocols import Publisher
-from moerl.sync.background import PublishThread, sync_metrics
-from moerl.sync.frozen import FrozenWeights, freeze
+from moerl.config.schema import Config
+from moerl.layout import Flavor, ModelSpec, ParallelLayout
+from moerl.protocols import Message
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 
-
-class FreezingPublisher(Publisher, Protocol):
-    """A publisher that is told which frozen weights a version means."""
-
-    def freeze(self, frozen: FrozenWeights) -> None: ...
+Reply = TypeVar("Reply")
 
 
-class Outlet:
-    """Used by the training thread; at most one publish is in flight."""
+class Control(Protocol):
+    """A line to the controller; sockets belong to one thread, and end with their first error."""
 
-    def __init__(
-        self,
-        publisher: FreezingPublisher,
-        num_engines: int,
-        *,
-        bucket_bytes: int,
-        tracer: Tracer | None,
-        on_failure: Callable[[BaseException], None],
-        engines_restart: bool = False,
-    ) -> None:
-        """on_failure: ends the process; called on the publishing thread."""
-        self._publisher, self._bucket_bytes = publisher, bucket_bytes
-        self._thread = PublishThread(
-            publisher,
-            num_engines,
-            tracer=tracer,
-            on_failure=on_failure,
-            engines_restart=engines_restart,
-        )
-        self._frozen: FrozenWeights | None = None
+    def expect(
+        self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
+    ) -> Reply: ...
 
-    def publish(self, tensors: dict[str, Tensor], version: PolicyVersion) -> dict[str, float]:
-        """Copy the weights, start sending them; metrics of the publish that was in flight."""
-        metrics = self.wait()
-        self._frozen = freeze(tensors, version, self._frozen, bucket_bytes=self._bucket_bytes)
-        self._publisher.freeze(self._frozen)
-        self._thread.start(version)
-        return metrics
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This rank's place among the trainer ranks, and what it trains."""
+
+    rank: int
+    world_size: int
+    control: dist.ProcessGroup  # gloo, all ranks
+    spec: ModelSpec
+    layout: ParallelLayout
+    flavor: Flavor
+    backend: str  # of the trainer's collectives: gloo | nccl
+    live: Callable[[], Mapping[str, Tensor]]  # parameters by the names of megatron_tiles
+    gather: Callable[[], dict[str, Tensor] | None]  # collective: HF tensors on rank 0
+    connect: Callable[[], Control]  # a new line to the controller
+    token: str  # the run's
+    tracer: Tracer
+    on_failure: Callable[[BaseException], None]  # ends the process; called on any thread
+
+
+class Outlet(Protocol):
+    """All calls are collective over the trainer ranks."""
+
+    def publish(self, version: PolicyVersion) -> dict[str, float]:
+        """Freeze the weights, start sending them; metrics of the publish that was in flight."""
+        ...
 
     def wait(self) -> dict[str, float]:
-        """Wait for the publish in flight, if any, and return its metrics."""
-        waited_s, results = self._thread.wait()
-        return sync_metrics(results, waited_s)
+        """Wait until nothing is being sent; metrics of that publish, once."""
+        ...
+
+    def resume(self) -> None:
+        """After `wait`, with the frozen weights unchanged: serve engines that are behind."""
+        ...
+
+
+def open_outlet(config: Config, **seat: object) -> Outlet:
+    """Collective.  seat: the fields of `Seat`."""
+    from moerl.sync import broadcast, shards
+
+    opened = Seat(**seat)  # type: ignore[arg-type]
+    if config.sync.transport == "broadcast":
+        return broadcast.open_outlet(config, opened)
+    return shards.open_outlet(config, opened)

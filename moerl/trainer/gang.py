@@ -1,10 +1,9 @@
 """The trainer gang: take a plan, train it, publish the weights, say so; until there is no plan.
 
 Every rank runs this loop; rank 0 alone speaks to the controller and passes plans on as bytes.
-After an optimizer step the weights are gathered on rank 0, copied (frozen) and published by a
-background thread while the next step trains; the next freeze waits for it, so at most one publish
-is in flight.  What publishes is named by `sync.transport`, a module of `moerl.sync`: the gang knows
-its interface only.
+After an optimizer step the weights are copied (frozen) and published by background threads while
+the next step trains; the next freeze waits for them, so at most one publish is in flight.  What
+publishes is chosen by `sync.transport` in `moerl.sync.outlet`: the gang knows its interface only.
 
 A step is reported before its checkpoint is written: a crash in between costs a redone step, while
 the other order could leave a step inside a checkpoint without its row in metrics.jsonl.
@@ -29,6 +28,7 @@ from torch import Tensor
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.errors import MoerlError, TrainerError
+from moerl.layout import Flavor
 from moerl.protocols import (
     Failed,
     Hello,
@@ -70,14 +70,18 @@ class Post:
 
 
 class Outlet(Protocol):
-    """Rank 0's way to the engines (`moerl.sync.outlet`)."""
+    """This rank's way to the engines (`moerl.sync.outlet`); all calls are collective."""
 
-    def publish(self, tensors: dict[str, Tensor], version: PolicyVersion) -> dict[str, float]:
-        """Copy the weights, start sending them; metrics of the publish that was in flight."""
+    def publish(self, version: PolicyVersion) -> dict[str, float]:
+        """Freeze the weights, start sending them; metrics of the publish that was in flight."""
         ...
 
     def wait(self) -> dict[str, float]:
-        """Wait for the publish in flight, if any, and return its metrics."""
+        """Wait until nothing is being sent; metrics of that publish, once."""
+        ...
+
+    def resume(self) -> None:
+        """After `wait`, with the frozen weights unchanged: serve engines that are behind."""
         ...
 
 
@@ -109,7 +113,7 @@ class Gang:
             self.model.spec,
             layout_of(parallel.sizes),
             parallel.rank,
-            "te" if parallel.platform.name == "cuda" else "local",
+            _flavor(parallel),
             parallel.control,
         )
         self.version = PolicyVersion(post.incarnation, 0)
@@ -120,8 +124,8 @@ class Gang:
         if parallel.is_first:
             timeout_s = config.trainer.step_timeout_s
             self.client = ControllerClient(post.controller, post.token, timeout_s=timeout_s)
-            if config.engine.count:
-                self.outlet = _open_outlet(config, post, parallel, self.tracer, on_failure)
+        if config.engine.count:
+            self.outlet = self._open_outlet(on_failure)
 
     def run(self) -> None:
         """Train until the controller says stop, then leave the checkpoint and the HF folder."""
@@ -132,6 +136,7 @@ class Gang:
         if self.version != PolicyVersion(0, 0):
             self._publish()
             self._settle()
+            self._serve_late()
         if self.config.checkpoint.keep_versions:
             self._keep_version()
         while (plan := self._take_plan()) is not None:
@@ -168,6 +173,7 @@ class Gang:
             self._settle()
             self._publish()
             self._settle()
+            self._serve_late()
         if isinstance(message, Stop):
             return None
         if not isinstance(message, Plan):
@@ -211,20 +217,21 @@ class Gang:
 
     def _publish(self) -> dict[str, float]:
         """Freeze the weights and start publishing them; metrics of the publish before."""
-        if not self.config.engine.count:
+        if self.outlet is None:
             return {}
         with self.tracer.span("freeze", version=str(self.version)):
-            tensors = self.gather.gather(_wire_dtype(self.config))
-            if self.outlet is None:
-                return {}
-            assert tensors is not None, "rank 0 gathers the weights"
-            return self.outlet.publish(tensors, self.version)
+            return self.outlet.publish(self.version)
 
     def _settle(self) -> None:
         """Wait until no publish is in flight."""
         if self.outlet is not None:
             self.outlet.wait()
         dist.barrier(self.parallel.control)
+
+    def _serve_late(self) -> None:
+        """After `_settle`: engines that are behind may be served again until the next publish."""
+        if self.outlet is not None:
+            self.outlet.resume()
 
     def _keep_version(self) -> None:
         self._save_hf(self.post.run.versions / str(self.version))
@@ -249,6 +256,31 @@ class Gang:
                 keep=self.config.checkpoint.keep,
             )
         self.saved_step = self.version.step
+        self._serve_late()
+
+    def _open_outlet(self, on_failure: Callable[[BaseException], None]) -> Outlet:
+        config, post, parallel = self.config, self.post, self.parallel
+        sync = importlib.import_module("moerl.sync.outlet")
+        outlet: Outlet = sync.open_outlet(
+            config,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            control=parallel.control,
+            spec=self.model.spec,
+            layout=layout_of(parallel.sizes),
+            flavor=_flavor(parallel),
+            backend=parallel.platform.backend,
+            live=lambda: live_tensors(self.model.gpt),
+            gather=lambda: self.gather.gather(_wire_dtype(config)),
+            # lines of its own: a publish never delays a plan, and sockets belong to one thread
+            connect=lambda: ControllerClient(
+                post.controller, post.token, timeout_s=config.sync.timeout_s
+            ),
+            token=post.token,
+            tracer=self.tracer,
+            on_failure=on_failure,
+        )
+        return outlet
 
 
 def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Tensor]:
@@ -257,23 +289,8 @@ def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Te
     return tensors | {name: source.read(name).to(source.dtype(name)) for name in rest}
 
 
-def _open_outlet(
-    config: Config,
-    post: Post,
-    parallel: Parallel,
-    tracer: Tracer,
-    on_failure: Callable[[BaseException], None],
-) -> Outlet:
-    transport = importlib.import_module(f"moerl.sync.{config.sync.transport}")
-    outlet: Outlet = transport.open_outlet(
-        config,
-        # a line of its own: a publish never delays a plan, and sockets belong to one thread
-        ControllerClient(post.controller, post.token, timeout_s=config.sync.timeout_s),
-        backend=parallel.platform.backend,
-        tracer=tracer,
-        on_failure=on_failure,
-    )
-    return outlet
+def _flavor(parallel: Parallel) -> Flavor:
+    return "te" if parallel.platform.name == "cuda" else "local"
 
 
 def _wire_dtype(config: Config) -> torch.dtype | None:

@@ -1,0 +1,155 @@
+"""The receiver inside SGLang: hooks on two methods of the scheduler's weight updater.
+
+`after_start` opens the receiver of a scheduler process; `around_update` turns an
+/update_weights_from_tensor request with load_format "moerl_commit" into a COMMIT.  SGLang hands
+such a request to all ranks of the engine in the same iteration of their schedulers, between two
+forward passes, which is the moment when weights may change.  Before anything is written the ranks
+tell each other whether they hold the verified version; one "no" and nobody writes.
+
+Only a server that moerl started (its scratch folder is private to it) gets a receiver.
+Rejected: a custom weight loader of SGLang (it is called after the session check, once per runner,
+and cannot ask the other ranks), writing from a thread of our own (a forward pass may be running).
+Read at sglang 0.5.23: srt/managers/scheduler_components/weight_updater.py,
+srt/model_executor/model_runner_components/weight_updater.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moerl.engine.layout import check_modules, engine_layout
+from moerl.engine.receiver import COMMIT, SCRATCH, UNCHANGED, Door, Receiver, Seat, socket_path
+from moerl.errors import EngineError, MoerlError
+from moerl.layout import model_spec
+from moerl.layout.plan import EngineLayout
+from moerl.protocols import Message
+from moerl.transport.base import Transport
+from moerl.transport.registry import make
+from moerl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+
+_receiver: Receiver | None = None  # of this process; a scheduler process serves one rank
+
+
+def after_start(_result: None, manager: Any) -> None:
+    """AFTER SchedulerWeightUpdaterManager.__post_init__: the model is loaded."""
+    from sglang.srt.runtime_context import get_parallel
+
+    scratch = Path(tempfile.gettempdir())
+    scheduler = manager.scheduler
+    if not scratch.name.startswith(SCRATCH) or not scheduler.server_args.api_key:
+        return
+    global _receiver
+    rank = int(get_parallel().tp_rank)
+    handle: Callable[[Message], Message]
+    try:
+        _receiver = _open(manager, rank)
+        handle = _receiver.handle
+    except MoerlError as error:
+        log.warning("rank %d receives no weights: %s", rank, error)
+        handle = _refusing(str(error))
+    Door(handle, socket_path(scratch, rank), scheduler.server_args.api_key).start()
+
+
+def around_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.update_weights_from_tensor."""
+    if request.load_format != COMMIT:
+        return original(manager, request)
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    receiver = _receiver
+    cause = "no receiver" if receiver is None else receiver.claim(str(request.weight_version))
+    causes = _everywhere(cause, manager.tp_cpu_group)
+    if receiver is None or any(causes):
+        if receiver is not None:
+            receiver.release()
+        return UpdateWeightsFromTensorReqOutput(
+            success=False, message=f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
+        )
+    begin = time.perf_counter()
+    receiver.commit()
+    commit_s = time.perf_counter() - begin
+    manager.record_weight_version_after_update(request.weight_version)
+    success, message = manager.flush_cache_after_weight_update(request, True, f"{commit_s:.6f}")
+    dist.barrier(group=manager.tp_cpu_group)
+    return UpdateWeightsFromTensorReqOutput(success=success, message=message)
+
+
+def _open(manager: Any, rank: int) -> Receiver:
+    """Raises ConfigError or LayoutError when this model's layout is not known exactly."""
+    import sglang
+
+    args = manager.scheduler.server_args
+    model = SglangModel(manager.tp_worker.model_runner)
+    config = json.loads((Path(args.model_path) / "config.json").read_text())
+    layout = engine_layout(args.resolved_dict(), os.environ, config, release=sglang.__version__)
+    check_modules(model.module.named_modules())
+    return Receiver(
+        seat=Seat(
+            spec=model_spec(config),
+            engine=EngineLayout(tp=layout.tp, ep=layout.ep, dp=layout.dp),
+            rank=rank,
+            layout=layout.fingerprint(),
+        ),
+        model=model,
+        transports=_transports(args.host),
+        held=PolicyVersion.parse(args.weight_version),
+    )
+
+
+def _transports(address: str) -> Callable[[str], Transport]:
+    return lambda name: make(name, address=address)
+
+
+def _refusing(cause: str) -> Callable[[Message], Message]:
+    def handle(_message: Message) -> Message:
+        raise EngineError(cause)
+
+    return handle
+
+
+def _everywhere(cause: str, group: dist.ProcessGroup) -> list[str]:
+    causes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(causes, cause, group=group)
+    return causes
+
+
+class SglangModel:
+    """`receiver.LiveModel` over a model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self._runner.model
+        return module
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {name: param.data for name, param in self.module.named_parameters()}
+
+    def run_hook(self, name: str) -> None:
+        from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
+
+        device = torch.device(self._runner.device)
+        if name == "post_load_weights":
+            post_load_weights(self.module)
+        elif name == "restore_weights_before_loading":
+            DefaultModelLoader.restore_weights_before_loading(self.module, device)
+        elif name == "postprocess_weights":
+            DefaultModelLoader.postprocess_weights(self.module, device)
+        else:
+            raise EngineError(f"no hook {name!r} is known")

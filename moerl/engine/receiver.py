@@ -1,0 +1,390 @@
+"""The receiving end of a publish session, inside each scheduler process of an engine.
+
+    PREPARE   derive what this rank receives, compare fingerprints, open a staging buffer
+    TRANSFER  trainer ranks write into it; this process only decodes
+    VERIFY    digests of the staged bytes against the sender's
+    COMMIT    claim on every rank, then copy into the live weights; or release on every rank
+    ABORT     drop the staging buffer; what is served stays as it is
+
+State of a session: open -> verified -> claimed -> (committed).  Everything before COMMIT runs on a
+thread of its own while the scheduler decodes.  A claim is a promise: from then on no ABORT and no
+other PREPARE gets in between, so either all ranks copy or none does (`moerl.engine.commit` asks
+all ranks before any of them copies).  Live weights are written at one place, `commit`.
+
+A session that did not end well closes its staging buffer; the next one opens a new one, since a
+sender that was only slow may still write into the old.  A committed one keeps it for the next
+version of the same trainer: fresh memory costs a page fault per page.
+
+A version older than the one served is refused: it comes from a trainer that was replaced.  This
+file imports no SGLang, so that a bare process can run it (tests/multi).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import zmq
+from torch import Tensor
+
+from moerl.errors import EngineError, LayoutError, MoerlError
+from moerl.layout import ModelSpec, ParallelLayout, at, num_elements
+from moerl.layout.digest import digest, seeds, split
+from moerl.layout.plan import EngineLayout
+from moerl.layout.transfer import Piece, ReceiverPlan, WirePolicy, plan_receiver
+from moerl.protocols import (
+    AbortUpdate,
+    Message,
+    Ok,
+    PrepareUpdate,
+    Refused,
+    UpdatePrepared,
+    UpdateVerified,
+    VerifyUpdate,
+    decode,
+    encode,
+)
+from moerl.transport.base import Staging, Transport
+from moerl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+COMMIT = "moerl_commit"  # load_format of the request that commits
+UNCHANGED = "nothing was changed"  # how its refusal begins
+SCRATCH = "moerl-engine-"  # prefix of the private folder that the host makes for one server
+
+MakeTransport = Callable[[str], Transport]
+
+
+class LiveModel(Protocol):
+    """The weights that are served."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Live parameters by name; their memory may move between calls."""
+        ...
+
+    def run_hook(self, name: str) -> None:
+        """Run a function of the engine's loader (`moerl.layout.transfer.post_load_hooks`)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank of which layout this process is; the same facts as the trainer plans with."""
+
+    spec: ModelSpec
+    engine: EngineLayout
+    rank: int
+    layout: str  # fingerprint of the engine's weight layout, `moerl.engine.layout`
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    message: PrepareUpdate
+    plan: ReceiverPlan
+    staging: Staging
+    seeds: list[list[int]]  # per region and piece
+    verified: bool = False
+    claimed: bool = False
+    total: int = 0  # digest of the rank's staged bytes
+
+
+@dataclass(slots=True, eq=False)
+class Receiver:
+    """One rank's end.  `held` is what the live weights are; set at the start and by `commit`."""
+
+    seat: Seat
+    model: LiveModel
+    transports: MakeTransport
+    held: PolicyVersion
+    total: int | None = None  # digest of the live weights; None = not received here
+    _session: _Session | None = None
+    _copies: _Copies | None = None
+    _plans: dict[str, tuple[ReceiverPlan, list[list[int]]]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    # --- the control thread -----------------------------------------------------------------------
+    def handle(self, message: Message) -> Message:
+        """Answer one control message.  Raises MoerlError: refused, and nothing has changed."""
+        match message:
+            case PrepareUpdate():
+                return self.prepare(message)
+            case VerifyUpdate():
+                return self.verify(message)
+            case AbortUpdate():
+                return self.abort(message)
+            case _:
+                raise EngineError(f"{type(message).__name__} is not for a receiver")
+
+    def prepare(self, message: PrepareUpdate) -> UpdatePrepared:
+        seat = self.seat
+        if message.version < self.held:
+            raise EngineError(f"version {message.version} is older than {self.held}, served now")
+        if message.layout and message.layout != seat.layout:
+            raise LayoutError(
+                f"the engine's weight layout is {seat.layout}, the sender knows {message.layout}"
+            )
+        plan, seeds_ = self._plan(message)
+        with self._lock:
+            before = self._session
+            if before is not None and before.claimed:
+                raise EngineError(f"version {before.message.version} is being committed")
+            self._close_session()
+            staging = self._staging(message, plan)
+            self._session = _Session(message, plan, staging, seeds_)
+        starts = {
+            region.src: start for region, start in zip(plan.regions, plan.starts, strict=True)
+        }
+        return UpdatePrepared((staging.endpoint,), (starts,), seat.layout, self.held)
+
+    def verify(self, message: VerifyUpdate) -> UpdateVerified:
+        deadline = time.monotonic() + message.timeout_s
+        session = self._opened(message.version)
+        session.staging.fetch(deadline)
+        wanted = iter(split(message.digests[self.seat.rank]))
+        failed, total, number = [], 0, 0
+        for region, start, seeds_ in zip(
+            session.plan.regions, session.plan.starts, session.seeds, strict=True
+        ):
+            for bucket in region.buckets:
+                begin = start + bucket.offset
+                data = session.staging.buffer[begin : begin + bucket.num_bytes].cpu().numpy()
+                found = digest(region, seeds_, bucket, data.data)
+                total += found.total
+                if found.bucket != next(wanted, b""):
+                    failed.append(number)
+                number += 1
+        extra = sum(1 for _ in wanted)
+        if extra:
+            raise EngineError(f"{extra} digests more than the {number} buckets of this rank")
+        with self._lock:
+            if self._session is not session:
+                raise EngineError(f"the session of {message.version} ended while it was verified")
+            session.verified, session.total = not failed, total % 2**64
+        return UpdateVerified((tuple(failed),), "" if failed else f"{session.total:016x}")
+
+    def abort(self, message: AbortUpdate) -> Ok:
+        with self._lock:
+            session = self._session
+            if session is not None and session.message.version == message.version:
+                if session.claimed:
+                    raise EngineError(f"version {message.version} is being committed")
+                log.warning("version %s is dropped: %s", message.version, message.cause)
+                self._close_session()
+        return Ok()
+
+    # --- the scheduler, between two forward passes ------------------------------------------------
+    def claim(self, version: str) -> str:
+        """Promise to commit `version`; returns why not, or an empty string."""
+        with self._lock:
+            session = self._session
+            if session is None or str(session.message.version) != version:
+                return f"rank {self.seat.rank} has no session of {version}"
+            if not session.verified:
+                return f"rank {self.seat.rank} has not verified {version}"
+            session.claimed = True
+            return ""
+
+    def release(self) -> None:
+        """Another rank could not claim: the session stays as it was."""
+        with self._lock:
+            if self._session is not None:
+                self._session.claimed = False
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Copy the claimed session into the live weights and run the loader's hooks.
+
+        An exception here leaves mixed weights: let it end the process.
+        """
+        session = self._session
+        assert session is not None, "claim first"
+        assert session.claimed, "claim first"
+        before, after = _around(session.plan.hooks)
+        for hook in before:
+            self.model.run_hook(hook)
+        copies = self._copies
+        if copies is None or not copies.fit(session, self.model.tensors()):
+            copies = _Copies(session, self.model.tensors())
+        copies.run()
+        for hook in after:
+            self.model.run_hook(hook)
+        with self._lock:
+            self.held, self.total = session.message.version, session.total
+            self._copies, self._session = copies, None
+
+    # --- private ----------------------------------------------------------------------------------
+    def _plan(self, message: PrepareUpdate) -> tuple[ReceiverPlan, list[list[int]]]:
+        """Derive and check this rank's plan; kept, since it is the same for every version."""
+        if message.plan not in self._plans:
+            seat = self.seat
+            try:
+                trainer = ParallelLayout(**message.trainer)
+                policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
+            except TypeError as error:
+                raise LayoutError(f"the sender's layout is not readable: {error}") from error
+            plan = plan_receiver(
+                seat.spec,
+                trainer,
+                seat.engine,
+                message.engine,
+                seat.rank,
+                policy,
+                "te" if message.flavor == "te" else "local",
+            )
+            if plan.plan_id != message.plan:
+                raise LayoutError(
+                    f"the sender's transfer plan is {message.plan}, this engine derives "
+                    f"{plan.plan_id}: model, layouts, wire or code differ"
+                )
+            check_targets(plan, self.model.tensors())
+            self._plans = {message.plan: (plan, [seeds(region) for region in plan.regions])}
+        return self._plans[message.plan]
+
+    def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:
+        kept = self._copies.session if self._copies is not None else None
+        if kept is not None:
+            same = (
+                kept.plan is plan
+                and kept.message.transport == message.transport
+                and kept.message.version.incarnation == message.version.incarnation
+            )
+            if same:
+                return kept.staging
+            kept.staging.close()
+            self._copies = None
+        return self.transports(message.transport).open(plan.staging_bytes)
+
+    def _opened(self, version: PolicyVersion) -> _Session:
+        with self._lock:
+            session = self._session
+            if session is None or session.message.version != version:
+                raise EngineError(f"rank {self.seat.rank} has no session of {version}")
+            return session
+
+    def _close_session(self) -> None:
+        """Under the lock."""
+        if self._session is not None:
+            self._session.staging.close()
+            if self._copies is not None and self._copies.session.staging is self._session.staging:
+                self._copies = None
+        self._session = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._close_session()
+            if self._copies is not None:
+                self._copies.session.staging.close()
+                self._copies = None
+
+
+def check_targets(plan: ReceiverPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Every piece fits a live tensor, and together they fill all of them, padding apart.
+
+    Raises LayoutError naming the tensor.
+    """
+    filled: dict[str, int] = {}
+    for region in plan.regions:
+        for piece in region.pieces:
+            if piece.dst_name not in tensors:
+                raise LayoutError(f"{piece.dst_name}: the plan fills it, the live model lacks it")
+            target = tensors[piece.dst_name]
+            _check_piece(piece, target)
+            filled[piece.dst_name] = filled.get(piece.dst_name, 0) + num_elements(piece.dst_box)
+    padding = dict(plan.padding)
+    for name, target in tensors.items():
+        rows = padding.get(name, target.shape[0] if target.dim() else 1)
+        wanted = target.numel() // max(1, target.shape[0] if target.dim() else 1) * rows
+        if filled.get(name, 0) != wanted:
+            raise LayoutError(f"{name}: the plan fills {filled.get(name, 0)} of {wanted} elements")
+
+
+def _check_piece(piece: Piece, target: Tensor) -> None:
+    if len(piece.dst_box) != target.dim() or any(
+        r and (r[-1] >= n or r[0] < 0) for r, n in zip(piece.dst_box, target.shape, strict=True)
+    ):
+        raise LayoutError(f"{piece.dst_name} {tuple(target.shape)} has no box {piece.dst_box}")
+    if str(target.dtype) != f"torch.{piece.dtype}":
+        raise LayoutError(f"{piece.dst_name} is {target.dtype} live, {piece.dtype} on the wire")
+
+
+def _around(hooks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(hooks that make the live weights writable, hooks that run on the written weights)."""
+    before = tuple(hook for hook in hooks if hook.startswith("restore_"))
+    return before, tuple(hook for hook in hooks if hook not in before)
+
+
+class _Copies:
+    """Source and destination views of a session, made once: thousands of slices take longer to
+    make than to copy."""
+
+    def __init__(self, session: _Session, tensors: Mapping[str, Tensor]) -> None:
+        self.session = session
+        self._pointers = _pointers(tensors)
+        self._to: list[Tensor] = []
+        self._from: list[Tensor] = []
+        for region, start in zip(session.plan.regions, session.plan.starts, strict=True):
+            for piece in region.pieces:
+                begin = start + piece.offset
+                data = session.staging.buffer[begin : begin + piece.num_bytes]
+                target = tensors[piece.dst_name][at(piece.dst_box)]
+                self._to.append(target)
+                self._from.append(data.view(target.dtype).view(target.shape))
+
+    def fit(self, session: _Session, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these views are those of `session`, and nobody moved the live weights."""
+        same = self.session.staging is session.staging and self.session.plan is session.plan
+        return same and self._pointers == _pointers(tensors)
+
+    def run(self) -> None:
+        torch._foreach_copy_(self._to, self._from)
+
+
+def _pointers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+# --- the door -------------------------------------------------------------------------------------
+def socket_path(folder: Path, rank: int) -> Path:
+    """Where the receiver of a rank listens; `folder` is the server's private scratch folder."""
+    return folder / f"receiver-{rank}.sock"
+
+
+class Door(threading.Thread):
+    """Answers the engine host on a Unix socket that only this user can reach.
+
+    Frames of a request: [token, message]; of a reply: [message].  A wrong token is answered with
+    Refused and changes nothing.
+    """
+
+    def __init__(self, handle: Callable[[Message], Message], path: Path, token: str) -> None:
+        """handle: raises MoerlError for what it refuses."""
+        super().__init__(name="receiver", daemon=True)
+        self._handle, self._token = handle, token.encode()
+        self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"ipc://{path}")
+        path.chmod(0o600)
+
+    def run(self) -> None:
+        while True:
+            identity, *rest = self._socket.recv_multipart()
+            self._socket.send_multipart([identity, encode(self._answer(rest))])
+
+    def _answer(self, frames: list[bytes]) -> Message:
+        if len(frames) != 2 or not hmac.compare_digest(frames[0], self._token):
+            return Refused("the run's token is missing or wrong")
+        try:
+            return self._handle(decode(frames[1]))
+        except MoerlError as error:
+            return Refused(str(error))
+        except Exception as error:
+            log.exception("a control message could not be served")
+            return Refused(f"{type(error).__name__}: {error}")

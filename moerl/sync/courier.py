@@ -1,0 +1,151 @@
+"""What one trainer rank moves to one engine: frozen shard -> packed buckets -> transport.
+
+The rank's own parameters are copied (frozen) after the optimizer step, so training goes on;
+experts are never gathered.  A bucket is packed straight into the engine's staging buffer where the
+transport maps it (one copy, the wire's dtype cast included), else into one of two local buffers, so
+that one is packed while the other is on its way.
+
+Views of sources and destinations are made once per staging buffer: for thousands of small tensors
+that costs more than the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.errors import EngineError
+from moerl.layout import at
+from moerl.layout.digest import digest, seeds
+from moerl.layout.transfer import Bucket, Piece, Region, SenderPlan
+from moerl.transport.base import Link, Transport
+from moerl.types import PolicyVersion
+
+
+class FrozenShard:
+    """One version of a rank's parameters, in memory that is used again for every version."""
+
+    def __init__(self) -> None:
+        self.version: PolicyVersion | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def freeze(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Copy `live`; nobody may be reading the version before."""
+        if self._tensors.keys() != live.keys():
+            self._tensors = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+        torch._foreach_copy_(list(self._tensors.values()), [live[name] for name in self._tensors])
+        self.version = version
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """Where a region goes: the staging buffer of an engine rank, and where it begins in it."""
+
+    endpoint: bytes
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Of one engine rank: the digests of all buckets of the region, and the sum over its pieces."""
+
+    digests: bytes
+    total: int
+
+
+class _Lane:
+    """One region on its way to one staging buffer."""
+
+    def __init__(self, region: Region, start: int, link: Link, shard: FrozenShard) -> None:
+        self.region, self.start, self.link = region, start, link
+        self._seeds = seeds(region)
+        sizes = [bucket.num_bytes for bucket in region.buckets]
+        mapped = [link.view(start + bucket.offset, bucket.num_bytes) for bucket in region.buckets]
+        self._is_mapped = all(view is not None for view in mapped)
+        largest = max(sizes, default=0)
+        pair = [torch.empty(0 if self._is_mapped else largest, dtype=torch.uint8) for _ in "ab"]
+        self._targets: list[Tensor] = [
+            view if view is not None else pair[number % 2][: sizes[number]]
+            for number, view in enumerate(mapped)
+        ]
+        self._views = [
+            _views(region.pieces[bucket.first : bucket.stop], bucket, target, shard)
+            for bucket, target in zip(region.buckets, self._targets, strict=True)
+        ]
+        self._digests = [b""] * len(sizes)
+        self._totals = [0] * len(sizes)
+
+    @torch.no_grad()
+    def send(self, numbers: Iterable[int], deadline: float) -> Moved:
+        """Pack and send these buckets.  Raises TransportError."""
+        for number in numbers:
+            bucket, target = self.region.buckets[number], self._targets[number]
+            sources, targets = self._views[number]
+            torch._foreach_copy_(targets, sources)
+            found = digest(self.region, self._seeds, bucket, target.numpy().data)
+            self._digests[number], self._totals[number] = found.bucket, found.total
+            self.link.flush(deadline)  # mapped: is the receiver alive; else: the buffer before
+            if not self._is_mapped:
+                self.link.put(self.start + bucket.offset, target, deadline)
+        self.link.flush(deadline)
+        return Moved(b"".join(self._digests), sum(self._totals) % 2**64)
+
+
+def _views(
+    pieces: Sequence[Piece], bucket: Bucket, target: Tensor, shard: FrozenShard
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(sources, targets) of a bucket's pieces."""
+    sources = [shard[piece.src_name][at(piece.src_box)] for piece in pieces]
+    targets = [
+        target[piece.offset - bucket.offset :][: piece.num_bytes]
+        .view(getattr(torch, piece.dtype))
+        .view(source.shape)
+        for piece, source in zip(pieces, sources, strict=True)
+    ]
+    return sources, targets
+
+
+class Courier:
+    """Moves a rank's regions to one engine; used by one thread."""
+
+    def __init__(self, plan: SenderPlan, shard: FrozenShard, transport: Transport) -> None:
+        self.plan, self._shard, self._transport = plan, shard, transport
+        self._lanes: dict[int, tuple[Berth, _Lane]] = {}
+
+    def send(self, berths: Mapping[int, Berth], deadline: float) -> dict[int, Moved]:
+        """Everything, to all engine ranks.  Raises TransportError; `drop` then."""
+        return {
+            region.dst: self._lane(region, berths[region.dst], deadline).send(
+                range(len(region.buckets)), deadline
+            )
+            for region in self.plan.regions
+        }
+
+    def resend(self, buckets: Mapping[int, Sequence[int]], deadline: float) -> dict[int, Moved]:
+        """Some buckets of the regions sent last, by engine rank."""
+        if not buckets.keys() <= self._lanes.keys():
+            raise EngineError(f"no bucket was sent to the engine ranks {sorted(buckets)}")
+        return {dst: self._lanes[dst][1].send(some, deadline) for dst, some in buckets.items()}
+
+    def drop(self) -> None:
+        """Forget all links: the staging buffers behind them are not used again."""
+        for _, lane in self._lanes.values():
+            lane.link.close()
+        self._lanes.clear()
+
+    def _lane(self, region: Region, berth: Berth, deadline: float) -> _Lane:
+        known = self._lanes.get(region.dst)
+        if known is None or known[0] != berth:
+            if known is not None:
+                known[1].link.close()
+            link = self._transport.connect(berth.endpoint, deadline)
+            known = berth, _Lane(region, berth.start, link, self._shard)
+            self._lanes[region.dst] = known
+        return known[1]

@@ -1,0 +1,355 @@
+"""One engine's publish sessions, as trainer rank 0 drives them on a thread of their own.
+
+    PREPARE -> TRANSFER -> VERIFY (a damaged bucket is sent once more) -> COMMIT      or ABORT
+
+A session has one deadline over all its phases, `sync.timeout_s`.  It fails alone: other engines
+have threads, lines and links of their own.  An engine that failed is asked again every few seconds
+as long as its version is frozen, so one that comes back, or joins late, is brought to the current
+version without waiting for the next publish.  An engine that was started again and so lost its
+weights is found the same way: it is asked what it holds.
+
+No version is ever assumed: `held` is what COMMIT confirmed or the engine said itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from moerl.errors import MoerlError, TransportError
+from moerl.layout import Flavor, ParallelLayout
+from moerl.layout.digest import split, version_digest
+from moerl.layout.transfer import WirePolicy
+from moerl.protocols import (
+    AbortUpdate,
+    AskEngine,
+    CommitUpdate,
+    EngineHolds,
+    Ok,
+    PrepareUpdate,
+    PublishFailure,
+    PublishResult,
+    UpdateClosed,
+    UpdatePrepared,
+    UpdateVerified,
+    VerifyUpdate,
+)
+from moerl.sync.courier import Berth, Moved
+from moerl.sync.line import Drop, Line, Resend, Send
+from moerl.sync.outlet import Control
+from moerl.trace import Tracer
+from moerl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 2.0  # between looks at an engine that is behind, or that may have been restarted
+_PROBE_S = 5.0  # longest PREPARE of an engine that failed before
+_ABORT_S = 5.0
+_SLACK_S = 2.0  # the controller answers this much after the deadline it was given
+
+Reply = TypeVar("Reply")
+Result = PublishResult | PublishFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What both ends plan with; the same for all sessions of an engine."""
+
+    engine: int
+    plan: str
+    transport: str
+    trainer: ParallelLayout
+    policy: WirePolicy
+    flavor: Flavor
+    num_bytes: int  # of a version, to all ranks of the engine
+    timeout_s: float
+    drain_s: float  # longest wait for requests in flight before a commit
+
+
+class EngineSession(threading.Thread):
+    """`publish` and `settle` are called by the training thread, the rest runs on this one."""
+
+    def __init__(
+        self, terms: Terms, line: Line, connect: Callable[[], Control], tracer: Tracer | None
+    ) -> None:
+        super().__init__(name=f"session-{terms.engine}", daemon=True)
+        self.terms, self._line, self._connect, self._tracer = terms, line, connect, tracer
+        self._changed = threading.Condition()
+        self._target: PolicyVersion | None = None
+        self._tried = False  # the target had its first session
+        self._result: Result | None = None  # how that ended; taken once
+        self._held: PolicyVersion | None = None
+        self._layout = ""  # of the engine, as met at the last session
+        self._behind = False
+        self._busy = self._paused = False
+
+    # --- the training thread ----------------------------------------------------------------------
+    def publish(self, version: PolicyVersion) -> None:
+        """Bring the engine to `version`, which is frozen or about to be; `settle` first."""
+        with self._changed:
+            self._target, self._tried, self._result, self._paused = version, False, None, False
+            self._changed.notify_all()
+
+    def settle(self) -> Result | None:
+        """Wait until nothing is being sent and stop sending; how the publish ended, once.
+
+        The frozen weights may be overwritten from here on, until `resume`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._target is None or self._tried)
+            self._paused = True
+            self._changed.wait_for(lambda: not self._busy)
+            result, self._result = self._result, None
+            return result
+
+    def resume(self) -> None:
+        """Look after the engine again: the frozen weights are still those of the last publish."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    # --- this thread ------------------------------------------------------------------------------
+    def run(self) -> None:
+        ready = False
+        while True:
+            version = self._next()
+            try:
+                if not ready:
+                    self._line.wait_for_couriers(time.monotonic() + self.terms.timeout_s)
+                    ready = True
+                result = self._look(version)
+            except BaseException as error:  # a bug here must not leave the training thread waiting
+                log.exception("engine %d", self.terms.engine)
+                result = PublishFailure(self.terms.engine, version, "session", repr(error))
+            with self._changed:
+                self._busy = False
+                if not self._tried:
+                    self._tried, self._result = True, result
+                self._changed.notify_all()
+
+    def _next(self) -> PolicyVersion:
+        """Sleep until there is something to do, or to look after."""
+        with self._changed:
+            if self._tried:  # a second look: not at once, but a new version is
+                self._changed.wait_for(lambda: not self._tried, _AGAIN_S)
+            self._changed.wait_for(self._has_work)
+            assert self._target is not None, "work is for a version"
+            self._busy = True
+            return self._target
+
+    def _has_work(self) -> bool:
+        return self._target is not None and not self._paused
+
+    def _look(self, version: PolicyVersion) -> Result | None:
+        """Bring the engine to `version` unless it has it."""
+        if self._held == version and not self._lost(version):
+            return None
+        result = self._session(version)
+        if isinstance(result, PublishFailure):
+            if not self._behind:
+                log.warning(
+                    "engine %d stays behind %s: %s failed: %s",
+                    result.engine, version, result.phase, result.cause,
+                )  # fmt: skip
+            self._held, self._behind = None, True
+        else:
+            if self._behind:
+                log.warning("engine %d is at %s again", self.terms.engine, version)
+            self._held, self._behind = version, False
+        return result
+
+    def _lost(self, version: PolicyVersion) -> bool:
+        """Whether the engine, which took `version`, no longer has it."""
+        control = self._connect()
+        try:
+            holds = control.expect(AskEngine(self.terms.engine), EngineHolds, _PROBE_S)
+        except MoerlError:
+            return False  # nobody can say; a session will
+        finally:
+            control.close()
+        return holds.version != version or bool(holds.cause)
+
+    def _session(self, version: PolicyVersion) -> Result:
+        begin = time.time()
+        control = self._connect()
+        session = _Session(self.terms, version, self._line, control, self._layout, self._behind)
+        try:
+            result = session.run()
+            self._layout = session.layout
+            return result
+        except MoerlError as error:
+            self._layout = ""
+            self._abort(version, str(error))
+            return PublishFailure(self.terms.engine, version, session.phase, str(error))
+        finally:
+            control.close()
+            if self._tracer is not None:
+                end = time.time()
+                engine = float(self.terms.engine)
+                ended = "" if session.phase == "done" else session.phase
+                self._tracer.add(
+                    "publish", begin, end, engine=engine, version=str(version), failed=ended
+                )
+                for name, start_s, end_s in session.spans:
+                    self._tracer.add(f"publish {name}", start_s, end_s, engine=engine)
+
+    def _abort(self, version: PolicyVersion, cause: str) -> None:
+        """Best effort: a staging buffer that nobody dropped is replaced by the next PREPARE."""
+        self._line.tell(Drop())
+        control = self._connect()
+        try:
+            message = AbortUpdate(self.terms.engine, version, cause, _ABORT_S)
+            control.expect(message, Ok, _ABORT_S + _SLACK_S)
+        except MoerlError as error:
+            log.info("engine %d was not told to abort: %s", self.terms.engine, error)
+        finally:
+            control.close()
+
+
+class _Session:
+    """One attempt."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        version: PolicyVersion,
+        line: Line,
+        control: Control,
+        layout: str,
+        probing: bool,
+    ) -> None:
+        self.terms, self.version, self._line, self._control = terms, version, line, control
+        self.layout, self._probing = layout, probing
+        self.phase = "prepare"
+        self.spans: list[tuple[str, float, float]] = []
+        self._deadline = time.monotonic() + terms.timeout_s
+
+    def run(self) -> PublishResult:
+        """Raises MoerlError; `phase` says where."""
+        prepared = self._timed("prepare", self._prepare)
+        moved = self._timed("transfer", lambda: self._transfer(prepared))
+        resent, digest = self._timed("verify", lambda: self._verify(moved))
+        closed = self._timed("commit", self._commit)
+        self.phase, self.layout = "done", prepared.layout
+        took = {name: end - begin for name, begin, end in self.spans}
+        log.info("engine %d serves %s, digest %s", self.terms.engine, self.version, digest)
+        return PublishResult(
+            engine=self.terms.engine,
+            version=self.version,
+            num_bytes=self.terms.num_bytes,
+            transfer_s=took["transfer"],
+            pause_s=closed.pause_s,
+            aborted=closed.aborted,
+            prepare_s=took["prepare"],
+            verify_s=took["verify"],
+            commit_s=closed.commit_s,
+            resent=resent,
+        )
+
+    def _timed(self, phase: str, work: Callable[[], Reply]) -> Reply:
+        self.phase = phase
+        begin = time.time()
+        try:
+            return work()
+        finally:
+            self.spans.append((phase, begin, time.time()))
+
+    def _left(self) -> float:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TransportError(
+                "deadline", f"the session was not over in {self.terms.timeout_s:g} s"
+            )
+        return left_s
+
+    def _prepare(self) -> UpdatePrepared:
+        terms = self.terms
+        wait_s = min(self._left(), _PROBE_S) if self._probing else self._left()
+        message = PrepareUpdate(
+            engine=terms.engine,
+            version=self.version,
+            plan=terms.plan,
+            layout=self.layout,
+            transport=terms.transport,
+            trainer=asdict(terms.trainer),
+            policy=asdict(terms.policy),
+            flavor=terms.flavor,
+            timeout_s=wait_s,
+        )
+        return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
+
+    def _transfer(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
+        """By trainer rank and engine rank."""
+        berths: dict[int, dict[int, Berth]] = {}
+        for dst, starts in enumerate(prepared.starts):
+            for src, start in starts.items():
+                berths.setdefault(src, {})[dst] = Berth(prepared.endpoints[dst], start)
+        left_s = self._left()
+        questions = {src: Send(self.version, berths[src], left_s) for src in berths}
+        answers = self._line.ask(questions, self._deadline)
+        return {src: sent.moved for src, sent in answers.items()}
+
+    def _verify(self, moved: dict[int, dict[int, Moved]]) -> tuple[int, str]:
+        """(buckets sent twice, digest of the version on this engine)."""
+        verified = self._compare(moved)
+        damaged = sum(map(len, verified.failed))
+        if damaged:
+            log.warning("engine %d: %d buckets arrived damaged", self.terms.engine, damaged)
+            again = _by_sender(verified.failed, moved)
+            left_s = self._left()
+            answers = self._line.ask(
+                {src: Resend(buckets, left_s) for src, buckets in again.items()}, self._deadline
+            )
+            for src, sent in answers.items():
+                moved[src] |= sent.moved
+            verified = self._compare(moved)
+        if any(verified.failed):
+            raise TransportError("digest", "buckets arrived damaged twice")
+        totals = [sum(m.total for _, m in _of(dst, moved)) for dst in _engine_ranks(moved)]
+        digests = "-".join(f"{total % 2**64:016x}" for total in totals)
+        if digests != verified.digest:
+            raise TransportError("digest", f"{verified.digest} is staged, {digests} was sent")
+        return damaged, version_digest(totals)
+
+    def _compare(self, moved: Mapping[int, Mapping[int, Moved]]) -> UpdateVerified:
+        digests = tuple(
+            b"".join(m.digests for _, m in _of(dst, moved)) for dst in _engine_ranks(moved)
+        )
+        left_s = self._left()
+        message = VerifyUpdate(self.terms.engine, self.version, digests, left_s)
+        return self._control.expect(message, UpdateVerified, left_s + _SLACK_S)
+
+    def _commit(self) -> UpdateClosed:
+        left_s = self._left()
+        message = CommitUpdate(self.terms.engine, self.version, left_s)
+        wait_s = left_s + self.terms.drain_s + _SLACK_S
+        return self._control.expect(message, UpdateClosed, wait_s)
+
+
+def _engine_ranks(moved: Mapping[int, Mapping[int, Moved]]) -> list[int]:
+    return sorted({dst for to in moved.values() for dst in to})
+
+
+def _of(dst: int, moved: Mapping[int, Mapping[int, Moved]]) -> list[tuple[int, Moved]]:
+    """(trainer rank, what it moved to `dst`), in the order of the receiver's plan."""
+    return [(src, moved[src][dst]) for src in sorted(moved) if dst in moved[src]]
+
+
+def _by_sender(
+    failed: Sequence[Sequence[int]], moved: Mapping[int, Mapping[int, Moved]]
+) -> dict[int, dict[int, tuple[int, ...]]]:
+    """Buckets by trainer rank and engine rank, numbered inside their region."""
+    again: dict[int, dict[int, tuple[int, ...]]] = {}
+    for dst, numbers in enumerate(failed):
+        first = 0
+        for src, sent in _of(dst, moved):
+            stop = first + len(split(sent.digests))
+            mine = tuple(number - first for number in numbers if first <= number < stop)
+            if mine:
+                again.setdefault(src, {})[dst] = mine
+            first = stop
+    return again
