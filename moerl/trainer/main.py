@@ -22,6 +22,7 @@ import torch
 from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
 from moerl.errors import MoerlError
+from moerl.kernels.library import describe
 from moerl.rundir import RunDir
 from moerl.trainer import platform
 
@@ -49,6 +50,7 @@ def main() -> None:
         )
     except MoerlError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    log.info(describe(place.name))
     from moerl.trainer import parallel  # the platform comes before anything that imports megatron
     from moerl.trainer.gang import Gang, Post, report_failure
 
