@@ -8,43 +8,15 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import runpy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import EngineConfig
+from moerl.engine import support
 from moerl.errors import ConfigError
-
-# Deployment features whose routing rows and masks are proven against another implementation by
-# tests/e2e/test_engine_e2e.py.
-FEATURES = ("prefix_cache", "chunked_prefill", "overlap_schedule", "abort_resume")
-
-# Features not proven with replay: ServerArgs field -> (feature, values that leave it off).
-_UNPROVEN: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "attn_cp_size": ("context parallelism", (1,)),
-    "attn_dp_size": ("data-parallel attention", (1,)),
-    "decoupled_spec_role": ("speculative decoding", ("null",)),
-    "disaggregation_mode": ("prefill/decode disaggregation", ("null",)),
-    "dllm_algorithm": ("diffusion decoding", (None,)),
-    "dp_size": ("data-parallel attention", (1,)),
-    "elastic_ep_backend": ("elastic expert parallelism", (None,)),
-    "enable_dp_attention": ("data-parallel attention", (False,)),
-    "enable_eplb": ("expert load balancing", (False,)),
-    "enable_hierarchical_cache": ("hierarchical cache", (False,)),
-    "enable_lmcache": ("hierarchical cache", (False,)),
-    "enable_lora": ("LoRA", (None, False)),
-    "enable_pdmux": ("prefill/decode multiplexing", (False,)),
-    "enable_prefill_cp": ("context parallelism", (False,)),
-    "enable_two_batch_overlap": ("two-batch overlap", (False,)),
-    "enable_unified_cache_external_linker": ("hierarchical cache", (False,)),
-    "ep_num_redundant_experts": ("redundant experts", (0,)),
-    "ep_size": ("expert parallelism", (1,)),
-    "hicache_storage_backend": ("hierarchical cache", (None,)),
-    "moe_dp_size": ("data-parallel experts", (1,)),
-    "pp_size": ("pipeline parallelism", (1,)),
-    "speculative_algorithm": ("speculative decoding", (None,)),
-}
 
 # Arguments that another setting or this program decides.
 _OWNED: dict[str, str] = {
@@ -104,11 +76,7 @@ def check_args(args: dict[str, Any], *, replay: bool) -> None:
             close = difflib.get_close_matches(name, field_names(), 3)
             hint = f", such as {' or '.join(close)}" if close else ""
             raise ConfigError(field, value, f"it must name an SGLang server argument{hint}")
-        feature, off = _UNPROVEN.get(name, ("", ()))
-        if replay and feature and value not in off:
-            raise ConfigError(
-                field, value, f"{feature} is not proven with replay; allowed: {off[0]!r}"
-            )
+        support.check(name, value, replay=replay)
 
 
 def uses_cuda(platform: str) -> bool:
@@ -136,6 +104,7 @@ def server_args(
     routing: record the routed experts; version: the initial weight version.
     """
     check_args(config.args, replay=routing)
+    support.check_environment(os.environ)
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,

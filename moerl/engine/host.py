@@ -34,11 +34,11 @@ import zmq.asyncio
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import records
-from moerl.engine.args import FEATURES
 from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.receiver import UNCHANGED
 from moerl.engine.records import ModelFacts, Reply
 from moerl.engine.server import EngineServer
+from moerl.engine.support import PROVEN
 from moerl.errors import EngineError, RecordError
 from moerl.protocols import (
     AbortUpdate,
@@ -95,7 +95,7 @@ class _Update:
 class EngineHost:
     """One engine.  Raises EngineError with cause and log tail once its server is dead."""
 
-    features = FEATURES  # deployment features proven with replay; any other is refused
+    features = PROVEN  # deployment features proven with replay; any other is refused
 
     def __init__(
         self,

@@ -132,6 +132,17 @@ class World:
             await self.load(A)
             self.paused[mode] = await self.swap_weights(mode)
 
+    async def crowd(self) -> None:
+        """Prompts of many lengths at once, twice, with answers that fill a small cache.
+
+        SGLang admits too many only where answers may end early: it then reserves for a share.
+        """
+        sampling = replace(TRUNCATED, max_new_tokens=120, ignore_eos=False)
+        for attempt in ("first", "again"):
+            await self.complete(
+                [start(f"{attempt}.{n}", tokens(n, seed=n), sampling) for n in range(5, 125, 10)]
+            )
+
     def turn(self, kind: str, first: str, *, known: bool = True) -> PartialRollout:
         """The next turn after rollout `first`: its tokens, twelve new ones, and its own rows."""
         before = self.rollouts[first]

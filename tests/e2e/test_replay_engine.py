@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig
 from moerl.data.audit import split_segments
+from moerl.engine.support import FEATURES
 from moerl.errors import RecordError
 from moerl.types import Rollout
 from tests.e2e.replay_engine import CHUNK, A, B, C, Scoring, World, refused
@@ -200,3 +202,39 @@ def test_which_rows_to_train_after_a_resume(scored: Scoring) -> None:
     check(np.concatenate([all_gaps(scored, "own2")]))
     assert k3["latest"][2] < 1e-9 < k3["sampled"][2]
     assert k3["sampled"][0] < k3["latest"][0]
+
+
+def test_the_server_runs_nothing_that_is_not_proven(scored: Scoring) -> None:
+    """The table's first values are what this SGLang does when nothing is said."""
+    settings = scored.world.settings
+    for feature in FEATURES:
+        for name, allowed in feature.args.items():
+            assert settings[name] in allowed, (feature.name, name, settings[name])
+
+
+SCHEDULES = {
+    "mixed": {"enable_mixed_chunk": True, "page_size": 16},
+    "plain": {"disable_radix_cache": True, "disable_overlap_schedule": True},
+    "pressure": {"schedule_conservativeness": 0.1},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_other_schedules(kind: str, tmp_path: Path) -> None:
+    args = {"chunked_prefill_size": CHUNK} | SCHEDULES[kind]
+    room = 1024 if kind == "pressure" else 16384
+    world = World(tmp_path, EngineConfig(args=args, max_total_tokens=room))
+    try:
+        world.run(world.host.start(A), 240.0)
+        world.run(world.crowd(), 240.0)
+    finally:
+        world.run(world.host.stop())
+    world.loop.close()
+    scoring = Scoring(world, tmp_path)
+    scoring.add("all", list(world.rollouts.values()), A, ["both", "both_shifted"])
+    scoring.run()
+    check(all_gaps(scoring, "all"))
+    assert np.abs(all_gaps(scoring, "all", "both_shifted")).max() > 1e-2
+    retracted = "#retracted_reqs" in world.log.read_text()
+    assert retracted == (kind == "pressure"), "control: memory ran out where it should"

@@ -45,7 +45,6 @@ def test_user_arguments_replace_defaults_we_do_not_own() -> None:
 
 
 def test_our_tables_name_existing_arguments() -> None:
-    assert set(args._UNPROVEN) <= args.field_names()
     assert set(args._OWNED) - {"config"} <= args.field_names()
 
 
@@ -58,30 +57,6 @@ def test_unknown_name_suggests_close_ones() -> None:
 def test_arguments_we_own_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"engine.args.{name}"):
         built(EngineConfig(args={name: 1}))
-
-
-UNPROVEN = [
-    ("speculative_algorithm", "EAGLE"),
-    ("enable_hierarchical_cache", True),
-    ("enable_dp_attention", True),
-    ("enable_eplb", True),
-    ("disaggregation_mode", "prefill"),
-    ("pp_size", 2),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), UNPROVEN)
-def test_unproven_feature_is_refused_with_replay_only(name: str, value: object) -> None:
-    config = EngineConfig(platform="cpu", args={name: value})
-    with pytest.raises(ConfigError, match="not proven with replay"):
-        built(config)
-    assert built(config, routing=False)[name] == value
-
-
-@pytest.mark.parametrize("name", [name for name, _ in UNPROVEN])
-def test_naming_a_feature_to_leave_it_off_is_allowed(name: str) -> None:
-    off = args._UNPROVEN[name][1][0]
-    assert built(EngineConfig(platform="cpu", args={name: off}))[name] == off
 
 
 def test_platform_is_checked() -> None:

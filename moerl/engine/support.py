@@ -1,0 +1,342 @@
+"""Which deployment features of SGLang work with replay: one table for the check and for the docs.
+
+A feature is proven (a test compares its records with another implementation), refused while
+routing is recorded, or refused always because it changes what is sampled behind the record.
+Nothing is in between: a feature nobody compared is refused, however plausible its records look.
+
+`check` reads the table when a server's arguments are made; `python -m moerl.engine.support` prints
+it as docs/replay-support.md.  Rejected: a list of allowed arguments (SGLang has 546, most of them
+harmless); the table is of those that touch routing rows, kept sets or log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from moerl.errors import ConfigError
+
+
+class Verdict(StrEnum):
+    PROVEN = "proven"
+    WITHOUT_REPLAY = "refused with replay"
+    NEVER = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One row.  `args`: server argument -> allowed values, the first being SGLang's own."""
+
+    name: str
+    verdict: Verdict
+    why: str  # after "NAME: ", one clause
+    args: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    proof: str = ""  # file::test of a proven feature
+
+
+_RECORDS = "tests/e2e/test_engine_e2e.py::test_records_equal_transformers"
+_REPLAY = "tests/e2e/test_replay_engine.py::"
+_OFF: tuple[Any, ...] = (False,)
+_NONE: tuple[Any, ...] = (None,)
+_ONE: tuple[Any, ...] = (1,)
+
+FEATURES = (
+    Feature(
+        "prompt rows",
+        Verdict.PROVEN,
+        "every fed-in token has its row, the prompt included",
+        proof=_RECORDS,
+    ),
+    Feature(
+        "prefix cache",
+        Verdict.PROVEN,
+        "a cached token keeps the row of the forward pass that wrote its slot",
+        proof=_REPLAY + "test_cache_hits_chunks_and_overlap_took_part",
+    ),
+    Feature(
+        "chunked prefill",
+        Verdict.PROVEN,
+        "rows of all chunks are joined",
+        proof=_REPLAY + "test_cache_hits_chunks_and_overlap_took_part",
+    ),
+    Feature(
+        "overlap scheduling",
+        Verdict.PROVEN,
+        "on by default",
+        proof=_REPLAY + "test_cache_hits_chunks_and_overlap_took_part",
+    ),
+    Feature(
+        "tensor parallelism",
+        Verdict.PROVEN,
+        "every rank routes alike, the first one reports",
+        proof=_REPLAY + "test_every_segment_matches_the_weights_that_sampled_it",
+    ),
+    Feature(
+        "abort and resume, with a weight update in between",
+        Verdict.PROVEN,
+        "segments tile the rows and each matches its own weights",
+        proof=_REPLAY + "test_seams_are_complete",
+    ),
+    Feature(
+        "several turns",
+        Verdict.PROVEN,
+        "a turn under the same weights asks for new rows only, another one for all",
+        proof=_REPLAY + "test_a_second_turn_continues_the_rows_of_the_first",
+    ),
+    Feature(
+        "siblings of one prompt",
+        Verdict.PROVEN,
+        "prompt rows that are bitwise equal are stored once",
+        proof=_REPLAY + "test_siblings_store_their_prompt_rows_once",
+    ),
+    Feature(
+        "retraction under memory pressure",
+        Verdict.PROVEN,
+        "rows are computed again under the same weights",
+        proof=_REPLAY + "test_other_schedules",
+    ),
+    Feature(
+        "mixed chunks, pages of 16, no radix cache, no overlap",
+        Verdict.PROVEN,
+        "`enable_mixed_chunk`, `page_size`, `disable_radix_cache`, `disable_overlap_schedule`",
+        proof=_REPLAY + "test_other_schedules",
+    ),
+    Feature(
+        "weights exchanged under a running request",
+        Verdict.NEVER,
+        "retraction overwrites the rows of earlier tokens and an update in place mixes versions; "
+        "the host interrupts by abort, and a reply of two versions is refused as `version`",
+        proof=_REPLAY + "test_weights_exchanged_under_a_request_are_refused",
+    ),
+    Feature(
+        "beam search, penalties, logit bias, grammar, custom logit processors of a request",
+        Verdict.NEVER,
+        "no recipe can ask for them: the host sends each sampling parameter, all neutral but those "
+        "whose kept set is recorded",
+        proof="tests/unit/test_engine_support.py::test_requests_carry_nothing_that_is_not_recorded",
+    ),
+    Feature(
+        "greedy sampling for training",
+        Verdict.NEVER,
+        "the one kept token has probability 1 and no gradient; an evaluation may be greedy",
+        proof="tests/unit/test_config.py::test_bad_override",
+    ),
+    Feature(
+        "custom logit processors",
+        Verdict.NEVER,
+        "they change the distribution behind the recorded kept set",
+        {"enable_custom_logit_processor": _OFF},
+    ),
+    Feature(
+        "sampling parameters of the server",
+        Verdict.NEVER,
+        "they would join a request unseen; set sampling.* of the recipe",
+        {"preferred_sampling_params": _NONE},
+    ),
+    Feature(
+        "watermark",
+        Verdict.NEVER,
+        "it changes the distribution that is sampled",
+        {
+            "enable_watermark": _OFF,
+            "watermark_default_enabled": _OFF,
+            "watermark_enforce_all": _OFF,
+        },
+    ),
+    Feature(
+        "truncated prompts",
+        Verdict.NEVER,
+        "rows and tokens of a prompt that the engine cuts no longer belong together",
+        {"allow_auto_truncate": _OFF},
+    ),
+    Feature(
+        "another model configuration",
+        Verdict.NEVER,
+        "engine and trainer would run two models; change the model folder's config.json",
+        {"json_model_override_args": ("{}",)},
+    ),
+    Feature(
+        "largest kept set",
+        Verdict.NEVER,
+        "a smaller limit aborts requests that the recipe allows",
+        {"sampling_mask_max_tokens": (4096,)},
+    ),
+    Feature(
+        "hierarchical cache",
+        Verdict.WITHOUT_REPLAY,
+        "nothing moves the rows along with the pages, so a reloaded page returns stale ones",
+        {
+            "enable_hierarchical_cache": _OFF,
+            "hicache_storage_backend": _NONE,
+            "enable_lmcache": _OFF,
+            "enable_flexkv": _OFF,
+            "enable_unified_cache_external_linker": _OFF,
+            "disaggregation_decode_enable_offload_kvcache": _OFF,
+        },
+    ),
+    Feature(
+        "speculative decoding",
+        Verdict.WITHOUT_REPLAY,
+        "a draft's routers write into the same buffer and rejected tokens leave rows",
+        {"speculative_algorithm": _NONE, "decoupled_spec_role": ("null", None)},
+    ),
+    Feature(
+        "data-parallel attention",
+        Verdict.WITHOUT_REPLAY,
+        "each rank slices the captured rows in its own way, which nobody compared",
+        {"enable_dp_attention": _OFF, "attn_dp_size": _ONE, "dp_size": _ONE},
+    ),
+    Feature(
+        "expert parallelism",
+        Verdict.WITHOUT_REPLAY,
+        "not compared yet; experts are cut by engine.tp",
+        {
+            "ep_size": _ONE,
+            "moe_dp_size": _ONE,
+            "moe_a2a_backend": ("none", None),
+            "dwdp_size": _ONE,
+        },
+    ),
+    Feature(
+        "expert load balancing",
+        Verdict.WITHOUT_REPLAY,
+        "a physical expert is not the logical one that the trainer knows, and moves",
+        {
+            "enable_eplb": _OFF,
+            "ep_num_redundant_experts": (0,),
+            "init_expert_location": ("trivial",),
+            "elastic_ep_backend": _NONE,
+            "enable_elastic_expert_backup": _OFF,
+        },
+    ),
+    Feature(
+        "prefill/decode disaggregation",
+        Verdict.WITHOUT_REPLAY,
+        "prompt rows would have to travel with the KV cache",
+        {"disaggregation_mode": ("null",), "enable_pdmux": _OFF, "enable_pd_role_switch": _OFF},
+    ),
+    Feature(
+        "pipeline-parallel engines",
+        Verdict.WITHOUT_REPLAY,
+        "each stage captures the layers it holds and nothing joins them",
+        {"pp_size": _ONE},
+    ),
+    Feature(
+        "context parallelism",
+        Verdict.WITHOUT_REPLAY,
+        "rows of one token are spread over ranks and nothing joins them",
+        {"attn_cp_size": _ONE, "dcp_size": _ONE, "enable_prefill_cp": _OFF},
+    ),
+    Feature(
+        "overlapped batches",
+        Verdict.WITHOUT_REPLAY,
+        "two batches fill the capture buffer at once",
+        {"enable_two_batch_overlap": _OFF, "enable_single_batch_overlap": _OFF},
+    ),
+    Feature(
+        "LoRA",
+        Verdict.WITHOUT_REPLAY,
+        "adapters are merged by the trainer; the engine serves whole weights",
+        {"enable_lora": (None, False), "lora_paths": _NONE},
+    ),
+    Feature(
+        "quantised weights or cache",
+        Verdict.WITHOUT_REPLAY,
+        "the engine would sample from other numbers than the trainer holds",
+        {
+            "quantization": _NONE,
+            "quantize_and_serve": _OFF,
+            "kv_cache_dtype": ("auto",),
+            "rl_quant_profile": _NONE,
+        },
+    ),
+    Feature(
+        "experts on the host",
+        Verdict.WITHOUT_REPLAY,
+        "routing is done by code that does not report its rows",
+        {"enable_paged_experts": _OFF, "kt_method": (None, "AMXINT4"), "kt_weight_path": _NONE},
+    ),
+    Feature(
+        "fused whole-layer kernels",
+        Verdict.WITHOUT_REPLAY,
+        "they route inside the kernel and report no rows",
+        {"enable_nvidia_megakernel": _OFF, "enable_amd_monokernel": _OFF},
+    ),
+    Feature(
+        "model code of transformers",
+        Verdict.WITHOUT_REPLAY,
+        "it does not pass SGLang's router, where rows are captured",
+        {"model_impl": ("auto", "sglang")},
+    ),
+    Feature(
+        "rounded logits",
+        Verdict.WITHOUT_REPLAY,
+        "it rounds logits to bf16 before the log-softmax, which the trainer does not",
+        {"rl_on_policy_target": _NONE},
+    ),
+    Feature(
+        "diffusion decoding",
+        Verdict.WITHOUT_REPLAY,
+        "a token is fed more than once and has no single row",
+        {"dllm_algorithm": _NONE},
+    ),
+)
+
+# Variables that would change what the server reports; the server inherits its environment.
+ENVIRONMENT = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "it reports log-probabilities at temperature 1",
+    "SGLANG_SIMULATE_ACC_LEN": "it accepts draft tokens that the model did not sample",
+}
+
+PROVEN = tuple(feature.name for feature in FEATURES if feature.verdict is Verdict.PROVEN)
+
+
+def check(name: str, value: Any, *, replay: bool) -> None:
+    """Refuse `engine.args.NAME = value` when the table does.  Raises ConfigError.
+
+    replay: routing is recorded.
+    """
+    for feature in FEATURES:
+        allowed = feature.args.get(name)
+        if allowed is None or value in allowed or feature.verdict is Verdict.PROVEN:
+            continue
+        if replay or feature.verdict is Verdict.NEVER:
+            raise ConfigError(
+                f"engine.args.{name}",
+                value,
+                f"{feature.name} is {feature.verdict}: {feature.why}; allowed: {allowed[0]!r}",
+            )
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for a variable that changes what the engine reports."""
+    for name, why in ENVIRONMENT.items():
+        if environment.get(name, "0") not in ("", "0", "false", "False"):
+            raise ConfigError(f"environment.{name}", environment[name], f"unset it: {why}")
+
+
+def markdown() -> str:
+    """The whole of docs/replay-support.md."""
+    lines = [
+        "# Deployment features and replay",
+        "",
+        "Made from `moerl/engine/support.py` by `python -m moerl.engine.support`; a test keeps",
+        "them equal. *Proven* means that a test compares the records with another implementation;",
+        "anything else is refused when the engine's arguments are made, in one sentence.",
+        "",
+        "| feature | verdict | why | server arguments | test |",
+        "|---|---|---|---|---|",
+    ]
+    for feature in FEATURES:
+        args = ", ".join(f"`{name}`" for name in feature.args)
+        proof = f"`{feature.proof}`" if feature.proof else ""
+        lines.append(f"| {feature.name} | {feature.verdict} | {feature.why} | {args} | {proof} |")
+    lines += ["", "Environment variables that are refused:", ""]
+    lines += [f"- `{name}`: {why}" for name, why in ENVIRONMENT.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,116 @@
+"""The support table: every row is refused or proven by a test that exists, and the docs say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.engine import args, support
+from moerl.engine.host import EngineHost
+from moerl.engine.records import ModelFacts
+from moerl.engine.support import FEATURES, Verdict
+from moerl.errors import ConfigError
+from moerl.rundir import RunDir
+from moerl.types import GenerateRequest, SamplingParams
+
+REPO = Path(__file__).parents[2]
+ROWS = [
+    (feature.name, name, allowed, feature.verdict)
+    for feature in FEATURES
+    for name, allowed in feature.args.items()
+]
+
+
+def other(allowed: tuple[Any, ...]) -> Any:
+    """A value that the row does not allow."""
+    first = allowed[0]
+    if isinstance(first, bool):
+        return not first
+    if isinstance(first, int):
+        return first + 1
+    return "something-else"
+
+
+def built(name: str, value: Any, *, routing: bool) -> dict[str, Any]:
+    config = EngineConfig(platform="cpu", args={name: value})
+    return args.server_args(
+        config, Path("model"), routing=routing, version="0.3", port=1, nccl_port=2
+    )
+
+
+@pytest.mark.parametrize(("feature", "name", "allowed", "verdict"), ROWS, ids=[r[1] for r in ROWS])
+def test_row(feature: str, name: str, allowed: tuple[Any, ...], verdict: Verdict) -> None:
+    assert name in args.field_names(), "SGLang has no such argument"
+    with pytest.raises(ConfigError) as error:
+        built(name, other(allowed), routing=True)
+    text = str(error.value)
+    assert f"engine.args.{name} = {other(allowed)!r}" in text
+    assert feature in text
+    assert "\n" not in text
+    for value in allowed:
+        assert built(name, value, routing=True)[name] == value
+    if verdict is Verdict.WITHOUT_REPLAY:
+        assert built(name, other(allowed), routing=False)[name] == other(allowed)
+    else:
+        with pytest.raises(ConfigError):
+            built(name, other(allowed), routing=False)
+
+
+def test_no_argument_has_two_rows() -> None:
+    names = [name for _, name, _, _ in ROWS]
+    assert len(names) == len(set(names))
+
+
+def test_proofs_exist() -> None:
+    for feature in FEATURES:
+        if feature.verdict is Verdict.PROVEN:
+            assert feature.proof, feature.name
+            assert not feature.args, "a proven feature needs no refusal"
+        if feature.proof:
+            path, _, name = feature.proof.partition("::")
+            assert f"def {name}(" in (REPO / path).read_text(), feature.proof
+        else:
+            assert feature.args, f"{feature.name} is refused by nothing"
+
+
+def test_docs_are_made_from_the_table() -> None:
+    assert (REPO / "docs" / "replay-support.md").read_text() == support.markdown()
+
+
+@pytest.mark.parametrize("name", support.ENVIRONMENT)
+def test_environment_that_changes_reports_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "0")
+    assert built("chunked_prefill_size", 64, routing=False)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=name):
+        built("chunked_prefill_size", 64, routing=False)
+
+
+def test_requests_carry_nothing_that_is_not_recorded(tmp_path: Path) -> None:
+    """Every parameter that shapes a distribution is sent, neutral if no kept set tells of it."""
+    facts = ModelFacts(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
+    host = EngineHost(
+        0, EngineConfig(), tmp_path, facts, ReplayConfig(), BlobStore(tmp_path, "n"),
+        RunDir(tmp_path), "t",
+    )  # fmt: skip
+    sampling = SamplingParams(4, temperature=0.7, top_p=0.9, top_k=20)
+    ask = GenerateRequest("a", 0, np.array([5, 6], np.int32), 0, sampling)
+    body = host._body([ask])
+    assert set(body["sampling_params"][0]) == {
+        "n", "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p",
+        "frequency_penalty", "presence_penalty", "repetition_penalty", "stop_token_ids",
+        "ignore_eos", "skip_special_tokens",
+    }  # fmt: skip
+    neutral = {"n": 1, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    assert neutral.items() <= body["sampling_params"][0].items()
+    text = json.dumps(sorted(body))
+    for word in ("logit", "processor", "regex", "schema", "ebnf", "beam", "lora"):
+        assert word not in text
