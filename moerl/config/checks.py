@@ -79,6 +79,7 @@ _AT_LEAST: dict[str, float] = {
     "supervision.backoff_s": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "replay.probe": 0,
     "observe.sample_rollouts": 0,
     "observe.engine_alone_s": 0,
     "trainer.parallel.tp": 1,

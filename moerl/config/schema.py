@@ -86,6 +86,7 @@ class ReplayConfig:
     sampling_mask: bool = True
     rows: str = "sampled"  # rows of the forward pass that produced each token's logprob
     audit: bool = False  # also keep the re-prefilled rows of resumed segments
+    probe: int = 20  # steps between looks at a microbatch for records that disagree; 0 = never
 
 
 @dataclass(frozen=True)

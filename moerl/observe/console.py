@@ -97,6 +97,8 @@ class Console:
         with self._lock:
             self._board.add_step(row)
             self._view.step()
+            if raised := alerts(row):
+                self.event(f"ALERT at step {row['step']}: {', '.join(raised)}; see docs/metrics.md")
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of the steps before a resume: they count and are drawn, but are not said again."""
@@ -110,6 +112,11 @@ class Console:
             self._board.waits.clear()
         # Outside the lock: stopping the panel joins its drawing thread, which takes the lock.
         self._view.close(_summary_lines(summary or {}))
+
+
+def alerts(row: Mapping[str, Any]) -> list[str]:
+    """Names of the alerts that a row raises."""
+    return sorted(name for name, value in row.items() if name.startswith("alert/") and value)
 
 
 # --- what is known -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from moerl.config.schema import Config
 from moerl.observe.charts import Bar, Chart, Line, draw_chart, draw_timeline
-from moerl.observe.console import clock
+from moerl.observe.console import alerts, clock
 from moerl.observe.metrics import Row, read_lines, read_rows
 from moerl.observe.overlap import (
     GENERATE,
@@ -244,6 +244,8 @@ def _tiles(
             "Largest lag", rows, "async/lag_max", ".0f", f"versions, limit {limit}", limit
         )
     )
+    raised = sorted({name.removeprefix("alert/") for row in rows for name in alerts(row)})
+    tiles.append(Tile("Alerts", ", ".join(raised) or "none", "of the probe", bad=bool(raised)))
     refused = _num_refused(rows)
     tiles.append(Tile("Records refused", f"{refused:,.0f}", "never trained on", bad=refused > 0))
     return tiles

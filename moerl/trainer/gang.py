@@ -44,7 +44,7 @@ from moerl.protocols import (
 )
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer import checkpoint
+from moerl.trainer import checkpoint, probe
 from moerl.trainer.client import ControllerClient
 from moerl.trainer.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_gather import HfGather
@@ -201,8 +201,9 @@ class Gang:
         return decode(holder[0])
 
     def _train(self, plan: BatchPlan) -> None:
+        metrics = self._probe(plan)
         with self.tracer.span("step", step=plan.step):
-            metrics = self.learner.step(plan)
+            metrics |= self.learner.step(plan)
         self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
         self.consumed += [group.group_id for group in plan.groups]
         if self.version.step < self.config.run.steps:
@@ -214,6 +215,13 @@ class Gang:
         every = self.config.checkpoint.every
         if every and self.version.step % every == 0:
             self._checkpoint()
+
+    def _probe(self, plan: BatchPlan) -> dict[str, float]:
+        """Whether records and model agree, on a sample, with the weights the step starts from."""
+        if not probe.due(self.config, plan.step):
+            return {}
+        with self.tracer.span("probe", step=plan.step):
+            return probe.probe(self.model, plan, self.config, self.parallel, self.post.blobs)
 
     def _publish(self) -> dict[str, float]:
         """Freeze the weights and start publishing them; metrics of the publish before."""

@@ -27,7 +27,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +45,7 @@ from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.errors import MoerlError, RecordError
 from moerl.protocols import decode_value
+from moerl.trainer.agreement import downstream
 from moerl.trainer.platform import prepare
 from moerl.trainer.replay import Mode
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
@@ -286,22 +287,6 @@ def _executed(model: Model) -> Iterator[dict[int, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def downstream(differs: Mapping[int, Tensor], *, rows: int) -> dict[int, Tensor]:
-    """Which router inputs an earlier difference has changed: layer -> [S * rows] bool.
-
-    differs: layer -> [S * rows] bool, router order (row = s * rows + b), causal attention.  A layer
-    reads what lower layers put out at its own and at earlier positions; a single near tie in a
-    prompt therefore shows as many differences, of which only the first is a disagreement of two
-    routers about the same input.
-    """
-    touched: dict[int, Tensor] = {}
-    seen = torch.zeros_like(next(iter(differs.values()))).view(-1, rows)
-    for layer in sorted(differs):
-        touched[layer] = seen.reshape(-1)
-        seen = seen | differs[layer].view(-1, rows).cummax(0).values
-    return touched
 
 
 def _real_rows(batch: Microbatch) -> Tensor:

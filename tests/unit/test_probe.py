@@ -1,0 +1,53 @@
+"""When the probe raises which alert: judged from sums, with and without tokens to judge."""
+
+from __future__ import annotations
+
+import torch
+
+from moerl.algorithms.mismatch import MismatchSums
+from moerl.observe.console import alerts
+from moerl.trainer.agreement import RouteAgreement
+from moerl.trainer.probe import EXACT_FP32, Findings, judge
+
+
+def sums(gap: float, tokens: int = 100) -> MismatchSums:
+    engine = -torch.ones(tokens)
+    sign = torch.tensor([1.0, -1.0]).repeat(tokens)[:tokens]
+    return MismatchSums.of(engine + gap * sign, engine, torch.zeros(tokens, dtype=torch.long))
+
+
+def raised(**fields: object) -> list[str]:
+    return alerts({"step": 0} | judge(Findings(**fields), EXACT_FP32))  # type: ignore[arg-type]
+
+
+GOOD = RouteAgreement(pairs=1000, agree=950, clean=980, roots=10)
+
+
+def test_nothing_to_judge_is_no_metric() -> None:
+    assert judge(Findings(), EXACT_FP32) == {}
+
+
+def test_records_that_agree_raise_nothing_at_any_lag() -> None:
+    assert raised(exact=sums(1e-5), replayed=sums(1e-5), live=sums(2e-2), routes=GOOD) == []
+    stale = sums(0.2)  # older weights: both are off, the record no worse than the live router
+    assert raised(replayed=stale, live=stale, routes=GOOD) == []
+
+
+def test_each_question_has_its_alert() -> None:
+    assert raised(exact=sums(2e-3)) == ["alert/replay_exact"]
+    shifted = RouteAgreement(pairs=1000, agree=100, clean=200, roots=150)
+    assert raised(routes=shifted) == ["alert/replay_routes"]
+    assert raised(replayed=sums(0.4), live=sums(0.1)) == ["alert/replay_worth"]
+    assert raised(replayed=sums(0.4, 20), live=sums(0.1, 20)) == []  # too few tokens for a mean
+
+
+def test_differences_are_counted_where_they_begin() -> None:
+    same = torch.tensor([[0, 1], [2, 3], [0, 3], [1, 2]])
+    other = same.clone()
+    other[1, 0] = 1
+    real = torch.ones(4, dtype=torch.bool)
+    found = RouteAgreement.of({0: same, 1: same}, {0: other, 1: other}, real, rows_per_position=1)
+    # Layer 1 reads positions 1 to 3 through layer 0's difference, so only position 0 is clean.
+    assert found.counts() == [8.0, 6.0, 5.0, 1.0]
+    swapped = same.flip(1)
+    assert RouteAgreement.of({0: same}, {0: swapped}, real, rows_per_position=1).roots == 0
