@@ -3,6 +3,7 @@
     sum over tokens of weight_N x (correction_N x objective_N + kl_coef x KL_N
                                    - entropy_coef x entropy_N)
 
+where the advantage inside the objective gains distill_coef x (teacher - theta), without a graph.
 `weight_N` is the aggregation's (global, `moerl.algorithms.aggregation`), so the loss of a step is
 the plain sum of this over ranks and microbatches.  Corrections act on the policy term only: the KL
 term of a rejected sequence stays (DeepSeek-V3.2 eq. 5).  All counts are of tokens before any
@@ -14,7 +15,7 @@ Legend: N sampled tokens of a microbatch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ SUM_NAMES = (
     "clip_high",
     "clip_dual",
     "kl_value",  # sum over tokens of r * k3 against the reference
+    "teacher_kl",  # sum over tokens of r * (theta - teacher)
     "drift",  # sum over sequences of mean(mu - theta)
     "rejected",  # tokens with weight 0
     "rejected_seqs",  # sequences, by the share of their tokens
@@ -60,6 +62,8 @@ def policy_loss(config: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyL
     Without sampled tokens the loss is a zero that is still connected to `t.logprob`, so that
     backward runs on every rank.  Raises ConfigError for an unknown name.
     """
+    if config.distill_coef:
+        t = replace(t, advantage=t.advantage + config.distill_coef * distillation(t))
     old = t.engine if config.ratio == "engine" else t.prox
     token: TokenLoss = choose("algorithm.objective", config.objective, OBJECTIVES)(t, old, config)
     corrections = correct(config, t)
@@ -77,6 +81,18 @@ def policy_loss(config: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyL
     values = [sums.get(name, 0.0) for name in SUM_NAMES]
     packed = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
     return PolicyLoss(pg + kl + entropy, packed)
+
+
+def distillation(t: Tokens) -> Tensor:
+    """Advantage of on-policy distillation: sg(teacher - theta) per token, [N].
+
+    With an importance ratio its policy gradient is exactly that of -KL(theta, teacher), the reverse
+    KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
+    on-policy-distillation).  Trap: as a plain loss, theta - teacher has no gradient at all in
+    expectation; it has to be an advantage.  The teacher is scored over the student's kept set.
+    """
+    assert t.teacher is not None, "distillation needs log-probabilities of the teacher"
+    return (t.teacher - t.logprob).detach()
 
 
 def correct(config: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
@@ -106,6 +122,8 @@ def loss_metrics(config: AlgorithmConfig, sums: Tensor) -> dict[str, float]:
     if config.kl != "off":
         metrics["loss/kl_ref"] = value["kl"]
         metrics["loss/kl_ref_k3"] = value["kl_value"] / tokens
+    if config.distill_coef:
+        metrics["loss/kl_teacher"] = value["teacher_kl"] / tokens
     if config.entropy_coef:
         metrics["loss/entropy_bonus"] = value["entropy_bonus"]
     if config.corrections:
@@ -137,6 +155,9 @@ def _token_sums(
     if t.reference is not None:
         with torch.no_grad():
             sums["kl_value"] = ((t.logprob - t.engine).exp() * k3(t)).double().sum()
+    if t.teacher is not None:
+        ratio = (t.logprob.detach() - t.engine).exp()
+        sums["teacher_kl"] = -(ratio * distillation(t)).double().sum()
     for name, correction in corrections.items():
         sums[f"cut/{name}"] = correction.cut.sum()
         sums[f"cut_seqs/{name}"] = (share * correction.cut).sum()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 
 from moerl.config.schema import AlgorithmConfig, Config
@@ -24,7 +25,9 @@ class Entry:
 
     function: str  # module:function below moerl.algorithms
     reads: tuple[str, ...] = ()  # fields of AlgorithmConfig
-    needs: tuple[str, ...] = ()  # data that a plain step does not have, see _PROVIDED
+    needs: tuple[
+        str, ...
+    ] = ()  # data that a plain step does not have: engine_ratio, steps, second_model
     reweighs: bool = False  # its ratio, or its weight, changes the measure tokens are drawn from
 
 
@@ -75,11 +78,11 @@ CORRECTIONS = _table(
     lag=Entry("corrections:lag", ("lag_cap",)),
 )
 KLS = _table(
-    k1=Entry("kl:k1", ("kl_coef",), ("reference",)),
-    k2=Entry("kl:k2", ("kl_coef",), ("reference",)),
-    k3=Entry("kl:k3", ("kl_coef",), ("reference",)),
-    k3_plus=Entry("kl:k3_plus", ("kl_coef",), ("reference",)),
-    unbiased=Entry("kl:unbiased", ("kl_coef",), ("reference",)),
+    k1=Entry("kl:k1", ("kl_coef", "reference"), ("second_model",)),
+    k2=Entry("kl:k2", ("kl_coef", "reference"), ("second_model",)),
+    k3=Entry("kl:k3", ("kl_coef", "reference"), ("second_model",)),
+    k3_plus=Entry("kl:k3_plus", ("kl_coef", "reference"), ("second_model",)),
+    unbiased=Entry("kl:unbiased", ("kl_coef", "reference"), ("second_model",)),
 )
 AGGREGATIONS = _table(
     token_mean=Entry("aggregation:token_mean"),
@@ -89,6 +92,7 @@ AGGREGATIONS = _table(
 )
 _ALWAYS_READ = frozenset(
     {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
+    | {"distill_coef"}
     | set(_REWARD)
 )
 
@@ -110,7 +114,7 @@ def check_algorithm(config: Config) -> None:
     if len(set(a.corrections)) != len(a.corrections):
         raise ConfigError("algorithm.corrections", a.corrections, "name each correction once")
     _refuse_unread(a, chosen)
-    _refuse_unmet(a, chosen)
+    _refuse_unmet(config, chosen)
     _check_values(config)
     _check_measure(a)
 
@@ -124,6 +128,7 @@ def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
 
 def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
     read = _ALWAYS_READ | {name for line in chosen for name in line.reads}
+    read |= {"teacher"} if a.distill_coef else set()
     default = AlgorithmConfig()
     for item in fields(a):
         value = getattr(a, item.name)
@@ -137,22 +142,35 @@ def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
             raise ConfigError(
                 f"algorithm.{item.name}",
                 value,
-                f"nothing that is configured reads it; {', '.join(readers)} would",
+                "nothing that is configured reads it; "
+                f"{', '.join(readers) or 'distill_coef'} would",
             )
 
 
-def _refuse_unmet(a: AlgorithmConfig, chosen: list[Entry]) -> None:
+def _refuse_unmet(config: Config, chosen: list[Entry]) -> None:
+    a, sizes = config.algorithm, config.trainer.parallel
     needs = {need for line in chosen for need in line.needs}
     if "engine_ratio" in needs and a.ratio != "engine":
         raise ConfigError(
             "algorithm.ratio", a.ratio, f"{a.objective} is defined against the engine; use engine"
         )
-    if "reference" in needs:
+    if "steps" in needs:
         raise ConfigError(
-            "algorithm.kl",
-            a.kl,
-            "it needs log-probabilities of a reference model, which no part of a run computes yet; "
-            "use off",
+            "algorithm.advantage",
+            a.advantage,
+            "it needs process rewards (Score.steps), which no shipped task gives yet",
+        )
+    if a.kl != "off" and a.kl_coef == 0:
+        raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")
+    for role, used in (("teacher", a.distill_coef > 0), ("reference", a.reference != "")):
+        folder = getattr(a, role)
+        if used and not Path(folder, "config.json").is_file():
+            raise ConfigError(f"algorithm.{role}", folder, "a Hugging Face model folder is needed")
+    if ("second_model" in needs or a.distill_coef) and max(sizes.pp, sizes.cp) > 1:
+        raise ConfigError(
+            "trainer.parallel",
+            f"pp {sizes.pp}, cp {sizes.cp}",
+            "a reference or a teacher is not proven under pipeline and context parallelism; use 1",
         )
 
 

@@ -62,6 +62,7 @@ _AT_LEAST: dict[str, float] = {
     "trainer.optimizer.clip_grad": 0,
     "algorithm.entropy_coef": 0,
     "algorithm.kl_coef": 0,
+    "algorithm.distill_coef": 0,
     "algorithm.clip_low": 0,
     "algorithm.clip_high": 0,
     "algorithm.sapo_tau_pos": 0,

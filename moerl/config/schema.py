@@ -159,6 +159,9 @@ class AlgorithmConfig:
     corrections: list[str] = field(default_factory=list)  # against the engine's log-probability
     kl: str = "off"  # estimator of the KL to a reference policy
     kl_coef: float = 0.0
+    reference: str = ""  # Hugging Face folder of the reference; empty = model.path
+    teacher: str = ""  # Hugging Face folder of the teacher of on-policy distillation
+    distill_coef: float = 0.0  # weight of teacher less student log-probability in the advantage
     entropy_coef: float = 0.0
     aggregation: str = "seq_mean_token_mean"
     clip_low: float = 0.2

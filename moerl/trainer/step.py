@@ -40,6 +40,7 @@ from moerl.config.schema import Config, OptimizerConfig
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.errors import TrainerError
 from moerl.trainer import forward
+from moerl.trainer.frozen_policy import FrozenPolicy
 from moerl.trainer.model import Model, wrap
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
@@ -91,8 +92,20 @@ class Learner:
         self.ddp: DistributedDataParallel = wrap(model, distributed_optimizer=optimizer.distributed)
         self.optimizer: MegatronOptimizer = _optimizer(self.ddp, optimizer, config.trainer.dtype)
         self.schedule = _schedule(self.optimizer, optimizer, config.run.steps)
+        algorithm = config.algorithm
+        self.reference = self.teacher = None
+        if algorithm.kl != "off":
+            self.reference = self._frozen("reference", algorithm.reference or config.model.path)
+        if algorithm.distill_coef:
+            self.teacher = self._frozen("teacher", algorithm.teacher)
         model.config.finalize_model_grads_func = _finalize_as_sums
         model.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _frozen(self, role: str, path: str) -> FrozenPolicy:
+        vocab_size = self.model.spec.vocab_size
+        return FrozenPolicy(
+            f"algorithm.{role}", path, vocab_size, self.config.trainer, self.parallel
+        )
 
     def step(self, plan: BatchPlan) -> dict[str, float]:
         """Train one plan; returns the metrics of the step, equal on all ranks.
@@ -162,11 +175,16 @@ class Learner:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         index, batch = next(batches)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
+        others = {
+            role: policy.logprobs(batch)
+            for role, policy in (("reference", self.reference), ("teacher", self.teacher))
+            if policy is not None
+        }
         output = forward.logits(self.model, ddp, batch, index, mode)
-        return output, partial(self._loss, batch, sums)
+        return output, partial(self._loss, batch, others, sums)
 
     def _loss(
-        self, batch: Microbatch, sums: StepSums, logits: Tensor
+        self, batch: Microbatch, others: dict[str, Tensor], sums: StepSums, logits: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprob_N, entropy_N = forward.sampled_logprobs(self.model, logits, batch, self.parallel)
         device = logprob_N.device
@@ -178,6 +196,7 @@ class Learner:
             Sequences(batch.seq.to(device), max(len(batch.rollouts), 1)),
             batch.lag.to(device),
             entropy=entropy_N,
+            **others,
         )
         result = policy_loss(self.config.algorithm, tokens, batch.weight.to(device))
         sums.loss += result.sums

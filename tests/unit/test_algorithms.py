@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.algorithms.advantages import Outcomes, grpo_mean, grpo_std, plan_advantages
+from moerl.algorithms.advantages import (
+    Outcomes,
+    gae,
+    grpo_mean,
+    grpo_std,
+    overlong_penalty,
+    plan_advantages,
+    process_mean,
+    process_std,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 from moerl.algorithms.aggregation import plan_weights
-from moerl.algorithms.corrections import opsm
+from moerl.algorithms.corrections import m2_limit, opsm
 from moerl.algorithms.loss import PolicyLoss, loss_metrics, policy_loss
 from moerl.algorithms.objectives import ppo_clip
+from moerl.algorithms.selection import resample_correct
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
 from moerl.config.algorithms import AGGREGATIONS
 from moerl.config.schema import AlgorithmConfig
 from moerl.data.batching import plan_batch
 from moerl.errors import ConfigError, RecordError
-from moerl.types import BatchPlan, Episode, EpisodeGroup, PolicyVersion, Score, Turn
+from moerl.types import BatchPlan, Episode, EpisodeGroup, Finish, PolicyVersion, Score, Turn
 from tests.data.plans import group, make_rollout
 
 V3 = PolicyVersion(0, 3)
@@ -233,3 +246,105 @@ def test_the_gradient_does_not_depend_on_ranks_or_microbatches(
         assert float((got - want).norm() / want.norm()) < 1e-12
     wrong = _gradient(plans[2], aggregation, logprob, local=True)
     assert float((wrong - want).norm() / want.norm()) > 1e-2, "control: local denominators differ"
+
+
+# --- per-token advantages, reward shaping, resampling ---------------------------------------------
+def test_process_rewards_by_hand() -> None:
+    """Two siblings: turns of 2 and 1 tokens with rewards 0 and 1; one turn of 2 with reward 2."""
+    o = Outcomes(
+        reward=torch.zeros(2).double(),
+        group=torch.tensor([0, 0]),
+        length=torch.tensor([3, 2]),
+        step_reward=torch.tensor([0.0, 1.0, 2.0]).double(),
+        step_episode=torch.tensor([0, 0, 1]),
+        step_end=torch.tensor([1, 2, 1]),
+    )
+    assert process_mean(o).tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0], "mean of the steps is 1"
+    scale = 1.0 / (1.0 + 1e-4)
+    torch.testing.assert_close(process_std(o), process_mean(o) * scale)
+
+
+def test_process_rewards_reach_the_rows_and_wrong_steps_are_refused(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, "n")
+    turns = (Turn(make_rollout(store, "a", 2, 2)), Turn(make_rollout(store, "b", 9, 1), (0,)))
+    single = group(0, [make_rollout(store, "c", 2, 2)], [0.0])
+    two = Episode("0.0", turns, Score(1.0, steps=((1, 0.0), (2, 1.0))))
+    other = replace(single.episodes[0], score=Score(0.0, steps=((1, 2.0),)))
+    whole = replace(single, episodes=(two, other))
+    plan = plan_batch(0, V3, [whole], dp_size=1, max_tokens_per_microbatch=4)
+    config = AlgorithmConfig(advantage="process_mean")
+    got = {
+        (row.episode, row.turn): list(value)
+        for row, value in zip(plan.rows, plan_advantages(config, plan), strict=True)
+    }
+    assert got == {(0, 0): [-1.0, -1.0], (0, 1): [0.0], (1, 0): [1.0, 1.0]}
+    for bad in ((), ((5, 1.0),), ((1, 1.0), (0, 1.0))):
+        broken = replace(whole, episodes=(replace(two, score=Score(1.0, steps=bad)), other))
+        plan = plan_batch(0, V3, [broken], dp_size=1, max_tokens_per_microbatch=4)
+        with pytest.raises(RecordError, match="score_steps"):
+            plan_advantages(config, plan)
+
+
+def test_whitened_advantages_weigh_episodes_by_their_tokens() -> None:
+    reward, owner = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 1])
+    length = torch.tensor([1, 4, 2])
+    token = reinforce_pp(outcomes(reward, owner, length)).repeat_interleave(length)
+    assert abs(token.mean().item()) < 1e-12
+    assert token.std().item() == pytest.approx(1.0)
+    base = reinforce_pp_baseline(outcomes(reward, owner, length))
+    assert base[2] == pytest.approx(-float(base[:2].mul(length[:2]).sum()) / 2), "zero token mean"
+
+
+def test_overlong_penalty_and_truncated_answers(tmp_path: Path) -> None:
+    assert [overlong_penalty(n, 10, 4) for n in (1, 6, 7, 8, 10, 12)] == [0, 0, -0.25, -0.5, -1, -1]
+    store = BlobStore(tmp_path, "n")
+    long, short = make_rollout(store, "a", 2, 8), make_rollout(store, "b", 2, 4)
+    short = replace(short, finish=Finish.STOP)
+    plan = plan_batch(
+        0, V3, [group(0, [long, short], [1.0, 0.0])], dp_size=1, max_tokens_per_microbatch=99
+    )
+
+    def advantages(**settings: object) -> list[float]:
+        values = plan_advantages(AlgorithmConfig(**settings), plan)
+        return [v for _, v in sorted(zip((r.episode for r in plan.rows), values, strict=True))]
+
+    assert advantages() == [0.5, -0.5]
+    assert advantages(overlong_buffer=2) == [0.0, 0.0], "8 of 8 tokens cost the whole reward"
+    assert advantages(mask_truncated=True) == [0.0, -0.5]
+
+
+def test_resample_on_correct_keeps_proportions_and_prefers_clean_successes() -> None:
+    rewards, errors = [1.0] * 4 + [0.0] * 4, [0.0, 0.0, 9.0, 9.0] + [0.0] * 4
+    rng = random.Random(0)
+    draws = [resample_correct(rewards, errors, 4, rng) for _ in range(400)]
+    assert all(len(set(d)) == 4 and sum(i < 4 for i in d) == 2 for d in draws)
+    clean = sum(i < 2 for d in draws for i in d)
+    dirty = sum(2 <= i < 4 for d in draws for i in d)
+    assert clean > 2 * dirty > 0
+    wrong = [sum(i == j for d in draws for i in d) for j in range(4, 8)]
+    assert min(wrong) > 120, "incorrect ones are drawn uniformly"
+    assert resample_correct([1.0] * 4, [1.0] * 4, 2, rng) != []
+    assert len(resample_correct([0.0] * 4, [1.0] * 4, 2, rng)) == 2
+
+
+def test_m2_limit_drops_the_largest_until_the_mean_fits() -> None:
+    d = torch.tensor([0.0, 0.1, -0.2, 1.0, -2.0]).double()
+    limit = m2_limit(d, 0.04)
+    kept = d.square()[d.square() <= limit]
+    assert len(kept) == 3
+    assert kept.mean() <= 0.04 < (kept.sum() + 1.0) / 4
+    assert m2_limit(d, 100.0) == 4.0
+    assert m2_limit(d[3:], 0.04) == -1.0, "nothing fits"
+    assert torch.isinf(m2_limit(d[:0], 0.04))
+
+
+def test_gae_by_hand() -> None:
+    reward = torch.tensor([0.0, 1.0, 2.0]).double()
+    value = torch.tensor([0.5, 0.25, 1.0]).double()
+    advantage, target = gae(reward, value, torch.tensor([2, 1]), 0.5, 0.5)
+    last = 1.0 - 0.25
+    first = 0.0 + 0.5 * 0.25 - 0.5 + 0.25 * last
+    torch.testing.assert_close(advantage, torch.tensor([first, last, 1.0]).double())
+    torch.testing.assert_close(target, advantage + value)
+    whole, _ = gae(reward, value, torch.tensor([3]), 0.5, 0.5)
+    assert whole[1] != advantage[1], "control: an episode ends where its length says"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from moerl.algorithms import kl
 from moerl.algorithms.advantages import Outcomes, grpo_mean, grpo_std, rloo
-from moerl.algorithms.loss import policy_loss
+from moerl.algorithms.loss import SUM_NAMES, policy_loss
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.schema import AlgorithmConfig
 
@@ -224,6 +225,33 @@ def test_a_kept_set_gives_the_gradient_of_the_restricted_policy_and_another_supp
     assert e.error(wrong, true) > 0.05, "control: scored over the whole vocabulary"
     assert (e.mu.exp() * (e.lp - e.mu).exp()).sum().item() < 0.9, "E[ratio] is the mass of the set"
     assert (e.mu.exp() * (recorded - e.mu).exp()).sum().item() == pytest.approx(1.0)
+
+
+# --- on-policy distillation ----------------------------------------------------------------------
+@pytest.mark.parametrize("objective", ["importance", "ppo_clip", "cispo"])
+def test_distillation_is_the_gradient_of_the_reverse_kl(objective: str) -> None:
+    """Alone, with actions drawn from an older policy; the reference plays the teacher."""
+    e = Enumerated()
+    e.R = torch.zeros_like(e.R)
+    clip = {} if objective == "importance" else {"clip_low": 1.0, "clip_high": 1e9}
+    config = AlgorithmConfig(objective=objective, distill_coef=1.0, **clip)
+    tokens = replace(e.tokens(e.mu), teacher=e.ref)
+    result = policy_loss(config, tokens, e.mu.exp())
+    assert e.error(result.loss, e.true_kl) < EXACT
+    in_graph = (e.mu.exp() * (e.lp - e.ref)).sum()
+    assert e.error(in_graph, e.true_kl) > 0.1, "control: the difference itself as a loss"
+
+
+def test_distillation_adds_to_a_reward() -> None:
+    e = Enumerated()
+    config = AlgorithmConfig(objective="importance", distill_coef=0.3)
+    tokens = replace(e.tokens(e.mu), teacher=e.ref)
+    value = policy_loss(config, tokens, e.mu.exp()).loss
+    true = 0.3 * e.true_kl - (e.lp.exp() * e.R).sum()
+    assert e.error(value, true) < EXACT
+    weighted = policy_loss(config, tokens, e.mu.exp() * V).sums
+    names = dict(zip(SUM_NAMES, weighted.tolist(), strict=True))
+    assert names["teacher_kl"] != 0
 
 
 # --- group baselines: all groups of two actions --------------------------------------------------

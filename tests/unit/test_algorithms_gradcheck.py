@@ -33,11 +33,11 @@ def inputs(seed: int) -> tuple[Tensor, Callable[[Tensor], Tokens]]:
     leaf = -torch.rand(6, generator=g, dtype=torch.float64) * 2 - 0.1
     engine, proximal = leaf + 0.3 * normal(), leaf + 0.2 * normal()
     advantage, reference, entropy = normal(), leaf + 0.3 * normal(), normal().abs()
-    lag = torch.tensor([0, 1, 2, 0, 3, 3])
+    lag, teacher = torch.tensor([0, 1, 2, 0, 3, 3]), leaf + 0.3 * normal()
 
     def tokens(logprob: Tensor) -> Tokens:
         return Tokens(
-            logprob, engine, advantage, Sequences(OF, 3), lag, proximal, reference, None, entropy
+            logprob, engine, advantage, Sequences(OF, 3), lag, proximal, reference, teacher, entropy
         )
 
     return leaf.requires_grad_(), tokens
@@ -118,6 +118,10 @@ def test_kl_terms(name: str) -> None:
 
 def test_entropy_bonus() -> None:
     assert all(check(AlgorithmConfig(entropy_coef=0.3), seed) for seed in range(3))
+
+
+def test_distillation() -> None:
+    assert all(check(AlgorithmConfig(distill_coef=0.3), seed) for seed in range(3))
 
 
 def test_everything_at_once() -> None:

@@ -1,0 +1,123 @@
+"""The table of algorithms: every line loads, every refusal names its field, nothing is silent."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from moerl.algorithms.registry import choose
+from moerl.config.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KLS,
+    OBJECTIVES,
+    check_algorithm,
+)
+from moerl.config.schema import AlgorithmConfig, Config
+from moerl.errors import ConfigError
+
+TABLES = {
+    "advantage": ADVANTAGES,
+    "objective": OBJECTIVES,
+    "corrections": CORRECTIONS,
+    "kl": KLS,
+    "aggregation": AGGREGATIONS,
+}
+
+
+def config(**algorithm: object) -> Config:
+    return Config(algorithm=AlgorithmConfig(**algorithm))
+
+
+def test_every_line_names_a_documented_function_and_existing_settings() -> None:
+    settings = {field.name for field in fields(AlgorithmConfig)}
+    document = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+    for table_name, table in TABLES.items():
+        for name, line in table.items():
+            function = choose(f"algorithm.{table_name}", name, table)
+            assert function.__doc__, name
+            assert set(line.reads) <= settings, name
+            assert f"`{name}`" in document, f"{name} is missing in docs/algorithms.md"
+    for setting in settings:
+        assert f"`{setting}" in document or f"{setting}:" in document, setting
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_an_unknown_name_lists_the_known_ones(table: str) -> None:
+    wrong = ["nothing"] if table == "corrections" else "nothing"
+    with pytest.raises(ConfigError, match=f"algorithm.{table} .*known names are ") as caught:
+        check_algorithm(config(**{table: wrong}))
+    assert all(name in str(caught.value) for name in TABLES[table])
+
+
+@pytest.mark.parametrize(
+    ("field", "algorithm"),
+    [
+        ("tis_cap", {"tis_cap": 3.0}),
+        ("clip_low", {"objective": "reinforce", "clip_low": 0.1}),
+        ("kl_coef", {"kl_coef": 0.1}),
+        ("off_policy_delta", {"off_policy_delta": 0.1}),
+        ("teacher", {"teacher": "somewhere"}),
+        ("reference", {"reference": "somewhere"}),
+        ("constant_tokens", {"constant_tokens": 8}),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.{field} .*nothing that is configured reads"):
+        check_algorithm(config(**algorithm))
+
+
+@pytest.mark.parametrize(
+    ("field", "algorithm"),
+    [
+        ("off_policy_delta", {"corrections": ["opsm"]}),
+        ("corrections", {"corrections": ["tis_token"]}),  # the ratio holds prox / mu already
+        ("corrections", {"corrections": ["tis_token", "icepop"], "ratio": "proximal"}),
+        ("corrections", {"corrections": ["lag", "lag"]}),
+        ("ratio", {"ratio": "old"}),
+        ("ratio", {"objective": "dppo_tv", "ratio": "proximal"}),
+        ("constant_tokens", {"aggregation": "constant"}),
+        ("dual_clip", {"objective": "ppo_dual_clip", "dual_clip": 1.0}),
+        ("icepop_low", {"corrections": ["icepop"], "ratio": "proximal", "icepop_low": 9.0}),
+        ("kl_coef", {"kl": "unbiased"}),
+        ("teacher", {"distill_coef": 1.0}),
+        ("reference", {"kl": "k3", "kl_coef": 0.1, "reference": "nowhere"}),
+        ("advantage", {"advantage": "process_mean"}),
+        ("overlong_buffer", {"overlong_buffer": 10**6}),
+    ],
+)
+def test_what_does_not_fit_is_refused(field: str, algorithm: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.{field} "):
+        check_algorithm(config(**algorithm))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"corrections": ["tis_token", "opsm", "lag"], "ratio": "proximal", "off_policy_delta": 0.1},
+        {"corrections": ["tis_token"], "objective": "reinforce"},
+        {"corrections": ["mis_geometric", "opsm"], "off_policy_delta": 0.1},
+        {"kl": "unbiased", "kl_coef": 0.01},
+        {"aggregation": "constant", "constant_tokens": 8},
+    ],
+)
+def test_control_what_fits_is_accepted(algorithm: dict[str, object]) -> None:
+    check_algorithm(config(**algorithm))
+
+
+def test_a_group_of_one_is_refused_where_siblings_are_needed() -> None:
+    alone = replace(config(), rollout=replace(Config().rollout, group_size=1))
+    with pytest.raises(ConfigError, match=r"rollout.group_size .*no siblings"):
+        check_algorithm(alone)
+    check_algorithm(replace(alone, algorithm=AlgorithmConfig(advantage="reinforce_pp")))
+
+
+def test_a_second_model_is_refused_under_pipeline_parallelism() -> None:
+    base = config(kl="k3", kl_coef=0.1)
+    parallel = replace(base.trainer.parallel, pp=2)
+    with pytest.raises(ConfigError, match=r"trainer.parallel .*reference or a teacher"):
+        check_algorithm(replace(base, trainer=replace(base.trainer, parallel=parallel)))
