@@ -1,0 +1,46 @@
+"""Every recipe of docs/algorithms.md runs for a few steps with the quickstart model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import start
+from tests.e2e.test_variants import SMALL
+
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
+
+RECIPES = {  # what the recipe must have measured, beyond what every run does
+    "grpo": (),
+    "dr-grpo": (),
+    "dapo": (),
+    "gspo": (),
+    "cispo": (),
+    "deepseek-v32": ("loss/opsm_frac", "loss/kl_ref_k3", "loss/cut_frac/opsm"),
+    "decoupled-ppo": ("loss/cut_frac/importance",),
+}
+EVERY = ("loss/total", "loss/grad_norm", "mismatch/ess_seq_frac", "mismatch/ratio_p999")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name: str, tmp_path: Path) -> None:
+    run = start(tmp_path, name, *SMALL, name="x")
+    assert run.finish() == 0, run.text()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert not [metric for metric in (*EVERY, *RECIPES[name]) if metric not in row]
+    assert any(row["loss/grad_norm"] > 0 for row in rows)
+    if name == "deepseek-v32":  # the student starts as its reference
+        assert abs(rows[0]["loss/kl_ref_k3"]) < 1e-3
+
+
+def test_distillation_from_a_trained_folder(tmp_path: Path) -> None:
+    teacher = start(tmp_path, "quickstart", *SMALL, "trainer.optimizer.lr=0.02", name="teacher")
+    assert teacher.finish() == 0, teacher.text()
+    folder = f"algorithm.teacher={teacher.dir.hf}"
+    run = start(tmp_path, "on-policy-distillation", *SMALL, folder, name="x")
+    assert run.finish() == 0, run.text()
+    assert all(row["loss/kl_teacher"] != 0 for row in run.rows())
+    assert all(row["loss/grad_norm"] > 0 for row in run.rows())
