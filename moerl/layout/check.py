@@ -9,7 +9,7 @@ equal), with expert 0 for all experts:
     every layer is in one model chunk             and every expert on one expert rank
 
 From these it follows for thousands of ranks in a second.  Byte counts and plan sizes come from
-the same tables; of more than SAMPLED ranks the plans of SAMPLED, evenly spread, are made.
+the same tables, those of the transfer plan from its counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from moerl.layout.plan import (
     Engines,
     held_by,
     is_expert,
-    plan_rank,
     sent_layers,
 )
 from moerl.layout.rules import Layer, Place, Rule, Shard
@@ -39,10 +38,9 @@ from moerl.layout.tiles import (
     check_covers,
     full_box,
     join,
-    num_elements,
 )
+from moerl.layout.transfer import WirePolicy, tally
 
-SAMPLED = 16
 Stages = list[list[tuple[str, Place, Layer]]]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -72,8 +70,7 @@ class Report:
     trainer_bytes: Spread
     engine_bytes: Spread
     sent_bytes: Spread  # per trainer rank, one publication to all engines
-    ops: Spread
-    planned_ranks: int  # ranks whose plans were made
+    parts: Spread  # boxes per trainer rank, one publication to all engines
 
 
 def check_layout(
@@ -93,47 +90,41 @@ def check_layout(
     kinds = _kinds(stages, targets)
     for holders in kinds:
         _prove(spec, holders, targets)
-    itemsize = ITEMSIZE.get(engine_dtype or spec.dtype, 2)
-    world = trainer.world_size
-    planned = range(0, world, max(1, math.ceil(world / SAMPLED)))
-    sent, ops = [], []
-    for rank in planned:
-        plan = plan_rank(spec, trainer, engines, rank, flavor)
-        ops.append(len(plan))
-        sent.append(itemsize * sum(num_elements(op.src_box) for op in plan))
+    dtype = engine_dtype or spec.dtype
+    policy = WirePolicy(dtype if dtype in ITEMSIZE else "bfloat16")
+    counts = [tally(spec, trainer, engines, e, policy, flavor) for e in range(engines.num)]
+    sent = map(sum, zip(*(count.sent_bytes for count in counts), strict=True))
+    parts = map(sum, zip(*(count.sent_parts for count in counts), strict=True))
     return Report(
         tensors=len(hf_shapes(spec)),
         kinds=len(kinds),
-        trainer_ranks=world,
+        trainer_ranks=trainer.world_size,
         engine_ranks=engines.world_size,
         trainer_bytes=trainer_bytes(spec, trainer, flavor),
-        engine_bytes=_engine_bytes(spec, targets, itemsize),
+        engine_bytes=_engine_bytes(spec, targets, ITEMSIZE[policy.dtype]),
         sent_bytes=Spread.of(sent),
-        ops=Spread.of(ops),
-        planned_ranks=len(planned),
+        parts=Spread.of(parts),
     )
 
 
 def describe(report: Report) -> str:
     """A table for people: one line per quantity, smallest, mean and largest rank."""
-    sampled = report.planned_ranks < report.trainer_ranks
-    note = f" ({report.planned_ranks} ranks planned)" if sampled else ""
     rows = [
         ("per rank", "min", "mean", "max"),
         ("trainer weights, MiB", *_mebibytes(report.trainer_bytes)),
         ("engine weights, MiB", *_mebibytes(report.engine_bytes)),
         ("sent to engines, MiB", *_mebibytes(report.sent_bytes)),
-        ("operations sent", *(f"{value:,.0f}" for value in _three(report.ops))),
+        ("boxes sent", *(f"{value:,.0f}" for value in _three(report.parts))),
     ]
     lines = [f"{row[0]:<22}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
-    total = report.ops.mean * report.trainer_ranks
+    total = report.parts.mean * report.trainer_ranks
     return "\n".join(
         (
             f"exact: {report.tensors:,} tensors in {report.kinds} kinds of layers, "
             f"{report.trainer_ranks:,} trainer ranks, {report.engine_ranks:,} engine ranks",
             *lines,
-            f"whole plan: {'about ' if sampled else ''}{total:,.0f} operations, "
-            f"{report.sent_bytes.mean * report.trainer_ranks / 2**20:,.2f} MiB{note}",
+            f"whole plan: {total:,.0f} boxes, "
+            f"{report.sent_bytes.mean * report.trainer_ranks / 2**20:,.2f} MiB",
         )
     )
 

@@ -6,6 +6,7 @@ compute the tiles of every other one and all arrive at the same plan.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,7 +32,7 @@ Flavor = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
 
 MEGATRON_VERSION = "0.16.1"
-"""The release whose names are the default of `megatron_tiles`."""
+"""The release whose names are used where none is installed."""
 
 SGLANG_VOCAB_MULTIPLE = 64
 SGLANG_SHARES_HEAD = ("deepseek_v2", "deepseek_v3", "qwen3", "llama")
@@ -202,6 +203,15 @@ def mtp_copies(spec: ModelSpec) -> dict[str, str]:
     }
 
 
+def is_repeated(spec: ModelSpec, name: str) -> bool:
+    """A file may hold this beside the tensors of `hf_shapes`, and it is no state of the model.
+
+    It is the head of a tied model, a copy in a prediction layer, or an old rotary table.
+    """
+    tied_head = spec.tied and name == "lm_head.weight"
+    return tied_head or name in mtp_copies(spec) or name.endswith("rotary_emb.inv_freq")
+
+
 def hf_tiles(spec: ModelSpec) -> Named:
     """The whole Hugging Face tensors as if they were one rank's local tensors."""
     return {
@@ -274,13 +284,14 @@ def megatron_tiles(
     layout: ParallelLayout,
     rank: int,
     flavor: Flavor = "local",
-    version: str = MEGATRON_VERSION,
+    version: str = "",
 ) -> Named:
     """Tensors of one trainer rank, named as `GPTModel.named_parameters()` names them there.
 
     Layers and experts are counted from 0 on each rank; with vpp > 1 the names of model chunk c
     start with `chunk{c}.`.  Buffers that are weights (expert bias) are included.
-    version: of megatron-core; it decides the name of the layer inside a prediction layer.
+    version: of megatron-core, the installed one where not given; it decides the name of the layer
+    inside a prediction layer.
     Raises ConfigError when sizes do not divide.
     """
     named: Named = {}
@@ -295,7 +306,7 @@ def megatron_places(
     layout: ParallelLayout,
     rank: int,
     flavor: Flavor = "local",
-    version: str = MEGATRON_VERSION,
+    version: str = "",
 ) -> Iterator[tuple[str, Place]]:
     """(prefix of local names, place) of each model chunk of a trainer rank; see megatron_tiles."""
     check_parallel(spec, layout)
@@ -336,11 +347,20 @@ def _megatron_chunk(
 
 
 def _megatron_mtp(spec: ModelSpec, version: str) -> Iterator[Layer]:
-    body = "transformer_layer." if version_tuple(version) < (0, 17) else "mtp_model_layer."
+    is_old = version_tuple(version or megatron_version()) < (0, 17)
+    body = "transformer_layer." if is_old else "mtp_model_layer."
     for i in range(spec.mtp_layers):
         prefix, number = MTP_PREFIX.format(i=i), spec.layers + i
         yield Layer(number, prefix, MTP.megatron)
         yield Layer(number, prefix + body, _megatron_rules(spec, number))
+
+
+def megatron_version() -> str:
+    """The installed megatron-core; an engine's node may have none."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return MEGATRON_VERSION
 
 
 def version_tuple(version: str) -> tuple[int, int]:

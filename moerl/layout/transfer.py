@@ -35,7 +35,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -244,22 +244,13 @@ def tally(
     """The sums of all ranks' plans, for thousands of ranks in a second; raises as plan_sender."""
     tables = _tables(spec, trainer, replace(engine, num=1), policy, flavor)
     sent, parts = [0] * trainer.world_size, [0] * trainer.world_size
-    received = [0] * engine.tp
-    for stage, totals in enumerate(tables.totals):
-        for group, sizes in totals.items():
-            ranks, starts = tables.group(group)
-            for size, count in sizes.items():
-                first = starts[size] + _offset(engine_id, len(ranks))
-                each, more = divmod(count, len(ranks))
-                for turn in range(len(ranks)):
-                    rank = ranks[(first + turn) % len(ranks)]
-                    mine = each + (turn < more)
-                    sent[rank] += mine * size
-                    parts[rank] += mine
-        for _, entry, times in tables.entries(stage):
-            for rank, found in entry.parts.items():
-                received[rank] += times * sum(part.num_bytes for part in found)
-    return Tally(tuple(sent), tuple(parts), tuple(received))
+    for ranks, by_turn in tables.by_turn:
+        offset = _offset(engine_id, len(ranks))
+        for turn, (num_bytes, num_parts) in enumerate(by_turn):
+            rank = ranks[(turn + offset) % len(ranks)]
+            sent[rank] += num_bytes
+            parts[rank] += num_parts
+    return Tally(tuple(sent), tuple(parts), tables.received)
 
 
 def wire_bytes(hf: str, shape: Sequence[int], policy: WirePolicy) -> int:
@@ -307,8 +298,8 @@ class _Part(NamedTuple):
 class _Entry:
     """Parts of one box: all of them, or for an expert those of one expert rank of the engine."""
 
-    parts: Mapping[int, Sequence[_Part]]  # by engine rank
-    counts: tuple[tuple[int, int], ...]  # (bytes, number of parts of that size)
+    by_rank: Mapping[int, Sequence[_Part]]  # of the engine
+    by_size: tuple[tuple[int, Sequence[_Part]], ...]  # (bytes, parts of that size by their order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -384,6 +375,32 @@ class _Tables:
             self._groups[group] = ranks, starts
         return self._groups[group]
 
+    @cached_property
+    def by_turn(self) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+        """Of each group: its ranks, and (bytes, parts) that each turn sends."""
+        found = []
+        for stage in self.totals:
+            for group, sizes in stage.items():
+                ranks, starts = self.group(group)
+                sums = [(0, 0)] * len(ranks)
+                for size, count in sizes.items():
+                    each, more = divmod(count, len(ranks))
+                    for i in range(len(ranks)):
+                        turn, mine = (starts[size] + i) % len(ranks), each + (i < more)
+                        sums[turn] = sums[turn][0] + mine * size, sums[turn][1] + mine
+                found.append((ranks, sums))
+        return found
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """Bytes by engine rank."""
+        sums = [0] * self.engine.tp
+        for stage in range(self.trainer.pp):
+            for _, entry, times in self.entries(stage):
+                for rank, parts in entry.by_rank.items():
+                    sums[rank] += times * sum(part.num_bytes for part in parts)
+        return tuple(sums)
+
     def _ranks(self, group: _Group) -> Iterator[int]:
         layout = self.trainer
         first = group.stage * layout.stage_size
@@ -396,8 +413,8 @@ class _Tables:
         """How many parts of each size a group sends in all."""
         totals: dict[_Group, Counter[int]] = defaultdict(Counter)
         for group, entry, times in self.entries(stage):
-            for size, count in entry.counts:
-                totals[group][size] += times * count
+            for size, parts in entry.by_size:
+                totals[group][size] += times * len(parts)
         return totals
 
     def entries(self, stage: int) -> Iterator[tuple[_Group, _Entry, int]]:
@@ -432,7 +449,7 @@ class _Tables:
                 self._entry(rule, number, tile, [w for w in wants if w.holder == holder])
                 for holder in range(self.engine.ep if experts else 1)
             )
-            if any(entry.counts for entry in entries):
+            if any(entry.by_size for entry in entries):
                 stacked = experts and "{e}" not in rule.local
                 yield _Holding(experts, tuple(same), stacked, entries)
 
@@ -444,8 +461,8 @@ class _Tables:
                         yield _Want(rank, place.ep.rank if experts else 0, rule, tile)
 
     def _entry(self, rule: Rule, number: int, held: Tile, wants: Iterable[_Want]) -> _Entry:
-        parts: dict[int, list[_Part]] = defaultdict(list)
-        counts: Counter[int] = Counter()
+        by_rank: dict[int, list[_Part]] = defaultdict(list)
+        by_size: dict[int, list[_Part]] = defaultdict(list)
         prefix = "" if number == ROOT else f"model.layers.{number}."
         template = next(hf for hf in rule.hf if prefix + hf.format(e=0) == held.hf)
         for want in wants:
@@ -461,23 +478,22 @@ class _Tables:
                 if quantised:
                     _check_blocks(held.hf, self._shapes[held.hf], box, dst_box)
                     size += ITEMSIZE["float32"] * num_elements(_blocks(box))
-                parts[want.rank].append(
-                    _Part(
-                        rank=want.rank,
-                        hf=template,
-                        hf_box=box,
-                        src=rule.local,
-                        src_box=local_box(held, box),
-                        dst=want.rule.local,
-                        dst_box=dst_box,
-                        dst_stacked=is_expert(want.rule) and "{e}" not in want.rule.local,
-                        dtype=dtype,
-                        num_bytes=size,
-                        order=counts[size],
-                    )
+                part = _Part(
+                    rank=want.rank,
+                    hf=template,
+                    hf_box=box,
+                    src=rule.local,
+                    src_box=local_box(held, box),
+                    dst=want.rule.local,
+                    dst_box=dst_box,
+                    dst_stacked=is_expert(want.rule) and "{e}" not in want.rule.local,
+                    dtype=dtype,
+                    num_bytes=size,
+                    order=len(by_size[size]),
                 )
-                counts[size] += 1
-        return _Entry({r: tuple(found) for r, found in parts.items()}, tuple(counts.items()))
+                by_rank[want.rank].append(part)
+                by_size[size].append(part)
+        return _Entry(by_rank, tuple(by_size.items()))
 
 
 class _Want(NamedTuple):
@@ -555,10 +571,10 @@ def _deliveries(
     src: int | None = None,
     dst: int | None = None,
 ) -> Iterator[_Delivery]:
-    """Deliveries of a stage, in the order in which turns are counted.
+    """Deliveries of a stage from trainer rank `src`, or to engine rank `dst`; one of them is given.
 
     eps: the expert ranks of the trainer to visit for a holding, 0 for what belongs to no expert.
-    src, dst: the trainer or engine rank whose deliveries are wanted; all turns are counted.
+    The turns of everybody else's are counted all the same.
     """
     seen: dict[tuple[_Group, int], int] = defaultdict(int)
     for src_prefix, number, holdings in tables.stages[stage]:
@@ -568,18 +584,20 @@ def _deliveries(
                 group = _Group(stage, holding.experts, ep, holding.same)
                 ranks, starts = tables.group(group)
                 offset = _offset(engine_id, len(ranks))
+                my_turn = ranks.index(src) - offset if src is not None else 0
                 for slot, (expert, holder, dst_slot) in enumerate(tables.experts_of(holding, ep)):
                     entry = holding.entries[holder]
-                    chosen = entry.parts.values() if dst is None else (entry.parts.get(dst, ()),)
-                    for part in (part for parts in chosen for part in parts):
+                    at = (*names, holding.src_stacked, expert, slot, dst_slot)
+                    for part in entry.by_rank.get(dst, ()) if dst is not None else ():
                         size = part.num_bytes
                         turn = seen[group, size] + part.order + starts[size] + offset
-                        sender = ranks[turn % len(ranks)]
-                        if src is None or src == sender:
-                            at = (expert, slot, dst_slot)
-                            yield _Delivery(sender, part, *names, holding.src_stacked, *at)
-                    for size, count in entry.counts:
-                        seen[group, size] += count
+                        yield _Delivery(ranks[turn % len(ranks)], part, *at)
+                    for size, parts in entry.by_size:
+                        if src is not None:
+                            first = my_turn - seen[group, size] - starts[size]
+                            for part in parts[first % len(ranks) :: len(ranks)]:
+                                yield _Delivery(src, part, *at)
+                        seen[group, size] += len(parts)
 
 
 def _offset(engine_id: int, replicas: int) -> int:

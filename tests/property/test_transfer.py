@@ -23,13 +23,16 @@ import reference_loader as reference
 from moerl.errors import ConfigError, LayoutError, MoerlError
 from moerl.layout import (
     ModelSpec,
+    Named,
     ParallelLayout,
     at,
     families,
     hf_shapes,
+    megatron_tiles,
     model_spec,
     num_elements,
     placement,
+    sglang_tiles,
     transfer,
 )
 from moerl.layout.plan import EngineLayout
@@ -244,6 +247,39 @@ def test_random_layouts_equal_the_tile_free_loader(part: int) -> None:
         for plan in receivers:
             assert all(start % ALIGN == 0 for start in plan.starts)
             assert plan.staging_bytes < plan.num_bytes + ALIGN * len(plan.regions)
+
+
+CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_every_family_arrives_whole(family: str) -> None:
+    """Against loads by tiles, which other oracles check: what the plan adds is right everywhere."""
+    spec, policy = model_spec(CONFIGS[family]), WirePolicy("float32", bucket_bytes=1000)
+    trainer = ParallelLayout(tp=2, pp=2, ep=2 if spec.experts else 1, dp=2, vocab_divisible_by=8)
+    engine = EngineLayout(4, 2 if spec.experts else 1, 2)
+    hf, held = hf_arrays(spec), {}
+    for rank in range(trainer.world_size):
+        held[rank] = filled(megatron_tiles(spec, trainer, rank), hf)
+    for rank in range(engine.tp):
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp)
+        got = {name: np.zeros(local.shape, int) for name, local in named.items()}
+        for region in plan_receiver(spec, trainer, engine, 2, rank, policy).regions:
+            for p in region.pieces:
+                into = got[p.dst_name][at(p.dst_box)]
+                assert not into.any(), f"{p.dst_name} is written twice"
+                into += held[region.src][p.src_name][at(p.src_box)].reshape(into.shape)
+        for name, array in filled(named, hf).items():
+            np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+def filled(named: Named, hf: Arrays) -> Arrays:
+    """Content of a rank by its tiles; what no tile writes is 0."""
+    out = {name: np.zeros(local.shape, int) for name, local in named.items()}
+    for name, local in named.items():
+        for tile in local.tiles:
+            out[name][at(tile.box)] = hf[tile.hf][at(tile.hf_box)]
+    return out
 
 
 # --- negative controls: the comparison above sees each of these -----------------------------------

@@ -21,13 +21,13 @@ from moerl.layout import (
     flat,
     megatron_tiles,
     model_spec,
-    num_elements,
     placement,
     sglang_tiles,
     whole,
 )
 from moerl.layout.check import check_layout
-from moerl.layout.plan import EngineLayout, plan_rank
+from moerl.layout.plan import EngineLayout
+from moerl.layout.transfer import WirePolicy, plan_sender
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -52,10 +52,14 @@ def test_counts_are_those_of_the_expanded_ranks(family: str) -> None:
         for r in range(4)
     ]
     assert (report.engine_bytes.low, report.engine_bytes.high) == (min(live), max(live))
-    plans = [plan_rank(spec, trainer, engines, rank) for rank in range(trainer.world_size)]
-    assert report.planned_ranks == len(plans)
-    assert report.ops.mean * len(plans) == sum(map(len, plans))
-    sent = [4 * sum(num_elements(op.src_box) for op in plan) for plan in plans]
+    policy = WirePolicy("float32")
+    plans = [
+        [plan_sender(spec, trainer, engines, e, rank, policy) for e in range(engines.num)]
+        for rank in range(trainer.world_size)
+    ]
+    boxes = [sum(len(r.pieces) for plan in mine for r in plan.regions) for mine in plans]
+    assert (report.parts.low, report.parts.high) == (min(boxes), max(boxes))
+    sent = [sum(plan.num_bytes for plan in mine) for mine in plans]
     assert (report.sent_bytes.low, report.sent_bytes.high) == (min(sent), max(sent))
 
 

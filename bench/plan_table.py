@@ -1,0 +1,93 @@
+"""Traffic and bounds of a publish for four released models in three layouts each.
+
+    python bench/plan_table.py [--json]
+
+Shapes alone, ten seconds on any machine.  Trainer TP4 PP4 EP8, 50 GB/s per rank, every engine served
+by the trainer.  "Attention DP" cuts attention over one rank instead of eight.  With 32 ranks dense
+layers and shared experts are cut over 8 (32 would be inside an FP8 block); the head is cut over all
+ranks.  Ratio = broadcast / planned, into ranks and through network cards (8 ranks per node).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from moerl.layout import ParallelLayout, model_spec
+from moerl.layout.forecast import Links, forecast
+from moerl.layout.plan import EngineLayout
+from moerl.layout.transfer import WirePolicy
+
+MODELS = Path(__file__).resolve().parents[1] / "configs" / "models"
+
+
+class Case(NamedTuple):
+    name: str
+    dp: int  # data-parallel replicas of the trainer's TP4 PP4
+    engines: EngineLayout
+
+
+CASES = (
+    Case("4 x EP8", 2, EngineLayout(8, 8, 1, 4)),
+    Case("4 x EP8, attention DP", 2, EngineLayout(8, 8, 8, 4, 1)),
+    Case("8 x EP32", 16, EngineLayout(32, 32, 4, 8, 8)),
+)
+SHAPES = {  # layers of the first and the last pipeline stage; 0 = as many as the others
+    "qwen3-30b-a3b": (0, 0, "none"),
+    "qwen3-235b-a22b": (23, 23, "none"),
+    "deepseek-v3": (16, 0, "fp8_block"),
+    "kimi-k2": (16, 0, "fp8_block"),
+}
+
+
+def row(model: str, case: Case) -> dict[str, object]:
+    spec = model_spec(json.loads((MODELS / model / "config.json").read_text()))
+    first, last, quantization = SHAPES[model]
+    trainer = ParallelLayout(tp=4, pp=4, ep=8, dp=case.dp)
+    trainer = replace(trainer, first_stage_layers=first, last_stage_layers=last)
+    policy = WirePolicy("bfloat16", quantization)
+    found = forecast(spec, trainer, case.engines, policy, Links(), direct=case.engines.num)
+    return {
+        "model": model,
+        "layout": f"{trainer.world_size} -> {case.name}",
+        "model_GB": round(found.model_bytes / 1e9, 1),
+        "broadcast_GB": round(found.broadcast_bytes / 1e9),
+        "gather_GB": round(found.gather_bytes / 1e9),
+        "planned_GB": round(found.planned_bytes / 1e9),
+        "rank_ratio": round(found.rank_ratio, 2),
+        "card_ratio": round(found.nic_ratio, 2),
+        "largest_receiver_GB": round(found.received.high / 1e9, 2),
+        "largest_sender_over_mean": round(found.sent.high / found.sent.mean, 3),
+        "broadcast_s": round(found.broadcast_s, 2),
+        "hierarchical_s": round(found.hierarchical_s, 2),
+        "planned_s": round(found.planned_s, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    as_json = parser.parse_args().json
+    for model in SHAPES:
+        for case in CASES:
+            found = row(model, case)
+            if as_json:
+                print(json.dumps(found), flush=True)
+                continue
+            print(
+                f"{model:<16}{found['layout']:<29}M {found['model_GB']:>6} GB  broadcast "
+                f"{found['broadcast_GB']:>7,} + gather {found['gather_GB']:>7,}  plan "
+                f"{found['planned_GB']:>6,} GB  ratio {found['rank_ratio']:>5} (cards "
+                f"{found['card_ratio']})  S {found['largest_receiver_GB']} GB  "
+                f"T {found['broadcast_s']} / {found['hierarchical_s']} / {found['planned_s']} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
