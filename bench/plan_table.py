@@ -2,10 +2,10 @@
 
     python bench/plan_table.py [--json]
 
-Shapes alone, ten seconds on any machine.  Trainer TP4 PP4 EP8, 50 GB/s per rank, every engine served
-by the trainer.  "Attention DP" cuts attention over one rank instead of eight.  With 32 ranks dense
-layers and shared experts are cut over 8 (32 would be inside an FP8 block); the head is cut over all
-ranks.  Ratio = broadcast / planned, into ranks and through network cards (8 ranks per node).
+Shapes alone, ten seconds on any machine.  Trainer TP4 PP4 EP8, 50 GB/s per rank, every engine is
+served by the trainer.  "Attention DP" cuts attention over one rank instead of eight.  With 32 ranks
+dense layers and shared experts are cut over 8 (32 would be inside an FP8 block); the head is cut
+over all ranks.  Ratio = broadcast / planned, into ranks and through cards (8 ranks per node).
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from moerl.layout.relay import TRAINER
 from moerl.layout.transfer import WirePolicy
 
 GB = 1e9  # bytes, as network cards are sold
+SHOWN_HOPS = 8  # of a round; --json has all
 
 
 def planned_layouts(

@@ -1,0 +1,141 @@
+"""The forecast of a publish: known figures, published anchors, the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moerl.errors import ConfigError
+from moerl.layout import ParallelLayout, model_spec
+from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Links, forecast
+from moerl.layout.plan import EngineLayout
+from moerl.layout.relay import TRAINER
+from moerl.layout.transfer import WirePolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+import plan_anchors  # noqa: E402
+
+BF16, FP8 = WirePolicy("bfloat16"), WirePolicy("bfloat16", "fp8_block")
+SMALL, LARGE = EngineLayout(8, 8, 1, 4), EngineLayout(32, 32, 4, 8, 8)
+
+
+def shapes(name: str) -> dict[str, object]:
+    config: dict[str, object] = json.loads(
+        (ROOT / f"configs/models/{name}/config.json").read_text()
+    )
+    return config
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "last", "engines", "policy", "planned_gb", "ratio", "largest_gb"),
+    [
+        # an earlier planner that shares no code with this one, 32 and 256 trainer ranks
+        ("qwen3-30b-a3b", 0, 0, SMALL, BF16, 246, 7.95, 7.68),
+        ("qwen3-235b-a22b", 23, 23, SMALL, BF16, 1887, 7.97, 59.0),
+        ("qwen3-235b-a22b", 23, 23, LARGE, BF16, 4193, 28.7, 16.4),
+        ("deepseek-v3", 16, 0, SMALL, FP8, 2724, 7.91, 85.1),
+        ("deepseek-v3", 16, 0, LARGE, FP8, 6097, 28.3, 23.8),
+        ("kimi-k2", 16, 0, SMALL, FP8, 4151, 7.93, 130),
+        ("kimi-k2", 16, 0, LARGE, FP8, 8854, 29.7, 34.6),
+    ],
+)
+def test_known_figures(
+    model: str,
+    first: int,
+    last: int,
+    engines: EngineLayout,
+    policy: WirePolicy,
+    planned_gb: float,
+    ratio: float,
+    largest_gb: float,
+) -> None:
+    """Within 1 %: that planner cut the head over attention's ranks and counted no scales."""
+    dp = engines.world_size // 16
+    trainer = ParallelLayout(4, 4, 1, 8, 1, dp, 128, 1, first, last)
+    found = forecast(model_spec(shapes(model)), trainer, engines, policy, Links())
+    assert found.planned_bytes / 1e9 == pytest.approx(planned_gb, rel=0.01)
+    assert found.rank_ratio == pytest.approx(ratio, rel=0.01)
+    assert found.received.high / 1e9 == pytest.approx(largest_gb, rel=0.01)
+    assert found.nic_ratio == pytest.approx(ratio / min(8, engines.tp), rel=0.01)
+    assert found.sent.high <= 1.2 * found.sent.mean
+
+
+def test_relays_bound_the_trainer_and_save_time() -> None:
+    """16 ranks cannot feed 32 engines of 8 at the rate at which those could receive."""
+    spec = model_spec(shapes("qwen3-30b-a3b"))
+    trainer, engines = ParallelLayout(tp=2, ep=8, dp=8), EngineLayout(8, 8, 1, 32)
+    alone = forecast(spec, trainer, engines, BF16, Links(), direct=32)
+    relayed = forecast(spec, trainer, engines, BF16, Links())
+    served = sum(hop.src == TRAINER for hop in relayed.hops)
+    assert 1 <= served < 32
+    assert relayed.planned_s < alone.planned_s / 2
+    assert relayed.sent.high <= alone.sent.high / 4
+    assert relayed.planned_bytes == alone.planned_bytes
+    with pytest.raises(ConfigError, match="--direct = 33"):
+        forecast(spec, trainer, engines, BF16, Links(), direct=33)
+
+
+def test_the_published_pairs_are_predicted_and_give_the_constants() -> None:
+    table = plan_anchors.rows()
+    assert len(table) >= 5
+    assert all(row["source"] for row in table)
+    for method, share in PUBLISHED_EFFICIENCY.items():
+        assert plan_anchors.efficiency(method, table) == pytest.approx(share, rel=0.02)
+    worst = max(abs(float(str(row["error"]))) for row in table if row["method"] == "plan")
+    assert worst < 0.4
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moerl", "plan", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs/recipes").glob("cluster-*.yaml")))
+def test_every_cluster_recipe_is_forecast(recipe: Path) -> None:
+    done = run(recipe.stem, "--json", "--nic-gb-s", "25", "--efficiency", "0.5")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["predicted_plan_s"] == pytest.approx(2 * found["planned_s"])
+    assert found["rank_ratio"] > 5
+    assert len(found["hops"]) == found["engines"]
+
+
+def test_the_command_prints_bounds_and_refuses_in_one_sentence() -> None:
+    done = run("cluster-kimi-k2", "engine.count=64")
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "into all engine ranks",
+        "through network cards",
+        "bounds: ",
+        "relay: ",
+        "round 1",
+    ):
+        assert line in done.stdout
+    for args, message in (
+        (("quickstart",), "model.path = ''"),
+        (("cluster-kimi-k2", "engine.tp=48"), "engine.tp = 48"),
+        (("cluster-kimi-k2", "--efficiency", "2"), "--efficiency = 2"),
+        (("cluster-deepseek-v3", "engine.args.moe_dense_tp_size=32"), "whole 128 x 128 blocks"),
+    ):
+        refused = run(*args)
+        assert refused.returncode == 2
+        (line,) = refused.stderr.strip().splitlines()
+        assert message in line
+
+
+def test_the_command_needs_no_heavy_package() -> None:
+    code = (
+        "import sys; from moerl.launch import sync_plan; from moerl.layout import forecast;"
+        "sys.exit(bool({'torch', 'sglang', 'ray', 'megatron'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
