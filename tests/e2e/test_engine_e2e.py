@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import zmq
 from safetensors.torch import load_file
 
 from moerl.blob.store import BlobStore
@@ -32,7 +34,17 @@ from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.server import EngineServer
 from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate
+from moerl.protocols import (
+    AbortUpdate,
+    Bucket,
+    CloseUpdate,
+    JoinSync,
+    Ok,
+    OpenUpdate,
+    Refused,
+    decode,
+    encode,
+)
 from moerl.rundir import RunDir
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
 from tests.e2e import tiny_model as tiny
@@ -40,6 +52,8 @@ from tests.e2e import tiny_model as tiny
 pytestmark = pytest.mark.e2e
 
 TOKEN = "e2e-run-token"
+# Liveness, readiness, and a probe that samples one token; nothing of them changes or tells weights.
+OPEN_ROUTES = {"GET /health", "GET /ready", "GET /health_generate"}
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 TRUNCATED = SamplingParams(24, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
 FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)
@@ -242,6 +256,55 @@ def test_token_is_required_and_hidden(world: World) -> None:
         assert TOKEN not in " ".join(process.cmdline())
         assert TOKEN not in process.environ().values()
     assert TOKEN not in world.log.read_text()
+
+
+def test_every_route_wants_the_token(world: World) -> None:
+    """The routes that SGLang itself lists, so that a new version's new ones are met too."""
+    server = world.host._server
+    assert server is not None
+
+    async def answers() -> dict[str, int]:
+        token = {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession(server.url, headers=token) as session:
+            reply = await session.get("/openapi.json")
+            routes = (await reply.json())["paths"]
+        statuses = {}
+        async with aiohttp.ClientSession(server.url) as session:
+            for path, methods in routes.items():
+                for method in methods:
+                    reply = await session.request(method.upper(), path.split("{")[0], json={})
+                    statuses[f"{method.upper()} {path}"] = reply.status
+        return statuses
+
+    statuses = world.run(answers(), 120.0)
+    assert sum("weights" in route for route in statuses) >= 8  # these are the update endpoints
+    open_routes = {route for route, status in statuses.items() if status not in (401, 403)}
+    assert open_routes <= OPEN_ROUTES
+
+
+def test_receivers_want_the_token(world: World) -> None:
+    """The socket of a scheduler: this user's only, and a request without the token is refused."""
+    server = world.host._server
+    assert server is not None
+    sockets = server.doors
+    assert len(sockets) == world.config.tp
+    abort = encode(AbortUpdate(0, V1, "a stranger", 5.0))
+    with zmq.Context() as context:
+        for path in sockets:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            for frames in ([b"guess", abort], [b"", abort], [abort]):
+                assert isinstance(ask(context, path, frames), Refused)
+            assert isinstance(ask(context, path, [TOKEN.encode(), abort]), Ok)
+
+
+def ask(context: zmq.Context[Any], path: Path, frames: list[bytes]) -> object:
+    with context.socket(zmq.DEALER) as socket_:
+        socket_.setsockopt(zmq.LINGER, 0)
+        socket_.connect(f"ipc://{path}")
+        socket_.send_multipart(frames)
+        assert socket_.poll(20_000), "the receiver did not answer"
+        return decode(socket_.recv())
 
 
 def test_ports_are_ours_and_on_loopback(world: World) -> None:
