@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moerl.config.schema import TinyModel
 from moerl.errors import ModelError
+from moerl.layout import hf_shapes, model_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
@@ -50,7 +51,7 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
     try:
         config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        weights = dict(_weights(shape, len(tokenizer), seed))
+        weights = dict(_weights(config, seed))
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
     except BaseException:
@@ -111,31 +112,11 @@ def _config(
     return Qwen3MoeConfig(**settings)
 
 
-def _weights(shape: TinyModel, vocab_size: int, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _weights(config: Qwen3MoeConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Norms are one; everything else is normal with `initializer_range`."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, heads = shape.hidden_size, shape.num_heads * shape.head_dim
-    kv_heads = shape.num_kv_heads * shape.head_dim
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator) * shape.initializer_range
-
-    yield "model.embed_tokens.weight", normal(vocab_size, hidden)
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", torch.ones(hidden)
-        yield f"{prefix}.self_attn.q_proj.weight", normal(heads, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", normal(kv_heads, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", normal(kv_heads, hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", normal(hidden, heads)
-        yield f"{prefix}.self_attn.q_norm.weight", torch.ones(shape.head_dim)
-        yield f"{prefix}.self_attn.k_norm.weight", torch.ones(shape.head_dim)
-        yield f"{prefix}.post_attention_layernorm.weight", torch.ones(hidden)
-        yield f"{prefix}.mlp.gate.weight", normal(shape.num_experts, hidden)
-        for expert in range(shape.num_experts):
-            name = f"{prefix}.mlp.experts.{expert}"
-            yield f"{name}.gate_proj.weight", normal(shape.moe_ffn, hidden)
-            yield f"{name}.up_proj.weight", normal(shape.moe_ffn, hidden)
-            yield f"{name}.down_proj.weight", normal(hidden, shape.moe_ffn)
-    yield "model.norm.weight", torch.ones(hidden)
-    yield "lm_head.weight", normal(vocab_size, hidden)
+    for name, shape in hf_shapes(model_spec(config.to_dict())).items():
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(shape)
+        else:
+            yield name, torch.randn(shape, generator=generator) * config.initializer_range

@@ -43,6 +43,10 @@ AXES = {
     "etp": "tensor parallelism inside an expert",
     "vpp": "model chunks per pipeline stage (virtual pipeline); needs --pp of 2 or more",
 }
+STAGES = {
+    "first_stage_layers": "layers of the first pipeline stage, where stages are not equal",
+    "last_stage_layers": "layers of the last pipeline stage, where stages are not equal",
+}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -132,7 +136,8 @@ def smallest_layout(args: argparse.Namespace, **more: int) -> ParallelLayout:
         if size < 1:
             raise ConfigError(f"--{axis}", size, "must be at least 1")
     dp = math.lcm(axes["tp"], axes["ep"] * axes["etp"]) // axes["tp"]
-    return ParallelLayout(**axes, dp=dp, **more)
+    stages = {name: getattr(args, name) or 0 for name in STAGES}
+    return ParallelLayout(**axes, **stages, dp=dp, **more)
 
 
 class _Bar:
@@ -213,6 +218,9 @@ def _add_axes(parser: Any, default: int | None) -> None:
         parser.add_argument(
             f"--{axis}", type=int, default=default, metavar="N", help=meaning + shown
         )
+    for name, meaning in STAGES.items():
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, metavar="N", help=meaning)
 
 
 def _size(text: str) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -226,8 +227,17 @@ def _check_space(run: _Run) -> None:
     free = shutil.disk_usage(run.folder).free
     if needed > free:
         raise ModelError(
-            f"{run.job.target}: needs {needed:,} bytes and its disk has {free:,}; free some space"
+            f"{run.job.target}: needs {needed:,} bytes and its disk has {free:,}, which ends in "
+            f"tensor {_where_it_ends(run, free)}; free some space"
         )
+
+
+def _where_it_ends(run: _Run, free: int) -> str:
+    """The tensor at which the disk would be full, were the files written one after another."""
+    todo = (unit for unit in run.job.units if not (run.folder / unit.file).exists())
+    names = [(planned.name, planned.nbytes) for unit in todo for planned in unit.plan()]
+    ends = accumulate(nbytes for _, nbytes in names)
+    return next(name for (name, _), end in zip(names, ends, strict=True) if end > free)
 
 
 # --- writing -------------------------------------------------------------------------------------

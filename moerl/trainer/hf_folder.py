@@ -28,8 +28,8 @@ from moerl.layout import (
     at,
     check_covers,
     hf_shapes,
+    is_repeated,
     model_spec,
-    mtp_copies,
     num_elements,
     stacked_aliases,
     transposed_stacks,
@@ -210,10 +210,8 @@ class HfFolder:
                 raise ModelError(
                     f"{self.path}: {name} has shape {found[name]}, the config says {shape}"
                 )
-        # a tied checkpoint may repeat its head, an old one its rotary table: neither is state
-        ignored = set(mtp_copies(self.spec)) | ({"lm_head.weight"} if self.spec.tied else set())
-        for name in found.keys() - self._shapes.keys() - stacked - ignored:
-            if not name.endswith("rotary_emb.inv_freq"):
+        for name in found.keys() - self._shapes.keys() - stacked:
+            if not is_repeated(self.spec, name):
                 raise ModelError(f"{self.path}: {name} is not a tensor of {self.spec.family}")
 
 

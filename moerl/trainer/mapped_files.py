@@ -8,7 +8,9 @@ system call per row) and `madvise` (safetensors owns the mapping).
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,8 @@ class MappedFiles:
             return self._handle(file).get_slice(tensor)
         except SafetensorError as error:
             raise ModelError(f"{self._folder / file}: has no tensor {tensor}") from error
+        except ModelError as error:
+            raise ModelError(f"tensor {tensor} cannot be read: {error}") from error
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -75,6 +79,23 @@ class MappedFiles:
                 self._open[file] = safe_open(self._folder / file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(
-                    f"{self._folder / file}: missing, truncated or not safetensors: {error}"
+                    f"{self._folder / file}: missing, truncated or not safetensors: "
+                    f"{_first_lost(self._folder / file) or error}"
                 ) from error
         return self._open[file]
+
+
+def _first_lost(path: Path) -> str:
+    """Which tensor a file that was cut short ends in; empty where its header does not say."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        held = path.stat().st_size - 8 - length
+        ends = {
+            name: at["data_offsets"][1] for name, at in header.items() if name != "__metadata__"
+        }
+        lost = min((end, name) for name, end in ends.items() if end > held)
+    except (OSError, ValueError, LookupError, TypeError, struct.error, MemoryError):
+        return ""
+    return f"it ends in tensor {lost[1]}"

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from moerl.errors import ConfigError, ModelError
+from moerl.layout.placement import MEGATRON_VERSION
 
-MEGATRON_VERSION = "0.16.1"
 _CPU = torch.device("cpu")
 _applied = False
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from moerl.errors import ConfigError, ModelError, MoerlError
 from moerl.layout import ParallelLayout, hf_shapes, megatron_tiles, model_spec
+from moerl.trainer import convert_job
 from moerl.trainer.convert import (
     MegatronFolder,
     convert_to_hf,
@@ -299,6 +300,24 @@ def test_a_full_disk_names_the_tensor_and_the_same_command_continues(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
+def test_a_disk_too_small_is_refused_before_writing(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=40_000)
+    monkeypatch.setattr(convert_job.shutil, "disk_usage", lambda path: usage)
+    want = r"out: needs \d{3},\d{3} bytes and its disk has 40,000, which ends in tensor .*weight;"
+    with pytest.raises(ModelError, match=want):
+        to_megatron(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def last_tensor(file: Path) -> str:
+    body = file.read_bytes()
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    header.pop("__metadata__", None)
+    return str(max(header, key=lambda name: header[name]["data_offsets"][1]))
+
+
 @pytest.mark.parametrize("harm", ["truncated", "missing", "shape", "layout"])
 def test_unusable_sources_are_one_sentence(
     tmp_path: Path,
@@ -308,6 +327,8 @@ def test_unusable_sources_are_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = next(name for name in contents(model) if name.endswith("mlp.gate.weight"))
+    if harm == "truncated":  # whichever the file holds last
+        name = last_tensor(model / MAIN)
     axes: tuple[str, ...] = ("--ep", "2")
     if harm == "truncated":
         (model / MAIN).write_bytes((model / MAIN).read_bytes()[:-10])
@@ -318,8 +339,27 @@ def test_unusable_sources_are_one_sentence(
     monkeypatch.setattr(sys, "argv", ["tool", str(model), str(tmp_path / "out"), *axes])
     assert hf_to_megatron(None) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert {"truncated": MAIN, "layout": "num_experts = 8"}.get(harm, name) in line
+    assert {"layout": "num_experts = 8"}.get(harm, name) in line
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_stages_may_be_unequal(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = CONFIGS["qwen3_moe"]["num_hidden_layers"]
+    stages = ("--pp", "2", "--first-stage-layers", "1")
+    monkeypatch.setattr(sys, "argv", ["tool", str(model), str(tmp_path / "a"), *stages])
+    assert hf_to_megatron(None) == 0
+    held = [
+        {
+            name.split(".")[2]
+            for name in contents(tmp_path / "a" / f"rank-{rank:05d}")
+            if "layers" in name
+        }
+        for rank in range(2)
+    ]
+    assert [len(numbers) for numbers in held] == [1, layers - 1]
+    assert contents(to_hf(tmp_path / "a", tmp_path / "hf")).keys() == contents(model).keys()
 
 
 def test_an_existing_target_is_kept_unless_forced(tmp_path: Path, model: Path) -> None:
