@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -90,8 +91,9 @@ class Mooncake:
         return MooncakeLink(self._engine, self._table, target)
 
 
+@cache
 def make(address: str) -> Mooncake:
-    """TCP without CUDA, RDMA with it."""
+    """TCP without CUDA, RDMA with it; one per process and address, since each listens on ports."""
     return Mooncake(address, protocol="rdma" if torch.cuda.is_available() else "tcp")
 
 
