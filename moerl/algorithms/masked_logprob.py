@@ -74,7 +74,7 @@ def kept_logprobs(
     ids, ascending in a row.  temperature_S: [S].  rows_S: [S] i64, the (flattened) logit row of
     each token; None = row i.  full_entropy_of: the vocabulary size without padding, to have the
     entropy over it as well (a pass over all logits, in chunks).
-    implementation: `auto` takes the compiled one when it is built and fits (strictly rising rows).
+    implementation: `auto` takes the compiled one when it is built and no logits row has two tokens.
     Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`;
     ConfigError when `built` is asked for and cannot be.
     """
@@ -291,19 +291,20 @@ def _choose(
         return None
     lib = library(device)
     fits = _name(logits.dtype) in DTYPES and ids.dtype in (torch.int32, torch.int64)
-    if lib is not None and fits and _rising(rows, len(logits)):
+    if lib is not None and fits and _distinct(rows, len(logits)):
         return lib
     if implementation == "built":
         why = f"logits {logits.dtype}, ids {ids.dtype}, {describe(device)}"
-        raise ConfigError("implementation", "built", f"it needs strictly rising rows; {why}")
+        raise ConfigError("implementation", "built", f"it needs rows that do not repeat; {why}")
     return None
 
 
-def _rising(rows: Tensor, num_rows: int) -> bool:
-    """Whether no logits row has two tokens: two threads would add to one gradient."""
+def _distinct(rows: Tensor, num_rows: int) -> bool:
+    """Whether each token has its own logits row: two threads must not add to one gradient."""
     if not len(rows):
         return True
-    return bool((rows.diff() > 0).all() & (rows[0] >= 0) & (rows[-1] < num_rows))
+    ordered = rows.sort().values
+    return bool((ordered.diff() > 0).all() & (ordered[0] >= 0) & (ordered[-1] < num_rows))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -118,11 +118,11 @@ class LockstepReduce:
 
     def __call__(self, values: Tensor, op: object, rank: int | None) -> None:
         self.values[rank] = values.clone()
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         stacked = torch.stack([self.values[key] for key in sorted(self.values)])
         maximum = op == masked_logprob.ReduceOp.MAX
         values.copy_(stacked.amax(0) if maximum else stacked.sum(0))
-        self.barrier.wait(10)
+        self.barrier.wait(60)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -279,7 +279,7 @@ def test_rows_that_repeat_go_through_torch(case: tuple[Tensor, ...]) -> None:
         lambda z: kept_logprobs(z, sampled, *csr(keep), **common)[0], (z,)
     )
     assert lp[0] == lp[1]
-    with pytest.raises(ConfigError, match="strictly rising rows"):
+    with pytest.raises(ConfigError, match="rows that do not repeat"):
         kept_logprobs(z, sampled, *csr(keep), **common, implementation="built")
 
 
