@@ -93,7 +93,9 @@ def kernel_equals_fp64(case: Case, implementation: str) -> float:
     assert torch.equal(scores.logprob, again.logprob)
     assert torch.equal(scores.entropy, again.entropy)
     assert torch.equal(grad, grad_again)
-    rtol = 1e-12 if case.logits.dtype == torch.float64 else 4e-6
+    # torch adds a row up in fp32: 1e-5 for 150,000 ids, where the compiled passes keep 1e-7
+    single = 4e-6 if implementation == "built" else 1e-4
+    rtol = 1e-12 if case.logits.dtype == torch.float64 else single
     stored = {torch.bfloat16: 2.0**-8}.get(case.logits.dtype, rtol)
     close = torch.testing.assert_close
     close(scores.logprob.cpu().double(), exact.logprob, rtol=rtol, atol=rtol)
