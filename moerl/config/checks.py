@@ -89,6 +89,7 @@ _AT_LEAST: dict[str, float] = {
     "trainer.parallel.ep": 1,
     "trainer.parallel.etp": 1,
     "trainer.parallel.dp": 1,
+    "trainer.parallel.vpp": 1,
 }
 _POSITIVE = (
     "task.score_timeout_s",
@@ -197,11 +198,10 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_parallel(p: ParallelConfig) -> None:
-    for name in ("pp", "cp"):
-        if getattr(p, name) > 1:
-            raise ConfigError(
-                f"trainer.parallel.{name}", getattr(p, name), "not proven with replay yet; use 1"
-            )
+    if p.vpp > 1 and p.pp == 1:
+        raise ConfigError(
+            "trainer.parallel.vpp", p.vpp, "model chunks are interleaved over stages; use pp > 1"
+        )
     dense = p.tp * p.cp * p.dp
     if dense % (p.ep * p.etp):
         raise ConfigError(

@@ -114,6 +114,7 @@ class ParallelConfig:
     ep: int = 1
     etp: int = 1
     dp: int = 1
+    vpp: int = 1  # model chunks per pipeline stage (interleaved schedule)
 
     @property
     def world_size(self) -> int:
@@ -143,6 +144,7 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_microbatch: int = 8192  # padded tokens of one microbatch on one rank
+    packing: bool = False  # rollouts end to end (THD) instead of padded rows
     dispatcher: str = "alltoall"  # alltoall | allgather
     cpu_threads: int = 1
     megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field

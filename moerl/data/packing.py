@@ -5,29 +5,40 @@ token_ids[1:]` are produced, and the logits that produced sampled token t are th
 Routing rows (indexed by fed-in token) therefore line up with `tokens`, mask rows (indexed by
 produced token) with `sampled_rows`.  No other file shifts anything.
 
-Rows are padded on the right: attention is causal, so no real token sees padding, and padding
-routes to experts 0..K-1 and is never read.  Routes are read from the blobs on demand, for the
-layers a pipeline stage owns and for nothing else.
+A rank holds a grid of B rows x S slots.  Padded: one rollout per row, padded on the right;
+attention is causal, so no real token sees padding.  Packed: one row, rollouts end to end,
+`cu_seqlens` keeps them apart.  With context parallelism each rollout (a row's, or a packed one) is
+cut into 2 * cp pieces and rank r holds pieces r and 2 * cp - 1 - r, the order that Transformer
+Engine expects.  Either way a rank's share is a list of runs (`Run`): consecutive positions of one
+rollout in consecutive slots; tokens, labels, routes and masks are laid out by it.
 
-Legend: B rows, S fed-in positions of the longest row, N sampled tokens, K experts per token.
+Routes are read from the blobs on demand, for the layers a pipeline stage owns, the positions of
+this rank's runs and nothing else, and stay u8 or u16.  Padding routes to experts 0..K-1 and nobody
+reads what it computes.
+
+Legend: B rows, S slots, N sampled tokens of the data-parallel rank, M of them on this rank (all,
+without context parallelism), K experts per token.
 Example: prompt [5, 9], sampled [7, 2] with a longer neighbour (S = 4): tokens [5, 9, 7, 0],
 labels [9, 7, 2, 0], sampled_rows [1, 2], three routing rows and one row of padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moerl.blob import ranges
 from moerl.blob.store import BlobStore
-from moerl.codec.routing import check_ids
 from moerl.codec.sampling_mask import concat
 from moerl.errors import RecordError
-from moerl.types import Array, BatchPlan, PolicyVersion, Rollout, RoutingBlob
+from moerl.types import Array, BatchPlan, PolicyVersion, Rollout
+
+Span = tuple[int, int]  # begin and end (exclusive) of consecutive slots
 
 
 @dataclass(slots=True)
@@ -39,67 +50,139 @@ class BytesRead:
     routing_rows: int = 0  # (token, layer) pairs
 
 
+class Run(NamedTuple):
+    """Consecutive positions of one rollout in consecutive slots of one grid row."""
+
+    rollout: int  # index into Microbatch.rollouts; beyond them: padding only
+    row: int
+    slot: int
+    begin: int  # first position in the rollout
+    num: int  # positions, padding at the rollout's end included
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a rank lays out microbatches; the same for all of a run but `rows` and `length`.
+
+    >>> Grid().shape([3, 11]), Grid(packed=True).shape([3, 11])
+    ((2, 11), (1, 14))
+    """
+
+    packed: bool = False
+    cp_rank: int = 0
+    cp_size: int = 1
+    multiple_of: int = 1  # S is padded up to it (sequence parallelism)
+    rows: int = 1  # at least so many rows and slots: peers that must agree on a shape
+    length: int = 1
+
+    def place(self, fed: Sequence[int]) -> tuple[list[Run], list[int]]:
+        """Runs of this rank, and the padded length of each rollout over all cp ranks.
+
+        fed: fed-in tokens of each rollout.  A padding-only rollout may follow the real ones.
+        """
+        pieces = 2 * self.cp_size if self.cp_size > 1 else 1
+        unit = pieces * self.multiple_of
+        at_least = max(self.length * self.cp_size, 1)
+        if self.packed:
+            lengths = [_up(num, pieces) for num in fed]
+            tail = _up(max(sum(lengths), at_least), unit) - sum(lengths)
+            lengths += [tail] if tail else []
+        else:
+            lengths = [_up(max([*fed, at_least]), unit)] * max(len(fed), self.rows)
+        mine = (self.cp_rank, pieces - 1 - self.cp_rank) if pieces > 1 else (0,)
+        runs, slot = [], 0
+        for idx, length in enumerate(lengths):
+            slot = slot if self.packed else 0
+            size = length // pieces
+            for piece in mine:
+                runs.append(Run(idx, 0 if self.packed else idx, slot, piece * size, size))
+                slot += size
+        return runs, lengths
+
+    def shape(self, fed: Sequence[int]) -> tuple[int, int]:
+        """(B, S) of the rollouts whose fed-in tokens are counted in `fed`."""
+        _, lengths = self.place(fed)
+        if self.packed:
+            return 1, sum(lengths) // self.cp_size
+        return len(lengths), lengths[0] // self.cp_size
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """One data-parallel rank's share of one microbatch, on the CPU."""
+    """One rank's share of one microbatch, on the CPU."""
 
     tokens: Tensor  # [B, S] i64, padded with 0
     labels: Tensor  # [B, S] i64, padded with 0
-    positions: Tensor  # [B, S] i64
-    sampled_rows: Tensor  # [N] i64 into the flattened [B, S], rising
-    sampled: Tensor  # [N] i64, the sampled tokens = labels at sampled_rows
+    positions: Tensor  # [B, S] i64 in the rollout
+    cu_seqlens: Tensor | None  # [rollouts + 1] i32 over all cp ranks, padding included; packed only
+    sampled_rows: Tensor  # [M] i64 into the flattened [B, S]
+    held: Tensor  # [M] i64 into 0..N-1, rising: the sampled tokens whose logits this rank has
+    sampled: Tensor  # [N] i64, the sampled tokens
     old_logprob: Tensor  # [N] f32, the engine's
     advantage: Tensor  # [N] f32
     weight: Tensor  # [N] f32, global aggregation weight
     lag: Tensor  # [N] i64, versions
     temperature: Tensor  # [N] f32
-    seq: Tensor  # [N] i64, row 0..B-1 of each token
-    mask_offsets: Tensor | None  # [N + 1] i64; None when sampling did not truncate or not asked
+    seq: Tensor  # [N] i64, index into rollouts of each token
+    mask_offsets: Tensor | None  # [M + 1] i64; None when sampling did not truncate or not asked
     mask_ids: Tensor | None  # [nnz] i64
-    num_fed: int  # fed-in tokens without padding
+    num_fed: int  # fed-in tokens on this rank, without padding
     num_experts_per_token: int  # K; 0 for a dense model
-    rollouts: tuple[Rollout, ...]  # [B], or empty for a microbatch of padding only
+    rollouts: tuple[Rollout, ...]  # in order; empty for a microbatch of padding only
+    runs: tuple[Run, ...]
+    route_dtype: str  # uint8 or uint16
     store: BlobStore
     read: BytesRead
 
-    def routes(self, layers: Sequence[int]) -> dict[int, Tensor]:
-        """Recorded expert ids per layer: {global 0-based layer: [S * B, K] i64, sequence-major}.
+    def routes(self, layers: Sequence[int], span: Span | None = None) -> dict[int, Tensor]:
+        """Recorded expert ids per layer: {global 0-based layer: [slots * B, K], slot-major}.
 
-        Reads the blobs at each call.  Digests are verified when all recorded layers are asked for;
-        a slice cannot be, there every id is checked instead.
-        Raises RecordError `routing_rows`, `routing_layers`, `routing_range`; BlobError.
+        span: slots of this rank only (sequence parallelism); None = all.  Reads the blobs at each
+        call: the chunks that hold these layers and tokens, verified.
+        Raises RecordError `routing_rows`, `routing_layers`; BlobError.
         """
-        num_rows, length = self.tokens.shape
-        k = self.num_experts_per_token
+        if not layers:
+            return {}
+        num_rows, k = len(self.tokens), self.num_experts_per_token
+        first, last = (0, self.tokens.shape[1]) if span is None else span
         if not k:
             raise RecordError("routing_rows", "no routing was recorded for this microbatch")
-        joined = np.empty((len(layers), length, num_rows, k), np.int64)
+        joined = np.empty((len(layers), last - first, num_rows, k), self.route_dtype)
         joined[:] = np.arange(k)
-        for row, rollout in enumerate(self.rollouts):
-            for part in _tiles(rollout):
-                ids = self._read_ids(part, layers)
-                joined[:, part.row_begin : part.row_end, row] = ids
-        flat = torch.from_numpy(joined).view(len(layers), length * num_rows, k)
+        for idx, rollout in enumerate(self.rollouts):
+            _check_tiles(rollout, k)
+            pieces = list(self._pieces(idx, first, last))
+            if not pieces:
+                continue
+            positions = [(begin, begin + count) for _, _, begin, count in pieces]
+            found = ranges.read_routes(self.store, rollout.routing, layers=layers, rows=positions)
+            for number, layer in enumerate(layers):
+                at = 0
+                for row, slot, _, count in pieces:
+                    joined[number, slot - first : slot - first + count, row] = found[layer][
+                        at : at + count
+                    ]
+                    at += count
+                self.read.routing += found[layer].nbytes
+                self.read.routing_rows += at
+        flat = torch.from_numpy(joined).view(len(layers), (last - first) * num_rows, k)
         return {layer: flat[idx] for idx, layer in enumerate(layers)}
 
-    def _read_ids(self, part: RoutingBlob, layers: Sequence[int]) -> Array:
-        missing = set(layers) - set(part.layers)
-        if missing or part.ids.shape[-1] != self.num_experts_per_token:
-            raise RecordError(
-                "routing_layers",
-                f"{part.ids.uri} holds layers {part.layers} x {part.ids.shape[-1]} experts; "
-                f"want layers {tuple(layers)} x {self.num_experts_per_token}",
-            )
-        whole = tuple(layers) == part.layers
-        data = self.store.load(part.ids) if whole else self.store.view(part.ids)
-        ids = data if whole else data[[part.layers.index(layer) for layer in layers]]
-        self.read.routing += ids.nbytes
-        self.read.routing_rows += ids.shape[0] * ids.shape[1]
-        if not whole:
-            check_ids(ids, part.num_experts)
-        elif ids.size and int(ids.max()) >= part.num_experts:
-            raise RecordError("routing_range", f"{part.ids.uri}: id {int(ids.max())} of an expert")
-        return ids
+    def num_fed_in(self, span: Span) -> int:
+        """Fed-in tokens, without padding, in some slots of this rank."""
+        return sum(
+            count for idx in range(len(self.rollouts)) for *_, count in self._pieces(idx, *span)
+        )
+
+    def _pieces(self, rollout: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """(row, slot, first position, count) of the rollout's fed-in tokens in some slots."""
+        fed = self.rollouts[rollout].num_tokens - 1
+        for run in self.runs:
+            low, high = max(run.slot, first), min(run.slot + run.num, last)
+            begin = run.begin + low - run.slot
+            count = min(high - low, fed - begin)
+            if run.rollout == rollout and count > 0:
+                yield run.row, low, begin, count
 
 
 def pack_microbatch(
@@ -111,44 +194,35 @@ def pack_microbatch(
     advantages: Sequence[float | Array] | None = None,
     weights: Sequence[float | Array] | None = None,
     read_mask: bool = True,
-    multiple_of: int = 1,
+    grid: Grid = Grid(),
 ) -> Microbatch:
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
 
     advantages, weights: for each row of `plan.rows` (`moerl.algorithms`) one number, or one per
     sampled token; None = zeros, for scoring only.
-    multiple_of: S is padded up to it (sequence and context parallelism).
-    A rank without rows gets one row of padding and no sampled token.
+    A rank without rows gets padding and no sampled token; so does a microbatch beyond
+    `plan.num_microbatches`.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`) and BlobError.
     """
-    chosen = sorted(
-        (row.row, idx)
-        for idx, row in enumerate(plan.rows)
-        if row.dp_rank == dp_rank and row.microbatch == microbatch
-    )
-    order = [idx for _, idx in chosen]
+    order = _order(plan, dp_rank, microbatch)
     rollouts = [_rollout(plan, idx) for idx in order]
-    length = max((rollout.num_tokens - 1 for rollout in rollouts), default=1)
-    length = -(-length // multiple_of) * multiple_of
-    tokens = np.zeros((max(len(rollouts), 1), length), np.int64)
-    labels = np.zeros_like(tokens)
-    for row, rollout in enumerate(rollouts):
-        fed = rollout.num_tokens - 1
-        tokens[row, :fed] = rollout.token_ids[:-1]
-        labels[row, :fed] = rollout.token_ids[1:]
-    sampled_rows = [
-        row * length + np.flatnonzero(rollout.loss_mask) - 1 for row, rollout in enumerate(rollouts)
-    ]
+    fed = [rollout.num_tokens - 1 for rollout in rollouts]
+    runs, lengths = grid.place(fed)
+    tokens, labels, positions = _lay_out(rollouts, runs, grid.shape(fed))
+    held, sampled_rows, intervals = _find_sampled(rollouts, runs, tokens.shape[1])
     counts = [rollout.num_sampled for rollout in rollouts]
-    flat_rows = torch.from_numpy(_join(sampled_rows, np.int64))
     read = BytesRead()
-    mask = _read_mask(rollouts, store, read) if read_mask else None
+    mask = _read_mask(rollouts, intervals, store, read) if read_mask else None
+    top_k, route_dtype = _route_kind(plan)
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
     return Microbatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
-        positions=torch.arange(length).expand(len(tokens), length).contiguous(),
-        sampled_rows=flat_rows,
-        sampled=torch.from_numpy(labels).view(-1)[flat_rows],
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(ends) if grid.packed else None,
+        sampled_rows=torch.from_numpy(sampled_rows),
+        held=torch.from_numpy(held),
+        sampled=torch.from_numpy(_join([r.token_ids[r.loss_mask] for r in rollouts], np.int64)),
         old_logprob=torch.from_numpy(_join([r.logprobs for r in rollouts], np.float32)),
         advantage=_spread(order, counts, advantages),
         weight=_spread(order, counts, weights),
@@ -159,12 +233,69 @@ def pack_microbatch(
         seq=torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
         mask_offsets=None if mask is None else torch.from_numpy(mask[0]),
         mask_ids=None if mask is None else torch.from_numpy(mask[1].astype(np.int64)),
-        num_fed=sum(rollout.num_tokens - 1 for rollout in rollouts),
-        num_experts_per_token=_top_k(plan),
+        num_fed=sum(
+            max(0, min(run.num, fed[run.rollout] - run.begin))
+            for run in runs
+            if run.rollout < len(fed)
+        ),
+        num_experts_per_token=top_k,
         rollouts=tuple(rollouts),
+        runs=tuple(runs),
+        route_dtype=route_dtype,
         store=store,
         read=read,
     )
+
+
+def fed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
+    """Fed-in tokens of each rollout of a microbatch, from the plan alone."""
+    return [_rollout(plan, idx).num_tokens - 1 for idx in _order(plan, dp_rank, microbatch)]
+
+
+def _order(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
+    """Indices into plan.rows of a microbatch, in row order."""
+    chosen = sorted(
+        (row.row, idx)
+        for idx, row in enumerate(plan.rows)
+        if row.dp_rank == dp_rank and row.microbatch == microbatch
+    )
+    return [idx for _, idx in chosen]
+
+
+def _lay_out(
+    rollouts: Sequence[Rollout], runs: Sequence[Run], shape: tuple[int, int]
+) -> tuple[Array, Array, Array]:
+    """Tokens, labels and positions, [B, S] i64 each."""
+    tokens, labels, positions = (np.zeros(shape, np.int64) for _ in range(3))
+    for run in runs:
+        slots = slice(run.slot, run.slot + run.num)
+        positions[run.row, slots] = np.arange(run.begin, run.begin + run.num)
+        if run.rollout < len(rollouts):
+            ids = rollouts[run.rollout].token_ids[run.begin : run.begin + run.num + 1]
+            slots = slice(run.slot, run.slot + max(len(ids) - 1, 0))
+            tokens[run.row, slots] = ids[:-1]
+            labels[run.row, slots] = ids[1:]
+    return tokens, labels, positions
+
+
+def _find_sampled(
+    rollouts: Sequence[Rollout], runs: Sequence[Run], length: int
+) -> tuple[Array, Array, list[list[ranges.Interval]]]:
+    """Sampled tokens of this rank: indices into 0..N-1, their slots, and per-rollout intervals."""
+    firsts = np.cumsum([0, *(rollout.num_sampled for rollout in rollouts)])
+    produced_at = [np.flatnonzero(rollout.loss_mask) - 1 for rollout in rollouts]
+    held, slots = [], []
+    intervals: list[list[ranges.Interval]] = [[] for _ in rollouts]
+    for run in runs:
+        if run.rollout >= len(rollouts):
+            continue
+        positions = produced_at[run.rollout]
+        low, high = np.searchsorted(positions, [run.begin, run.begin + run.num]).tolist()
+        if low < high:
+            held.append(firsts[run.rollout] + np.arange(low, high))
+            slots.append(run.row * length + run.slot + positions[low:high] - run.begin)
+            intervals[run.rollout].append((low, high))
+    return _join(held, np.int64), _join(slots, np.int64), intervals
 
 
 def version_lag(trained: PolicyVersion, sampled: PolicyVersion) -> int:
@@ -199,17 +330,18 @@ def _lags(rollout: Rollout, trained: PolicyVersion) -> Array:
     return np.array([version_lag(trained, version) for version in rollout.version_of_tokens()])
 
 
-def _top_k(plan: BatchPlan) -> int:
-    """Experts per token, from any header of the plan: a rank of padding only has none itself."""
+def _route_kind(plan: BatchPlan) -> tuple[int, str]:
+    """(K, dtype) of the plan's routes, from any header: a rank of padding only has none itself."""
     for group in plan.groups:
         for rollout in group.rollouts():
             if rollout.routing:
-                return rollout.routing[0].ids.shape[-1]
-    return 0
+                ids = rollout.routing[0].ids
+                return ids.shape[-1], ids.dtype
+    return 0, "uint8"
 
 
-def _tiles(rollout: Rollout) -> tuple[RoutingBlob, ...]:
-    """The rollout's routing parts, proven to cover rows 0..T-2 once each."""
+def _check_tiles(rollout: Rollout, top_k: int) -> None:
+    """Refuse routing parts that do not cover rows 0..T-2 once each, or another K."""
     at = 0
     for part in rollout.routing:
         if part.row_begin != at or part.ids.shape[1] != part.row_end - part.row_begin:
@@ -220,31 +352,44 @@ def _tiles(rollout: Rollout) -> tuple[RoutingBlob, ...]:
             "routing_rows",
             f"{rollout.rollout_id}: routing covers rows 0..{at} of {rollout.num_tokens - 1}",
         )
-    return rollout.routing
+    other = [part.ids.shape[-1] for part in rollout.routing if part.ids.shape[-1] != top_k]
+    if other:
+        raise RecordError(
+            "routing_layers",
+            f"{rollout.rollout_id}: {other[0]} experts per token, the batch has {top_k}",
+        )
 
 
 def _read_mask(
-    rollouts: Sequence[Rollout], store: BlobStore, read: BytesRead
+    rollouts: Sequence[Rollout],
+    intervals: Sequence[Sequence[ranges.Interval]],
+    store: BlobStore,
+    read: BytesRead,
 ) -> tuple[Array, Array] | None:
-    """CSR of all sampled tokens in packing order, or None when no rollout was truncated."""
+    """CSR of this rank's sampled tokens in order, or None when no rollout was truncated.
+
+    intervals: per rollout, the sampled tokens (0..S-1) to read.
+    """
     truncated = [rollout.sampling.truncates for rollout in rollouts]
     if not any(truncated):
         return None
     if not all(truncated):
         raise RecordError("mask_presence", "a microbatch mixes truncated and full sampling")
     parts = []
-    for rollout in rollouts:
-        have = 0
-        for blob in rollout.sampling_mask:
-            offsets, ids = store.load(blob.offsets), store.load(blob.ids)
-            read.mask += offsets.nbytes + ids.nbytes
-            if blob.first != have or len(offsets) != blob.num_tokens + 1 or offsets[-1] != len(ids):
-                raise RecordError("mask_rows", f"{rollout.rollout_id}: mask rows at {blob.first}")
-            have += blob.num_tokens
-            parts.append((offsets, ids))
-        if have != rollout.num_sampled:
+    for rollout, tokens in zip(rollouts, intervals, strict=True):
+        have = sum(blob.num_tokens for blob in rollout.sampling_mask)
+        if have != rollout.num_sampled or any(b.first for b in rollout.sampling_mask[:1]):
             raise RecordError(
                 "mask_rows",
                 f"{rollout.rollout_id}: {have} mask rows for {rollout.num_sampled} sampled tokens",
             )
+        if not tokens:
+            continue
+        offsets, ids = ranges.read_mask(store, rollout.sampling_mask, tokens=tokens)
+        read.mask += offsets.nbytes + ids.nbytes
+        parts.append((offsets, ids))
     return concat(parts)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -86,7 +86,8 @@ def load(path: Path, learner: Learner, parallel: Parallel) -> Progress:
     if learner.config.trainer.optimizer.distributed:
         _give_adam_state(learner)
     state = dist_checkpointing.load(_state(learner, parallel, is_loading=True), str(path))
-    learner.model.gpt.load_state_dict(state["model"])
+    for chunk in learner.model.chunks:
+        chunk.gpt.load_state_dict(state[f"model{chunk.index}"])
     learner.optimizer.load_state_dict(state["optimizer"])
     _unshare_adam_steps(learner)
     learner.schedule.load_state_dict(state["schedule"])
@@ -99,9 +100,12 @@ def load(path: Path, learner: Learner, parallel: Parallel) -> Progress:
 
 
 def _state(learner: Learner, parallel: Parallel, *, is_loading: bool) -> dict[str, Any]:
-    model = learner.model.gpt.sharded_state_dict(metadata=_METADATA)
+    model = {
+        f"model{chunk.index}": chunk.gpt.sharded_state_dict(metadata=_METADATA)
+        for chunk in learner.model.chunks
+    }
     return {
-        "model": model,
+        **model,
         "optimizer": learner.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=_METADATA
         ),
@@ -146,7 +150,8 @@ def _unshare_adam_steps(learner: Learner) -> None:
 
 def _give_adam_state(learner: Learner) -> None:
     """One step with zero gradients and rate 0: torch Adam creates its state, nothing moves."""
-    learner.ddp.zero_grad_buffer()
+    for ddp in learner.ddp:
+        ddp.zero_grad_buffer()
     rates = [(group, group["lr"]) for group in learner.optimizer.param_groups]
     for group, _ in rates:
         group["lr"] = 0.0

@@ -1,72 +1,133 @@
-"""One microbatch through the model: replayed routes in, log-probabilities of sampled tokens out.
+"""One microbatch through a model chunk: replayed routes in, log-probabilities out.
 
-Legend: B rows, S positions, V vocabulary entries of this rank, N sampled tokens.
+With context parallelism a rank has the logits of a part of the positions.  The log-probabilities
+of all sampled tokens of the data-parallel rank are put together before the loss, so every loss,
+also one over whole sequences, is written as if there were one rank.
+
+Legend: B rows, S slots, V vocabulary entries of this rank, N sampled tokens of the data-parallel
+rank, M of them on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.autograd import Function
 
 from moerl.algorithms.masked_logprob import full_logprobs, kept_logprobs
-from moerl.data.packing import Microbatch
-from moerl.trainer.model import Model
+from moerl.data.packing import Grid, Microbatch, Span
+from moerl.trainer.model import Chunk, Model
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
 
 
-def load_routes(model: Model, batch: Microbatch, microbatch: int, parallel: Parallel) -> None:
-    """Read the recorded routes of this rank's layers and tokens and give them to the routers."""
+def grid_of(parallel: Parallel, *, packed: bool, shape: tuple[int, int] = (1, 1)) -> Grid:
+    """How this rank lays out microbatches.  shape: at least so many rows and slots."""
+    return Grid(packed, parallel.cp_rank, parallel.cp_size, parallel.tp_size, *shape)
+
+
+def routed_slots(batch: Microbatch, parallel: Parallel) -> Span:
+    """Slots whose tokens this rank's routers see: a run of them under sequence parallelism."""
+    count, rest = divmod(batch.tokens.shape[1], parallel.tp_size)
+    assert not rest, f"{batch.tokens.shape[1]} slots do not divide by tp {parallel.tp_size}"
+    return count * parallel.tp_rank, count * (parallel.tp_rank + 1)
+
+
+def load_routes(
+    model: Model, batch: Microbatch, microbatch: int, parallel: Parallel, chunk: int = 0
+) -> None:
+    """Read the recorded routes of one chunk's layers and this rank's tokens for its routers."""
     assert model.replay is not None, "the model was built without replay"
-    routes = batch.routes(model.replay.layers)
-    model.replay.load(microbatch, local_rows(routes, parallel))
+    layers = model.replay.chunks[chunk]
+    model.replay.load(microbatch, batch.routes(layers, routed_slots(batch, parallel)), chunk)
 
 
 def local_rows(routes: Mapping[int, Tensor], parallel: Parallel) -> dict[int, Tensor]:
     """Rows of this tensor-parallel rank: with sequence parallelism it routes a run of positions.
 
-    routes: {layer: [S * B, K]} sequence-major, so a run of positions is a run of rows.
+    routes: {layer: [S * B, K]} slot-major, so a run of slots is a run of rows.
     """
     local = {}
     for layer, rows in routes.items():
         count, rest = divmod(len(rows), parallel.tp_size)
         assert not rest, f"{len(rows)} rows do not divide by tp {parallel.tp_size}"
         begin = count * parallel.tp_rank
-        local[layer] = rows[begin : begin + count].to(parallel.device)
+        local[layer] = rows[begin : begin + count]
     return local
+
+
+def run_chunk(
+    model: Model,
+    chunk: Chunk,
+    module: torch.nn.Module,
+    batch: Microbatch,
+    microbatch: int,
+    mode: Mode,
+) -> Tensor:
+    """Forward pass of one model chunk: [B, S, V] logits from the last, hidden states otherwise.
+
+    module: `chunk.module` or what wraps it.  Causal attention keeps right padding unseen, so no
+    mask is passed.  Logits are in the model's precision, vocabulary padding included.
+    """
+    device = next(module.parameters()).device
+    inputs = (batch.tokens.to(device), batch.positions.to(device), None)
+    extra: dict[str, Any] = {"packed_seq_params": _packed(batch, device)}
+    if chunk.has_loss:
+        extra |= model.call_args
+    if model.replay is None:
+        assert mode is Mode.OFF, f"mode {mode} needs a model built with replay"
+        return module(*inputs, **extra)
+    with model.replay.forward(microbatch, mode, chunk.index):
+        output: Tensor = module(*inputs, **extra)
+    if mode is Mode.REPLAY:
+        model.replay.bind(output, microbatch, chunk.index)
+    return output
 
 
 def logits(
     model: Model, module: torch.nn.Module, batch: Microbatch, microbatch: int, mode: Mode
 ) -> Tensor:
-    """Forward pass.  Returns [B, S, V] in the model's precision, vocabulary padding included.
+    """Forward pass of a model that is one chunk.  Returns [B, S, V]."""
+    assert len(model.chunks) == 1, f"this rank holds {len(model.chunks)} model chunks"
+    return run_chunk(model, model.chunks[0], module, batch, microbatch, mode)
 
-    module: `model.module` or what wraps it.  Causal attention keeps right padding unseen, so no
-    mask is passed.
-    """
-    device = next(module.parameters()).device
-    inputs = (batch.tokens.to(device), batch.positions.to(device), None)
-    if model.replay is None:
-        assert mode is Mode.OFF, f"mode {mode} needs a model built with replay"
-        return module(*inputs, **model.call_args)
-    with model.replay.forward(microbatch, mode):
-        return module(*inputs, **model.call_args)
+
+def _packed(batch: Microbatch, device: torch.device) -> PackedSeqParams | None:
+    if batch.cu_seqlens is None:
+        return None
+    # the rotary table must be as long as the longest rollout, not as the row: megatron-core takes
+    # a table of the row's length for one of positions counted over the whole row
+    longest = int(batch.cu_seqlens.diff().max())
+    ends = batch.cu_seqlens.to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def sampled_logprobs(
     model: Model, logits_BSV: Tensor, batch: Microbatch, parallel: Parallel
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of each sampled token, both [N] fp32, equal on all tp ranks.
+    """(log-probability, entropy) of each sampled token, both [N] fp32, equal on all tp, cp ranks.
 
     Over the recorded kept set when the microbatch carries one, over the vocabulary otherwise.
     """
     device = logits_BSV.device
-    rows, sampled = batch.sampled_rows.to(device), batch.sampled.to(device)
-    temperature = batch.temperature.to(device)
-    if batch.mask_offsets is None or batch.mask_ids is None:
-        return full_logprobs(
+    held = batch.held.to(device)
+    rows, sampled = batch.sampled_rows.to(device), batch.sampled.to(device)[held]
+    temperature = batch.temperature.to(device)[held]
+    if batch.mask_offsets is None or batch.mask_ids is None or not len(held):
+        logprob_M, entropy_M = full_logprobs(
             logits_BSV,
             sampled,
             temperature_S=temperature,
@@ -75,13 +136,41 @@ def sampled_logprobs(
             rows_S=rows,
             tp_group=parallel.tp,
         )[:2]
-    return kept_logprobs(
-        logits_BSV,
-        sampled,
-        batch.mask_offsets.to(device),
-        batch.mask_ids.to(device),
-        temperature_S=temperature,
-        vocab_start=model.vocab_start,
-        rows_S=rows,
-        tp_group=parallel.tp,
-    )[:2]
+    else:
+        logprob_M, entropy_M = kept_logprobs(
+            logits_BSV,
+            sampled,
+            batch.mask_offsets.to(device),
+            batch.mask_ids.to(device),
+            temperature_S=temperature,
+            vocab_start=model.vocab_start,
+            rows_S=rows,
+            tp_group=parallel.tp,
+        )[:2]
+    if parallel.cp_size == 1:
+        return logprob_M, entropy_M
+    num = len(batch.sampled)
+    with torch.no_grad():
+        entropy_N = _Join.apply(entropy_M, held, num, parallel.cp)
+    return _Join.apply(logprob_M, held, num, parallel.cp), entropy_N
+
+
+class _Join(Function):
+    """Values of the tokens each context-parallel rank holds -> values of all of them.
+
+    Every rank computes the same loss from the result, so its gradient is already the whole one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values_M: Tensor, held_M: Tensor, num: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(held_M)
+        values_N = values_M.new_zeros(num)
+        values_N[held_M] = values_M
+        dist.all_reduce(values_N, group=group)
+        return values_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0][ctx.saved_tensors[0]], None, None, None

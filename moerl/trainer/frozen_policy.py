@@ -19,7 +19,7 @@ from moerl.data.packing import Microbatch
 from moerl.errors import ConfigError
 from moerl.trainer import forward
 from moerl.trainer.hf_folder import HfFolder, load_hf
-from moerl.trainer.model import build, live_tensors
+from moerl.trainer.model import build
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
 
@@ -42,9 +42,13 @@ class FrozenPolicy:
                 f"it has {source.spec.vocab_size} vocabulary entries, the trained model has "
                 f"{vocab_size}; both must share a tokenizer",
             )
+        if parallel.sizes.pp > 1:
+            raise ConfigError(
+                field, path, "a second model is not scored over pipeline stages; use pp 1"
+            )
         self.parallel = parallel
         self.model = build(source.spec, trainer, parallel, with_replay=False)
-        load_hf(live_tensors(self.model.gpt), self.model.tiles, source)
+        load_hf(self.model.tensors, self.model.tiles, source)
         self.model.module.requires_grad_(False).eval()
 
     @torch.no_grad()

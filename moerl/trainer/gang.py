@@ -49,7 +49,7 @@ from moerl.trainer.client import ControllerClient
 from moerl.trainer.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_gather import HfGather
 from moerl.trainer.hf_save import save_hf
-from moerl.trainer.model import build, layout_of, live_tensors
+from moerl.trainer.model import build, layout_of
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.step import Learner
 from moerl.types import BatchPlan, PolicyVersion
@@ -106,10 +106,10 @@ class Gang:
             parallel,
             with_replay=config.replay.routing != "off",
         )
-        load_hf(live_tensors(self.model.gpt), self.model.tiles, self.source)
+        load_hf(self.model.tensors, self.model.tiles, self.source)
         self.learner = Learner(self.model, parallel, config, post.blobs)
         self.gather = HfGather(
-            lambda: live_tensors(self.model.gpt),
+            lambda: self.model.tensors,
             self.model.spec,
             layout_of(parallel.sizes),
             parallel.rank,
@@ -278,7 +278,7 @@ class Gang:
             layout=layout_of(parallel.sizes),
             flavor=_flavor(parallel),
             backend=parallel.platform.backend,
-            live=lambda: live_tensors(self.model.gpt),
+            live=lambda: self.model.tensors,
             gather=lambda: self.gather.gather(_wire_dtype(config)),
             # lines of its own: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: ControllerClient(

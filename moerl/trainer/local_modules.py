@@ -2,10 +2,14 @@
 
 RMSNorm: the stock one refuses sequence parallelism, although marking the weight is all that is
 missing (gradient finalisation sums marked parameters over the tensor-parallel group).
-CausalAttention: the stock one materialises scores and repeats the key/value heads; batches here are
-right-padded, so a causal mask alone keeps every real token from seeing padding.
+CausalAttention: the stock one materialises scores, repeats the key/value heads and has neither
+packed sequences nor context parallelism.  Here padded batches need no mask but the causal one;
+packed rollouts are attended one by one; with context parallelism keys and values are gathered and
+put in order (simple, and O(sequence) memory per rank, where Transformer Engine passes them round a
+ring), queries stay where they are.
 
-Legend: S sequence, B batch, H query heads and G key/value heads on this rank, D head size.
+Legend: S local and L whole sequence, B batch, H query heads and G key/value heads on this rank,
+D head size, T tokens of a packed row on this rank.
 """
 
 from __future__ import annotations
@@ -13,11 +17,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moerl.errors import ConfigError
+
+_QUERY_BLOCK = 1024
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -52,6 +60,7 @@ class CausalAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -67,17 +76,73 @@ class CausalAttention(MegatronModule):
                 "trainer.megatron.softmax_type", config.softmax_type, "must be vanilla on the CPU"
             )
         self.scale = softmax_scale
+        self.cp_group = None if config.context_parallel_size == 1 else pg_collection.cp
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Tensor:
-        """query [S, B, H, D], key and value [S, B, G, D] -> [S, B, H * D]."""
-        assert kwargs.get("packed_seq_params") is None, "packed sequences need Transformer Engine"
-        length, batch = query.shape[:2]
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_more: Any,
+    ) -> Tensor:
+        """query [S, B, H, D], key and value [S, B, G, D] -> [S, B, H * D]; packed: without B."""
+        if self.cp_group is not None:
+            # [cp * S, ...]; its backward sums the gradients of all ranks' queries
+            key = gather_from_sequence_parallel_region(key, group=self.cp_group)
+            value = gather_from_sequence_parallel_region(value, group=self.cp_group)
+        if packed_seq_params is None:
+            return self._attend(query, key, value).flatten(2)
+        cp = 1 if self.cp_group is None else self.cp_group.size()
+        lengths = (packed_seq_params.cu_seqlens_q_padded.diff() // cp).tolist()
+        assert sum(lengths) == len(query), f"{sum(lengths)} packed tokens, {len(query)} queries"
+        outputs, at = [], 0
+        by_rank_k, by_rank_v = (x.unflatten(0, (cp, len(query))) for x in (key, value))
+        for length in lengths:
+            part = slice(at, at + length)
+            k, v = (x[:, part].flatten(0, 1)[:, None] for x in (by_rank_k, by_rank_v))
+            outputs.append(self._attend(query[part, None], k, v)[:, 0])
+            at += length
+        return torch.cat(outputs).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One padded batch or one packed rollout: [S, B, H, D] of keys [cp * S, B, G, D]."""
+        if self.cp_group is None:
+            return self._sdpa(query, key, value)
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        size = len(query) // 2
+        order = [slot for r in range(cp) for slot in (r, 2 * cp - 1 - r)]  # piece in each half rank
+        place = sorted(range(2 * cp), key=order.__getitem__)
+        key, value = (x.unflatten(0, (2 * cp, size))[place].flatten(0, 1) for x in (key, value))
+        halves = [
+            self._sdpa(part, key[: (piece + 1) * size], value[: (piece + 1) * size])
+            for part, piece in zip(query.split(size), (rank, 2 * cp - 1 - rank), strict=True)
+        ]
+        return torch.cat(halves)
+
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of the last queries of a sequence; blocks keep the mask small."""
+        before = len(key) - len(query)
+        if not before:
+            return self._fused(query, key, value, None)
+        outputs = []
+        for first in range(0, len(query), _QUERY_BLOCK):
+            part = query[first : first + _QUERY_BLOCK]
+            seen = before + first + len(part)
+            positions = torch.arange(seen)
+            mask = positions[None] <= positions[before + first :, None]
+            outputs.append(self._fused(part, key[:seen], value[:seen], mask))
+        return torch.cat(outputs)
+
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         out_BHSD = torch.nn.functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        return out_BHSD.permute(2, 0, 1, 3).reshape(length, batch, -1)
+        return out_BHSD.permute(2, 0, 1, 3)

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
-from moerl.layout import Named, ParallelLayout, megatron_tiles, padded_vocab
+from moerl.layout import Flavor, Named, ParallelLayout, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.family_modules import adapt
 from moerl.trainer.parallel import Parallel
@@ -53,17 +53,47 @@ _BREAKS_REPLAY: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A run of consecutive layers on one rank; several per pipeline stage when interleaved."""
+
+    index: int  # 0-based on this rank
+    gpt: GPTModel  # bare: parameter names of the layout tables
+    module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
+    has_loss: bool  # its output is logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Model:
     """One rank's model and what the rest of the trainer needs to know of it."""
 
     spec: ModelSpec  # of what is live: without prediction layers
     config: TransformerConfig
-    gpt: GPTModel  # bare: parameter names of the layout tables
-    module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
-    tiles: Named  # layout of gpt's parameters on this rank
+    chunks: tuple[Chunk, ...]
+    tiles: Named  # layout of this rank's parameters
     replay: RouteReplay | None  # None: routers are always live
     vocab_start: int  # first vocabulary entry of this rank's logits
     half: bool
+
+    @property
+    def gpt(self) -> GPTModel:
+        """The bare model of a rank that holds one chunk."""
+        assert len(self.chunks) == 1, f"this rank holds {len(self.chunks)} model chunks"
+        return self.chunks[0].gpt
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What is called, on a rank that holds one chunk."""
+        assert len(self.chunks) == 1, f"this rank holds {len(self.chunks)} model chunks"
+        return self.chunks[0].module
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor the layout describes, by its name in `tiles`."""
+        named: dict[str, torch.Tensor] = {}
+        for chunk in self.chunks:
+            prefix = f"chunk{chunk.index}." if len(self.chunks) > 1 else ""
+            named |= {prefix + name: t for name, t in live_tensors(chunk.gpt).items()}
+        return named
 
     @property
     def call_args(self) -> dict[str, Any]:
@@ -79,32 +109,52 @@ def build(
     with_replay: bool,
 ) -> Model:
     """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError."""
-    check_family(spec, trainer.parallel)
+    check_family(spec, trainer.parallel, trainer.packing, on_cpu=parallel.platform.name == "cpu")
     spec = replace(spec, mtp_layers=0)  # prediction layers are not trained: a save copies them
     config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
-    use_te = parallel.platform.name == "cuda"
-    gpt = gpt_model(spec, config, use_te=use_te, tp=parallel.tp_size)
+    chunks = tuple(
+        _chunk(index, spec, config, parallel, half=trainer.dtype == "bf16")
+        for index in range(trainer.parallel.vpp)
+    )
+    replay = None
+    if with_replay and spec.moe_layers:
+        replay = attach(
+            *(chunk.gpt for chunk in chunks),
+            num_experts=spec.experts,
+            top_k=spec.experts_per_token,
+        )
+    flavor: Flavor = "te" if parallel.platform.name == "cuda" else "local"
+    return Model(
+        spec=spec,
+        config=config,
+        chunks=chunks,
+        tiles=megatron_tiles(spec, layout_of(trainer.parallel), parallel.rank, flavor),
+        replay=replay,
+        vocab_start=padded_vocab(spec, parallel.tp_size) // parallel.tp_size * parallel.tp_rank,
+        half=trainer.dtype == "bf16",
+    )
+
+
+def _chunk(
+    index: int, spec: ModelSpec, config: TransformerConfig, parallel: Parallel, *, half: bool
+) -> Chunk:
+    last = parallel.sizes.vpp - 1
+    has_loss = parallel.is_last_stage and index == last
+    gpt = gpt_model(
+        spec,
+        config,
+        use_te=parallel.platform.name == "cuda",
+        tp=parallel.tp_size,
+        pre_process=parallel.is_first_stage and index == 0,
+        post_process=has_loss,
+        vp_stage=index if last else None,
+    )
     gpt.to(parallel.device)
-    half = trainer.dtype == "bf16"
     module = Float16Module(config, gpt) if half else gpt
     for router in gpt.modules():
         if hasattr(router, "_maintain_float32_expert_bias"):  # Float16Module casts buffers, too
             router._maintain_float32_expert_bias()
-    replay = None
-    if with_replay and spec.moe_layers:
-        replay = attach(gpt, num_experts=spec.experts, top_k=spec.experts_per_token)
-    return Model(
-        spec=spec,
-        config=config,
-        gpt=gpt,
-        module=module,
-        tiles=megatron_tiles(
-            spec, layout_of(trainer.parallel), parallel.rank, "te" if use_te else "local"
-        ),
-        replay=replay,
-        vocab_start=padded_vocab(spec, parallel.tp_size) // parallel.tp_size * parallel.tp_rank,
-        half=half,
-    )
+    return Chunk(index, gpt, module, has_loss)
 
 
 def gpt_model(
@@ -139,7 +189,9 @@ def live_tensors(gpt: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(gpt.named_parameters()) | bias
 
 
-def check_family(spec: ModelSpec, sizes: ParallelConfig) -> None:
+def check_family(
+    spec: ModelSpec, sizes: ParallelConfig, packing: bool = False, *, on_cpu: bool = False
+) -> None:
     """Raises ConfigError naming what megatron-core 0.16.1 lacks for this model.
 
     Conversion needs none of it: the layout tables cover all of these.
@@ -164,24 +216,52 @@ def check_family(spec: ModelSpec, sizes: ParallelConfig) -> None:
     for holds, reason in lacks:
         if holds:
             raise ConfigError("model.path", spec.family, reason)
+    if spec.sinks and on_cpu and (sizes.cp > 1 or packing):
+        name, value = ("cp", sizes.cp) if sizes.cp > 1 else ("packing", packing)
+        raise ConfigError(
+            "trainer.parallel.cp" if name == "cp" else "trainer.packing",
+            value,
+            f"megatron-core's own attention, which {spec.family} needs on the CPU, has neither "
+            "context parallelism nor packing; use cp 1 and packing false",
+        )
 
 
-def wrap(model: Model, *, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Gradient buffers and their reduction over data-parallel ranks, as plain fp32 sums."""
-    return DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=distributed_optimizer,
-        ),
-        model.module,
-    )
+def wrap(model: Model, *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """Gradient buffers per chunk and their reduction over data-parallel ranks, as fp32 sums."""
+    return [
+        DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=distributed_optimizer,
+            ),
+            chunk.module,
+            disable_bucketing=chunk.index > 0,
+        )
+        for chunk in model.chunks
+    ]
+
+
+def equal_shapes(trainer: TrainerConfig) -> bool:
+    """Whether all microbatches of a step must have one shape, on all ranks.
+
+    The allgather dispatcher gathers equal shares.  Stages that pass chunks round in both directions
+    exchange shapes without saying which direction they belong to, so with two stages they mix them
+    up (megatron-core 0.16.1, p2p_communication.py `_communicate_shapes`).
+    """
+    return trainer.dispatcher == "allgather" or trainer.parallel.vpp > 1
 
 
 def layout_of(sizes: ParallelConfig) -> ParallelLayout:
     return ParallelLayout(
-        tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, dp=sizes.dp
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        dp=sizes.dp,
+        vpp=sizes.vpp,
     )
 
 
@@ -227,16 +307,6 @@ def check_megatron_fields(
             )
         if with_replay and value and name in _BREAKS_REPLAY:
             raise ConfigError(field, value, f"{_BREAKS_REPLAY[name]}; not with routing replay")
-    recompute = user.get("recompute_granularity")
-    reruns_router = recompute == "full" or (
-        recompute == "selective" and "moe" in (user.get("recompute_modules") or ())
-    )
-    if with_replay and reruns_router:
-        raise ConfigError(
-            "trainer.megatron.recompute_granularity",
-            recompute,
-            "running routers twice is not proven with replay yet; use selective without moe",
-        )
 
 
 def _check_type(field: str, value: object, hint: Any) -> None:
@@ -360,7 +430,10 @@ def _layout_fields(trainer: TrainerConfig) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
         "context_parallel_size": sizes.cp,
+        # otherwise microbatches are padded alike, see `equal_shapes`
+        "variable_seq_lengths": sizes.pp > 1 and not equal_shapes(trainer),
         "expert_model_parallel_size": sizes.ep,
         "expert_tensor_parallel_size": sizes.etp,
         "sequence_parallel": sizes.tp > 1,  # MoE with tensor parallelism requires it

@@ -34,6 +34,9 @@ class Parallel:
     dp_rank: int
     tp: Group  # ranks that share a vocabulary, attention heads and sequence positions
     tp_rank: int
+    cp: Group  # ranks that share rows and split their positions
+    cp_rank: int
+    pp_rank: int
     ep_rank: int
     etp_rank: int
     control: Group  # gloo group of all ranks: plans, verdicts, checkpoints
@@ -45,6 +48,20 @@ class Parallel:
     @property
     def tp_size(self) -> int:
         return self.sizes.tp
+
+    @property
+    def cp_size(self) -> int:
+        return self.sizes.cp
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where tokens are embedded (in the first model chunk)."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where logits and losses are computed (in the last model chunk)."""
+        return self.pp_rank == self.sizes.pp - 1
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +94,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
     parallel_state.initialize_model_parallel(
         sizes.tp,
         sizes.pp,
+        sizes.vpp if sizes.vpp > 1 else None,
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
@@ -94,6 +112,9 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp=parallel_state.get_tensor_model_parallel_group(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_group(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         control=dist.new_group(backend="gloo", timeout=timeout),

@@ -15,7 +15,8 @@ a person, who can look closer with `moerl mismatch`.  Rejected: ending the run (
 its contract is refused at the door already; this is a statistic), keeping older weights to score
 old tokens exactly (a copy of the model; the segment audit does it after the run).
 
-With pipeline stages there is no probe: a stage alone has no log-probabilities.
+With pipeline stages there is no probe: a stage alone has no log-probabilities.  Nor is there with
+context parallelism: where a difference began cannot be told from a part of the positions.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ def probe(
 ) -> dict[str, float]:
     """Metrics `probe/*` and `alert/*` of one microbatch; all ranks call it together.
 
-    Empty with pipeline stages or without routers.  Leaves no routes loaded.
+    Empty with pipeline stages, context parallelism or without routers.  Leaves no routes loaded.
     """
-    if model.replay is None or not model.replay.layers or parallel.sizes.pp > 1:
+    sizes = parallel.sizes
+    if model.replay is None or not model.replay.layers or sizes.pp > 1 or sizes.cp > 1:
         return {}
     index = plan.step // config.replay.probe % plan.num_microbatches
     batch = pack_microbatch(
@@ -88,7 +90,7 @@ def probe(
         index,
         store,
         read_mask=config.replay.sampling_mask,
-        multiple_of=parallel.tp_size,
+        grid=forward.grid_of(parallel, packed=False),
     )
     found = Findings()
     was_training = model.module.training
@@ -113,7 +115,7 @@ def _forward(
     real = forward.local_rows({-1: fed_rows(batch)[:, None]}, parallel)[-1][:, 0].cpu()
     found.routes = RouteAgreement.of(
         rows,
-        {layer: ids.cpu() for layer, ids in recorded.items()},
+        {layer: ids.long() for layer, ids in recorded.items()},
         real,
         rows_per_position=len(batch.tokens),
     )

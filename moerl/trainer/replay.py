@@ -6,10 +6,20 @@ chosen experts receive gradient and an expert that no record names receives exac
 megatron-core calls `router.router_replay.get_replay_topk(...)` where it would take the top-k.  Its
 own `RouterReplay` keeps instances in a process-global list (a second model in the process shifts
 the order), accepts too few rows (the rest goes to no expert), repeated ids (probability mass
-vanishes) and a wrong k.  This module keeps that one interface and replaces the rest: instances are
-mapped by global layer number, data is keyed by (microbatch, layer), every row is checked and used
-exactly once per forward, and anything else is an error.  Source of the interface:
-megatron-core 0.16.1 `transformer/moe/router_replay.py`.
+vanishes) and a wrong k, and ties a recomputed layer to a microbatch by the order of a queue, which
+replays another microbatch's routes under 1F1B.  This module keeps that one interface and replaces
+the rest: routers are mapped by global layer number, rows are keyed by (microbatch, model chunk,
+layer), every row is checked, and anything but one use per pass is an error.  Source of the
+interface: megatron-core 0.16.1 `transformer/moe/router_replay.py`.
+
+Which microbatch does a router call serve?
+    forward    the one whose `forward(...)` context is open.
+    recompute  the one whose gradient is flowing: a hook on the output of each forward (`bind`)
+               says so before autograd enters the graph behind it, whichever schedule is at work.
+A layer is recomputed if and only if its forward ran without gradients inside a forward that has
+them; that is what activation checkpointing is.  So the store knows how often each row is needed,
+needs no setting, works for any recompute granularity, and drops rows after their last use.
+Rejected: patching megatron's checkpoint function (there are three, one of Transformer Engine).
 
 Legend: N tokens of one rank and microbatch in router order (s-major: row = s * B + b), E experts,
 K experts per token.
@@ -17,11 +27,11 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +49,23 @@ class Mode(Enum):
     RECORD = "record"  # live top-k, kept for the agreement audit
 
 
+class Key(NamedTuple):
+    """Whose routes: layer is the global 0-based number."""
+
+    microbatch: int
+    chunk: int
+    layer: int
+
+
+class _Pass(NamedTuple):
+    """The forward pass that is running."""
+
+    microbatch: int
+    chunk: int
+    mode: Mode
+    with_grad: bool
+
+
 @dataclass(frozen=True, slots=True)
 class LiveChoice:
     """What a router would choose by itself, from a RECORD forward."""
@@ -48,135 +75,196 @@ class LiveChoice:
 
 
 class RouteReplay:
-    """Routes of one step, for the decoder routers of one model.
+    """Routes of one step, for the decoder routers of all model chunks of one rank.
 
     >>> replay.load(0, {layer: rows for layer, rows in routes.items()})   # rows [N, K]
     >>> with replay.forward(0, Mode.REPLAY):
-    ...     model(...)
+    ...     output = model(...)
+    >>> replay.bind(output, 0)                                            # before backward
     >>> replay.finish_step()
     """
 
-    def __init__(self, layers: tuple[int, ...], *, num_experts: int, top_k: int) -> None:
-        """layers: global 0-based numbers of the MoE layers on this rank."""
-        self.layers, self.num_experts, self.top_k = layers, num_experts, top_k
-        self.mode = Mode.OFF
-        self.rows_replayed = 0  # over layers and microbatches since the last finish_step
+    def __init__(self, *chunks: Sequence[int], num_experts: int, top_k: int) -> None:
+        """chunks: global 0-based numbers of the MoE layers in each model chunk of this rank."""
+        self.chunks = tuple(tuple(layers) for layers in chunks)
+        self.layers = tuple(layer for layers in self.chunks for layer in layers)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.rows_replayed = 0  # by forward passes, over layers and microbatches of the step
         self.rows_loaded = 0
-        self._microbatch = -1
-        self._rows: dict[tuple[int, int], Tensor] = {}
-        self._used: set[tuple[int, int]] = set()
-        self._live: dict[tuple[int, int], LiveChoice] = {}
+        self.held_bytes = self.peak_bytes = 0  # of ids that wait for their last use
+        self._chunk_of = {layer: idx for idx, layers in enumerate(self.chunks) for layer in layers}
+        assert len(self._chunk_of) == len(self.layers), f"chunks {self.chunks} share a layer"
+        self._pass: _Pass | None = None
+        self._gradient_of: dict[int, int] = {}  # chunk -> microbatch in backward
+        self._rows: dict[Key, Tensor] = {}
+        self._loaded: set[Key] = set()
+        self._forwarded: set[Key] = set()
+        self._awaited: set[Key] = set()  # forwarded without gradients: will be recomputed
+        self._recomputed: set[Key] = set()
+        self._live: dict[Key, LiveChoice] = {}
 
-    def load(self, microbatch: int, routes: Mapping[int, Tensor]) -> None:
-        """Give the recorded ids of one microbatch: one [N, K] integer tensor per layer.
+    def load(self, microbatch: int, routes: Mapping[int, Tensor], chunk: int = 0) -> None:
+        """Give the recorded ids of one microbatch and chunk: one [N, K] integer tensor per layer.
 
+        The tensors are kept as they are, u8 or u16, until a router needs them.
         Raises RecordError: `routing_rows` (layers missing or unknown, wrong shape, loaded twice),
         `routing_range`, `routing_duplicate`.
         """
-        if set(routes) != set(self.layers):
+        if set(routes) != set(self.chunks[chunk]):
             raise RecordError(
                 "routing_rows",
                 f"microbatch {microbatch}: routes of layers {sorted(routes)}, "
-                f"this rank needs {list(self.layers)}",
+                f"chunk {chunk} of this rank needs {list(self.chunks[chunk])}",
             )
         for layer, rows in routes.items():
-            key = (microbatch, layer)
-            if key in self._rows:
+            key = Key(microbatch, chunk, layer)
+            if key in self._loaded:
                 raise RecordError(
                     "routing_rows", f"microbatch {microbatch} layer {layer} is loaded already"
                 )
-            self._rows[key] = self._checked(rows, microbatch, layer)
+            self._check(rows, key)
+            self._rows[key] = rows
+            self._loaded.add(key)
             self.rows_loaded += len(rows)
+            self.held_bytes += rows.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     @contextmanager
-    def forward(self, microbatch: int, mode: Mode) -> Iterator[None]:
-        """Routers inside this context serve `microbatch`; on exit each must have run exactly once.
+    def forward(self, microbatch: int, mode: Mode, chunk: int = 0) -> Iterator[None]:
+        """Routers of `chunk` inside this context serve `microbatch`, each exactly once.
 
         Raises RecordError `routing_rows` when a row is missing, left over or asked for twice.
         """
-        if self.mode is not Mode.OFF or self._microbatch >= 0:
-            raise TrainerError(f"microbatch {self._microbatch} is still in its forward pass")
-        missing = [layer for layer in self.layers if (microbatch, layer) not in self._rows]
+        if self._pass is not None:
+            raise TrainerError(f"microbatch {self._pass.microbatch} is still in its forward pass")
+        keys = [Key(microbatch, chunk, layer) for layer in self.chunks[chunk]]
+        missing = [key.layer for key in keys if key not in self._loaded]
         if mode is Mode.REPLAY and missing:
             raise RecordError(
                 "routing_rows", f"microbatch {microbatch}: no routes loaded for layers {missing}"
             )
-        self.mode, self._microbatch = mode, microbatch
+        self._gradient_of.pop(chunk, None)  # a forward is never part of a backward pass
+        self._pass = _Pass(microbatch, chunk, mode, torch.is_grad_enabled())
         try:
             yield
         finally:
-            self.mode, self._microbatch = Mode.OFF, -1
-        served = self._used if mode is Mode.REPLAY else self._live
-        unused = [layer for layer in self.layers if (microbatch, layer) not in served]
+            self._pass = None
+        served = self._forwarded if mode is Mode.REPLAY else self._live
+        unused = [key.layer for key in keys if key not in served]
         if mode is not Mode.OFF and unused:
             raise RecordError(
                 "routing_rows", f"microbatch {microbatch}: routes of layers {unused} were not used"
             )
 
+    def bind(self, output: Tensor, microbatch: int, chunk: int = 0) -> None:
+        """Tie the backward pass of a replayed forward, recompute included, to its microbatch.
+
+        output: what the chunk returned; its gradient is the first thing its backward pass sees.
+        """
+
+        def begin(_grad: Tensor) -> None:
+            self._gradient_of[chunk] = microbatch
+
+        if output.requires_grad:
+            output.register_hook(begin)
+
     def live(self, microbatch: int, layer: int) -> LiveChoice:
         """The live choice of a RECORD forward."""
-        return self._live[microbatch, layer]
-
-    def recorded(self, microbatch: int, layer: int) -> Tensor:
-        """The loaded ids, [N, K] i64."""
-        return self._rows[microbatch, layer]
+        return self._live[self._key(microbatch, layer)]
 
     def finish_step(self) -> float:
-        """Check that everything loaded was replayed, forget it, return the covered fraction (1.0).
+        """Check that every loaded row was used once per pass, forget all; 1.0 = all covered.
 
-        Raises RecordError `routing_rows` when loaded rows were left over.
+        Raises RecordError `routing_rows` when rows were left over by the forward or by the
+        recompute of a checkpointed layer.
         """
-        left = sorted(set(self._rows) - self._used)
+        left = sorted(self._loaded - self._forwarded) or sorted(self._awaited - self._recomputed)
         if left:
             raise RecordError(
-                "routing_rows", f"routes of (microbatch, layer) {left[:4]} were loaded and not used"
+                "routing_rows",
+                f"routes of (microbatch, chunk, layer) {[tuple(key) for key in left[:4]]} "
+                "were loaded and not used",
             )
         cover = self.rows_replayed / self.rows_loaded if self.rows_loaded else 0.0
         self.clear()
         return cover
 
     def clear(self) -> None:
-        """Forget everything, used or not."""
-        self._rows.clear()
-        self._used.clear()
-        self._live.clear()
-        self.rows_replayed = self.rows_loaded = 0
+        """Forget everything, used or not; `peak_bytes` stays."""
+        for kept in (self._rows, self._live, self._gradient_of):
+            kept.clear()
+        for keys in (self._loaded, self._forwarded, self._awaited, self._recomputed):
+            keys.clear()
+        self.rows_replayed = self.rows_loaded = self.held_bytes = 0
 
     def choose(self, layer: int, scores: Tensor, topk: int, live: TopK) -> tuple[Tensor, Tensor]:
         """Called by the router of `layer`: (scores of the chosen [N, K], ids [N, K])."""
-        if self.mode is Mode.OFF:
+        chunk, running = self._chunk_of[layer], self._pass
+        if running is None:
+            if chunk not in self._gradient_of:
+                return live()
+            return self._replay(self._take_again(layer), scores, topk)
+        if running.chunk != chunk:
+            raise TrainerError(f"layer {layer} of chunk {chunk} ran in chunk {running.chunk}")
+        key = Key(running.microbatch, chunk, layer)
+        if running.mode is Mode.OFF:
             return live()
-        key = (self._microbatch, layer)
-        if self.mode is Mode.RECORD:
-            if key in self._live:
-                raise RecordError(
-                    "routing_rows", f"layer {layer} recorded microbatch {key[0]} twice"
-                )
-            chosen, ids = live()
-            self._live[key] = LiveChoice(ids.detach(), _margin(scores.detach(), topk))
-            return chosen, ids
-        if key in self._used:
+        if running.mode is Mode.REPLAY:
+            return self._replay(self._take_first(key, running), scores, topk)
+        if key in self._live:
             raise RecordError(
-                "routing_rows", f"layer {layer} asks for microbatch {key[0]} a second time"
+                "routing_rows", f"layer {layer} recorded microbatch {key.microbatch} twice"
             )
+        chosen, ids = live()
+        self._live[key] = LiveChoice(ids.detach(), _margin(scores.detach(), topk))
+        return chosen, ids
+
+    def _take_first(self, key: Key, running: _Pass) -> Key:
+        if key in self._forwarded:
+            raise RecordError(
+                "routing_rows",
+                f"layer {key.layer} asks for microbatch {key.microbatch} a second time",
+            )
+        self._forwarded.add(key)
+        if running.with_grad and not torch.is_grad_enabled():
+            self._awaited.add(key)
+        self.rows_replayed += len(self._rows[key])
+        return key
+
+    def _take_again(self, layer: int) -> Key:
+        key = self._key(self._gradient_of[self._chunk_of[layer]], layer)
+        if key not in self._awaited or key in self._recomputed:
+            raise RecordError(
+                "routing_rows",
+                f"layer {layer} asks for microbatch {key.microbatch} outside its forward pass "
+                "and is not to be recomputed",
+            )
+        self._recomputed.add(key)
+        return key
+
+    def _replay(self, key: Key, scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         rows = self._rows[key]
         if rows.shape != (scores.shape[0], topk) or scores.shape[1] != self.num_experts:
             raise RecordError(
                 "routing_rows",
-                f"layer {layer} routes {scores.shape[0]} tokens to {topk} of {scores.shape[1]} "
+                f"layer {key.layer} routes {scores.shape[0]} tokens to {topk} of {scores.shape[1]} "
                 f"experts; the record holds {tuple(rows.shape)} of {self.num_experts}",
             )
-        self._used.add(key)
-        self.rows_replayed += len(rows)
-        return scores.gather(1, rows), rows
+        if key not in self._awaited or key in self._recomputed:
+            self.held_bytes -= self._rows.pop(key).nbytes
+        ids = rows.to(scores.device).long()
+        return scores.gather(1, ids), ids
 
-    def _checked(self, rows: Tensor, microbatch: int, layer: int) -> Tensor:
-        where = f"microbatch {microbatch} layer {layer}"
+    def _key(self, microbatch: int, layer: int) -> Key:
+        return Key(microbatch, self._chunk_of[layer], layer)
+
+    def _check(self, rows: Tensor, key: Key) -> None:
+        where = f"microbatch {key.microbatch} layer {key.layer}"
         if rows.dim() != 2 or rows.shape[1] != self.top_k:
             raise RecordError(
                 "routing_rows", f"{where}: shape {tuple(rows.shape)}, want [tokens, {self.top_k}]"
             )
-        ids = rows.long()
+        ids = rows.int()
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_experts):
             raise RecordError(
                 "routing_range", f"{where}: an id lies outside 0..{self.num_experts - 1}"
@@ -188,7 +276,6 @@ class RouteReplay:
             raise RecordError(
                 "routing_duplicate", f"{where} row {row} repeats an expert: {ids[row].tolist()}"
             )
-        return ids
 
 
 class LayerReplay:
@@ -213,19 +300,23 @@ class LayerReplay:
         )
 
 
-def attach(model: Any, *, num_experts: int, top_k: int) -> RouteReplay:
-    """Put one `LayerReplay` on every MoE router of `model.decoder` and return their owner.
+def attach(*chunks: Any, num_experts: int, top_k: int) -> RouteReplay:
+    """Put one `LayerReplay` on every MoE router of the chunks' decoders and return their owner.
 
-    model: the unwrapped GPTModel.  Multi-token-prediction routers are left alone.
+    chunks: the unwrapped GPTModels of this rank.  Multi-token-prediction routers are left alone.
     """
-    routers: dict[int, Any] = {}
-    for layer in model.decoder.layers:
-        router = getattr(layer.mlp, "router", None)
-        if router is not None:
-            routers[layer.layer_number - 1] = router
-    replay = RouteReplay(tuple(sorted(routers)), num_experts=num_experts, top_k=top_k)
-    for number, router in routers.items():
-        router.router_replay = LayerReplay(replay, number)
+    routers: list[dict[int, Any]] = []
+    for chunk in chunks:
+        found = {
+            layer.layer_number - 1: layer.mlp.router
+            for layer in chunk.decoder.layers
+            if hasattr(layer.mlp, "router")
+        }
+        routers.append(dict(sorted(found.items())))
+    replay = RouteReplay(*(tuple(found) for found in routers), num_experts=num_experts, top_k=top_k)
+    for found in routers:
+        for number, router in found.items():
+            router.router_replay = LayerReplay(replay, number)
     return replay
 
 

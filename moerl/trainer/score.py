@@ -164,7 +164,9 @@ class _Scorer:
         assert model.replay is not None, "the model was built with replay"
         self.model, self.batch, self.index, self.ranks = model, batch, index, ranks
         self.tally, self.replay = tally, model.replay
-        self.recorded = batch.routes(self.replay.layers)
+        self.recorded = {
+            layer: ids.long() for layer, ids in batch.routes(self.replay.layers).items()
+        }
         self.real = _real_rows(batch)
         self.live: Routes = {}
 

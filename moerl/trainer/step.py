@@ -7,6 +7,11 @@ finaliser is called without one, so gradients stay sums and the split cannot cha
 There is one optimizer step per batch, so the weights at the first forward are the weights of every
 forward: the mismatch between trainer and engine costs no extra pass.
 
+Pipeline stages run Megatron's own schedules.  A microbatch and a model chunk travel together as a
+`_Turn`, so routes never depend on the order in which a schedule calls; the number that the schedule
+itself keeps is compared.  Masks and losses belong to the last stage, routes to the stage that owns
+the layer; what ranks count is summed over the whole gang, each token and each row once.
+
 Legend: N sampled tokens of a microbatch.
 """
 
@@ -17,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,11 +42,11 @@ from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config, OptimizerConfig
-from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.data.packing import Microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
 from moerl.trainer import forward
 from moerl.trainer.frozen_policy import FrozenPolicy
-from moerl.trainer.model import Model, wrap
+from moerl.trainer.model import Chunk, Model, equal_shapes, wrap
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
 from moerl.types import Array, BatchPlan
@@ -49,7 +54,7 @@ from moerl.types import Array, BatchPlan
 _COUNTS = (
     "fed",  # fed-in tokens without padding
     "forwarded",  # with padding
-    "fed_rows",  # fed-in tokens x MoE layers of this rank
+    "fed_rows",  # fed-in tokens that this rank routes x its MoE layers
     "replayed_rows",  # recorded (token, layer) rows that routers consumed
     "routing_bytes",
     "sampled",
@@ -64,7 +69,11 @@ _COUNTS = (
 
 @dataclass(slots=True)
 class StepSums:
-    """What one rank adds up over the microbatches of a step; joined over dp ranks once."""
+    """What one rank adds up over the microbatches of a step; joined over the gang once.
+
+    Ranks that compute the same (tensor parallel peers, or context parallel ones after the join of
+    log-probabilities) leave it to the first of them.
+    """
 
     loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUM_NAMES), dtype=torch.float64))
     mismatch: MismatchSums = field(default_factory=MismatchSums.zero)
@@ -89,7 +98,9 @@ class Learner:
     def __init__(self, model: Model, parallel: Parallel, config: Config, store: BlobStore) -> None:
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         optimizer = config.trainer.optimizer
-        self.ddp: DistributedDataParallel = wrap(model, distributed_optimizer=optimizer.distributed)
+        self.ddp: list[DistributedDataParallel] = wrap(
+            model, distributed_optimizer=optimizer.distributed
+        )
         self.optimizer: MegatronOptimizer = _optimizer(self.ddp, optimizer, config.trainer.dtype)
         self.schedule = _schedule(self.optimizer, optimizer, config.run.steps)
         algorithm = config.algorithm
@@ -117,7 +128,7 @@ class Learner:
         advantages = plan_advantages(self.config.algorithm, plan)
         sums = StepSums()
         pack_s = self._accumulate(plan, advantages, sums)
-        joined = sums.join(self.parallel.dp_gloo)
+        joined = sums.join(self.parallel.control)
         metrics = loss_metrics(self.config.algorithm, joined.loss)
         if not math.isfinite(metrics.get("loss/total", 0.0)):
             raise TrainerError(f"step {plan.step}: the loss is {metrics['loss/total']}")
@@ -145,22 +156,26 @@ class Learner:
         """Accumulate the gradients of a plan and do not update; returns the joined sums."""
         sums = StepSums()
         self._accumulate(plan, plan_advantages(self.config.algorithm, plan), sums)
-        return sums.join(self.parallel.dp_gloo)
+        return sums.join(self.parallel.control)
 
     def _accumulate(
         self, plan: BatchPlan, advantages: list[float | Array], sums: StepSums
     ) -> float:
         """Forward and backward of all microbatches of this rank; returns seconds spent packing."""
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddp:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = _Batches(self, plan, advantages)
+        iterators = [batches.turns(chunk) for chunk in self.model.chunks]
+        rows, length = batches.step_shape
         get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, sums),
-            data_iterator=iter(batches),
-            model=[self.ddp],
-            num_microbatches=plan.num_microbatches,
-            seq_length=1,  # unused without pipeline stages
-            micro_batch_size=1,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.ddp,
+            num_microbatches=batches.num_microbatches,
+            # of hidden states between stages; unused where their shapes are sent along
+            seq_length=length * self.parallel.cp_size,
+            micro_batch_size=rows,
             forward_only=False,
         )
         if self.model.replay is not None:
@@ -168,19 +183,22 @@ class Learner:
         return batches.pack_s
 
     def _forward_step(
-        self,
-        sums: StepSums,
-        batches: Iterator[tuple[int, Microbatch]],
-        ddp: DistributedDataParallel,
+        self, sums: StepSums, turns: Iterator[_Turn], ddp: DistributedDataParallel
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-        index, batch = next(batches)
+        chunk, index, batch = next(turns)
+        for layer in chunk.gpt.decoder.layers:  # the schedule's own number
+            if layer.current_microbatch not in (None, index):
+                raise TrainerError(
+                    f"the schedule runs microbatch {layer.current_microbatch}, {index} was fed"
+                )
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
         others = {
             role: policy.logprobs(batch)
             for role, policy in (("reference", self.reference), ("teacher", self.teacher))
             if policy is not None
         }
-        output = forward.logits(self.model, ddp, batch, index, mode)
+        output = forward.run_chunk(self.model, chunk, ddp, batch, index, mode)
+        self._count_routes(sums, batch, chunk)
         return output, partial(self._loss, batch, others, sums)
 
     def _loss(
@@ -199,38 +217,87 @@ class Learner:
             **others,
         )
         result = policy_loss(self.config.algorithm, tokens, batch.weight.to(device))
-        sums.loss += result.sums
-        sums.mismatch += MismatchSums.of(logprob_N, engine_N, batch.lag, tokens.sequences)
-        _count(sums, batch, self.model, float(entropy_N.sum()))
+        if self.parallel.tp_rank == 0:
+            _count_held(sums, batch)
+            if self.parallel.cp_rank == 0:
+                sums.loss += result.sums
+                sums.mismatch += MismatchSums.of(logprob_N, engine_N, batch.lag, tokens.sequences)
+                _count_sampled(sums, batch, float(entropy_N.sum()))
         return result.loss, torch.tensor(0, dtype=torch.int, device=device), {}
+
+    def _count_routes(self, sums: StepSums, batch: Microbatch, chunk: Chunk) -> None:
+        if self.model.replay is not None:
+            routed = batch.num_fed_in(forward.routed_slots(batch, self.parallel))
+            sums.counts["fed_rows"] += routed * len(self.model.replay.chunks[chunk.index])
+        if chunk.index == len(self.model.chunks) - 1:  # what all chunks have read
+            sums.counts["replayed_rows"] += batch.read.routing_rows
+            sums.counts["routing_bytes"] += batch.read.routing
+
+
+class _Turn(NamedTuple):
+    """One forward pass of one model chunk."""
+
+    chunk: Chunk
+    microbatch: int
+    batch: Microbatch
 
 
 class _Batches:
-    """Microbatches of this rank, packed when they are needed, their routes given to the routers."""
+    """Microbatches of this rank, packed when its first chunk needs them, kept until its last did.
+
+    The routes of a turn are given to the routers when the turn is taken.
+    """
 
     def __init__(self, learner: Learner, plan: BatchPlan, advantages: list[float | Array]) -> None:
         self._learner, self._plan, self._advantages = learner, plan, advantages
+        self._weights = plan_weights(learner.config.algorithm, plan)
+        self._packed: dict[int, Microbatch] = {}
         self.pack_s = 0.0
+        self.num_microbatches = plan.num_microbatches
+        sizes = learner.parallel.sizes
+        if sizes.vpp > 1:  # the interleaved schedule wants whole rounds: the rest is padding
+            self.num_microbatches += -plan.num_microbatches % sizes.pp
+        self.step_shape = (1, 1)
+        if equal_shapes(learner.config.trainer):
+            self.step_shape = self._largest_shape()
 
-    def __iter__(self) -> Iterator[tuple[int, Microbatch]]:
-        learner, plan = self._learner, self._plan
-        weights = plan_weights(learner.config.algorithm, plan)
-        for index in range(plan.num_microbatches):
+    def turns(self, chunk: Chunk) -> Iterator[_Turn]:
+        learner = self._learner
+        for index in range(self.num_microbatches):
             begin = time.perf_counter()
-            batch = pack_microbatch(
-                plan,
-                learner.parallel.dp_rank,
-                index,
-                learner.store,
-                advantages=self._advantages,
-                weights=weights,
-                read_mask=learner.config.replay.sampling_mask,
-                multiple_of=learner.parallel.tp_size,
-            )
+            batch = self._packed.pop(index, None) or self._pack(index)
+            if chunk is not learner.model.chunks[-1]:
+                self._packed[index] = batch
             if learner.model.replay is not None:
-                forward.load_routes(learner.model, batch, index, learner.parallel)
+                forward.load_routes(learner.model, batch, index, learner.parallel, chunk.index)
             self.pack_s += time.perf_counter() - begin
-            yield index, batch
+            yield _Turn(chunk, index, batch)
+
+    def _pack(self, index: int) -> Microbatch:
+        learner = self._learner
+        return pack_microbatch(
+            self._plan,
+            learner.parallel.dp_rank,
+            index,
+            learner.store,
+            advantages=self._advantages,
+            weights=self._weights,
+            read_mask=learner.config.replay.sampling_mask and learner.parallel.is_last_stage,
+            grid=forward.grid_of(
+                learner.parallel, packed=learner.config.trainer.packing, shape=self.step_shape
+            ),
+        )
+
+    def _largest_shape(self) -> tuple[int, int]:
+        """Rows and slots that hold any microbatch of any data-parallel rank."""
+        parallel, packing = self._learner.parallel, self._learner.config.trainer.packing
+        grid = forward.grid_of(parallel, packed=packing)
+        shapes = [
+            grid.shape(fed_tokens(self._plan, dp_rank, index))
+            for dp_rank in range(parallel.dp_size)
+            for index in range(self._plan.num_microbatches)
+        ]
+        return max(rows for rows, _ in shapes), max(length for _, length in shapes)
 
 
 def _finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:
@@ -239,7 +306,7 @@ def _finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: An
 
 
 def _optimizer(
-    ddp: DistributedDataParallel, settings: OptimizerConfig, dtype: str
+    ddp: list[DistributedDataParallel], settings: OptimizerConfig, dtype: str
 ) -> MegatronOptimizer:
     half = dtype == "bf16"
     config = MegatronOptimizerConfig(
@@ -255,7 +322,7 @@ def _optimizer(
         params_dtype=torch.bfloat16 if half else torch.float32,
         use_distributed_optimizer=settings.distributed,
     )
-    return get_megatron_optimizer(config, [ddp])
+    return get_megatron_optimizer(config, ddp)
 
 
 def _schedule(
@@ -277,19 +344,11 @@ def _schedule(
     )
 
 
-def _count(sums: StepSums, batch: Microbatch, model: Model, entropy: float) -> None:
+def _count_held(sums: StepSums, batch: Microbatch) -> None:
+    """What context-parallel ranks hold a part of."""
     counts = sums.counts
-    layers = len(model.replay.layers) if model.replay else 0
     counts["fed"] += batch.num_fed
     counts["forwarded"] += batch.tokens.numel()
-    counts["fed_rows"] += batch.num_fed * layers
-    counts["replayed_rows"] += batch.read.routing_rows
-    counts["routing_bytes"] += batch.read.routing
-    counts["sampled"] += len(batch.sampled)
-    counts["entropy"] += entropy
-    counts["sampled_truncated"] += sum(
-        rollout.num_sampled for rollout in batch.rollouts if rollout.sampling.truncates
-    )
     if batch.mask_offsets is not None:
         sizes = batch.mask_offsets.diff()
         counts["masked"] += len(sizes)
@@ -298,6 +357,15 @@ def _count(sums: StepSums, batch: Microbatch, model: Model, entropy: float) -> N
         counts["mask_bytes"] += batch.read.mask
         if len(sizes):
             sums.kept_max = max(sums.kept_max, float(sizes.max()))
+
+
+def _count_sampled(sums: StepSums, batch: Microbatch, entropy: float) -> None:
+    """What context-parallel ranks hold alike."""
+    sums.counts["sampled"] += len(batch.sampled)
+    sums.counts["entropy"] += entropy
+    sums.counts["sampled_truncated"] += sum(
+        rollout.num_sampled for rollout in batch.rollouts if rollout.sampling.truncates
+    )
 
 
 def _describe(sums: StepSums, replayed: bool) -> dict[str, float]:

@@ -43,14 +43,19 @@ REFUSED = [
     ({"moe_enable_routing_replay": True}, True, "attaches its own replay"),
     ({"moe_aux_loss_coeff": 0.01}, True, "plain sums"),
     ({"moe_expert_capacity_factor": 1.0}, True, "drops tokens"),
-    ({"recompute_granularity": "full"}, True, "not proven with replay"),
     ({"recompute_granularity": "partial"}, False, "megatron-core says"),
     ({"hidden_dropout": "a bit"}, False, "float is needed"),
     ({"moe_z_loss_coeff": 0.1}, False, "plain sums"),
 ]
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 ACCEPTED = [
     ({"moe_router_dtype": "fp64"}, True),
     ({"hidden_size": 32}, True),
+    (RECOMPUTE, True),
     ({"moe_expert_capacity_factor": 1.0}, False),
 ]
 

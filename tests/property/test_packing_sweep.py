@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
-from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.data.packing import Grid, Microbatch, pack_microbatch
 from moerl.types import PolicyVersion, Rollout
 from tests.data.plans import LAYERS, TOP_K, group, make_rollout
 
@@ -54,7 +54,9 @@ def test_every_record_comes_back_once(
         found: list[str] = []
         for rank in range(dp_size):
             for microbatch in range(plan.num_microbatches):
-                packed = pack_microbatch(plan, rank, microbatch, store, multiple_of=multiple)
+                packed = pack_microbatch(
+                    plan, rank, microbatch, store, grid=Grid(multiple_of=multiple)
+                )
                 found += [rollout.rollout_id for rollout in packed.rollouts]
                 _compare(packed, store)
         assert sorted(found) == sorted(rollout.rollout_id for rollout in rollouts)

@@ -26,7 +26,7 @@ BAD = [
     ("sampling.top_k=100000", "sampling.top_k = 100000", "2..4096"),
     ("sampling.temperature=0", "sampling.temperature = 0.0", "above 0"),
     ("trainer.parallel.ep=3", "trainer.parallel.ep = 3", "must divide tp x cp x dp = 2"),
-    ("trainer.parallel.pp=2", "trainer.parallel.pp = 2", "not proven with replay"),
+    ("trainer.parallel.vpp=2", "trainer.parallel.vpp = 2", "interleaved over stages"),
     ("trainer.dtype=fp8", "trainer.dtype = 'fp8'", "fp32 or bf16"),
     ("task.name=poetry", "task.name = 'poetry'", "sort_digits, reasoning_gym or jsonl"),
     ("trainer.megatron.moe_router_fusion=true", "moe_router_fusion = True", "before replay"),
