@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from moerl.errors import EngineError
 from moerl.layout import at
 from moerl.layout.digest import digest, seeds
 from moerl.layout.transfer import Bucket, Piece, Region, SenderPlan
+from moerl.sync.quantize import quantize_blocks
 from moerl.transport.base import Link, Transport
 from moerl.types import PolicyVersion
 
@@ -87,8 +89,11 @@ class _Lane:
         """Pack and send these buckets.  Raises TransportError."""
         for number in numbers:
             bucket, target = self.region.buckets[number], self._targets[number]
-            sources, targets = self._views[number]
-            torch._foreach_copy_(targets, sources)
+            views = self._views[number]
+            if views.targets:
+                torch._foreach_copy_(views.targets, views.sources)
+            for is_scale, source, blocks in views.quantised:
+                blocks.copy_(quantize_blocks(source)[is_scale].view(-1))
             found = digest(self.region, self._seeds, bucket, target.numpy().data)
             self._digests[number], self._totals[number] = found.bucket, found.total
             self.link.flush(deadline)  # mapped: is the receiver alive; else: the buffer before
@@ -98,18 +103,26 @@ class _Lane:
         return Moved(b"".join(self._digests), sum(self._totals) % 2**64)
 
 
-def _views(
-    pieces: Sequence[Piece], bucket: Bucket, target: Tensor, shard: FrozenShard
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(sources, targets) of a bucket's pieces."""
-    sources = [shard[piece.src_name][at(piece.src_box)] for piece in pieces]
-    targets = [
-        target[piece.offset - bucket.offset :][: piece.num_bytes]
-        .view(getattr(torch, piece.dtype))
-        .view(source.shape)
-        for piece, source in zip(pieces, sources, strict=True)
-    ]
-    return sources, targets
+class _Views(NamedTuple):
+    """The pieces of a bucket: cast into their targets, or quantised first."""
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+    quantised: list[tuple[bool, Tensor, Tensor]]  # (scales or values, weight, flat target)
+
+
+def _views(pieces: Sequence[Piece], bucket: Bucket, target: Tensor, shard: FrozenShard) -> _Views:
+    views = _Views([], [], [])
+    for piece in pieces:
+        source = shard[piece.src_name][at(piece.src_box)]
+        into = target[piece.offset - bucket.offset :][: piece.num_bytes]
+        into = into.view(getattr(torch, piece.dtype))
+        if piece.is_scale or piece.dtype == "float8_e4m3fn":
+            views.quantised.append((piece.is_scale, source, into))
+        else:
+            views.sources.append(source)
+            views.targets.append(into.view(source.shape))
+    return views
 
 
 class Courier:
