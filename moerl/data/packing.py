@@ -125,7 +125,7 @@ class Microbatch:
     temperature: Tensor  # [N] f32
     seq: Tensor  # [N] i64, index into rollouts of each token
     mask_offsets: Tensor | None  # [M + 1] i64; None when sampling did not truncate or not asked
-    mask_ids: Tensor | None  # [nnz] i64
+    mask_ids: Tensor | None  # [nnz] i32
     num_fed: int  # fed-in tokens on this rank, without padding
     num_experts_per_token: int  # K; 0 for a dense model
     rollouts: tuple[Rollout, ...]  # in order; empty for a microbatch of padding only
@@ -232,7 +232,7 @@ def pack_microbatch(
         ),
         seq=torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
         mask_offsets=None if mask is None else torch.from_numpy(mask[0]),
-        mask_ids=None if mask is None else torch.from_numpy(mask[1].astype(np.int64)),
+        mask_ids=None if mask is None else torch.from_numpy(mask[1]),
         num_fed=sum(
             max(0, min(run.num, fed[run.rollout] - run.begin))
             for run in runs
