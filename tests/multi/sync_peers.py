@@ -1,0 +1,368 @@
+"""Both ends of a publish session in bare processes: engine ranks without SGLang, trainer ranks
+without Megatron.
+
+Weights are a function of tensor name and version, so every process knows what any version looks
+like, and an engine rank can say whether what it serves is one whole version.  Faults are part of a
+process's orders: the byte to flip, the moment to stop at.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import zmq
+from torch import Tensor
+
+from moerl.engine.receiver import Door, Receiver, Seat, socket_path
+from moerl.errors import EngineError, TrainerError
+from moerl.layout import (
+    ModelSpec,
+    Named,
+    ParallelLayout,
+    at,
+    hf_shapes,
+    megatron_tiles,
+    model_spec,
+    sglang_tiles,
+)
+from moerl.layout.plan import EngineLayout
+from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
+from moerl.protocols import (
+    AskEngine,
+    CommitUpdate,
+    EngineHolds,
+    Message,
+    Ok,
+    PrepareUpdate,
+    Refused,
+    UpdateClosed,
+    UpdatePrepared,
+    UpdateVerified,
+    VerifyUpdate,
+    decode,
+    encode,
+)
+from moerl.sync.courier import Courier, FrozenShard
+from moerl.sync.line import CourierThread, Line, Offer
+from moerl.sync.session import EngineSession, Terms
+from moerl.transport.registry import make
+from moerl.types import PolicyVersion
+
+FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
+TOKEN = "a run's token"
+TRAINER = ParallelLayout(tp=2, ep=2)
+POLICY = WirePolicy(dtype="float32", bucket_bytes=4096)
+# Forked from a process that has imported everything: a start takes a tenth of a second.
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.multi.sync_peers"])
+
+Reply = TypeVar("Reply")
+
+
+def spec() -> ModelSpec:
+    return model_spec(json.loads(FAMILIES.read_text())["qwen3_moe"])
+
+
+def hf_tensor(name: str, shape: tuple[int, ...], version: PolicyVersion) -> Tensor:
+    seed = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
+    return torch.randn(shape, generator=seed)
+
+
+def local_tensors(named: Named, version: PolicyVersion) -> dict[str, Tensor]:
+    """What a rank with these tiles holds of a version; padding is 0."""
+    shapes, tensors = hf_shapes(spec()), {}
+    for name, local in named.items():
+        tensors[name] = torch.zeros(local.shape)
+        for tile in local.tiles:
+            whole = hf_tensor(tile.hf, shapes[tile.hf], version)
+            tensors[name][at(tile.box)] = whole[at(tile.hf_box)]
+    return tensors
+
+
+# --- an engine rank -------------------------------------------------------------------------------
+class PlainModel:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors
+
+    def run_hook(self, name: str) -> None:
+        raise AssertionError(f"no hook is due for this family: {name}")
+
+
+class FaultyReceiver:
+    """A receiver that commits on demand, says what it serves, and flips bytes when told to."""
+
+    def __init__(self, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
+        self._named = sglang_tiles(spec(), tp, rank)
+        self._model = PlainModel(local_tensors(self._named, held))
+        self._flips = flips
+        self.receiver = Receiver(
+            Seat(spec(), EngineLayout(tp=tp), rank, "layout"),
+            self._model,
+            lambda name: make(name, address="127.0.0.1"),
+            held,
+        )
+
+    def handle(self, message: Message) -> Message:
+        match message:
+            case VerifyUpdate() if self._flips:
+                self._flips -= 1
+                session = self.receiver._session
+                assert session is not None
+                session.staging.buffer[session.plan.staging_bytes // 2] ^= 1
+            case CommitUpdate():
+                if cause := self.receiver.claim(str(message.version)):
+                    raise EngineError(cause)
+                begin = time.perf_counter()
+                self.receiver.commit()
+                return UpdateClosed(0.0, 0, commit_s=time.perf_counter() - begin)
+            case AskEngine():
+                return EngineHolds(self.receiver.held, self._difference())
+        return self.receiver.handle(message)
+
+    def _difference(self) -> str:
+        """Why what is served is not the whole version that is claimed; empty when it is."""
+        want = local_tensors(self._named, self.receiver.held)
+        wrong = [
+            name for name, t in self._model.tensors().items() if not torch.equal(t, want[name])
+        ]
+        return f"not {self.receiver.held}: {wrong}" if wrong else ""
+
+
+def run_engine_rank(folder: str, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
+    torch.set_num_threads(1)
+    door = Door(
+        FaultyReceiver(rank, tp, held, flips).handle, socket_path(Path(folder), rank), TOKEN
+    )
+    door.start()
+    door.join()
+
+
+@dataclass
+class Engine:
+    """The host's part: asks the receivers of all ranks and merges their answers."""
+
+    folder: Path
+    tp: int = 1
+    processes: list = field(default_factory=list)
+
+    def start(self, held: PolicyVersion = PolicyVersion(0, 0), flips: int = 0) -> Engine:
+        self.folder.mkdir(exist_ok=True)
+        for rank in range(self.tp):
+            socket_path(self.folder, rank).unlink(missing_ok=True)
+            orders = (str(self.folder), rank, self.tp, held, flips)
+            self.processes.append(CONTEXT.Process(target=run_engine_rank, args=orders, daemon=True))
+            self.processes[-1].start()
+        deadline = time.monotonic() + 60
+        while not all(socket_path(self.folder, rank).exists() for rank in range(self.tp)):
+            assert time.monotonic() < deadline, "an engine rank did not open its door"
+            time.sleep(0.02)
+        return self
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes.clear()
+
+    def ask(self, message: Message, timeout_s: float, token: str = TOKEN) -> list[Message]:
+        replies = []
+        for rank in range(self.tp):
+            path = socket_path(self.folder, rank)
+            if not path.exists():
+                raise TrainerError(f"rank {rank} has no receiver")
+            with zmq.Context.instance().socket(zmq.DEALER) as line:
+                line.setsockopt(zmq.LINGER, 0)
+                line.connect(f"ipc://{path}")
+                line.send_multipart([token.encode(), encode(message)])
+                if not line.poll(int(timeout_s * 1000)):
+                    raise TrainerError(f"rank {rank} did not answer in {timeout_s:g} s")
+                replies.append(decode(line.recv_multipart()[-1]))
+        for reply in replies:
+            if isinstance(reply, Refused):
+                raise TrainerError(reply.cause)
+        return replies
+
+    def served(self) -> PolicyVersion:
+        """The one whole version that all ranks serve."""
+        replies = self.ask(AskEngine(0), 10.0)
+        assert all(isinstance(reply, EngineHolds) and not reply.cause for reply in replies), replies
+        versions = {reply.version for reply in replies}  # type: ignore[union-attr]
+        assert len(versions) == 1, replies
+        return versions.pop()
+
+
+class Control:
+    """The controller's and host's part between a session and an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def expect(
+        self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
+    ) -> Reply:
+        replies = self._engine.ask(message, getattr(message, "timeout_s", timeout_s or 5.0))
+        first = replies[0]
+        if isinstance(message, PrepareUpdate) and isinstance(first, UpdatePrepared):
+            merged: Message = UpdatePrepared(
+                tuple(r.endpoints[0] for r in replies),  # type: ignore[union-attr]
+                tuple(r.starts[0] for r in replies),  # type: ignore[union-attr]
+                first.layout,
+                first.held,
+            )
+        elif isinstance(message, VerifyUpdate):
+            merged = UpdateVerified(
+                tuple(r.failed[0] for r in replies),  # type: ignore[union-attr]
+                "-".join(r.digest for r in replies),  # type: ignore[union-attr]
+            )
+        else:
+            merged = first if isinstance(first, reply_type) else Ok()
+        assert isinstance(merged, reply_type), merged
+        return merged
+
+    def close(self) -> None:
+        pass
+
+
+# --- trainer ranks --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Halt:
+    """Where trainer rank 0 stops for a while: before its n-th flush towards one engine."""
+
+    engine: int
+    flush: int
+    reached: Event
+    go_on: Event
+
+
+def run_trainer_rank(
+    rank: int,
+    lines: list[str],
+    tp: int,
+    transport: str,
+    versions: object,
+    halt: Halt | None,
+) -> None:
+    """Courier threads towards all engines; freezes each version that comes over the queue."""
+    torch.set_num_threads(1)
+    named = megatron_tiles(spec(), TRAINER, rank)
+    offer = Offer(FrozenShard(), threading.Condition())
+    for engine, endpoint in enumerate(lines):
+        plan = plan_sender(spec(), TRAINER, EngineLayout(tp=tp), engine, rank, POLICY)
+        mover = make(transport, address="127.0.0.1")
+        if halt is not None and rank == 0 and engine == halt.engine:
+            _halting(mover, halt)
+        courier = Courier(plan, offer.shard, mover)
+        CourierThread(endpoint, TOKEN, rank, courier, offer).start()
+    while True:
+        version = versions.get()  # type: ignore[attr-defined]
+        with offer.changed:
+            offer.shard.freeze(local_tensors(named, version), version)
+            offer.changed.notify_all()
+
+
+def _halting(mover: object, halt: Halt) -> None:
+    connect: Callable = mover.connect  # type: ignore[attr-defined]
+    count = 0
+
+    def wrapped(endpoint: bytes, deadline: float) -> object:
+        link = connect(endpoint, deadline)
+        flush = link.flush
+
+        def halting_flush(until: float) -> None:
+            nonlocal count
+            count += 1
+            if count == halt.flush:
+                halt.reached.set()
+                halt.go_on.wait(60)
+            flush(until)
+
+        link.flush = halting_flush
+        return link
+
+    mover.connect = wrapped  # type: ignore[attr-defined]
+
+
+class Trainer:
+    """Ranks in processes of their own, and rank 0's sessions here."""
+
+    def __init__(
+        self,
+        engines: list[Engine],
+        *,
+        transport: str = "shm",
+        timeouts: tuple[float, ...] = (),
+        plan: str | None = None,
+        halt: Halt | None = None,
+    ) -> None:
+        """timeouts: `sync.timeout_s` per engine; 60 s unless a test waits for one to pass."""
+        self.engines = engines
+        lines = [Line("127.0.0.1", TOKEN, TRAINER.world_size) for _ in engines]
+        endpoints, tp = [line.endpoint for line in lines], engines[0].tp
+        self.queues = [CONTEXT.Queue() for _ in range(TRAINER.world_size)]
+        self.processes = [
+            CONTEXT.Process(
+                target=run_trainer_rank,
+                args=(rank, endpoints, tp, transport, queue, halt),
+                daemon=True,
+            )
+            for rank, queue in enumerate(self.queues)
+        ]
+        for process in self.processes:
+            process.start()
+        self.sessions = []
+        for index, (engine, line) in enumerate(zip(engines, lines, strict=True)):
+            timeout_s = timeouts[index] if timeouts else 60.0
+            terms = self._terms(index, tp, transport, timeout_s, plan)
+            connect = lambda engine=engine: Control(engine)  # noqa: E731
+            self.sessions.append(EngineSession(terms, line, connect, None))
+            self.sessions[-1].start()
+
+    @staticmethod
+    def _terms(index: int, tp: int, transport: str, timeout_s: float, plan: str | None) -> Terms:
+        layout = EngineLayout(tp=tp)
+        parts = [plan_receiver(spec(), TRAINER, layout, index, r, POLICY) for r in range(tp)]
+        return Terms(
+            engine=index,
+            plan=plan or parts[0].plan_id,
+            transport=transport,
+            trainer=TRAINER,
+            policy=POLICY,
+            flavor="local",
+            num_bytes=sum(part.num_bytes for part in parts),
+            timeout_s=timeout_s,
+            drain_s=0.0,
+        )
+
+    def start(self, version: PolicyVersion) -> None:
+        for queue in self.queues:
+            queue.put(version)
+        for session in self.sessions:
+            session.publish(version)
+
+    def publish(self, version: PolicyVersion) -> list:
+        """One result per engine."""
+        self.start(version)
+        results = [session.settle() for session in self.sessions]
+        for session in self.sessions:
+            session.resume()
+        return results
+
+    def end(self) -> None:
+        for session in self.sessions:
+            session._paused = True
+        for process in self.processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,176 @@
+"""Publish sessions under faults: they end in bounded time, and an engine serves one whole version.
+
+Engine ranks and trainer ranks are processes of their own; `Engine.served` compares every element of
+what is served with the version it claims.  tests/e2e/test_sync.py does the same with SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moerl.errors import TrainerError
+from moerl.protocols import AskEngine, PublishFailure, PublishResult
+from moerl.types import PolicyVersion
+from tests.multi.sync_peers import CONTEXT, Engine, Halt, Trainer
+
+pytestmark = pytest.mark.timeout(300)
+
+V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
+LATE_S = 60.0  # nothing here may take longer, however slow the machine
+
+
+@pytest.fixture
+def made() -> Iterator[list]:
+    """Engines and trainers to end when the test is over."""
+    things: list = []
+    yield things
+    for thing in reversed(things):
+        thing.end()
+
+
+def engines(made: list, tmp_path: Path, count: int, **orders: int) -> list[Engine]:
+    tp = orders.pop("tp", 1)
+    found = [Engine(tmp_path / f"e{i}", tp) for i in range(count)]
+    for engine in found:
+        engine.start(**orders)
+    made += found
+    return found
+
+
+def trainer(made: list, *args: object, **kwargs: object) -> Trainer:
+    made.append(Trainer(*args, **kwargs))  # type: ignore[arg-type]
+    return made[-1]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LATE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_every_rank_of_two_engines_takes_each_version(made: list, tmp_path: Path) -> None:
+    both = engines(made, tmp_path, 2, tp=2)
+    gang = trainer(made, both)
+    for version in (V1, V2):
+        results = gang.publish(version)
+        assert all(isinstance(result, PublishResult) for result in results), results
+        assert [engine.served() for engine in both] == [version, version]
+        assert all(result.resent == 0 for result in results)
+
+
+def test_another_plan_and_a_wrong_token_are_refused(made: list, tmp_path: Path) -> None:
+    (engine,) = engines(made, tmp_path, 1)
+    gang = trainer(made, [engine], plan="0123456789abcdef")
+    (result,) = gang.publish(V1)
+    assert isinstance(result, PublishFailure)
+    assert result.phase == "prepare"
+    assert "transfer plan is 0123456789abcdef" in result.cause
+    with pytest.raises(TrainerError, match="token is missing or wrong"):
+        engine.ask(AskEngine(0), 5.0, token="a stranger's")
+    assert engine.served() == V0
+
+
+def test_a_flipped_bit_is_sent_again_once(made: list, tmp_path: Path) -> None:
+    (engine,) = engines(made, tmp_path, 1, flips=1)
+    (result,) = trainer(made, [engine]).publish(V1)
+    assert isinstance(result, PublishResult), result
+    assert result.resent == 1
+    assert engine.served() == V1
+
+
+def test_bits_that_keep_flipping_leave_the_old_version(made: list, tmp_path: Path) -> None:
+    (engine,) = engines(made, tmp_path, 1, flips=2)
+    gang = trainer(made, [engine])
+    (result,) = gang.publish(V1)
+    assert isinstance(result, PublishFailure)
+    assert (result.phase, "damaged twice" in result.cause) == ("verify", True), result
+    # the fault is over: the engine is looked after without another publish
+    wait_until(lambda: engine.served() == V1)
+
+
+def test_a_killed_sender_leaves_the_old_version_and_a_new_trainer_goes_on(
+    made: list, tmp_path: Path
+) -> None:
+    both = engines(made, tmp_path, 2)
+    halt = Halt(1, 3, CONTEXT.Event(), CONTEXT.Event())
+    gang = trainer(made, both, halt=halt, timeouts=(60.0, 8.0))
+    gang.start(V1)
+    assert halt.reached.wait(LATE_S)
+    gang.processes[0].kill()
+    results = [session.settle() for session in gang.sessions]
+    assert isinstance(results[1], PublishFailure)
+    assert results[1].phase == "transfer"
+    assert both[0].served() in (V0, V1)
+    assert both[1].served() == V0
+    gang.end()
+    again = PolicyVersion(1, 0)
+    results = trainer(made, both).publish(again)
+    assert all(isinstance(result, PublishResult) for result in results), results
+    assert [engine.served() for engine in both] == [again, again]
+
+
+def test_a_killed_receiver_fails_alone(made: list, tmp_path: Path) -> None:
+    both = engines(made, tmp_path, 2, tp=2)
+    halt = Halt(1, 3, CONTEXT.Event(), CONTEXT.Event())
+    gang = trainer(made, both, halt=halt)
+    gang.start(V1)
+    assert halt.reached.wait(LATE_S)
+    both[1].end()
+    halt.go_on.set()
+    results = [session.settle() for session in gang.sessions]
+    assert isinstance(results[0], PublishResult), results
+    assert isinstance(results[1], PublishFailure), results
+    assert "gone" in results[1].cause or "did not answer" in results[1].cause, results
+    assert both[0].served() == V1
+    # it comes back with the weights of the model folder, and is brought to the current version
+    both[1].start(V0)
+    for session in gang.sessions:
+        session.resume()
+    wait_until(lambda: both[1].served() == V1)
+
+
+def test_a_stalled_engine_is_left_behind_and_caught_up(made: list, tmp_path: Path) -> None:
+    both = engines(made, tmp_path, 2)
+    gang = trainer(made, both, timeouts=(60.0, 5.0))
+    os.kill(both[1].processes[0].pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        results = gang.publish(V1)
+        assert time.monotonic() - begin < LATE_S
+        assert isinstance(results[0], PublishResult), results
+        assert isinstance(results[1], PublishFailure), results
+        assert both[0].served() == V1
+    finally:
+        os.kill(both[1].processes[0].pid, signal.SIGCONT)
+    wait_until(lambda: both[1].served() == V1)
+
+
+def test_a_late_joiner_is_served_without_the_others(made: list, tmp_path: Path) -> None:
+    first = Engine(tmp_path / "e0").start()
+    late = Engine(tmp_path / "e1")
+    made += [first, late]
+    gang = trainer(made, [first, late])
+    results = gang.publish(V1)
+    assert isinstance(results[0], PublishResult), results
+    assert isinstance(results[1], PublishFailure), results
+    assert "no receiver" in results[1].cause
+    late.start()
+    wait_until(lambda: late.served() == V1)
+    assert first.served() == V1
+
+
+def test_an_older_trainer_is_refused(made: list, tmp_path: Path) -> None:
+    (engine,) = engines(made, tmp_path, 1)
+    (result,) = trainer(made, [engine]).publish(PolicyVersion(1, 3))
+    assert isinstance(result, PublishResult), result
+    (result,) = trainer(made, [engine]).publish(PolicyVersion(0, 9))
+    assert isinstance(result, PublishFailure)
+    assert "older than 1.3" in result.cause
+    assert engine.served() == PolicyVersion(1, 3)
