@@ -23,8 +23,11 @@ FACTS = ModelFacts(
 )
 
 
-def save(folder: Path, seed: int) -> Path:
-    """Random weights with peaked routing and sampling distributions, in HF form."""
+def save(folder: Path, seed: int, moe_ffn: int = 32) -> Path:
+    """Random weights with peaked routing and sampling distributions, in HF form.
+
+    With tp > 1 on a CPU, SGLang pads the experts unless moe_ffn is a multiple of 32 * tp.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -32,7 +35,7 @@ def save(folder: Path, seed: int) -> Path:
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
-        moe_intermediate_size=32,
+        moe_intermediate_size=moe_ffn,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
