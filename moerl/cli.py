@@ -102,11 +102,17 @@ def mismatch(
     keep: Annotated[
         str, typer.Option(metavar="DIR", help="Keep records and scores in this new folder.")
     ] = "",
+    records: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Score this .jsonl or .npz instead (docs/dumps.md)."),
+    ] = "",
+    page: Annotated[str, typer.Option(metavar="FILE", help="Page to write.")] = "mismatch.html",
 ) -> None:
     """Measure the train/inference mismatch with {none, routing, mask, both} replayed.
 
-    Generates fresh rollouts at lag 0 with the real engine and scores them with the real trainer,
-    in fp32 and in bf16.
+    Generates fresh rollouts at lag 0 with the real engine, or reads those of another system, and
+    scores them with the real trainer, in fp32 and in bf16.  Writes a page that says where the gap
+    comes from: cause, layer, position, age of the weights, worst tokens.
     """
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
@@ -118,6 +124,8 @@ def mismatch(
         "tokens": tokens,
         "json": as_json,
         "keep": keep,
+        "records": str(Path(records).resolve()) if records else "",
+        "page": str(Path(page).resolve()),
     }
     raise typer.Exit(_guarded(request, config.cluster.blob_dir, module="moerl.launch.mismatch"))
 

@@ -1,5 +1,6 @@
-"""`moerl mismatch`: fresh rollouts at lag 0, scored with {none, routing, mask, both} replayed.
+"""`moerl mismatch`: score rollouts with {none, routing, mask, both} replayed; find where they part.
 
+They are fresh, at lag 0, or those of a file that any system may have written (docs/dumps.md).
 No Ray and no training: one engine host in this process, then one scoring gang through torchrun.
 Engine and trainer are the classes that training uses.  A pairing of equal precision on equal
 kernels has nothing for replay to close, so the trainer scores in bf16 as well as in fp32.
@@ -23,12 +24,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from moerl.algorithms.attribution import (
+    CAUSES,
+    NEEDED,
+    attribute,
+    by_lag,
+    by_position,
+    cause_of_tokens,
+)
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
+from moerl.data.dumps import NEWEST, DumpFacts, read_dump
 from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
 from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
 from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.observe.mismatch_page import write_page
 from moerl.protocols import encode_value
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
@@ -36,7 +47,8 @@ from moerl.trainer.score_job import ScoreJob
 from moerl.types import PolicyVersion, Rollout, SamplingParams
 from moerl.types import check as check_rollout
 
-VARIANTS = ("none", "routing", "mask", "both")
+VARIANTS = NEEDED
+_WORST = 24  # tokens in the table of worst ones
 DTYPES = ("fp32", "bf16")
 
 
@@ -44,19 +56,36 @@ def measure(
     config: Config,
     folder: Path,
     *,
-    num_tokens: int,
+    num_tokens: int = 0,
+    dump: Path | None = None,
     variants: Sequence[str] = VARIANTS,
     dtypes: Sequence[str] = DTYPES,
 ) -> dict[str, Any]:
-    """Generate, score, compare.  Leaves records, job and scores in `folder`.
+    """Generate (or read `dump`), score, compare.  Leaves records, job and scores in `folder`.
 
-    Returns {"tokens", "model", "engine_dtype", "sampling", "results": {dtype: {variant: metrics}},
-    "routing": {dtype: live agreement}}.  Raises MoerlError.
+    Returns {"tokens", "model", "source", "engine_dtype", "sampling",
+    "results": {dtype: {variant: metrics}}, "routing": {dtype: live agreement},
+    "where": {dtype: {"attribution", "layers", "position", "lag", "worst"}}}; "where" only with all
+    of VARIANTS.  Raises MoerlError.
     """
     plan = _plan(config, folder)
-    rollouts = asyncio.run(_generate(plan, num_tokens))
+    if dump is None:
+        rollouts, source = asyncio.run(_generate(plan, num_tokens)), "fresh rollouts"
+    else:
+        rollouts, source = read_dump(dump, plan.blobs(), _dump_facts(plan)), dump.name
     job = score(plan, rollouts, folder, variants=variants, dtypes=dtypes)
-    return _compare(plan, np.load(job.out), variants, dtypes)
+    scores = np.load(job.out)
+    found = {"source": source} | _compare(plan, scores, rollouts, variants, dtypes)
+    if set(NEEDED) <= set(variants):
+        newest = NEWEST if dump else max(span.version for r in rollouts for span in r.versions)
+        tokens = _tokens(rollouts, newest.step)
+        found["where"] = {dtype: _where(scores, dtype, tokens) for dtype in dtypes}
+    return found
+
+
+def _dump_facts(plan: RunPlan) -> DumpFacts:
+    spec = plan.spec()
+    return DumpFacts(spec.vocab_size, spec.moe_layers, spec.experts, spec.experts_per_token)
 
 
 def score(
@@ -189,10 +218,76 @@ def _sampling(plan: RunPlan) -> SamplingParams:
     )
 
 
+def _tokens(rollouts: Sequence[Rollout], newest_step: int) -> dict[str, np.ndarray]:
+    """Facts of every sampled token, in the order of the scores."""
+    versions = [version for rollout in rollouts for version in rollout.version_of_tokens()]
+    return {
+        "rollout": np.concatenate([[r.rollout_id] * r.num_sampled for r in rollouts]),
+        "token": np.concatenate([r.token_ids[r.loss_mask] for r in rollouts]),
+        "position": np.concatenate([np.arange(r.num_sampled) for r in rollouts]),
+        "lag": np.array([newest_step - version.step for version in versions]),
+    }
+
+
+def _where(scores: Any, dtype: str, tokens: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Where the gap of one precision sits: by cause, layer, position, lag; and the worst tokens."""
+    engine = scores["engine"].astype(np.float64)
+    gaps = {name: scores[f"{dtype}/{name}"] - engine for name in NEEDED}
+    cause = cause_of_tokens(gaps)
+    largest = np.maximum(np.abs(gaps["none"]), np.abs(gaps["both"]))
+    by_both = np.argsort(-np.abs(gaps["both"]), kind="stable")[: _WORST // 2]
+    by_any = np.argsort(-largest, kind="stable")[:_WORST]
+    worst = dict.fromkeys([*by_both.tolist(), *by_any.tolist()])
+    return {
+        "attribution": attribute(gaps),
+        "layers": _layers(scores, dtype),
+        "position": by_position(tokens["position"], gaps),
+        "lag": by_lag(tokens["lag"], gaps),
+        "worst": [
+            {
+                "rollout": str(tokens["rollout"][index]),
+                "position": int(tokens["position"][index]),
+                "token": int(tokens["token"][index]),
+                "lag": int(tokens["lag"][index]),
+                "kept": int(scores["kept"][index]),
+                "engine": float(engine[index]),
+                "gaps": {name: float(d[index]) for name, d in gaps.items()},
+                "moved": bool(scores[f"{dtype}/moved"][index]),
+                "cause": CAUSES[cause[index]],
+            }
+            for index in list(worst)[:_WORST]
+        ],
+    }
+
+
+def _layers(scores: Any, dtype: str) -> list[dict[str, Any]]:
+    rows = zip(
+        scores[f"{dtype}/layers"].tolist(),
+        scores[f"{dtype}/layer_pairs"].tolist(),
+        scores[f"{dtype}/layer_margin"].tolist(),
+        strict=True,
+    )
+    return [
+        {
+            "layer": layer,
+            "agree_frac": agree / pairs,
+            "same_input_frac": 1 - roots / clean if clean else 1.0,
+            "clean": clean,
+            "margin": margin,
+        }
+        for layer, (pairs, agree, clean, roots), margin in rows
+    ]
+
+
 def _compare(
-    plan: RunPlan, scores: Any, variants: Sequence[str], dtypes: Sequence[str]
+    plan: RunPlan,
+    scores: Any,
+    rollouts: Sequence[Rollout],
+    variants: Sequence[str],
+    dtypes: Sequence[str],
 ) -> dict[str, Any]:
     engine = torch.from_numpy(scores["engine"])
+    assert len(engine) == sum(rollout.num_sampled for rollout in rollouts), "tokens are in order"
     results: dict[str, dict[str, dict[str, float]]] = {}
     routing: dict[str, dict[str, float]] = {}
     for dtype in dtypes:
@@ -212,7 +307,7 @@ def _compare(
                 scores[f"{dtype}/tokens_agree"] / scores[f"{dtype}/tokens"]
             ),
             "slots": float(scores[f"{dtype}/slots"]),
-            "same_input_agreement": 1 - len(margins) / clean,
+            "same_input_agreement": 1 - len(margins) / max(clean, 1.0),
             "root_margin_max": float(margins.max()) if len(margins) else 0.0,
         }
         if f"{dtype}/executed" in scores:
@@ -230,9 +325,10 @@ def _compare(
 def show(found: dict[str, Any]) -> None:
     """Side by side, one row per precision and variant."""
     table = Table(
-        title=f"trainer against engine ({found['engine_dtype']}), lag 0, {found['tokens']:,} tokens"
+        title=f"trainer against engine ({found['engine_dtype']}), {found['source']}, "
+        f"{found['tokens']:,} tokens"
     )
-    for column in ("trainer", "replay", "k3", "mean |d|", "max |d|", "E[ratio]", "se", "F(2)"):
+    for column in ("trainer", "replay", "k3", "mean |d|", "max |d|", "E\\[ratio]", "se", "F(2)"):
         table.add_column(column, justify="left" if column in ("trainer", "replay") else "right")
     table.add_column("live routing", justify="right")
     for dtype, variants in found["results"].items():
@@ -254,6 +350,10 @@ def show(found: dict[str, Any]) -> None:
             )
         table.add_section()
     Console(width=max(100, Console().width)).print(table)
+    for dtype, where in found.get("where", {}).items():
+        shares = where["attribution"]["abs_dlogp_mean"]
+        parts = ", ".join(f"{name} {shares[name]:.2e}" for name in (*CAUSES, "interaction"))
+        print(f"{dtype}: mean |d| {shares['total']:.2e} = {parts}")
     print(
         "d = trainer - engine log-probability of each sampled token, in nats. k3 estimates\n"
         "KL(engine, trainer); E[ratio] is 1 when both score the same distribution; F(2) is the\n"
@@ -278,7 +378,9 @@ def main() -> int:
     folder = Path(request["keep"] or Path(request["scratch"]) / "mismatch")
     try:
         check(config)
-        found = measure(config, folder, num_tokens=request["tokens"])
+        dump = Path(request["records"]) if request["records"] else None
+        found = measure(config, folder, num_tokens=request["tokens"], dump=dump)
+        page = write_page(Path(request["page"]), found)
     except MoerlError as error:
         _say(f"moerl: {error}")
         return 1
@@ -291,6 +393,7 @@ def main() -> int:
         print(json.dumps(found, indent=2))
     else:
         show(found)
+        print(f"page: {page}")
     return 0
 
 

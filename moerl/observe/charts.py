@@ -97,6 +97,62 @@ def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
         return _svg(figure, chart.title)
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One series over an axis that is not the optimizer step."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def draw_curves(
+    title: str,
+    x_label: str,
+    y_label: str,
+    curves: Sequence[Curve],
+    *,
+    log: bool = False,
+    share: bool = False,
+) -> str | None:
+    """Lines with points as SVG; None when nothing can be drawn (log: positive values only)."""
+    with _figure(CHART_INCHES) as (figure, axes):
+        drawn = 0
+        for curve, color in zip(curves, COLORS, strict=False):
+            points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y > 0 or not log]
+            if not points:
+                continue
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, color=color, linewidth=1.5, marker="o", markersize=3, label=curve.label)
+            drawn += 1
+        if not drawn:
+            return None
+        if share:
+            axes.set_ylim(top=1.0 + 0.03 * (1.0 - axes.get_ylim()[0]))
+        if log:
+            _log_axis(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        if drawn > 1:
+            _legend(axes)
+        return _svg(figure, title)
+
+
+def draw_bars(title: str, y_label: str, bars: Mapping[str, float]) -> str | None:
+    """One bar per name as SVG; negative values go below the axis."""
+    if not bars:
+        return None
+    with _figure(CHART_INCHES) as (figure, axes):
+        colors = [COLORS[index % len(COLORS)] for index in range(len(bars))]
+        axes.bar(list(bars), list(bars.values()), color=colors, width=0.6)
+        axes.axhline(0.0, color=INK, linewidth=0.8)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+        axes.set_ylabel(y_label)
+        axes.grid(False, axis="x")
+        return _svg(figure, title)
+
+
 def draw_timeline(bars: Sequence[Bar], window_s: float) -> str | None:
     """Lanes over time as SVG, one per process; None without a bar."""
     lanes = sorted({bar.lane for bar in bars}, key=_lane_order)
@@ -161,7 +217,11 @@ def _log_axis(axes: Axes) -> None:
 
 def _short(value: float) -> str:
     """0.01, but 1e-5."""
-    return f"{value:g}" if 1e-3 <= value < 1e4 else f"{value:.0e}".replace("e-0", "e-")
+    return (
+        f"{value:g}"
+        if value == 0 or 1e-3 <= abs(value) < 1e4
+        else f"{value:.0e}".replace("e-0", "e-")
+    )
 
 
 def _blocks(values: np.ndarray, pick: Callable[[np.ndarray], Any]) -> np.ndarray:

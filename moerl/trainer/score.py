@@ -12,6 +12,11 @@ the order of the rollouts file:
     DTYPE/tokens, DTYPE/tokens_agree    fed-in tokens; same sets in all layers
     DTYPE/slots_clean                   pairs whose inputs no earlier difference has touched
     DTYPE/root_margin [D]               live router margin of each clean pair that differs
+    DTYPE/layers [L]                    numbers of the MoE layers, for the next two
+    DTYPE/layer_pairs [L, 4]            pairs, agreeing, clean, clean that differ; per layer
+    DTYPE/layer_margin [L, 3]           5, 50, 95 % quantile of the live margin, all real tokens
+    DTYPE/moved [S]                     a route differs at or before the token's logit row
+    kept [S]                            size of the kept set, 0 without one
     DTYPE/executed                      pairs whose executed experts equal the record (all of them)
 
 Executed experts are read from the map that the dispatcher acts on, not from what replay returned; a
@@ -67,6 +72,10 @@ class Tally:
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: defaultdict(dict))
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     root_margin: list[np.ndarray] = field(default_factory=list)
+    layer_pairs: dict[int, np.ndarray] = field(default_factory=dict)  # [4], see the file's head
+    layer_margin: dict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    moved: dict[str, np.ndarray] = field(default_factory=dict)  # by rollout id
+    kept: dict[str, np.ndarray] = field(default_factory=dict)
 
     def merge(self, other: Tally) -> None:
         for variant, found in other.logprobs.items():
@@ -74,6 +83,12 @@ class Tally:
         for name, count in other.counts.items():
             self.counts[name] += count
         self.root_margin += other.root_margin
+        for layer, pairs in other.layer_pairs.items():
+            self.layer_pairs[layer] = self.layer_pairs.get(layer, 0) + pairs
+        for layer, margins in other.layer_margin.items():
+            self.layer_margin[layer] += margins
+        self.moved |= other.moved
+        self.kept |= other.kept
 
 
 def main() -> None:
@@ -190,16 +205,35 @@ class _Scorer:
         touched = downstream(differs, rows=len(self.batch.tokens))
         for layer, differ in differs.items():
             clean = self.real & ~touched[layer]
-            margin = self.replay.live(self.index, layer).margin.cpu()
-            self.tally.root_margin.append(margin[differ & clean].float().numpy())
-            self.tally.counts["slots"] += int(self.real.sum())
-            self.tally.counts["slots_agree"] += int((self.real & ~differ).sum())
-            self.tally.counts["slots_clean"] += int(clean.sum())
+            margin = self.replay.live(self.index, layer).margin.cpu().float()
+            self.tally.root_margin.append(margin[differ & clean].numpy())
+            self.tally.layer_margin[layer].append(margin[self.real].numpy())
+            sets = (self.real, self.real & ~differ, clean, clean & differ)
+            pairs = np.array([int(part.sum()) for part in sets])
+            self.tally.layer_pairs[layer] = self.tally.layer_pairs.get(layer, 0) + pairs
+            for name, count in zip(("slots", "slots_agree", "slots_clean"), pairs, strict=False):
+                self.tally.counts[name] += int(count)
+        self._per_token(differs, touched)
         agree = self.real & ~torch.stack(list(differs.values())).any(0)
         self.tally.counts["tokens"] += int(self.real.sum())
         self.tally.counts["tokens_agree"] += int(agree.sum())
         self.replay.clear()
         return logits
+
+    def _per_token(self, differs: Routes, touched: Routes) -> None:
+        """Which sampled tokens a routing difference could reach, and how many entries were kept."""
+        batch, rows = self.batch, len(self.batch.tokens)
+        reached = torch.stack([differs[layer] | touched[layer] for layer in differs]).any(0)
+        length = batch.tokens.shape[1]
+        row, position = batch.sampled_rows // length, batch.sampled_rows % length
+        moved = reached[position * rows + row].numpy()
+        sizes = torch.zeros(len(batch.sampled), dtype=torch.long)
+        if batch.mask_offsets is not None:
+            sizes = batch.mask_offsets.diff()
+        for index, rollout in enumerate(batch.rollouts):
+            mine = (batch.seq == index).numpy()
+            self.tally.moved[rollout.rollout_id] = moved[mine]
+            self.tally.kept[rollout.rollout_id] = sizes.numpy()[mine]
 
     def _replayed_logits(self, routes: Routes) -> Tensor:
         from moerl.trainer import forward
@@ -326,6 +360,16 @@ def _write(job: ScoreJob, rollouts: list[Rollout], every: list[dict[str, Tally]]
         for name, count in tally.counts.items():
             arrays[f"{dtype}/{name}"] = np.array(count)
         arrays[f"{dtype}/root_margin"] = np.concatenate(tally.root_margin)
+        layers = sorted(tally.layer_pairs)
+        margins = [np.concatenate(tally.layer_margin[layer]) for layer in layers]
+        arrays[f"{dtype}/layers"] = np.array(layers)
+        arrays[f"{dtype}/layer_pairs"] = np.stack([tally.layer_pairs[layer] for layer in layers])
+        arrays[f"{dtype}/layer_margin"] = np.stack(
+            [np.quantile(margin, (0.05, 0.5, 0.95)) for margin in margins]
+        )
+        for name, by_id in (("moved", tally.moved), ("kept", tally.kept)):
+            values = np.concatenate([by_id[rollout.rollout_id] for rollout in rollouts])
+            arrays[f"{dtype}/moved" if name == "moved" else "kept"] = values
     np.savez(job.out, **arrays)
 
 

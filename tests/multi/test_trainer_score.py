@@ -62,6 +62,16 @@ def test_two_expert_parallel_ranks_score_like_one(job: ScoreJob, tmp_path: Path)
         roots = len(found["fp32/root_margin"])
         assert 0 < roots < slots - int(found["fp32/slots_agree"])  # the rest follows from them
         assert roots <= int(found["fp32/slots_clean"]) < slots
+        pairs = found["fp32/layer_pairs"]
+        assert found["fp32/layers"].tolist() == list(range(LAYERS))
+        totals = [slots, int(found["fp32/slots_agree"]), int(found["fp32/slots_clean"]), roots]
+        assert pairs.sum(0).tolist() == totals
+        assert (np.diff(found["fp32/layer_margin"], axis=1) > 0).all()
+        assert found["fp32/moved"].shape == found["kept"].shape == (num_sampled,)
+        assert found["fp32/moved"].mean() > 0.5  # random routes differ early
+        assert found["kept"].min() >= 1
+    np.testing.assert_array_equal(one["fp32/layer_pairs"], two["fp32/layer_pairs"])
+    np.testing.assert_array_equal(one["fp32/moved"], two["fp32/moved"])
 
 
 def test_unknown_variant_is_refused(job: ScoreJob, tmp_path: Path) -> None:

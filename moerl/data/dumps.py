@@ -1,0 +1,354 @@
+"""Recorded rollouts of any system, from JSONL or npz, as records that the trainer can score.
+
+docs/dumps.md is the schema.  A dump is foreign: every field is checked, and a bad one is refused
+with its name and its line (JSONL) or rollout (npz).  Nothing is repaired: a record with one routing
+row too many is exactly what an audit is for.
+
+Rejected: pickle and torch files (they run code), parquet (a dependency for a format that few dump).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moerl.blob.store import BlobStore
+from moerl.codec.routing import check_ids, id_dtype
+from moerl.codec.sampling_mask import check_csr
+from moerl.errors import RecordError
+from moerl.types import (
+    Array,
+    Finish,
+    MaskBlob,
+    PolicyVersion,
+    Rollout,
+    RoutingBlob,
+    SamplingParams,
+    VersionSpan,
+    check,
+)
+
+NEWEST = PolicyVersion(
+    0, 1_000_000
+)  # stands for the weights that score: a token of lag n is n older
+_FIELDS = {
+    "id", "token_ids", "loss_mask", "prompt_len", "logprobs", "routing", "sampling_mask", "lag",
+    "temperature", "top_p", "top_k", "min_p",
+}  # fmt: skip
+_ARRAYS = {
+    "id", "num_tokens", "token_ids", "loss_mask", "logprobs", "routing", "mask_offsets", "mask_ids",
+    "lag", "temperature", "top_p", "top_k", "min_p",
+}  # fmt: skip
+_SETTINGS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFacts:
+    """What a dump must agree with: the model that is to score it."""
+
+    vocab_size: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+
+@dataclass(slots=True)
+class _Raw:
+    """One rollout as arrays of whatever the file held."""
+
+    where: str  # for messages: FILE line N, or FILE rollout N
+    name: str
+    token_ids: Array
+    loss_mask: Array
+    logprobs: Array
+    routing: Array  # [T - 1, L, K]
+    mask: tuple[Array, Array] | None  # offsets, ids
+    lag: Array  # [S]
+    settings: dict[str, float]
+
+
+def read_dump(path: Path, store: BlobStore, facts: DumpFacts) -> list[Rollout]:
+    """Read FILE.jsonl or FILE.npz, seal its arrays, return checked records.
+
+    Raises RecordError `dump` for a file or field that breaks the schema.
+    """
+    if path.suffix not in (".jsonl", ".npz"):
+        _refuse(str(path), "name", "it must end in .jsonl or .npz")
+    if not path.is_file():
+        _refuse(str(path), "file", "it does not exist")
+    raws = _jsonl(path) if path.suffix == ".jsonl" else _npz(path)
+    rollouts = [_rollout(raw, index, store, facts) for index, raw in enumerate(raws)]
+    if not rollouts:
+        _refuse(str(path), "file", "it holds no rollout")
+    return rollouts
+
+
+# --- JSONL -----------------------------------------------------------------------------------
+def _jsonl(path: Path) -> Iterator[_Raw]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path.name} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                _refuse(where, "line", f"not JSON: {error}")
+            if not isinstance(row, dict):
+                _refuse(where, "line", "an object is needed")
+            for name in sorted(row.keys() - _FIELDS):
+                _refuse(where, name, f"unknown; known are {', '.join(sorted(_FIELDS))}")
+            yield _parse(row, where, number)
+
+
+def _parse(row: dict[str, Any], where: str, number: int) -> _Raw:
+    tokens = _array(row, "token_ids", where, np.int64, 1)
+    if ("loss_mask" in row) == ("prompt_len" in row):
+        _refuse(where, "loss_mask", "give either loss_mask or prompt_len")
+    if "loss_mask" in row:
+        loss_mask = _array(row, "loss_mask", where, np.int64, 1)
+    else:
+        length = row["prompt_len"]
+        if not isinstance(length, int) or not 1 <= length < max(len(tokens), 2):
+            _refuse(
+                where, "prompt_len", f"{length!r}; an integer in 1..{len(tokens) - 1} is needed"
+            )
+        loss_mask = (np.arange(len(tokens)) >= length).astype(np.int64)
+    num_sampled = int((loss_mask == 1).sum())
+    mask = None
+    if row.get("sampling_mask") is not None:
+        kept = row["sampling_mask"]
+        if not isinstance(kept, list) or not all(isinstance(ids, list) for ids in kept):
+            _refuse(where, "sampling_mask", "a list of lists of token ids is needed")
+        sets = [sorted(_array({"ids": ids}, "ids", where, np.int64, 1).tolist()) for ids in kept]
+        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in sets])]).astype(np.int64)
+        mask = (offsets, np.array([token for ids in sets for token in ids], np.int64))
+    lag = np.zeros(num_sampled, np.int64)
+    if row.get("lag") is not None:
+        lag = (
+            np.broadcast_to(_array(row, "lag", where, np.int64, None), (num_sampled,))
+            if (np.ndim(row["lag"]) == 0)
+            else _array(row, "lag", where, np.int64, 1)
+        )
+    return _Raw(
+        where,
+        str(row.get("id", number)),
+        tokens,
+        loss_mask,
+        _array(row, "logprobs", where, np.float64, 1),
+        _array(row, "routing", where, np.int64, 3),
+        mask,
+        lag,
+        {name: row.get(name, default) for name, default in _SETTINGS.items()},
+    )
+
+
+def _array(
+    row: dict[str, Any], name: str, where: str, dtype: type[np.generic], dims: int | None
+) -> Array:
+    if row.get(name) is None:
+        _refuse(where, name, "it is missing")
+    try:
+        values = np.asarray(row[name])
+    except ValueError:
+        _refuse(where, name, "its lists have different lengths")
+    kinds = "iub" if np.issubdtype(dtype, np.integer) else "iuf"
+    if values.size and values.dtype.kind not in kinds:
+        what = "integers" if kinds == "iub" else "numbers"
+        _refuse(where, name, f"{what} are needed, got {values.dtype}")
+    if dims is not None and values.ndim != dims:
+        _refuse(where, name, f"{dims} dimensions are needed, got shape {values.shape}")
+    return values.astype(dtype)
+
+
+# --- npz -------------------------------------------------------------------------------------
+def _npz(path: Path) -> Iterator[_Raw]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        _refuse(path.name, "file", f"not readable without pickle: {error}")
+    for name in sorted(arrays.keys() - _ARRAYS):
+        _refuse(path.name, name, f"unknown; known are {', '.join(sorted(_ARRAYS))}")
+    flat = {
+        name: _array(arrays, name, path.name, np.int64, 1)
+        for name in ("num_tokens", "token_ids", "loss_mask")
+    }
+    logprobs = _array(arrays, "logprobs", path.name, np.float64, 1)
+    routing = _array(arrays, "routing", path.name, np.int64, 3)
+    counts = flat["num_tokens"]
+    if (counts < 2).any() or counts.sum() != len(flat["token_ids"]):
+        _refuse(path.name, "num_tokens", "each at least 2, and their sum the length of token_ids")
+    sizes = {"loss_mask": counts.sum(), "logprobs": int((flat["loss_mask"] == 1).sum())}
+    sizes["routing"] = (counts - 1).sum()
+    for name, values in (("loss_mask", flat["loss_mask"]), ("logprobs", logprobs)):
+        if len(values) != sizes[name]:
+            _refuse(path.name, name, f"{len(values)} entries, {sizes[name]} are needed")
+    if len(routing) != sizes["routing"]:
+        _refuse(path.name, "routing", f"{len(routing)} rows, {sizes['routing']} are needed")
+    if ("mask_offsets" in arrays) != ("mask_ids" in arrays):
+        _refuse(path.name, "mask_offsets", "give mask_offsets and mask_ids, or neither")
+    offsets = ids = None
+    if "mask_offsets" in arrays:
+        offsets = _array(arrays, "mask_offsets", path.name, np.int64, 1)
+        ids = _array(arrays, "mask_ids", path.name, np.int64, 1)
+        if len(offsets) != sizes["logprobs"] + 1 or offsets[-1] != len(ids):
+            _refuse(path.name, "mask_offsets", "one more than logprobs, ending at len(mask_ids)")
+    lag = np.zeros(len(logprobs), np.int64)
+    if "lag" in arrays:
+        lag = _array(arrays, "lag", path.name, np.int64, 1)
+        if len(lag) != len(logprobs):
+            _refuse(path.name, "lag", f"{len(lag)} entries, {len(logprobs)} are needed")
+    token = sampled = 0
+    for index, count in enumerate(counts.tolist()):
+        end = token + count
+        num = int((flat["loss_mask"][token:end] == 1).sum())
+        mask = None
+        if offsets is not None and ids is not None:
+            part = offsets[sampled : sampled + num + 1]
+            mask = (part - part[0], ids[part[0] : part[-1]])
+        yield _Raw(
+            f"{path.name} rollout {index}",
+            str(arrays["id"][index]) if "id" in arrays else str(index),
+            flat["token_ids"][token:end],
+            flat["loss_mask"][token:end],
+            logprobs[sampled : sampled + num],
+            routing[token - index : end - index - 1],
+            mask,
+            lag[sampled : sampled + num],
+            {
+                name: _setting(arrays, name, index, default, path.name)
+                for name, default in _SETTINGS.items()
+            },
+        )
+        token, sampled = end, sampled + num
+
+
+def _setting(arrays: dict[str, Array], name: str, index: int, default: float, where: str) -> float:
+    """One number for all rollouts, or one for each."""
+    values = np.asarray(arrays.get(name, default))
+    if values.ndim > 1 or values.dtype.kind not in "iuf":
+        _refuse(where, name, "a number, or one for each rollout, is needed")
+    if values.ndim and index >= len(values):
+        _refuse(where, name, f"{len(values)} entries, one for each rollout is needed")
+    return float(values[index] if values.ndim else values)
+
+
+# --- records ---------------------------------------------------------------------------------
+def _rollout(raw: _Raw, index: int, store: BlobStore, facts: DumpFacts) -> Rollout:
+    sampled = _check_lengths(raw, facts)
+    name = f"dump-{index}"  # ids of a dump are not file names
+    ids = raw.routing.transpose(1, 0, 2)
+    try:
+        check_ids(ids, facts.num_experts)
+        if raw.mask is not None:
+            offsets, kept = raw.mask[0].astype(np.int64), raw.mask[1].astype(np.int32)
+            check_csr(offsets, kept, sampled, vocab_size=facts.vocab_size)
+    except RecordError as error:
+        field = "routing" if error.reason.startswith("routing") else "sampling_mask"
+        _refuse(raw.where, field, str(error))
+    arrays: list[Array] = [np.ascontiguousarray(ids.astype(id_dtype(facts.num_experts)))]
+    if raw.mask is not None:
+        arrays += [offsets, kept]
+    refs = store.seal(name, arrays)
+    versions = _versions(raw)
+    rollout = Rollout(
+        rollout_id=f"{index}:{raw.name}",
+        token_ids=raw.token_ids.astype(np.int32),
+        loss_mask=raw.loss_mask.astype(np.bool_),
+        logprobs=raw.logprobs.astype(np.float32),
+        versions=versions,
+        routing=(
+            RoutingBlob(
+                refs[0],
+                0,
+                len(raw.routing),
+                versions[-1].version,
+                facts.moe_layers,
+                facts.num_experts,
+            ),
+        ),
+        sampling_mask=(MaskBlob(refs[1], refs[2], 0, len(sampled)),) if raw.mask else (),
+        finish=Finish.STOP,
+        sampling=_sampling(raw),
+        engine=0,
+    )
+    try:
+        check(
+            rollout,
+            vocab_size=facts.vocab_size,
+            num_moe_layers=len(facts.moe_layers),
+            top_k_experts=facts.top_k,
+        )
+    except RecordError as error:
+        _refuse(raw.where, error.reason, str(error))
+    return rollout
+
+
+def _check_lengths(raw: _Raw, facts: DumpFacts) -> Array:
+    """Returns the sampled tokens."""
+    num_tokens = len(raw.token_ids)
+    if num_tokens < 2:
+        _refuse(raw.where, "token_ids", f"{num_tokens} tokens; a prompt and an answer are needed")
+    if int(raw.token_ids.min()) < 0 or int(raw.token_ids.max()) >= facts.vocab_size:
+        _refuse(raw.where, "token_ids", f"they must lie in 0..{facts.vocab_size - 1}")
+    if len(raw.loss_mask) != num_tokens or not np.isin(raw.loss_mask, (0, 1)).all():
+        _refuse(raw.where, "loss_mask", f"{num_tokens} entries of 0 or 1 are needed")
+    sampled = raw.token_ids[raw.loss_mask == 1]
+    for name, values in (("logprobs", raw.logprobs), ("lag", raw.lag)):
+        if len(values) != len(sampled):
+            _refuse(raw.where, name, f"{len(values)} entries, {len(sampled)} sampled tokens")
+    if (raw.lag < 0).any() or (np.diff(raw.lag) > 0).any():
+        _refuse(raw.where, "lag", "it must be at least 0 and never grow along a rollout")
+    want = (num_tokens - 1, len(facts.moe_layers), facts.top_k)
+    if raw.routing.shape != want:
+        _refuse(
+            raw.where,
+            "routing",
+            f"shape {raw.routing.shape}; [tokens - 1, MoE layers, experts per token] = {want} "
+            "is needed",
+        )
+    if raw.mask is not None and len(raw.mask[0]) != len(sampled) + 1:
+        _refuse(
+            raw.where,
+            "sampling_mask",
+            f"{len(raw.mask[0]) - 1} sets, {len(sampled)} sampled tokens",
+        )
+    return sampled.astype(np.int32)
+
+
+def _sampling(raw: _Raw) -> SamplingParams:
+    values = raw.settings
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            _refuse(raw.where, name, f"{value!r}; a number is needed")
+    if not values["temperature"] > 0:
+        _refuse(raw.where, "temperature", f"{values['temperature']}; above 0 is needed")
+    sampling = SamplingParams(
+        max_new_tokens=len(raw.token_ids),
+        temperature=float(values["temperature"]),
+        top_p=float(values["top_p"]),
+        top_k=int(values["top_k"]),
+        min_p=float(values["min_p"]),
+    )
+    if sampling.truncates and raw.mask is None:
+        _refuse(raw.where, "sampling_mask", "it is missing, and top_p, top_k or min_p truncates")
+    if raw.mask is not None and not sampling.truncates:
+        _refuse(raw.where, "sampling_mask", "given, but no setting truncates; set top_p or top_k")
+    return sampling
+
+
+def _versions(raw: _Raw) -> tuple[VersionSpan, ...]:
+    starts = [0, *(np.flatnonzero(np.diff(raw.lag)) + 1).tolist()]
+    return tuple(
+        VersionSpan(first, PolicyVersion(0, NEWEST.step - int(raw.lag[first]))) for first in starts
+    )
+
+
+def _refuse(where: str, field: str, why: str) -> NoReturn:
+    raise RecordError("dump", f"{where}: {field}: {why}")

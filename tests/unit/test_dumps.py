@@ -1,0 +1,164 @@
+"""Dumps of other systems: both formats give equal records; a bad field is named with its line."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moerl.blob.store import BlobStore
+from moerl.data.dumps import NEWEST, DumpFacts, read_dump
+from moerl.errors import RecordError
+
+FACTS = DumpFacts(vocab_size=20, moe_layers=(1, 2), num_experts=8, top_k=2)
+ROW: dict[str, Any] = {
+    "id": "a",
+    "token_ids": [5, 9, 7, 2],
+    "prompt_len": 2,
+    "logprobs": [-0.4, -1.1],
+    "sampling_mask": [[7, 3], [2]],
+    "lag": [3, 1],
+    "top_k": 8,
+    "temperature": 0.7,
+    "routing": [[[0, 5], [1, 2]], [[3, 5], [1, 7]], [[0, 4], [2, 6]]],
+}
+
+
+def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "x.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def npz(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+    kept = [sorted(ids) for row in rows for ids in row["sampling_mask"]]
+    arrays: dict[str, Any] = {
+        "id": np.array([row["id"] for row in rows]),
+        "num_tokens": np.array([len(row["token_ids"]) for row in rows]),
+        "token_ids": np.concatenate([row["token_ids"] for row in rows]),
+        "loss_mask": np.concatenate(
+            [np.arange(len(r["token_ids"])) >= r["prompt_len"] for r in rows]
+        ),
+        "logprobs": np.concatenate([row["logprobs"] for row in rows]),
+        "routing": np.concatenate([np.array(row["routing"], np.uint8) for row in rows]),
+        "mask_offsets": np.cumsum([0, *(len(ids) for ids in kept)]),
+        "mask_ids": np.concatenate(kept),
+        "lag": np.concatenate([row["lag"] for row in rows]),
+        "top_k": np.array(8),
+        "temperature": np.array([row["temperature"] for row in rows]),
+    }
+    path = folder / "x.npz"
+    merged = {k: v for k, v in (arrays | changes).items() if v is not None}
+    np.savez(path, **merged)
+    return path
+
+
+def longer() -> dict[str, Any]:
+    row = copy.deepcopy(ROW) | {"id": "b", "token_ids": [5, 9, 7, 2, 11], "temperature": 0.9}
+    row["logprobs"] = [-0.5, -0.1, -3.0]
+    row["sampling_mask"] = [[7], [2, 4, 19], [11]]
+    row["lag"] = [0, 0, 0]
+    row["routing"] = [*ROW["routing"], [[7, 6], [5, 4]]]
+    return row
+
+
+def test_both_formats_give_the_same_records(tmp_path: Path) -> None:
+    rows = [ROW, longer()]
+    stores = [BlobStore(tmp_path / name, "n") for name in ("j", "z")]
+    paths = [jsonl(tmp_path, *rows), npz(tmp_path, rows)]
+    one, two = (read_dump(path, s, FACTS) for path, s in zip(paths, stores, strict=True))
+    for row, left, right in zip(rows, one, two, strict=True):
+        for rollout, store in ((left, stores[0]), (right, stores[1])):
+            assert rollout.token_ids.tolist() == row["token_ids"]
+            assert rollout.prompt_len == row["prompt_len"]
+            np.testing.assert_allclose(rollout.logprobs, row["logprobs"])
+            routing = store.load(rollout.routing[0].ids)
+            assert routing.dtype == np.uint8
+            assert routing.transpose(1, 0, 2).tolist() == row["routing"]
+            (mask,) = rollout.sampling_mask
+            offsets, ids = store.load(mask.offsets), store.load(mask.ids)
+            sets = [sorted(kept) for kept in row["sampling_mask"]]
+            assert [ids[a:b].tolist() for a, b in pairwise(offsets)] == sets
+            lag = [NEWEST.step - version.step for version in rollout.version_of_tokens()]
+            assert lag == row["lag"]
+            assert rollout.sampling.temperature == row["temperature"]
+            assert rollout.sampling.top_k == 8
+
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("token_ids", {"token_ids": None}),
+    ("token_ids", {"token_ids": [5, 9, 7, 20]}),
+    ("token_ids", {"token_ids": [5.5, 9, 7, 2]}),
+    ("prompt_len", {"prompt_len": 4}),
+    ("loss_mask", {"loss_mask": [0, 0, 1, 1]}),
+    ("logprobs", {"logprobs": [-0.4]}),
+    ("logprobs", {"logprobs": ["x", "y"]}),
+    ("logprob_sign", {"logprobs": [0.4, -1.0]}),
+    ("logprob_finite", {"logprobs": [float("nan"), -1.0]}),
+    ("routing", {"routing": None}),
+    ("routing", {"routing": ROW["routing"][:2]}),
+    ("routing", {"routing": [*ROW["routing"][:2], [[0, 4], [6, 6]]]}),
+    ("routing", {"routing": [*ROW["routing"][:2], [[0, 4], [6, 8]]]}),
+    ("routing", {"routing": [*ROW["routing"][:2], [[0, 4]]]}),
+    ("sampling_mask", {"sampling_mask": None}),
+    ("sampling_mask", {"sampling_mask": [[7, 3], [3]]}),
+    ("sampling_mask", {"sampling_mask": [[7, 3]]}),
+    ("sampling_mask", {"sampling_mask": [7, 2]}),
+    ("sampling_mask", {"top_k": -1}),
+    ("lag", {"lag": [1, 3]}),
+    ("lag", {"lag": [1]}),
+    ("temperature", {"temperature": 0}),
+    ("temperature", {"temperature": "hot"}),
+    ("routes", {"routes": []}),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), BAD)
+def test_bad_field_is_named_with_its_line(
+    field: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path, ROW, ROW | change)
+    with pytest.raises(RecordError) as error:
+        read_dump(path, BlobStore(tmp_path / "b", "n"), FACTS)
+    assert error.value.reason == "dump"
+    assert f"x.jsonl line 2: {field}: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("num_tokens", {"num_tokens": np.array([4, 4])}),
+        ("routing", {"routing": np.zeros((6, 2, 2), np.uint8)}),
+        ("logprobs", {"logprobs": -np.ones(4)}),
+        ("loss_mask", {"loss_mask": None}),
+        ("mask_offsets", {"mask_ids": None}),
+        ("temperature", {"temperature": np.array([0.7])}),
+        ("id", {"id": np.array([{}, {}], dtype=object)}),
+    ],
+)
+def test_bad_array_is_named(field: str, change: dict[str, Any], tmp_path: Path) -> None:
+    path = npz(tmp_path, [ROW, longer()], **change)
+    with pytest.raises(RecordError, match="dump") as error:
+        read_dump(path, BlobStore(tmp_path / "b", "n"), FACTS)
+    assert field in str(error.value) or "pickle" in str(error.value)
+
+
+def test_files_that_are_no_dump(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path / "b", "n")
+    (tmp_path / "torn.jsonl").write_text('{"token_ids": [1')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "x.pt").write_bytes(b"")
+    for name, text in (
+        ("torn.jsonl", "line 1: line: not JSON"),
+        ("empty.jsonl", "no rollout"),
+        ("x.pt", "must end in"),
+        ("absent.npz", "does not exist"),
+    ):
+        with pytest.raises(RecordError, match=text):
+            read_dump(tmp_path / name, store, FACTS)
