@@ -1,0 +1,368 @@
+"""Worker of test_replay_matrix: many layouts, models and settings in one start of four processes.
+
+Starting a process costs more than a case, so a worker lives through several gangs.  Stages run one
+after the other: one-rank references, then gangs of two, then one gang of four; `SCHEDULE` says who
+belongs where.  Every case writes NAME.pt (rank 0 of its gang); the test compares.
+
+    RANK4=0 python replay_matrix.py WORK          (four of them, RANK4 = 0..3)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from moerl.trainer import platform
+
+PLACE = platform.prepare("cpu")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from replay_records import Records, make_records  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from moerl.blob.store import BlobStore  # noqa: E402
+from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
+from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
+from moerl.layout import hf_shapes, model_spec  # noqa: E402
+from moerl.trainer import forward, parallel  # noqa: E402
+from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.hf_gather import HfGather  # noqa: E402
+from moerl.trainer.model import Model, build, equal_shapes, layout_of  # noqa: E402
+from moerl.trainer.parallel import Parallel  # noqa: E402
+from moerl.trainer.replay import Mode  # noqa: E402
+from moerl.trainer.step import Learner  # noqa: E402
+from moerl.types import BatchPlan  # noqa: E402
+
+Rows = dict[int, torch.Tensor]
+
+
+@dataclass
+class Seen:
+    """What a case did on this rank, noted from outside the code under test."""
+
+    logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
+    forward: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    recompute: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    mask_ids: int = 0  # sum over all kept ids
+
+
+def main() -> None:
+    work = Path(sys.argv[1])
+    me = int(os.environ["RANK4"])
+    for stage in json.loads((work / "schedule.json").read_text()):
+        for gang in stage:
+            if me in gang["ranks"]:
+                os.environ |= {
+                    "RANK": str(gang["ranks"].index(me)),
+                    "WORLD_SIZE": str(len(gang["ranks"])),
+                    "MASTER_PORT": str(gang["port"]),
+                }
+                ranks = parallel.start(ParallelConfig(**gang["sizes"]), PLACE, timeout_s=90)
+                for case in gang["cases"]:
+                    run_case(work, case, ranks)
+                dist.barrier()
+                parallel.stop()
+
+
+def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
+    """One model in one layout: log-probabilities, gradients, executed experts, counts."""
+    learner, records = make_learner(work, case, ranks)
+    plan = records.plan(ranks.dp_size)
+    found: dict[str, Any] = {}
+    with watching(learner, wrong_loader(case, learner, plan)) as seen:
+        sums = learner.gradients(plan)
+    found["counts"] = sums.counts
+    found["recorded"] = {
+        "fed": records.num_fed,
+        "sampled": records.num_sampled,
+        "kept": records.num_kept,
+        "mask_ids": records.sum_kept_ids,
+        "routing_bytes": records.num_fed * len(learner.model.spec.moe_layers) * records.top_k,
+    }
+    found["logprobs"] = joined_logprobs(seen, ranks)
+    found["executed"] = check_executed(seen, learner, records, plan)
+    found["mask_ids"] = total(seen.mask_ids if ranks.tp_rank == 0 else 0, ranks)
+    found["gradients"] = gather_gradients(learner)
+    if case.get("controls"):
+        found["controls"] = control_logprobs(learner, plan)
+    if ranks.is_first:
+        torch.save(found, work / f"{case['name']}.pt")
+
+
+def make_learner(work: Path, case: dict[str, Any], ranks: Parallel) -> tuple[Learner, Records]:
+    folder = work / "models" / case["model"] / f"rank{os.environ['RANK4']}"
+    config = json.loads((work / f"{case['model']}.json").read_text())
+    if not folder.exists():
+        write_model(folder, config)
+    optimizer = OptimizerConfig(lr=1.0, min_lr=1.0, eps=10.0, clip_grad=0.0)
+    trainer = TrainerConfig(
+        parallel=ranks.sizes,
+        optimizer=optimizer,
+        dispatcher=case.get("dispatcher", "alltoall"),
+        packing=case.get("packing", False),
+        megatron=case.get("megatron", {}),
+    )
+    source = HfFolder(folder)
+    model = build(source.spec, trainer, ranks, with_replay=True)
+    load_hf(model.tensors, model.tiles, source)
+    store = BlobStore(folder / f"blobs.{case['name']}", "n0")
+    learner = Learner(model, ranks, Config(trainer=trainer), store)
+    return learner, make_records(store, model_spec(config))
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: 0.15 * torch.randn(shape, generator=generator) + ("norm" in name)
+        for name, shape in hf_shapes(model_spec(config)).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+
+
+# --- watching from outside ------------------------------------------------------------------------
+@contextmanager
+def watching(learner: Learner, alter: Callable[..., Any] | None) -> Iterator[Seen]:
+    """Notes routing maps as the dispatchers get them, and log-probabilities, of one pass."""
+    seen, model = Seen(), learner.model
+    assert model.replay is not None
+    replay, score, load = model.replay, forward.sampled_logprobs, forward.load_routes
+
+    def keep(layer: int) -> Any:
+        def hook(_module: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+            first = replay._pass is not None
+            (seen.forward if first else seen.recompute)[layer].append(output[1].detach().bool())
+
+        return hook
+
+    def scored(model: Model, logits: Any, batch: Microbatch, ranks: Parallel) -> Any:
+        logprob, entropy = score(model, logits, batch, ranks)
+        for row, rollout in enumerate(batch.rollouts):
+            seen.logprobs[rollout.rollout_id] = logprob.detach()[batch.seq == row].clone()
+        if batch.mask_ids is not None:
+            seen.mask_ids += int(batch.mask_ids.sum())
+        return logprob, entropy
+
+    handles = [
+        layer.mlp.router.register_forward_hook(keep(layer.layer_number - 1))
+        for chunk in model.chunks
+        for layer in chunk.gpt.decoder.layers
+        if hasattr(layer.mlp, "router")
+    ]
+    forward.sampled_logprobs = scored
+    forward.load_routes = alter or load
+    try:
+        yield seen
+    finally:
+        forward.sampled_logprobs, forward.load_routes = score, load
+        for handle in handles:
+            handle.remove()
+
+
+def joined_logprobs(seen: Seen, ranks: Parallel) -> dict[str, torch.Tensor]:
+    """By rollout; every rank that computed one must have got the same."""
+    every: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks.world_size)]
+    dist.all_gather_object(every, seen.logprobs, group=ranks.control)
+    result: dict[str, torch.Tensor] = {}
+    for part in every:
+        for name, values in part.items():
+            assert name not in result or torch.equal(result[name], values), f"ranks differ: {name}"
+            result[name] = values
+    return result
+
+
+def total(value: float, ranks: Parallel) -> float:
+    number = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(number, group=ranks.control)
+    return float(number)
+
+
+def gather_gradients(learner: Learner) -> dict[str, torch.Tensor] | None:
+    model, ranks = learner.model, learner.parallel
+    grads = {name: getattr(t, "main_grad", t) for name, t in model.tensors.items()}
+    gather = HfGather(
+        lambda: grads, model.spec, layout_of(ranks.sizes), ranks.rank, "local", ranks.control
+    )
+    whole = gather.gather()
+    return None if whole is None else {name: t.clone() for name, t in whole.items()}
+
+
+# --- the oracle of executed experts: Megatron's slicing, written again ----------------------------
+def check_executed(
+    seen: Seen, learner: Learner, records: Records, plan: BatchPlan
+) -> dict[str, int]:
+    """Over all ranks: routing maps, and those equal to the record, padding included.
+
+    A layer sees its microbatches in order in every schedule, forward and recompute alike.
+    """
+    names = [f"{kind}_{what}" for kind in ("forward", "recompute") for what in ("maps", "right")]
+    result = dict.fromkeys(names, 0)
+    for kind in ("forward", "recompute"):
+        for layer, maps in getattr(seen, kind).items():
+            for index, used in enumerate(maps):
+                ids = expected_ids(records, plan, index, layer, len(used), learner)
+                want = torch.zeros_like(used).scatter_(1, ids, True)
+                result[f"{kind}_right"] += int(torch.equal(used, want))
+                result[f"{kind}_maps"] += 1
+    return {name: int(total(count, learner.parallel)) for name, count in result.items()}
+
+
+def expected_ids(
+    records: Records, plan: BatchPlan, microbatch: int, layer: int, rows: int, learner: Learner
+) -> torch.Tensor:
+    ranks = learner.parallel
+    cp, tp = ranks.cp_size, ranks.tp_size
+    chosen = sorted(
+        (row.row, row.group, row.episode)
+        for row in plan.rows
+        if row.dp_rank == ranks.dp_rank and row.microbatch == microbatch
+    )
+    routes = [torch.from_numpy(records.routes[g, e][layer].astype(np.int64)) for _, g, e in chosen]
+    k = records.top_k
+
+    def padded(ids: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.cat([ids, torch.arange(k).expand(length - len(ids), k)])
+
+    def zigzag(ids: torch.Tensor) -> torch.Tensor:  # along dim 0
+        if cp == 1:
+            return ids
+        parts = ids.chunk(2 * cp)
+        return torch.cat([parts[ranks.cp_rank], parts[2 * cp - 1 - ranks.cp_rank]])
+
+    total_rows = rows * tp * cp
+    if learner.config.trainer.packing:
+        unit = 2 * cp if cp > 1 else 1
+        parts = [padded(ids, -(-len(ids) // unit) * unit) for ids in routes]
+        rest = total_rows - sum(len(part) for part in parts)
+        parts += [padded(torch.empty(0, k, dtype=torch.long), rest)] if rest else []
+        local = torch.cat([zigzag(part) for part in parts])
+    else:
+        batch = max(len(routes), learner_rows(learner, plan))
+        length = total_rows // batch
+        routes += [torch.empty(0, k, dtype=torch.long)] * (batch - len(routes))
+        local = zigzag(torch.stack([padded(ids, length) for ids in routes], 1)).flatten(0, 1)
+    return local.chunk(tp)[ranks.tp_rank]
+
+
+def learner_rows(learner: Learner, plan: BatchPlan) -> int:
+    """Rows every microbatch has at least: one, or the most where all must have one shape."""
+    if not equal_shapes(learner.config.trainer):
+        return 1
+    counts: dict[tuple[int, int], int] = defaultdict(int)
+    for row in plan.rows:
+        counts[row.dp_rank, row.microbatch] += 1
+    return max(counts.values())
+
+
+# --- controls -------------------------------------------------------------------------------------
+def wrong_loader(
+    case: dict[str, Any], learner: Learner, plan: BatchPlan
+) -> Callable[..., None] | None:
+    """A `load_routes` that gives wrong rows, for a case with `alter`; None otherwise."""
+    kind = case.get("alter")
+    if kind is None:
+        return None
+
+    def load(
+        model: Model, batch: Microbatch, microbatch: int, ranks: Parallel, chunk: int = 0
+    ) -> None:
+        assert model.replay is not None
+        if kind == "wrong_microbatch":
+            other = (microbatch + 1) % plan.num_microbatches
+            grid = forward.grid_of(
+                ranks, packed=learner.config.trainer.packing, shape=tuple(batch.tokens.shape)
+            )
+            batch = pack_microbatch(plan, ranks.dp_rank, other, learner.store, grid=grid)
+        routes = batch.routes(model.replay.chunks[chunk], forward.routed_slots(batch, ranks))
+        model.replay.load(microbatch, altered(kind, routes, len(batch.tokens)), chunk)
+
+    return load
+
+
+def altered(kind: str, routes: Rows, rows: int) -> Rows:
+    if kind == "shifted":
+        return {layer: ids.roll(rows, 0) for layer, ids in routes.items()}
+    if kind == "reversed":
+        return dict(zip(routes, reversed(list(routes.values())), strict=True))
+    if kind == "corrupted":
+        return {layer: corrupted(ids, layer) for layer, ids in routes.items()}
+    assert kind == "wrong_microbatch", kind
+    return routes
+
+
+def corrupted(ids: torch.Tensor, layer: int) -> torch.Tensor:
+    """1% of the rows, at least one: the first expert becomes the next that the row lacks."""
+    result, generator = ids.clone(), torch.Generator().manual_seed(layer)
+    for row in torch.randperm(len(ids), generator=generator)[: max(1, len(ids) // 100)].tolist():
+        named = set(ids[row].tolist())
+        result[row, 0] = min(set(range(8)) - named)
+    return result
+
+
+@torch.no_grad()
+def control_logprobs(learner: Learner, plan: BatchPlan) -> dict[str, dict[str, torch.Tensor]]:
+    """Controls that need live routes or logits, on one rank: prompt live, no mask, other mask."""
+    model, ranks = learner.model, learner.parallel
+    found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    assert model.replay is not None
+    for index in range(plan.num_microbatches):
+        batch = pack_microbatch(plan, 0, index, learner.store)
+        forward.logits(model, model.module, batch, index, Mode.RECORD)
+        live = {layer: model.replay.live(index, layer).ids for layer in model.replay.layers}
+        model.replay.clear()
+        routes = batch.routes(model.replay.layers)
+        right = replayed(learner, batch, index, routes)
+        prompt = torch.zeros(batch.tokens.shape, dtype=torch.bool)
+        for row, rollout in enumerate(batch.rollouts):
+            prompt[row, : rollout.prompt_len] = True
+        where = prompt.T.reshape(-1, 1)
+        mixed = {layer: torch.where(where, live[layer], ids) for layer, ids in routes.items()}
+        for name, logits, scored in (
+            ("right", right, batch),
+            ("response_only", replayed(learner, batch, index, mixed), batch),
+            ("no_mask", right, replace(batch, mask_offsets=None, mask_ids=None)),
+            ("other_temperature", right, colder(batch, right)),
+        ):
+            logprob, _ = forward.sampled_logprobs(model, logits, scored, ranks)
+            for row, rollout in enumerate(batch.rollouts):
+                found[name][rollout.rollout_id] = logprob[batch.seq == row]
+    return dict(found)
+
+
+def replayed(learner: Learner, batch: Microbatch, index: int, routes: Rows) -> torch.Tensor:
+    model = learner.model
+    assert model.replay is not None
+    model.replay.load(index, routes)
+    logits = forward.logits(model, model.module, batch, index, Mode.REPLAY)
+    model.replay.finish_step()
+    return logits
+
+
+def colder(batch: Microbatch, logits: torch.Tensor) -> Microbatch:
+    """What top-p 0.8 would leave of the recorded kept sets at a third of the temperature."""
+    assert batch.mask_offsets is not None
+    assert batch.mask_ids is not None
+    flat = logits.flatten(0, 1)[batch.sampled_rows]
+    kept = []
+    for token, (begin, end) in enumerate(pairwise(batch.mask_offsets.tolist())):
+        ids = batch.mask_ids[begin:end]
+        p, order = (flat[token, ids] / 0.3).softmax(0).sort(descending=True)
+        ids = ids[order[p.cumsum(0) - p <= 0.8]]
+        kept.append(torch.unique(torch.cat([ids, batch.sampled[token : token + 1]])))
+    offsets = torch.tensor([0, *(len(row) for row in kept)]).cumsum(0)
+    return replace(batch, mask_offsets=offsets, mask_ids=torch.cat(kept))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Both replays under every parallel layout: each case against one rank; controls that must fail.
+
+For every layout, with packing on and off, recompute none and full, for a Qwen3-MoE and a
+DeepSeek-V3 (first dense layer, latent attention, sigmoid with bias, groups, shared expert):
+log-probability of each token within 1e-5, gradient of each parameter within 1e-5 in relative L2,
+experts in the dispatchers' maps equal to the record bitwise, in forward and recompute, and every
+count exact.  Four processes serve all cases (replay_matrix.py); a covering subset runs by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+GATE = 1e-5
+TIMEOUT_S = 300.0
+RECOMPUTE = {
+    "none": {},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "block": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+Case = dict[str, Any]
+Found = dict[str, Any]
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2-etp2": {"tp": 2, "etp": 2},
+    "pp2": {"pp": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "cp2": {"cp": 2},
+    "ep4": {"dp": 4, "ep": 4},
+    "ep2-dp2": {"dp": 4, "ep": 2},
+    "tp2-ep2-etp2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+    "pp2-ep2": {"pp": 2, "dp": 2, "ep": 2},
+    "cp2-ep2": {"cp": 2, "dp": 2, "ep": 2},
+    "tp2-pp2-etp2": {"tp": 2, "pp": 2, "etp": 2},
+    "cp2-tp2-etp2": {"cp": 2, "tp": 2, "etp": 2},
+}
+
+
+def case(
+    layout: str,
+    model: str,
+    packing: bool,
+    recompute: str,
+    dispatcher: str = "alltoall",
+    alter: str = "",
+) -> Case:
+    parts = [layout, model, "packed" if packing else "padded", recompute, dispatcher, alter]
+    return {
+        "name": "-".join(filter(None, parts)),
+        "layout": layout,
+        "model": model,
+        "packing": packing,
+        "megatron": RECOMPUTE[recompute],
+        "recompute": recompute,
+        "dispatcher": dispatcher,
+        "alter": alter or None,
+    }
+
+
+CONTROLS = [
+    case("pp2", "qwen", False, "full", "allgather", alter)
+    for alter in ("shifted", "reversed", "corrupted", "wrong_microbatch")
+]
+COVER = [
+    case("pp2", "deepseek", True, "full"),
+    case("pp2", "qwen", False, "full", "allgather"),
+    case("pp2-vpp2", "qwen", True, "block"),
+    case("pp2-vpp2", "deepseek", False, "full"),
+    case("cp2", "deepseek", True, "full"),
+    case("cp2", "qwen", False, "none"),
+    case("tp2-etp2", "deepseek", False, "moe"),
+    case("tp2-etp2", "qwen", True, "none", "allgather"),
+    case("cp2-ep2", "qwen", True, "full"),
+    case("pp2-ep2", "deepseek", False, "full"),
+    case("tp2-pp2-etp2", "qwen", True, "full"),
+]
+WHOLE = [
+    case(layout, model, packing, recompute)
+    for layout in LAYOUTS
+    for model in ("qwen", "deepseek")
+    for packing in (False, True)
+    for recompute in ("none", "full")
+] + [
+    case(layout, model, packing, recompute, dispatcher)
+    for layout, recompute, dispatcher in (
+        ("ep2", "none", "allgather"),
+        ("tp2-ep2", "full", "allgather"),
+        ("pp2-vpp2", "full", "allgather"),
+        ("pp2-vpp2", "block", "alltoall"),
+        ("pp2-ep2", "moe", "alltoall"),
+    )
+    for model in ("qwen", "deepseek")
+    for packing in (False, True)
+]
+
+
+def run(work: Path, cases: list[Case], free_port: Callable[[], int]) -> dict[str, Found]:
+    """Everything the cases found, and the one-rank references under the models' names."""
+    families = json.loads((ROOT / "tests/data/layout_families.json").read_text())
+    qwen = families["qwen3_moe"] | {"mlp_only_layers": []}
+    for name, config in (("qwen", qwen), ("deepseek", families["deepseek_v3"])):
+        (work / f"{name}.json").write_text(json.dumps(config))
+    alone = [
+        {"name": model, "model": model, "controls": model == "qwen"}
+        for model in ("qwen", "deepseek")
+    ]
+    stages: list[list[dict[str, Any]]] = [
+        [
+            {"ranks": [i], "sizes": {}, "port": free_port(), "cases": [alone[i]]}
+            for i in range(len(alone))
+        ],
+        [],
+        [],
+    ]
+    for layout, sizes in LAYOUTS.items():
+        chosen = [c for c in cases if c["layout"] == layout]
+        world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
+        stage = stages[1 if world == 2 else 2]
+        pair = len(stage) % 2 * 2  # gangs of two work side by side
+        ranks = list(range(4)) if world == 4 else [pair, pair + 1]
+        if chosen:
+            gang = {"ranks": ranks, "sizes": sizes, "port": free_port(), "cases": chosen}
+            stage.append(gang)
+    (work / "schedule.json").write_text(json.dumps(stages))
+    start_workers(work)
+    names = [c["name"] for c in cases] + ["qwen", "deepseek"]
+    return {name: torch.load(work / f"{name}.pt", weights_only=True) for name in names}
+
+
+def start_workers(work: Path) -> None:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
+    program = [sys.executable, str(Path(__file__).with_name("replay_matrix.py")), str(work)]
+    logs = [work / f"log{me}" for me in range(4)]
+    workers = []
+    for me, log in enumerate(logs):
+        with log.open("wb") as file:
+            workers.append(
+                subprocess.Popen(
+                    program,
+                    env=environment | {"RANK4": str(me)},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while any(worker.poll() is None for worker in workers):
+            failed = [me for me, worker in enumerate(workers) if worker.poll()]
+            if failed or time.monotonic() > deadline:
+                text = logs[failed[0] if failed else 0].read_text()[-4000:]
+                raise AssertionError(f"worker {failed or 'none'} failed, or too slow:\n{text}")
+            time.sleep(0.1)
+        assert not any(worker.returncode for worker in workers), logs[0].read_text()[-4000:]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+@pytest.fixture(scope="module")
+def cover(
+    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> dict[str, Found]:
+    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS, free_port)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> dict[str, Found]:
+    return run(tmp_path_factory.mktemp("whole"), WHOLE, free_port)
+
+
+def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def compare(found: Found, alone: Found, recomputed: bool) -> None:
+    assert gap(found["logprobs"], alone["logprobs"]) <= GATE
+    assert found["gradients"].keys() == alone["gradients"].keys()
+    for name, want in alone["gradients"].items():
+        distance = float((found["gradients"][name] - want).norm())
+        assert distance <= GATE * float(want.norm()), f"{name}: gradients differ by {distance:.1e}"
+    maps = found["executed"]
+    assert maps["forward_maps"] == maps["forward_right"] > 0, "experts are those of the record"
+    assert maps["recompute_maps"] == maps["recompute_right"]
+    assert (maps["recompute_maps"] > 0) == recomputed
+    check_counts(found)
+
+
+def check_counts(found: Found) -> None:
+    """Every token, row, kept entry and byte once over the gang."""
+    counts, recorded = found["counts"], found["recorded"]
+    assert counts["fed_rows"] == counts["replayed_rows"] > 0, "coverage is 1"
+    assert counts["routing_bytes"] == recorded["routing_bytes"], "u8, each row read by one rank"
+    for name in ("fed", "sampled", "kept"):
+        assert counts[name] == recorded[name], name
+    assert counts["masked"] == counts["sampled_truncated"] == recorded["sampled"]
+    assert found["mask_ids"] == recorded["mask_ids"]
+
+
+@pytest.mark.parametrize("name", [c["name"] for c in COVER])
+def test_a_layout_computes_what_one_rank_does(name: str, cover: dict[str, Found]) -> None:
+    (chosen,) = (c for c in COVER if c["name"] == name)
+    compare(cover[name], cover[chosen["model"]], chosen["recompute"] != "none")
+
+
+def test_the_reference_replays_its_record(cover: dict[str, Found]) -> None:
+    for model in ("qwen", "deepseek"):
+        maps = cover[model]["executed"]
+        assert maps["forward_maps"] == maps["forward_right"] > 0
+        check_counts(cover[model])
+
+
+@pytest.mark.parametrize("alter", [c["alter"] for c in CONTROLS])
+def test_wrong_routes_fail_the_gate(alter: str, cover: dict[str, Found]) -> None:
+    (chosen,) = (c for c in CONTROLS if c["alter"] == alter)
+    found = cover[chosen["name"]]
+    assert gap(found["logprobs"], cover["qwen"]["logprobs"]) > 100 * GATE
+    assert found["executed"]["forward_right"] < found["executed"]["forward_maps"]
+
+
+@pytest.mark.parametrize("control", ["response_only", "no_mask", "other_temperature"])
+def test_missing_or_foreign_records_fail_the_gate(control: str, cover: dict[str, Found]) -> None:
+    controls = cover["qwen"]["controls"]
+    assert gap(controls["right"], cover["qwen"]["logprobs"]) <= GATE
+    assert gap(controls[control], controls["right"]) > 100 * GATE
+
+
+def test_gradient_reaches_routers_and_replayed_experts_only(cover: dict[str, Found]) -> None:
+    for model, first in (("qwen", 0), ("deepseek", 1)):
+        gradients = cover[model]["gradients"]
+        for layer in range(first, 4):
+            assert (gradients[f"model.layers.{layer}.mlp.gate.weight"].abs().amax(1) > 0).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [c["name"] for c in WHOLE])
+def test_the_whole_matrix(name: str, whole: dict[str, Found]) -> None:
+    (chosen,) = (c for c in WHOLE if c["name"] == name)
+    compare(whole[name], whole[chosen["model"]], chosen["recompute"] != "none")
