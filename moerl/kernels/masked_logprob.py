@@ -49,5 +49,7 @@ def run(lib: ctypes.CDLL, name: str, call: KeptCall) -> None:
     """Run pass `gather`, `sums` or `spread`.  Raises KernelError."""
     code = lib[f"moerl_kept_{name}"](ctypes.byref(call))
     if code:
-        cause = "unknown types" if code < 0 else f"CUDA error {code}"
+        cause = "unknown types"
+        if code > 0:  # 35: nvcc is newer than the driver; 209: the GPU is older than sm_80
+            cause = f"CUDA error {code}; to run in torch instead, remove {lib._name}"
         raise KernelError(f"masked log-probability, pass {name}: {cause}")

@@ -13,6 +13,7 @@ import pytest
 from moerl.kernels import build as builder
 from moerl.kernels import library as libraries
 from moerl.kernels.build import TARGETS, BuildError, Target, build
+from moerl.kernels.masked_logprob import KeptCall, KernelError, run
 
 STUB = """#!/bin/bash
 # A compiler: writes what it was told to compile, or fails.
@@ -114,3 +115,15 @@ def test_the_real_sources_build_once_for_two_processes(
     lib = ctypes.CDLL(str(TARGETS["cpu"].library()))
     assert lib.moerl_kept_gather
     assert list(tmp_path.glob("*.so")) == [TARGETS["cpu"].library()]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(35, "CUDA error 35; .* remove /x/cuda.so"), (-1, "type")]
+)
+def test_a_launch_that_fails_names_its_cause(code: int, said: str) -> None:
+    class Failing(dict):
+        _name = "/x/cuda.so"
+
+    lib = Failing(moerl_kept_sums=lambda call: code)
+    with pytest.raises(KernelError, match=said):
+        run(lib, "sums", KeptCall())
