@@ -127,7 +127,7 @@ def gae(
     (arXiv 1506.02438 eq. 11-16); V after the last token of an episode is 0, also when it was cut
     by the length limit.  V_t is the critic's value of the state that produces token t.  Not
     whitened: verl whitens here, TRL does not.
-    reward_M: reward of each sampled token, an outcome reward on the last one.  length: [E].
+    reward_M: of each sampled token, an outcome reward on the last one.  length: [E].
     """
     advantage = torch.zeros_like(reward_M)
     begin = 0
@@ -139,6 +139,41 @@ def gae(
             advantage[t], ahead = running, float(value_M[t])
         begin += size
     return advantage, advantage + value_M
+
+
+def plan_gae(
+    config: AlgorithmConfig, plan: BatchPlan, values: Sequence[Array]
+) -> tuple[list[Array], list[Array]]:
+    """GAE of each row of `plan.rows` and the returns that the critic learns, arrays per row.
+
+    values: of each row, the critic's value at each sampled token.  Turns of an episode follow one
+    another; the (shaped) reward is that of the episode's last token.  Advantages are whitened over
+    all sampled tokens of the step, as in verl; returns are not.  Raises RecordError as
+    `plan_advantages`.
+    """
+    episodes = {
+        (g, e): episode
+        for g, group in enumerate(plan.groups)
+        for e, episode in enumerate(group.episodes)
+    }
+    outcomes = _outcomes(config, episodes, per_token=False)
+    by_place = {
+        (row.group, row.episode, row.turn): value
+        for row, value in zip(plan.rows, values, strict=True)
+    }
+    places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
+    value_M = torch.from_numpy(np.concatenate([by_place[place] for place in places]).astype(float))
+    reward_M = torch.zeros_like(value_M)
+    reward_M[outcomes.length.cumsum(0) - 1] = outcomes.reward
+    advantage, target = gae(reward_M, value_M, outcomes.length, config.gae_gamma, config.gae_lambda)
+    deviation = advantage.var(unbiased=False) + _WHITEN_EPS
+    advantage = (advantage - advantage.mean()) / deviation.sqrt()
+    sizes = [len(by_place[place]) for place in places]
+    split = dict(
+        zip(places, zip(advantage.split(sizes), target.split(sizes), strict=True), strict=True)
+    )
+    rows = [split[row.group, row.episode, row.turn] for row in plan.rows]
+    return [a.numpy() for a, _ in rows], [t.numpy() for _, t in rows]
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
@@ -156,6 +191,7 @@ def plan_advantages(config: AlgorithmConfig, plan: BatchPlan) -> list[float | Ar
     Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode and
     `score_steps` for steps that do not lie in it.
     """
+    assert config.advantage != "gae", "generalised advantages need a critic's values: plan_gae"
     function = choose("algorithm.advantage", config.advantage, ADVANTAGES)
     per_token = "steps" in ADVANTAGES[config.advantage].needs
     episodes = {

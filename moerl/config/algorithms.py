@@ -44,6 +44,7 @@ ADVANTAGES = _table(
     reinforce_pp_baseline=Entry("advantages:reinforce_pp_baseline"),
     reward=Entry("advantages:raw_reward"),
     none=Entry("advantages:no_reward"),
+    gae=Entry("advantages:gae", ("gae_gamma", "gae_lambda", "critic_lr"), ("second_model",)),
     process_mean=Entry("advantages:process_mean", needs=("steps",)),
     process_std=Entry("advantages:process_std", needs=("steps",)),
 )
@@ -135,7 +136,7 @@ def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
         if item.name not in read and value != getattr(default, item.name):
             readers = sorted(
                 name
-                for table in (OBJECTIVES, CORRECTIONS, KLS, AGGREGATIONS)
+                for table in (ADVANTAGES, OBJECTIVES, CORRECTIONS, KLS, AGGREGATIONS)
                 for name, line in table.items()
                 if item.name in line.reads
             )
@@ -170,7 +171,11 @@ def _refuse_unmet(config: Config, chosen: list[Entry]) -> None:
         raise ConfigError(
             "trainer.parallel",
             f"pp {sizes.pp}, cp {sizes.cp}",
-            "a reference or a teacher is not proven under pipeline and context parallelism; use 1",
+            "a second model is not proven under pipeline and context parallelism; use 1",
+        )
+    if a.advantage == "gae" and sizes.tp > 1:
+        raise ConfigError(
+            "trainer.parallel.tp", sizes.tp, "the critic's head is not cut over ranks; use 1"
         )
 
 

@@ -156,6 +156,9 @@ class AlgorithmConfig:
     """Parts of the loss by name (docs/algorithms.md); a setting that no part reads is refused."""
 
     advantage: str = "grpo_mean"  # reward minus group mean (Dr.GRPO, DeepSeek-V3.2)
+    gae_gamma: float = 1.0
+    gae_lambda: float = 1.0
+    critic_lr: float = 1e-3  # gae: of the critic, whose other optimizer settings are the policy's
     objective: str = "ppo_clip"
     ratio: str = "engine"  # denominator of the ratio: engine | proximal (start of the step)
     corrections: list[str] = field(default_factory=list)  # against the engine's log-probability

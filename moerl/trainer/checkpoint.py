@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moerl.errors import TrainerError
 from moerl.trainer.parallel import Parallel
@@ -36,6 +38,7 @@ _METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 _PREFIX = "step-"
+_CRITIC = "critic."
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,20 @@ def load(path: Path, learner: Learner, parallel: Parallel) -> Progress:
             f"{path} was written with trainer.parallel {common['parallel']}; resume with the same"
         )
     if learner.config.trainer.optimizer.distributed:
-        _give_adam_state(learner)
+        _give_adam_state(learner.ddp, learner.optimizer)
+        if learner.critic is not None:
+            _give_adam_state(learner.critic.ddp, learner.critic.optimizer)
     state = dist_checkpointing.load(_state(learner, parallel, is_loading=True), str(path))
     for chunk in learner.model.chunks:
         chunk.gpt.load_state_dict(state[f"model{chunk.index}"])
     learner.optimizer.load_state_dict(state["optimizer"])
-    _unshare_adam_steps(learner)
+    _unshare_adam_steps(learner.optimizer)
     learner.schedule.load_state_dict(state["schedule"])
+    if (critic := learner.critic) is not None:
+        critic.model.gpt.load_state_dict(state["critic_model"])
+        critic.optimizer.load_state_dict(state["critic_optimizer"])
+        _unshare_adam_steps(critic.optimizer)
+        critic.schedule.load_state_dict(state["critic_schedule"])
     _restore_random(state["random"])
     return Progress(
         version=PolicyVersion(**common["version"]),
@@ -104,7 +114,7 @@ def _state(learner: Learner, parallel: Parallel, *, is_loading: bool) -> dict[st
         f"model{chunk.index}": chunk.gpt.sharded_state_dict(metadata=_METADATA)
         for chunk in learner.model.chunks
     }
-    return {
+    return _critic_state(learner, is_loading=is_loading) | {
         **model,
         "optimizer": learner.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=_METADATA
@@ -113,6 +123,21 @@ def _state(learner: Learner, parallel: Parallel, *, is_loading: bool) -> dict[st
         "random": ShardedObject(
             "random", _random_state(), (parallel.world_size,), (parallel.rank,), replica_id=0
         ),
+    }
+
+
+def _critic_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
+    """Keys of a folder are global: the critic's tensors have a prefix of their own there."""
+    if (critic := learner.critic) is None:
+        return {}
+    model = critic.model.gpt.sharded_state_dict(prefix=_CRITIC, metadata=_METADATA)
+    optimizer = critic.optimizer.sharded_state_dict(
+        model, is_loading=is_loading, metadata=_METADATA
+    )
+    return {
+        "critic_model": {key.removeprefix(_CRITIC): value for key, value in model.items()},
+        "critic_optimizer": optimizer,
+        "critic_schedule": critic.schedule.state_dict(),
     }
 
 
@@ -135,26 +160,26 @@ def _restore_random(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _unshare_adam_steps(learner: Learner) -> None:
+def _unshare_adam_steps(optimizer: MegatronOptimizer) -> None:
     """Give each parameter its own step count again.
 
     The distributed optimizer's loader hands one `step` tensor to all of them; torch Adam then
     counts it up once per parameter, and the second update after a resume has a wrong bias
     correction (losses differ in the third digit, nothing fails).
     """
-    for chained in learner.optimizer.chained_optimizers:
+    for chained in optimizer.chained_optimizers:
         for state in chained.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
 
-def _give_adam_state(learner: Learner) -> None:
+def _give_adam_state(ddp: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """One step with zero gradients and rate 0: torch Adam creates its state, nothing moves."""
-    for ddp in learner.ddp:
-        ddp.zero_grad_buffer()
-    rates = [(group, group["lr"]) for group in learner.optimizer.param_groups]
+    for chunk in ddp:
+        chunk.zero_grad_buffer()
+    rates = [(group, group["lr"]) for group in optimizer.param_groups]
     for group, _ in rates:
         group["lr"] = 0.0
-    learner.optimizer.step()
+    optimizer.step()
     for group, rate in rates:
         group["lr"] = rate

@@ -46,6 +46,7 @@ from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer import checkpoint, probe
 from moerl.trainer.client import ControllerClient
+from moerl.trainer.critic import Critic
 from moerl.trainer.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_gather import HfGather
 from moerl.trainer.hf_save import save_hf
@@ -107,7 +108,10 @@ class Gang:
             with_replay=config.replay.routing != "off",
         )
         load_hf(self.model.tensors, self.model.tiles, self.source)
-        self.learner = Learner(self.model, parallel, config, post.blobs)
+        critic = None
+        if config.algorithm.advantage == "gae":
+            critic = Critic(config, parallel, post.blobs)
+        self.learner = Learner(self.model, parallel, config, post.blobs, critic)
         self.gather = HfGather(
             lambda: self.model.tensors,
             self.model.spec,

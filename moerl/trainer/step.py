@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from moerl.algorithms.loss import SUM_NAMES, loss_metrics, policy_loss
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
-from moerl.config.schema import Config, OptimizerConfig
+from moerl.config.schema import Config, OptimizerConfig, TrainerConfig
 from moerl.data.packing import Microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
 from moerl.trainer import forward
@@ -50,6 +50,9 @@ from moerl.trainer.model import Chunk, Model, equal_shapes, wrap
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
 from moerl.types import Array, BatchPlan
+
+if TYPE_CHECKING:
+    from moerl.trainer.critic import Critic
 
 _COUNTS = (
     "fed",  # fed-in tokens without padding
@@ -95,21 +98,32 @@ class StepSums:
 class Learner:
     """Model, optimizer and schedule of one rank; `step` trains one plan."""
 
-    def __init__(self, model: Model, parallel: Parallel, config: Config, store: BlobStore) -> None:
+    def __init__(
+        self,
+        model: Model,
+        parallel: Parallel,
+        config: Config,
+        store: BlobStore,
+        critic: Critic | None = None,
+    ) -> None:
+        """critic: gives the advantages and is trained with the policy (`moerl.trainer.critic`)."""
+        self.critic = critic
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(
             model, distributed_optimizer=optimizer.distributed
         )
-        self.optimizer: MegatronOptimizer = _optimizer(self.ddp, optimizer, config.trainer.dtype)
-        self.schedule = _schedule(self.optimizer, optimizer, config.run.steps)
+        self.optimizer: MegatronOptimizer = make_optimizer(
+            self.ddp, optimizer, config.trainer.dtype
+        )
+        self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
         algorithm = config.algorithm
         self.reference = self.teacher = None
         if algorithm.kl != "off":
             self.reference = self._frozen("reference", algorithm.reference or config.model.path)
         if algorithm.distill_coef:
             self.teacher = self._frozen("teacher", algorithm.teacher)
-        model.config.finalize_model_grads_func = _finalize_as_sums
+        model.config.finalize_model_grads_func = finalize_as_sums
         model.config.grad_scale_func = self.optimizer.scale_loss
 
     def _frozen(self, role: str, path: str) -> FrozenPolicy:
@@ -125,7 +139,7 @@ class Learner:
         gradient is not finite (the weights are then not to be used).
         """
         begin = time.perf_counter()
-        advantages = plan_advantages(self.config.algorithm, plan)
+        advantages = self._advantages(plan)
         sums = StepSums()
         pack_s = self._accumulate(plan, advantages, sums)
         joined = sums.join(self.parallel.control)
@@ -142,6 +156,8 @@ class Learner:
         end = time.perf_counter()
         metrics |= joined.mismatch.metrics() | _describe(joined, self.model.replay is not None)
         metrics |= advantage_metrics(advantages)
+        if self.critic is not None:
+            metrics |= self.critic.update(plan)
         metrics |= {
             "loss/lr": float(self.optimizer.param_groups[0]["lr"]),
             "perf/step_s": end - begin,
@@ -152,6 +168,11 @@ class Learner:
         }
         return metrics
 
+    def _advantages(self, plan: BatchPlan) -> Sequence[float | Array]:
+        if self.critic is not None:
+            return self.critic.advantages(plan)
+        return plan_advantages(self.config.algorithm, plan)
+
     def gradients(self, plan: BatchPlan) -> StepSums:
         """Accumulate the gradients of a plan and do not update; returns the joined sums."""
         sums = StepSums()
@@ -159,7 +180,7 @@ class Learner:
         return sums.join(self.parallel.control)
 
     def _accumulate(
-        self, plan: BatchPlan, advantages: list[float | Array], sums: StepSums
+        self, plan: BatchPlan, advantages: Sequence[float | Array], sums: StepSums
     ) -> float:
         """Forward and backward of all microbatches of this rank; returns seconds spent packing."""
         for ddp in self.ddp:
@@ -248,7 +269,9 @@ class _Batches:
     The routes of a turn are given to the routers when the turn is taken.
     """
 
-    def __init__(self, learner: Learner, plan: BatchPlan, advantages: list[float | Array]) -> None:
+    def __init__(
+        self, learner: Learner, plan: BatchPlan, advantages: Sequence[float | Array]
+    ) -> None:
         self._learner, self._plan, self._advantages = learner, plan, advantages
         self._weights = plan_weights(learner.config.algorithm, plan)
         self._packed: dict[int, Microbatch] = {}
@@ -257,9 +280,7 @@ class _Batches:
         sizes = learner.parallel.sizes
         if sizes.vpp > 1:  # the interleaved schedule wants whole rounds: the rest is padding
             self.num_microbatches += -plan.num_microbatches % sizes.pp
-        self.step_shape = (1, 1)
-        if equal_shapes(learner.config.trainer):
-            self.step_shape = self._largest_shape()
+        self.step_shape = step_shape(plan, learner.config.trainer, learner.parallel)
 
     def turns(self, chunk: Chunk) -> Iterator[_Turn]:
         learner = self._learner
@@ -288,24 +309,27 @@ class _Batches:
             ),
         )
 
-    def _largest_shape(self) -> tuple[int, int]:
-        """Rows and slots that hold any microbatch of any data-parallel rank."""
-        parallel, packing = self._learner.parallel, self._learner.config.trainer.packing
-        grid = forward.grid_of(parallel, packed=packing)
-        shapes = [
-            grid.shape(fed_tokens(self._plan, dp_rank, index))
-            for dp_rank in range(parallel.dp_size)
-            for index in range(self._plan.num_microbatches)
-        ]
-        return max(rows for rows, _ in shapes), max(length for _, length in shapes)
+
+def step_shape(plan: BatchPlan, trainer: TrainerConfig, parallel: Parallel) -> tuple[int, int]:
+    """Rows and slots that hold any microbatch of any data-parallel rank, where all must be equal;
+    otherwise (1, 1), no lower bound."""
+    if not equal_shapes(trainer):
+        return 1, 1
+    grid = forward.grid_of(parallel, packed=trainer.packing)
+    shapes = [
+        grid.shape(fed_tokens(plan, dp_rank, index))
+        for dp_rank in range(parallel.dp_size)
+        for index in range(plan.num_microbatches)
+    ]
+    return max(rows for rows, _ in shapes), max(length for _, length in shapes)
 
 
-def _finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:
+def finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:
     """Megatron's finaliser without the token count it would divide the gradients by."""
     megatron_finalize(model, None, **kwargs)
 
 
-def _optimizer(
+def make_optimizer(
     ddp: list[DistributedDataParallel], settings: OptimizerConfig, dtype: str
 ) -> MegatronOptimizer:
     half = dtype == "bf16"
@@ -325,7 +349,7 @@ def _optimizer(
     return get_megatron_optimizer(config, ddp)
 
 
-def _schedule(
+def make_schedule(
     optimizer: MegatronOptimizer, settings: OptimizerConfig, run_steps: int
 ) -> OptimizerParamScheduler:
     decay_steps = settings.decay_steps or run_steps

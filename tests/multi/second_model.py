@@ -1,4 +1,5 @@
-"""Worker of test_second_model: one rank's learner with a reference and a teacher; prints metrics.
+"""Worker of test_second_model: one rank's learner with a reference and a teacher, which are
+the student's own weights and then other ones; prints metrics.
 
 torchrun ... second_model.py --student DIR --reference DIR --teacher DIR --work DIR
 """
@@ -31,38 +32,46 @@ from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.model import build  # noqa: E402
 from moerl.trainer.step import Learner  # noqa: E402
 
+NAMES = ("loss/kl_ref", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("student", "reference", "teacher", "work"):
+    for name in ("student", "other", "work"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     options = parser.parse_args()
     sizes = ParallelConfig(dp=2, ep=2)
     ranks = parallel.start(sizes, PLACE, timeout_s=60)
-    config = Config(
-        model=ModelConfig(path=str(options.student)),
-        trainer=TrainerConfig(parallel=sizes, optimizer=OptimizerConfig(lr=0.01, min_lr=0.01)),
-        replay=ReplayConfig(routing="off"),
-        algorithm=AlgorithmConfig(
-            advantage="none",
-            kl="unbiased",
-            kl_coef=0.5,
-            reference="" if options.reference == options.student else str(options.reference),
-            distill_coef=1.0,
-            teacher=str(options.teacher),
-        ),
-    )
-    folder = HfFolder(str(options.student))
-    model = build(folder.spec, config.trainer, ranks, with_replay=False)
-    load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
     store = BlobStore(options.work / f"blobs{dist.get_rank()}", "n0")
-    learner = Learner(model, ranks, config, store)
-    rows = [learner.step(make_plan(store, step=step, dp_size=2)) for step in range(2)]
-    assert learner.teacher is not None
-    assert not any(p.requires_grad for p in learner.teacher.model.gpt.parameters())
+    plans = [make_plan(store, step=step, dp_size=2) for step in range(2)]
+    found = {}
+    for case, reference, teacher in (
+        ("itself", "", str(options.student)),
+        ("other", str(options.other), str(options.other)),
+    ):
+        config = Config(
+            model=ModelConfig(path=str(options.student)),
+            trainer=TrainerConfig(parallel=sizes, optimizer=OptimizerConfig(lr=0.01, min_lr=0.01)),
+            replay=ReplayConfig(routing="off"),
+            algorithm=AlgorithmConfig(
+                advantage="none",
+                kl="unbiased",
+                kl_coef=0.5,
+                reference=reference,
+                distill_coef=1.0,
+                teacher=teacher,
+            ),
+        )
+        folder = HfFolder(str(options.student))
+        model = build(folder.spec, config.trainer, ranks, with_replay=False)
+        load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
+        learner = Learner(model, ranks, config, store)
+        rows = [learner.step(plan) for plan in plans]
+        assert learner.teacher is not None
+        assert not any(p.requires_grad for p in learner.teacher.model.gpt.parameters())
+        found[case] = [{name: row[name] for name in NAMES} for row in rows]
     if ranks.is_first:
-        names = ("loss/kl_ref", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")
-        print("FOUND", json.dumps([{name: row[name] for name in names} for row in rows]))
+        print("FOUND", json.dumps(found))
     dist.barrier()
 
 
