@@ -173,8 +173,11 @@ def _relay(found: Forecast) -> str:
     direct = sum(hop.src == TRAINER for hop in found.hops)
     parts = [f"relay: the trainer serves {direct} of {found.engines} engines"]
     for number, hops in groupby(found.hops, key=lambda hop: hop.round):
+        pairs = [f"{hop.src} -> {hop.dst}" for hop in hops]
+        rest = len(pairs) - SHOWN_HOPS
         if number:
-            parts.append(f"round {number}: " + ", ".join(f"{hop.src} -> {hop.dst}" for hop in hops))
+            shown = ", ".join(pairs[:SHOWN_HOPS]) + (f" and {rest} more" if rest > 0 else "")
+            parts.append(f"round {number}: {shown}")
     return "; ".join(parts)
 
 
