@@ -33,6 +33,17 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "sync.transport": ("broadcast", "shm", "gloo", "nccl", "mooncake", "disk"),
     "sync.every": (1,),
 }
+# Published modes that are not choices here, and why: (field, value) -> one clause.
+_REFUSED: dict[tuple[str, Any], str] = {
+    ("replay.routing", "R2"): "R2 replays the trainer's own routes of the weights a step starts "
+    "from, which with one optimizer step per batch are the live ones; use R3 (engine routes) or off",
+    ("replay.rows", "latest"): "rows of the last prefill fit only the newest segment of a resumed "
+    "rollout (docs/decisions.md, 10); use sampled",
+    ("rollout.in_flight_mode", "retract"): "retraction overwrites the routing rows of tokens that "
+    "older weights sampled; use abort_resume",
+    ("rollout.in_flight_mode", "in_place"): "tokens after an update in place depend on a KV cache "
+    "of two versions, which no trainer forward reproduces; use abort_resume",
+}
 _AT_LEAST: dict[str, float] = {
     "run.steps": 1,
     "run.seed": 0,
@@ -108,6 +119,9 @@ _ENGINE_MASK_CAP = 4096  # SGLang's default --sampling-mask-max-tokens
 
 def check(config: Config) -> None:
     """Check everything that needs neither the model nor a heavy package.  Raises ConfigError."""
+    for (name, value), why in _REFUSED.items():
+        if get(config, name) == value:
+            raise ConfigError(name, value, why)
     for name, allowed in _CHOICES.items():
         if get(config, name) not in allowed:
             raise ConfigError(name, get(config, name), f"use {_either(allowed)}")
