@@ -18,6 +18,7 @@ from moerl.algorithms.advantages import (
     grpo_std,
     overlong_penalty,
     plan_advantages,
+    plan_gae,
     process_mean,
     process_std,
     reinforce_pp,
@@ -348,3 +349,27 @@ def test_gae_by_hand() -> None:
     torch.testing.assert_close(target, advantage + value)
     whole, _ = gae(reward, value, torch.tensor([3]), 0.5, 0.5)
     assert whole[1] != advantage[1], "control: an episode ends where its length says"
+
+
+def test_gae_of_a_plan_joins_the_turns_of_an_episode(tmp_path: Path) -> None:
+    """Values of two turns are one sequence: the reward of the last token reaches the first turn."""
+    store = BlobStore(tmp_path, "n")
+    turns = (Turn(make_rollout(store, "a", 2, 2)), Turn(make_rollout(store, "b", 9, 1), (0,)))
+    single = group(0, [make_rollout(store, "c", 2, 2)], [0.0])
+    whole = replace(single, episodes=(Episode("0.0", turns, Score(1.0)), *single.episodes))
+    plan = plan_batch(0, V3, [whole], dp_size=1, max_tokens_per_microbatch=4)
+    config = AlgorithmConfig(advantage="gae", gae_gamma=0.5)
+    sizes = [
+        plan.groups[r.group].episodes[r.episode].turns[r.turn].rollout.num_sampled
+        for r in plan.rows
+    ]
+    advantages, targets = plan_gae(config, plan, [np.zeros(n, np.float32) for n in sizes])
+    by_row = {(r.episode, r.turn): t for r, t in zip(plan.rows, targets, strict=True)}
+    assert list(by_row[0, 0]) == [0.25, 0.5]
+    assert list(by_row[0, 1]) == [1.0]
+    assert list(by_row[1, 0]) == [0.0, 0.0]
+    every = np.concatenate(advantages)
+    assert abs(every.mean()) < 1e-12
+    assert every.std() == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(AssertionError, match="critic"):
+        plan_advantages(config, plan)

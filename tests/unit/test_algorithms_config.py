@@ -119,5 +119,13 @@ def test_a_group_of_one_is_refused_where_siblings_are_needed() -> None:
 def test_a_second_model_is_refused_under_pipeline_parallelism() -> None:
     base = config(kl="k3", kl_coef=0.1)
     parallel = replace(base.trainer.parallel, pp=2)
-    with pytest.raises(ConfigError, match=r"trainer.parallel .*reference or a teacher"):
+    with pytest.raises(ConfigError, match=r"trainer.parallel .*second model"):
+        check_algorithm(replace(base, trainer=replace(base.trainer, parallel=parallel)))
+
+
+def test_a_critic_is_refused_under_tensor_parallelism() -> None:
+    base = config(advantage="gae")
+    check_algorithm(base)
+    parallel = replace(base.trainer.parallel, tp=2, etp=2)
+    with pytest.raises(ConfigError, match=r"trainer.parallel.tp .*critic"):
         check_algorithm(replace(base, trainer=replace(base.trainer, parallel=parallel)))
