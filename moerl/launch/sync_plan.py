@@ -66,7 +66,12 @@ def _policy(config: Config) -> WirePolicy:
 def _model_config(config: Config) -> dict[str, Any]:
     name = config.model.path
     if not name:
-        raise ConfigError("model.path", name, "moerl plan needs a folder with a config.json")
+        raise ConfigError(
+            "model.path",
+            name,
+            "moerl plan needs a folder with a config.json; a run of a tiny model keeps one in "
+            "runs/NAME/model",
+        )
     path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -230,23 +230,34 @@ def unpack(got: Arrays, writes: Arrays, staging: bytearray, piece: Piece) -> Non
 
 
 # --- exactness ------------------------------------------------------------------------------------
+def arrives(seed: int) -> None:
+    """One layout: each engine byte once, both ends agree, counts agree with the plans."""
+    case = draw(seed)
+    senders, receivers = plans(case)
+    check(case, senders, receivers, random.Random(seed).shuffle)
+    sent = {(r.src, r.dst): r for plan in senders for r in plan.regions}
+    received = {(r.src, r.dst): r for plan in receivers for r in plan.regions}
+    assert sent == received, "sender and receiver derived different regions"
+    assert len({plan.plan_id for plan in (*senders, *receivers)}) == 1
+    counted = tally(*inputs(case), case.policy)
+    assert counted.sent_bytes == tuple(plan.num_bytes for plan in senders)
+    assert counted.received_bytes == tuple(plan.num_bytes for plan in receivers)
+    for plan in receivers:
+        assert all(start % ALIGN == 0 for start in plan.starts)
+        assert plan.staging_bytes < plan.num_bytes + ALIGN * len(plan.regions)
+
+
 @pytest.mark.parametrize("part", range(10))
 def test_random_layouts_equal_the_tile_free_loader(part: int) -> None:
-    """500 layouts: each engine byte once, both ends agree, counts agree with the plans."""
     for seed in range(part, NUM_LAYOUTS, 10):
-        case = draw(seed)
-        senders, receivers = plans(case)
-        check(case, senders, receivers, random.Random(seed).shuffle)
-        sent = {(r.src, r.dst): r for plan in senders for r in plan.regions}
-        received = {(r.src, r.dst): r for plan in receivers for r in plan.regions}
-        assert sent == received, "sender and receiver derived different regions"
-        assert len({plan.plan_id for plan in (*senders, *receivers)}) == 1
-        counted = tally(*inputs(case), case.policy)
-        assert counted.sent_bytes == tuple(plan.num_bytes for plan in senders)
-        assert counted.received_bytes == tuple(plan.num_bytes for plan in receivers)
-        for plan in receivers:
-            assert all(start % ALIGN == 0 for start in plan.starts)
-            assert plan.staging_bytes < plan.num_bytes + ALIGN * len(plan.regions)
+        arrives(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(10))
+def test_many_more_layouts(part: int) -> None:
+    for seed in range(NUM_LAYOUTS + part, 10 * NUM_LAYOUTS, 10):
+        arrives(seed)
 
 
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
