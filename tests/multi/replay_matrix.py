@@ -34,14 +34,14 @@ from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
 from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
-from moerl.trainer import forward, parallel  # noqa: E402
+from moerl.trainer import checkpoint, forward, parallel  # noqa: E402
 from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.model import Model, build, equal_shapes, layout_of  # noqa: E402
 from moerl.trainer.parallel import Parallel  # noqa: E402
 from moerl.trainer.replay import Mode  # noqa: E402
 from moerl.trainer.step import Learner  # noqa: E402
-from moerl.types import BatchPlan  # noqa: E402
+from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 
 Rows = dict[int, torch.Tensor]
 
@@ -95,8 +95,24 @@ def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
     found["gradients"] = gather_gradients(learner)
     if case.get("controls"):
         found["controls"] = control_logprobs(learner, plan)
+    if case.get("resume"):
+        found["resumed"] = resumed(work, case, learner, plan)
     if ranks.is_first:
         torch.save(found, work / f"{case['name']}.pt")
+
+
+def resumed(
+    work: Path, case: dict[str, Any], learner: Learner, plan: BatchPlan
+) -> dict[str, tuple[float, float]]:
+    """(uninterrupted, resumed) of the second step, after a checkpoint of the first."""
+    ranks, folder = learner.parallel, work / f"checkpoint.{case['name']}"
+    learner.step(plan)
+    progress = checkpoint.Progress(version=PolicyVersion(0, 1), consumed=(0, 1), metrics_rows=1)
+    path = checkpoint.save(folder, learner, progress, ranks, keep=1)
+    again, _ = make_learner(work, case | {"name": f"{case['name']}.again"}, ranks)
+    assert checkpoint.load(path, again, ranks) == progress
+    want, got = learner.step(plan), again.step(plan)
+    return {name: (want[name], got[name]) for name in ("loss/total", "loss/grad_norm")}
 
 
 def make_learner(work: Path, case: dict[str, Any], ranks: Parallel) -> tuple[Learner, Records]:

@@ -113,6 +113,9 @@ WHOLE = [
     for model in ("qwen", "deepseek")
     for packing in (False, True)
 ]
+RESUMED = ("pp2-qwen-padded-none-alltoall", "pp2-vpp2-qwen-padded-none-alltoall")
+for _case in WHOLE:
+    _case["resume"] = _case["name"] in RESUMED
 
 
 def run(work: Path, cases: list[Case], free_port: Callable[[], int]) -> dict[str, Found]:
@@ -268,3 +271,10 @@ def test_gradient_reaches_routers_and_replayed_experts_only(cover: dict[str, Fou
 def test_the_whole_matrix(name: str, whole: dict[str, Found]) -> None:
     (chosen,) = (c for c in WHOLE if c["name"] == name)
     compare(whole[name], whole[chosen["model"]], chosen["recompute"] != "none")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_over_stages_resumes_exactly(name: str, whole: dict[str, Found]) -> None:
+    for what, (uninterrupted, resumed) in whole[name]["resumed"].items():
+        assert uninterrupted == resumed, what

@@ -79,3 +79,83 @@ def _compare(packed: Microbatch, store: BlobStore) -> None:
     for at, token in enumerate(packed.sampled.tolist()):
         begin, end = packed.mask_offsets[at : at + 2].tolist()
         assert packed.mask_ids[begin:end].tolist().count(token) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_ranks_of_a_sequence_hold_every_token_once(
+    shape: list[tuple[int, int, tuple[int, ...]]], cp_size: int, tp_size: int, packed: bool
+) -> None:
+    """Context-parallel ranks and slices: every token, route, sampled token and kept set once."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = BlobStore(Path(folder), "n")
+        rollouts = sealed(store, shape)
+        plan = plan_batch(
+            9, V9, [group(0, rollouts, [0.0] * len(rollouts))],
+            dp_size=1, max_tokens_per_microbatch=10**6,
+        )  # fmt: skip
+        seen = {r.rollout_id: np.zeros(r.num_tokens - 1, int) for r in rollouts}
+        scored: list[int] = []
+        rows_read = bytes_read = 0
+        shapes_seen = set()
+        for rank in range(cp_size):
+            grid = Grid(packed, rank, cp_size, tp_size)
+            mine = pack_microbatch(plan, 0, 0, store, grid=grid)
+            shapes_seen.add(mine.tokens.shape)
+            slots = mine.tokens.shape[1]
+            assert slots % tp_size == 0
+            for begin in range(0, slots, slots // tp_size):
+                span = (begin, begin + slots // tp_size)
+                _compare_slice(mine, span, store, seen)
+            whole_rows = mine.read.routing_rows
+            assert mine.num_fed == mine.num_fed_in((0, slots))
+            rows_read += whole_rows
+            bytes_read += mine.read.routing
+            scored += mine.held.tolist()
+            _compare_masks(mine, store)
+        assert all((counts == 1).all() for counts in seen.values())
+        assert sorted(scored) == list(range(sum(r.num_sampled for r in rollouts)))
+        fed = sum(r.num_tokens - 1 for r in rollouts)
+        assert (rows_read, bytes_read) == (fed * len(LAYERS), fed * len(LAYERS) * TOP_K)
+        assert len(shapes_seen) == 1, "ranks of a group agree on the shape"
+
+
+def _compare_slice(
+    mine: Microbatch, span: tuple[int, int], store: BlobStore, seen: dict[str, np.ndarray]
+) -> None:
+    """What one tensor-parallel slice holds, found slot by slot from positions and cu_seqlens."""
+    batch = len(mine.tokens)
+    routes = {
+        layer: ids.view(span[1] - span[0], batch, TOP_K)
+        for layer, ids in mine.routes(LAYERS, span).items()
+    }
+    for run in mine.runs:
+        for offset in range(run.num):
+            slot, position = run.slot + offset, run.begin + offset
+            if not span[0] <= slot < span[1] or run.rollout >= len(mine.rollouts):
+                continue
+            rollout = mine.rollouts[run.rollout]
+            assert mine.positions[run.row, slot] == position
+            if position >= rollout.num_tokens - 1:
+                assert routes[LAYERS[0]][slot - span[0], run.row].tolist() == list(range(TOP_K))
+                continue
+            assert mine.tokens[run.row, slot] == rollout.token_ids[position]
+            assert mine.labels[run.row, slot] == rollout.token_ids[position + 1]
+            seen[rollout.rollout_id][position] += 1
+            for idx, layer in enumerate(LAYERS):
+                want = np.concatenate([store.load(part.ids)[idx] for part in rollout.routing])
+                assert routes[layer][slot - span[0], run.row].tolist() == want[position].tolist()
+
+
+def _compare_masks(mine: Microbatch, store: BlobStore) -> None:
+    kept = [
+        ids
+        for rollout in mine.rollouts
+        for blob in rollout.sampling_mask
+        for ids in np.split(store.load(blob.ids), store.load(blob.offsets)[1:-1])
+    ]
+    labels = mine.labels.view(-1)
+    for at, token in enumerate(mine.held.tolist()):
+        begin, end = mine.mask_offsets[at : at + 2].tolist()
+        assert mine.mask_ids[begin:end].tolist() == kept[token].tolist()
+        assert labels[mine.sampled_rows[at]] == mine.sampled[token]
