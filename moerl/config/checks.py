@@ -36,7 +36,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # Published modes that are not choices here, and why: (field, value) -> one clause.
 _REFUSED: dict[tuple[str, Any], str] = {
     ("replay.routing", "R2"): "R2 replays the trainer's own routes of the weights a step starts "
-    "from, which with one optimizer step per batch are the live ones; use R3 (engine routes) or off",
+    "from: with one optimizer step per batch the live ones; use R3 (engine routes) or off",
     ("replay.rows", "latest"): "rows of the last prefill fit only the newest segment of a resumed "
     "rollout (docs/decisions.md, 10); use sampled",
     ("rollout.in_flight_mode", "retract"): "retraction overwrites the routing rows of tokens that "

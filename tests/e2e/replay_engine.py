@@ -69,7 +69,7 @@ class World:
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
-        self.folders = save_versions(self.root)
+        self.folders = save_versions(self.root, rounded=self.config.dtype == "bfloat16")
         self.store = BlobStore(self.root / "blobs", "node0")
         run = RunDir(self.root / "run")
         run.create()
@@ -143,6 +143,9 @@ class World:
                 [start(f"{attempt}.{n}", tokens(n, seed=n), sampling) for n in range(5, 125, 10)]
             )
 
+    async def long_prompts(self) -> None:
+        await self.complete([start(f"long.{n}", tokens(150, seed=n), TRUNCATED) for n in range(24)])
+
     def turn(self, kind: str, first: str, *, known: bool = True) -> PartialRollout:
         """The next turn after rollout `first`: its tokens, twelve new ones, and its own rows."""
         before = self.rollouts[first]
@@ -205,10 +208,16 @@ class World:
         return self.log.read_text().count("Prefill batch")
 
 
-def save_versions(root: Path) -> dict[PolicyVersion, Path]:
-    """A random model, and two that differ from it by a little noise."""
+def save_versions(root: Path, *, rounded: bool = False) -> dict[PolicyVersion, Path]:
+    """A random model, and two that differ from it by a little noise.
+
+    rounded: weights that bf16 holds exactly, so that an engine in bf16 serves these very numbers.
+    """
     folders = {A: tiny.save(root / "A", 0)}
     weights = load_file(folders[A] / "model.safetensors")
+    if rounded:
+        weights = {name: tensor.bfloat16().float() for name, tensor in weights.items()}
+        save_file(weights, folders[A] / "model.safetensors", metadata={"format": "pt"})
     generator = torch.Generator().manual_seed(1)
     for version in (B, C):
         folder = root / f"V{version.step}"

@@ -24,6 +24,8 @@ from tests.e2e.replay_engine import CHUNK, A, B, C, Scoring, World, refused
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 MAX_GAP, MEAN_GAP = 5e-5, 5e-6  # nats, fp32
+# Nats, an engine in bf16 and a trainer in fp32: 0.075 seen, 0.42 with live prompt rows.
+BF16_MAX = 0.15
 
 
 @pytest.fixture(
@@ -238,3 +240,32 @@ def test_other_schedules(kind: str, tmp_path: Path) -> None:
     assert np.abs(all_gaps(scoring, "all", "both_shifted")).max() > 1e-2
     retracted = "#retracted_reqs" in world.log.read_text()
     assert retracted == (kind == "pressure"), "control: memory ran out where it should"
+
+
+@pytest.mark.full
+def test_prompt_rows_of_an_engine_that_routes_otherwise(tmp_path: Path) -> None:
+    """An engine in bf16 against a trainer in fp32 with the very same weights.
+
+    Their live routers differ, so a record without its prompt rows must fail the gate that the
+    whole record passes.  (Between fp32 and fp32 live prompt rows equal the record: no gate can
+    tell them apart, and nothing is wrong.)
+    """
+    config = EngineConfig(
+        dtype="bfloat16", args={"chunked_prefill_size": CHUNK}, max_total_tokens=16384
+    )
+    world = World(tmp_path, config)
+    try:
+        world.run(world.host.start(A), 240.0)
+        world.run(world.long_prompts(), 240.0)
+    finally:
+        world.run(world.host.stop())
+    world.loop.close()
+    scoring = Scoring(world, tmp_path)
+    scoring.add("all", list(world.rollouts.values()), A, ["both", "both_prompt_live", "mask"])
+    scoring.run()
+    gap = {v: np.abs(all_gaps(scoring, "all", v)) for v in ("both", "both_prompt_live", "mask")}
+    for name, d in gap.items():
+        print(name, f"mean |d| {d.mean():.1e}, p99 {np.quantile(d, 0.99):.1e}, max {d.max():.1e}")
+    assert gap["both"].max() <= BF16_MAX
+    assert gap["both_prompt_live"].max() > BF16_MAX
+    assert gap["mask"].max() > BF16_MAX

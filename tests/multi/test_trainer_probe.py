@@ -25,7 +25,7 @@ def test_the_probe_tells_right_records_from_wrong_ones(tmp_path: Path) -> None:
     every = ["alert/replay_exact", "alert/replay_routes", "alert/replay_worth"]
     for wrong in ("shifted", "random"):
         assert alerts(found[wrong]) == every
-        assert found[wrong]["probe/live_agree_same_input_frac"] < 0.4
+        assert found[wrong]["probe/live_agree_same_input_frac"] < 0.3
     # At lag 3 there is nothing to compare exactly; the other two questions are still answered.
     stale = found["stale"]
     assert "alert/replay_exact" not in stale

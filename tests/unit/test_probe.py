@@ -31,6 +31,11 @@ def test_records_that_agree_raise_nothing_at_any_lag() -> None:
     assert raised(exact=sums(1e-5), replayed=sums(1e-5), live=sums(2e-2), routes=GOOD) == []
     stale = sums(0.2)  # older weights: both are off, the record no worse than the live router
     assert raised(replayed=stale, live=stale, routes=GOOD) == []
+    aged = RouteAgreement(pairs=1000, agree=500, clean=600, roots=300)
+    assert raised(replayed=stale, live=stale, routes=aged) == []
+    fresh = sums(1e-6)
+    routes = ["alert/replay_routes"]  # nothing excuses it where all weights are those of the step
+    assert raised(exact=fresh, replayed=fresh, live=fresh, routes=aged) == routes
 
 
 def test_each_question_has_its_alert() -> None:
