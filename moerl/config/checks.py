@@ -173,6 +173,13 @@ def check_divides(parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any
             hf.get("moe_intermediate_size"),
         ),
         ("engine.tp", engine_tp, "num_attention_heads", hf.get("num_attention_heads")),
+        ("trainer.parallel.pp", parallel.pp, "num_hidden_layers", hf.get("num_hidden_layers")),
+        (
+            "trainer.parallel.vpp",
+            parallel.pp * parallel.vpp,
+            "num_hidden_layers (with pp)",
+            hf.get("num_hidden_layers"),
+        ),
     ]
     for name, ranks, what, size in sizes:
         if size and int(size) % ranks:

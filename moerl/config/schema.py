@@ -143,7 +143,7 @@ class TrainerConfig:
     platform: str = "auto"  # auto | cpu | cuda
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: int = 8192  # padded tokens of one microbatch on one rank
+    max_tokens_per_microbatch: int = 8192  # of one data-parallel rank, padding counted
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
     dispatcher: str = "alltoall"  # alltoall | allgather
     cpu_threads: int = 1

@@ -1,7 +1,7 @@
 """Who trains which turn in which microbatch: one plan per optimizer step, made by the controller.
 
-Rows are right-padded, so a microbatch costs rows x its longest row.  Turns sorted by length are cut
-into consecutive bins: neighbours have like lengths, which keeps padding small.  There are as many
+Right-padded, a microbatch costs rows x its longest row; packed, the sum of its rows.  Turns sorted
+by length are cut into consecutive bins: neighbours have like lengths, which keeps padding small.  There are as many
 bins as data-parallel ranks x microbatches; the largest bin is made as small as it can be, and bins
 of one microbatch have like cost, because ranks of an expert-parallel exchange wait for each other.
 Rejected: best-fit by token count (it ignores padding, which dominates with padded rows).
@@ -24,11 +24,13 @@ def plan_batch(
     *,
     dp_size: int,
     max_tokens_per_microbatch: int,
+    packed: bool = False,
 ) -> BatchPlan:
     """Place every turn of every group exactly once.  Deterministic.
 
-    max_tokens_per_microbatch bounds rows x longest row of one rank; a turn that is longer by
-    itself gets a microbatch of its own.  A rank may be left without rows in a microbatch.
+    max_tokens_per_microbatch bounds rows x longest row of one rank, packed: their sum; a turn that
+    is longer by itself gets a microbatch of its own.  A rank may be left without rows in a
+    microbatch.
     """
     items = [
         (turn.rollout.num_tokens - 1, (group_idx, episode_idx, turn_idx))
@@ -38,9 +40,9 @@ def plan_batch(
     ]
     assert items, f"step {step} has no turn to train"
     items.sort(key=lambda item: (-item[0], item[1]))
-    num_microbatches = -(-len(_cut(items, max_tokens_per_microbatch)) // dp_size)
-    bins = _smallest(items, num_microbatches * dp_size, max_tokens_per_microbatch)
-    bins.sort(key=lambda rows: (-_cost(rows), rows[0][1]))
+    num_microbatches = -(-len(_cut(items, max_tokens_per_microbatch, packed)) // dp_size)
+    bins = _smallest(items, num_microbatches * dp_size, max_tokens_per_microbatch, packed)
+    bins.sort(key=lambda rows: (-_cost(rows, packed), rows[0][1]))
     rows = []
     for bin_idx, members in enumerate(bins):
         microbatch, rank = divmod(bin_idx, dp_size)
@@ -51,28 +53,32 @@ def plan_batch(
     return BatchPlan(step, version, tuple(groups), tuple(rows), num_microbatches)
 
 
-def _cost(rows: Sequence[_Item]) -> int:
-    return len(rows) * rows[0][0]
+def _cost(rows: Sequence[_Item], packed: bool) -> int:
+    return sum(num for num, _ in rows) if packed else len(rows) * rows[0][0]
 
 
-def _cut(items: Sequence[_Item], cap: int) -> list[list[_Item]]:
+def _cut(items: Sequence[_Item], cap: int, packed: bool) -> list[list[_Item]]:
     """Fewest consecutive bins of cost <= cap, a single item may exceed it; items fall in length."""
     bins: list[list[_Item]] = []
+    room = 0  # of a packed bin
     for item in items:
-        if bins and bins[-1][0][0] * (len(bins[-1]) + 1) <= cap:
+        fits = item[0] <= room if packed else bins and bins[-1][0][0] * (len(bins[-1]) + 1) <= cap
+        if bins and fits:
             bins[-1].append(item)
+            room -= item[0]
         else:
             bins.append([item])
+            room = cap - item[0]
     return bins
 
 
-def _smallest(items: Sequence[_Item], num_bins: int, cap: int) -> list[list[_Item]]:
+def _smallest(items: Sequence[_Item], num_bins: int, cap: int, packed: bool) -> list[list[_Item]]:
     """At most num_bins bins with the smallest possible cap; `cap` is known to suffice."""
     low = 1
     while low < cap:
         middle = (low + cap) // 2
-        if len(_cut(items, middle)) <= num_bins:
+        if len(_cut(items, middle, packed)) <= num_bins:
             cap = middle
         else:
             low = middle + 1
-    return _cut(items, cap)
+    return _cut(items, cap, packed)

@@ -555,6 +555,7 @@ class Controller:
             groups,
             dp_size=self._dp_size,
             max_tokens_per_microbatch=self.config.trainer.max_tokens_per_microbatch,
+            packed=self.config.trainer.packing,
         )
         self._planned[message.step] = groups
         self._notify()

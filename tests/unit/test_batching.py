@@ -59,18 +59,24 @@ def costs(plan: BatchPlan) -> dict[tuple[int, int], list[int]]:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("budget", [1, 64, 300, 10**9])
-def test_every_turn_once_within_budget_and_deterministic(dp_size: int, budget: int) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_turn_once_within_budget_and_deterministic(
+    dp_size: int, budget: int, packed: bool
+) -> None:
     rng = np.random.default_rng(dp_size * 1000 + budget % 997)
     shape = [
         [[int(n) for n in rng.integers(2, 90, rng.integers(1, 3))] for _ in range(4)]
         for _ in range(5)
     ]
-    plan = plan_batch(7, V0, groups(shape), dp_size=dp_size, max_tokens_per_microbatch=budget)
+    plan = plan_batch(
+        7, V0, groups(shape), dp_size=dp_size, max_tokens_per_microbatch=budget, packed=packed
+    )
     want = {(g, e, t) for g in range(5) for e in range(4) for t in range(len(shape[g][e]))}
     got = [(row.group, row.episode, row.turn) for row in plan.rows]
     assert (len(got), set(got)) == (len(want), want)
     for lengths in costs(plan).values():
-        assert len(lengths) == 1 or len(lengths) * max(lengths) <= budget
+        cost = sum(lengths) if packed else len(lengths) * max(lengths)
+        assert len(lengths) == 1 or cost <= budget
     places = [(row.microbatch, row.dp_rank, row.row) for row in plan.rows]
     assert len(set(places)) == len(places)
     assert {row.microbatch for row in plan.rows} == set(range(plan.num_microbatches))
@@ -78,7 +84,9 @@ def test_every_turn_once_within_budget_and_deterministic(dp_size: int, budget: i
     for cell, lengths in costs(plan).items():
         rows = sorted(p[2] for p in places if p[:2] == cell)
         assert rows == list(range(len(lengths)))
-    again = plan_batch(7, V0, groups(shape), dp_size=dp_size, max_tokens_per_microbatch=budget)
+    again = plan_batch(
+        7, V0, groups(shape), dp_size=dp_size, max_tokens_per_microbatch=budget, packed=packed
+    )
     assert again.rows == plan.rows
 
 
@@ -118,3 +126,14 @@ def test_a_long_turn_gets_a_microbatch_of_its_own() -> None:
 def test_fewer_turns_than_ranks_leaves_ranks_empty() -> None:
     plan = plan_batch(0, V0, groups([[[5]]]), dp_size=4, max_tokens_per_microbatch=20)
     assert (len(plan.rows), plan.num_microbatches) == (1, 1)
+
+
+def test_packing_needs_no_more_microbatches_than_padding() -> None:
+    lengths = [[[n] for n in (3, 90, 40, 61, 5, 77, 12, 33)]]
+    counts = [
+        plan_batch(
+            0, V0, groups(lengths), dp_size=1, max_tokens_per_microbatch=100, packed=packed
+        ).num_microbatches
+        for packed in (False, True)
+    ]
+    assert counts[1] < counts[0]

@@ -71,6 +71,13 @@ def test_ranks_must_divide_the_model() -> None:
         check_divides(ParallelConfig(), 3, hf)
 
 
+def test_stages_must_divide_the_layers() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.pp = 3 .* num_hidden_layers, 8"):
+        check_divides(ParallelConfig(pp=3), 1, {"num_hidden_layers": 8})
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.vpp = 6 "):
+        check_divides(ParallelConfig(pp=2, vpp=3), 1, {"num_hidden_layers": 8})
+
+
 def test_every_check_names_a_field_that_exists() -> None:
     for name in (*_CHOICES, *_AT_LEAST, *_POSITIVE):
         get(Config(), name)
