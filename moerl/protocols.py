@@ -117,6 +117,8 @@ class PrepareUpdate:
     policy: dict[str, int | str]  # fields of `moerl.layout.transfer.WirePolicy`
     flavor: str  # layer spec of the trainer's model: local | te
     timeout_s: float
+    folder: str = ""  # of the transport disk
+    delta: bool = False  # the staging buffer also takes deltas: a region's stand behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,15 @@ class VerifyUpdate:
     """All bytes are sent: compare them in staging.  Reply: UpdateVerified, also when they differ.
 
     digests: per engine rank, 8 bytes per bucket, little endian, buckets in the order of its
-    receiver plan.
+    receiver plan.  deltas: per engine rank and bucket, bytes of the delta that was sent in its
+    place, 0 = it was sent in full; empty = all were.
     """
 
     engine: int
     version: PolicyVersion
     digests: tuple[bytes, ...]
     timeout_s: float
+    deltas: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,14 @@ def check(config: Config) -> None:
     _check_sampling(config)
     _check_parallel(config.trainer.parallel)
     _check_replay(config)
+    if config.sync.transport == "disk" and not config.sync.folder:
+        raise ConfigError("sync.folder", "", "disk needs a folder that trainer and engines share")
+    if config.sync.delta and config.sync.transport == "broadcast":
+        raise ConfigError(
+            "sync.delta",
+            True,
+            "SGLang's own update takes whole tensors: use another sync.transport",
+        )
     _check_task(config)
     check_algorithm(config)
 

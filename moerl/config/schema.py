@@ -198,6 +198,8 @@ class SyncConfig:
     bucket_bytes: int = 16 * 2**20
     every: int = 1  # optimizer steps between publishes
     timeout_s: float = 120.0  # longest phase of a publish; a slower engine is left behind
+    folder: str = ""  # disk: mounted by trainer and engines under this same path
+    delta: bool = False  # send only changed words, compressed; for links slower than the CPU packs
     quorum: int = 1  # engines that must take a version; max_restarts misses in a row are forgiven
 
 

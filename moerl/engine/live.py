@@ -110,8 +110,8 @@ def _open(manager: Any, rank: int) -> Receiver:
     )
 
 
-def _transports(address: str) -> Callable[[str], Transport]:
-    return lambda name: make(name, address=address)
+def _transports(address: str) -> Callable[[str, str], Transport]:
+    return lambda name, folder: make(name, address=address, folder=folder)
 
 
 def _refusing(cause: str) -> Callable[[Message], Message]:

@@ -25,7 +25,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -38,7 +38,14 @@ from moerl.errors import EngineError, LayoutError, MoerlError
 from moerl.layout import ModelSpec, ParallelLayout, at, num_elements
 from moerl.layout.digest import digest, seeds, split
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import Piece, ReceiverPlan, WirePolicy, plan_receiver
+from moerl.layout.transfer import (
+    ALIGN,
+    Piece,
+    ReceiverPlan,
+    WirePolicy,
+    delta_start,
+    plan_receiver,
+)
 from moerl.protocols import (
     AbortUpdate,
     Message,
@@ -52,6 +59,7 @@ from moerl.protocols import (
     encode,
 )
 from moerl.transport.base import Staging, Transport
+from moerl.transport.delta import DeltaError, apply
 from moerl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -60,7 +68,7 @@ COMMIT = "moerl_commit"  # load_format of the request that commits
 UNCHANGED = "nothing was changed"  # how its refusal begins
 SCRATCH = "moerl-engine-"  # prefix of the private folder that the host makes for one server
 
-MakeTransport = Callable[[str], Transport]
+MakeTransport = Callable[[str, str], Transport]  # name, folder of the transport disk
 
 
 class LiveModel(Protocol):
@@ -94,6 +102,10 @@ class _Session:
     verified: bool = False
     claimed: bool = False
     total: int = 0  # digest of the rank's staged bytes
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return _starts(self.plan, self.message)
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +152,8 @@ class Receiver:
             staging = self._staging(message, plan)
             self._session = _Session(message, plan, staging, seeds_)
         starts = {
-            region.src: start for region, start in zip(plan.regions, plan.starts, strict=True)
+            region.src: start
+            for region, start in zip(plan.regions, _starts(plan, message), strict=True)
         }
         return UpdatePrepared((staging.endpoint,), (starts,), seat.layout, self.held)
 
@@ -148,10 +161,11 @@ class Receiver:
         deadline = time.monotonic() + message.timeout_s
         session = self._opened(message.version)
         session.staging.fetch(deadline)
+        self._apply_deltas(session, message.deltas[self.seat.rank] if message.deltas else ())
         wanted = iter(split(message.digests[self.seat.rank]))
         failed, total, number = [], 0, 0
         for region, start, seeds_ in zip(
-            session.plan.regions, session.plan.starts, session.seeds, strict=True
+            session.plan.regions, session.starts, session.seeds, strict=True
         ):
             for bucket in region.buckets:
                 begin = start + bucket.offset
@@ -254,13 +268,41 @@ class Receiver:
             same = (
                 kept.plan is plan
                 and kept.message.transport == message.transport
+                and kept.message.folder == message.folder
+                and kept.message.delta == message.delta
                 and kept.message.version.incarnation == message.version.incarnation
             )
             if same:
                 return kept.staging
             kept.staging.close()
             self._copies = None
-        return self.transports(message.transport).open(plan.staging_bytes)
+        num_bytes = plan.staging_bytes
+        return self.transports(message.transport, message.folder).open(
+            2 * num_bytes + ALIGN if message.delta else num_bytes
+        )
+
+    def _apply_deltas(self, session: _Session, sizes: Sequence[int]) -> None:
+        """Bring buckets of the version held to the session's; 0 = the bucket was sent in full.
+
+        A delta that does not fit leaves its bucket as it is, and so its digest fails.
+        """
+        places = [
+            (region, start, bucket)
+            for region, start in zip(session.plan.regions, session.starts, strict=True)
+            for bucket in region.buckets
+        ]
+        if any(sizes) and (len(sizes) != len(places) or not session.message.delta):
+            raise EngineError(f"{len(sizes)} sizes of deltas for {len(places)} buckets")
+        buffer = session.staging.buffer
+        for size, (region, start, bucket) in zip(sizes, places, strict=False):
+            if size:
+                begin = start + bucket.offset
+                behind = begin + delta_start(region)
+                packed = buffer[behind : behind + min(size, bucket.num_bytes)].numpy().tobytes()
+                try:
+                    apply(packed, buffer[begin : begin + bucket.num_bytes], holds=self.held)
+                except DeltaError as error:
+                    log.warning("rank %d, a delta is refused: %s", self.seat.rank, error)
 
     def _opened(self, version: PolicyVersion) -> _Session:
         with self._lock:
@@ -315,6 +357,11 @@ def _check_piece(piece: Piece, target: Tensor) -> None:
         raise LayoutError(f"{piece.dst_name} is {target.dtype} live, {piece.dtype} on the wire")
 
 
+def _starts(plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
+    """Of the regions in the staging buffer."""
+    return tuple(start * (2 if message.delta else 1) for start in plan.starts)
+
+
 def _around(hooks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(hooks that make the live weights writable, hooks that run on the written weights)."""
     before = tuple(hook for hook in hooks if hook.startswith("restore_"))
@@ -330,7 +377,7 @@ class _Copies:
         self._pointers = _pointers(tensors)
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
-        for region, start in zip(session.plan.regions, session.plan.starts, strict=True):
+        for region, start in zip(session.plan.regions, session.starts, strict=True):
             for piece in region.pieces:
                 begin = start + piece.offset
                 data = session.staging.buffer[begin : begin + piece.num_bytes]

@@ -106,6 +106,14 @@ class Region:
     num_bytes: int
 
 
+def delta_start(region: Region) -> int:
+    """Where deltas of a region stand, counted from its start, in a segment that takes deltas.
+
+    Such a segment has twice the bytes and its regions start at twice their `starts`.
+    """
+    return -(-region.num_bytes // ALIGN) * ALIGN
+
+
 @dataclass(frozen=True, slots=True)
 class SenderPlan:
     """Of trainer rank `rank`, towards one engine.  Ranks that get nothing have no region."""

@@ -7,6 +7,10 @@ that one is packed while the other is on its way.
 
 Views of sources and destinations are made once per staging buffer: for thousands of small tensors
 that costs more than the copies.
+
+With deltas a lane remembers what it sent last through it.  A staging buffer that failed is never
+used again, so a lane that lives on knows that the engine committed exactly those bytes; a delta
+says which version it is for all the same, and the engine checks both version and digest.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from torch import Tensor
 from moerl.errors import EngineError
 from moerl.layout import at
 from moerl.layout.digest import digest, seeds
-from moerl.layout.transfer import Bucket, Piece, Region, SenderPlan
+from moerl.layout.transfer import Bucket, Piece, Region, SenderPlan, delta_start
 from moerl.sync.quantize import quantize_blocks
 from moerl.transport.base import Link, Transport
+from moerl.transport.delta import encode
 from moerl.types import PolicyVersion
 
 
@@ -60,16 +65,24 @@ class Moved:
 
     digests: bytes
     total: int
+    num_bytes: int  # sent by this call
+    deltas: tuple[int, ...]  # per bucket: bytes of the delta sent in its place, 0 = sent in full
 
 
 class _Lane:
     """One region on its way to one staging buffer."""
 
-    def __init__(self, region: Region, start: int, link: Link, shard: FrozenShard) -> None:
+    def __init__(
+        self, region: Region, start: int, link: Link, shard: FrozenShard, *, delta: bool
+    ) -> None:
         self.region, self.start, self.link = region, start, link
+        self._memory = _Memory(region, shard) if delta else None
         self._seeds = seeds(region)
         sizes = [bucket.num_bytes for bucket in region.buckets]
-        mapped = [link.view(start + bucket.offset, bucket.num_bytes) for bucket in region.buckets]
+        mapped = [
+            None if delta else link.view(start + bucket.offset, bucket.num_bytes)
+            for bucket in region.buckets
+        ]
         self._is_mapped = all(view is not None for view in mapped)
         largest = max(sizes, default=0)
         pair = [torch.empty(0 if self._is_mapped else largest, dtype=torch.uint8) for _ in "ab"]
@@ -83,10 +96,12 @@ class _Lane:
         ]
         self._digests = [b""] * len(sizes)
         self._totals = [0] * len(sizes)
+        self._deltas = [0] * len(sizes)
 
     @torch.no_grad()
-    def send(self, numbers: Iterable[int], deadline: float) -> Moved:
-        """Pack and send these buckets.  Raises TransportError."""
+    def send(self, numbers: Iterable[int], deadline: float, *, again: bool = False) -> Moved:
+        """Pack and send these buckets; `again`: in full.  Raises TransportError."""
+        num_bytes = 0
         for number in numbers:
             bucket, target = self.region.buckets[number], self._targets[number]
             views = self._views[number]
@@ -96,11 +111,53 @@ class _Lane:
                 blocks.copy_(quantize_blocks(source)[is_scale].view(-1))
             found = digest(self.region, self._seeds, bucket, target.numpy().data)
             self._digests[number], self._totals[number] = found.bucket, found.total
+            packed = self._memory.delta(number, target) if self._memory and not again else None
+            self._deltas[number] = 0 if packed is None else packed.numel()
             self.link.flush(deadline)  # mapped: is the receiver alive; else: the buffer before
-            if not self._is_mapped:
+            if packed is not None:
+                behind = self.start + delta_start(self.region)
+                self.link.put(behind + bucket.offset, packed, deadline)
+            elif not self._is_mapped:
                 self.link.put(self.start + bucket.offset, target, deadline)
+            num_bytes += self._deltas[number] or bucket.num_bytes
         self.link.flush(deadline)
-        return Moved(b"".join(self._digests), sum(self._totals) % 2**64)
+        if self._memory is not None:
+            self._memory.sent()
+        total = sum(self._totals) % 2**64
+        return Moved(b"".join(self._digests), total, num_bytes, tuple(self._deltas))
+
+
+class _Memory:
+    """The wire bytes of the version sent last, by bucket, and deltas against them."""
+
+    def __init__(self, region: Region, shard: FrozenShard) -> None:
+        self._shard = shard
+        self._version: PolicyVersion | None = None
+        self._buckets: dict[int, Tensor] = {}
+        self._word_bytes = [
+            min(getattr(torch, piece.dtype).itemsize for piece in region.pieces[b.first : b.stop])
+            for b in region.buckets
+        ]
+
+    def delta(self, number: int, new: Tensor) -> Tensor | None:
+        """What turns the bucket sent last into `new`; None when that is not smaller."""
+        if self._version is None or self._shard.version is None:
+            self._buckets[number] = new.clone()
+            return None
+        packed = encode(
+            self._buckets[number],
+            new,
+            word_bytes=self._word_bytes[number],
+            base=self._version,
+            version=self._shard.version,
+        )
+        self._buckets[number].copy_(new)
+        if len(packed) >= new.numel():
+            return None
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def sent(self) -> None:
+        self._version = self._shard.version
 
 
 class _Views(NamedTuple):
@@ -128,8 +185,11 @@ def _views(pieces: Sequence[Piece], bucket: Bucket, target: Tensor, shard: Froze
 class Courier:
     """Moves a rank's regions to one engine; used by one thread."""
 
-    def __init__(self, plan: SenderPlan, shard: FrozenShard, transport: Transport) -> None:
+    def __init__(
+        self, plan: SenderPlan, shard: FrozenShard, transport: Transport, *, delta: bool = False
+    ) -> None:
         self.plan, self._shard, self._transport = plan, shard, transport
+        self._delta = delta
         self._lanes: dict[int, tuple[Berth, _Lane]] = {}
 
     def send(self, berths: Mapping[int, Berth], deadline: float) -> dict[int, Moved]:
@@ -145,7 +205,10 @@ class Courier:
         """Some buckets of the regions sent last, by engine rank."""
         if not buckets.keys() <= self._lanes.keys():
             raise EngineError(f"no bucket was sent to the engine ranks {sorted(buckets)}")
-        return {dst: self._lanes[dst][1].send(some, deadline) for dst, some in buckets.items()}
+        return {
+            dst: self._lanes[dst][1].send(some, deadline, again=True)
+            for dst, some in buckets.items()
+        }
 
     def drop(self) -> None:
         """Forget all links: the staging buffers behind them are not used again."""
@@ -159,6 +222,6 @@ class Courier:
             if known is not None:
                 known[1].link.close()
             link = self._transport.connect(berth.endpoint, deadline)
-            known = berth, _Lane(region, berth.start, link, self._shard)
+            known = berth, _Lane(region, berth.start, link, self._shard, delta=self._delta)
             self._lanes[region.dst] = known
         return known[1]

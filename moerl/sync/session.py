@@ -65,9 +65,10 @@ class Terms:
     trainer: ParallelLayout
     policy: WirePolicy
     flavor: Flavor
-    num_bytes: int  # of a version, to all ranks of the engine
     timeout_s: float
     drain_s: float  # longest wait for requests in flight before a commit
+    folder: str = ""  # of the transport disk
+    delta: bool = False  # the couriers may send deltas
 
 
 class EngineSession(threading.Thread):
@@ -232,6 +233,7 @@ class _Session:
         """Raises MoerlError; `phase` says where."""
         prepared = self._timed("prepare", self._prepare)
         moved = self._timed("transfer", lambda: self._transfer(prepared))
+        num_bytes = sum(m.num_bytes for to in moved.values() for m in to.values())
         resent, digest = self._timed("verify", lambda: self._verify(moved))
         closed = self._timed("commit", self._commit)
         self.phase, self.layout = "done", prepared.layout
@@ -240,7 +242,7 @@ class _Session:
         return PublishResult(
             engine=self.terms.engine,
             version=self.version,
-            num_bytes=self.terms.num_bytes,
+            num_bytes=num_bytes,
             transfer_s=took["transfer"],
             pause_s=closed.pause_s,
             aborted=closed.aborted,
@@ -279,6 +281,8 @@ class _Session:
             policy=asdict(terms.policy),
             flavor=terms.flavor,
             timeout_s=wait_s,
+            folder=terms.folder,
+            delta=terms.delta,
         )
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 
@@ -319,8 +323,12 @@ class _Session:
         digests = tuple(
             b"".join(m.digests for _, m in _of(dst, moved)) for dst in _engine_ranks(moved)
         )
+        deltas = tuple(
+            tuple(size for _, m in _of(dst, moved) for size in m.deltas)
+            for dst in _engine_ranks(moved)
+        )
         left_s = self._left()
-        message = VerifyUpdate(self.terms.engine, self.version, digests, left_s)
+        message = VerifyUpdate(self.terms.engine, self.version, digests, left_s, deltas)
         return self._control.expect(message, UpdateVerified, left_s + _SLACK_S)
 
     def _commit(self) -> UpdateClosed:

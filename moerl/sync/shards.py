@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moerl.config.schema import Config
 from moerl.errors import EngineError
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
+from moerl.layout.transfer import WirePolicy, plan_sender
 from moerl.protocols import PublishFailure, PublishResult
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
@@ -109,14 +109,11 @@ def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
     for index in _engines(config):
         plan = plan_sender(seat.spec, seat.layout, engine, index, seat.rank, policy, seat.flavor)
         plan_ids.append(plan.plan_id)
-        courier = Courier(plan, offer.shard, make(config.sync.transport, address=address))
+        transport = make(config.sync.transport, address=address, folder=config.sync.folder)
+        courier = Courier(plan, offer.shard, transport, delta=config.sync.delta)
         CourierThread(endpoints[0][index], seat.token, seat.rank, courier, offer).start()
     sessions = []
     for index, line in enumerate(lines):
-        received = [
-            plan_receiver(seat.spec, seat.layout, engine, index, rank, policy, seat.flavor)
-            for rank in range(engine.tp)
-        ]
         terms = Terms(
             engine=index,
             plan=plan_ids[index],
@@ -124,11 +121,12 @@ def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
             trainer=seat.layout,
             policy=policy,
             flavor=seat.flavor,
-            num_bytes=sum(plan.num_bytes for plan in received),
             timeout_s=config.sync.timeout_s,
             drain_s=config.rollout.request_timeout_s
             if config.rollout.in_flight_mode == "drain"
             else 0.0,
+            folder=config.sync.folder,
+            delta=config.sync.delta,
         )
         sessions.append(EngineSession(terms, line, seat.connect, seat.tracer))
     for session in sessions:

@@ -21,7 +21,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -76,8 +75,8 @@ class Disk:
 
 
 def make(root: str) -> Disk:
-    """root: the shared folder; the system's folder for temporary files when empty."""
-    return Disk(Path(root or tempfile.gettempdir()))
+    """root: the shared folder.  Not the one for temporary files: every engine has its own."""
+    return Disk(Path(root))
 
 
 class DiskStaging:

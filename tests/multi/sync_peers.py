@@ -74,8 +74,13 @@ def spec() -> ModelSpec:
 
 
 def hf_tensor(name: str, shape: tuple[int, ...], version: PolicyVersion) -> Tensor:
-    seed = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
-    return torch.randn(shape, generator=seed)
+    """Versions differ everywhere, but those of a hundred, which differ in one word of 97."""
+    hundred = version if version.step < 100 else PolicyVersion(version.incarnation, 100)
+    seed = torch.Generator().manual_seed(zlib.crc32(f"{name} {hundred}".encode()))
+    tensor = torch.randn(shape, generator=seed)
+    if version.step > 100:
+        tensor.view(-1)[version.step % 100 :: 97] += version.step
+    return tensor
 
 
 def local_tensors(named: Named, version: PolicyVersion) -> dict[str, Tensor]:
@@ -111,17 +116,20 @@ class FaultyReceiver:
         self.receiver = Receiver(
             Seat(spec(), EngineLayout(tp=tp), rank, "layout"),
             self._model,
-            lambda name: make(name, address="127.0.0.1"),
+            lambda name, folder: make(name, address="127.0.0.1", folder=folder),
             held,
         )
 
     def handle(self, message: Message) -> Message:
         match message:
             case VerifyUpdate() if self._flips:
-                self._flips -= 1
                 session = self.receiver._session
                 assert session is not None
-                session.staging.buffer[session.plan.staging_bytes // 2] ^= 1
+                takes_deltas = session.message.delta
+                if not takes_deltas or any(map(any, message.deltas)):
+                    self._flips -= 1
+                    place = 0 if takes_deltas else session.plan.staging_bytes // 2
+                    session.staging.buffer[place] ^= 1
             case CommitUpdate():
                 if cause := self.receiver.claim(str(message.version)):
                     raise EngineError(cause)
@@ -254,6 +262,7 @@ def run_trainer_rank(
     transport: str,
     versions: object,
     halt: Halt | None,
+    delta: bool,
 ) -> None:
     """Courier threads towards all engines; freezes each version that comes over the queue."""
     torch.set_num_threads(1)
@@ -264,7 +273,7 @@ def run_trainer_rank(
         mover = make(transport, address="127.0.0.1")
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
-        courier = Courier(plan, offer.shard, mover)
+        courier = Courier(plan, offer.shard, mover, delta=delta)
         CourierThread(endpoint, TOKEN, rank, courier, offer).start()
     while True:
         version = versions.get()  # type: ignore[attr-defined]
@@ -306,6 +315,7 @@ class Trainer:
         timeouts: tuple[float, ...] = (),
         plan: str | None = None,
         halt: Halt | None = None,
+        delta: bool = False,
     ) -> None:
         """timeouts: `sync.timeout_s` per engine; 60 s unless a test waits for one to pass."""
         self.engines = engines
@@ -315,7 +325,7 @@ class Trainer:
         self.processes = [
             CONTEXT.Process(
                 target=run_trainer_rank,
-                args=(rank, endpoints, tp, transport, queue, halt),
+                args=(rank, endpoints, tp, transport, queue, halt, delta),
                 daemon=True,
             )
             for rank, queue in enumerate(self.queues)
@@ -325,25 +335,26 @@ class Trainer:
         self.sessions = []
         for index, (engine, line) in enumerate(zip(engines, lines, strict=True)):
             timeout_s = timeouts[index] if timeouts else 60.0
-            terms = self._terms(index, tp, transport, timeout_s, plan)
+            terms = self._terms(index, tp, transport, timeout_s, plan, delta)
             connect = lambda engine=engine: Control(engine)  # noqa: E731
             self.sessions.append(EngineSession(terms, line, connect, None))
             self.sessions[-1].start()
 
     @staticmethod
-    def _terms(index: int, tp: int, transport: str, timeout_s: float, plan: str | None) -> Terms:
-        layout = EngineLayout(tp=tp)
-        parts = [plan_receiver(spec(), TRAINER, layout, index, r, POLICY) for r in range(tp)]
+    def _terms(
+        index: int, tp: int, transport: str, timeout_s: float, plan: str | None, delta: bool
+    ) -> Terms:
+        part = plan_receiver(spec(), TRAINER, EngineLayout(tp=tp), index, 0, POLICY)
         return Terms(
             engine=index,
-            plan=plan or parts[0].plan_id,
+            plan=plan or part.plan_id,
             transport=transport,
             trainer=TRAINER,
             policy=POLICY,
             flavor="local",
-            num_bytes=sum(part.num_bytes for part in parts),
             timeout_s=timeout_s,
             drain_s=0.0,
+            delta=delta,
         )
 
     def start(self, version: PolicyVersion) -> None:

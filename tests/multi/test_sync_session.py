@@ -65,6 +65,34 @@ def test_every_rank_of_two_engines_takes_each_version(made: list, tmp_path: Path
         assert all(result.resent == 0 for result in results)
 
 
+def test_deltas_bring_the_same_bytes(made: list, tmp_path: Path) -> None:
+    """In full the first time and where everything changed, else what changed."""
+    both = engines(made, tmp_path, 2, tp=2)
+    gang = trainer(made, both, delta=True)
+    sent = {}
+    for step in (50, 100, 101, 102):
+        version = PolicyVersion(0, step)
+        results = gang.publish(version)
+        assert all(isinstance(result, PublishResult) for result in results), results
+        assert [engine.served() for engine in both] == [version, version]
+        assert all(result.resent == 0 for result in results)
+        sent[step] = results[0].num_bytes
+    assert sent[50] >= sent[100] > sent[50] / 2
+    assert max(sent[101], sent[102]) < sent[50] / 4
+
+
+def test_a_flipped_bit_under_a_delta_is_sent_again_in_full(made: list, tmp_path: Path) -> None:
+    (engine,) = engines(made, tmp_path, 1, flips=1)
+    gang = trainer(made, [engine], delta=True)
+    resent = []
+    for step in (100, 101, 102):
+        (result,) = gang.publish(PolicyVersion(0, step))
+        assert isinstance(result, PublishResult), result
+        assert engine.served() == PolicyVersion(0, step)
+        resent.append(result.resent)
+    assert resent == [0, 1, 0]
+
+
 def test_another_plan_and_a_wrong_token_are_refused(made: list, tmp_path: Path) -> None:
     (engine,) = engines(made, tmp_path, 1)
     gang = trainer(made, [engine], plan="0123456789abcdef")
