@@ -1,4 +1,4 @@
-"""The command line: `moerl train`, `moerl mismatch`, `moerl check-layout`, `moerl plan`.
+"""The command line: `moerl train`, `sft`, `mismatch`, `check-layout` and `plan`.
 
 Heavy packages are imported only when a command that needs them runs.
 """
@@ -88,6 +88,34 @@ def train(
         )
     request = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(request, config.cluster.blob_dir))
+
+
+@app.command()
+def sft(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    run: Annotated[str, typer.Option(help="Name of the run directory below run.root.")] = "",
+) -> None:
+    """Train on the answers of a recipe's task: a warm start, left in runs/NAME/hf.
+
+    Each step learns the answers to the next rollout.groups_per_step prompts of the task, a JSONL
+    file of {"prompt" or "messages", "answer"} for example.  Engine, rollout and algorithm settings
+    are not used.
+
+    Example:
+
+      moerl sft quickstart task.name=jsonl task.path=demos.jsonl task.reward=exact_match --run warm
+
+      moerl train quickstart model.path=runs/warm/hf
+    """
+    if not recipe:
+        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
+    settings = list(overrides or [])
+    config = _checked(recipe, settings)
+    name = run or f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings.append(f"run.name={name}")
+    request = {"recipe": recipe, "overrides": settings}
+    raise typer.Exit(_guarded(request, config.cluster.blob_dir, module="moerl.launch.sft"))
 
 
 @app.command()

@@ -135,6 +135,12 @@ def scoring_command(plan: RunPlan, job: Path) -> list[str]:
     return [*command, "-m", "moerl.trainer.score", "--job", str(job)]
 
 
+def supervised_command(plan: RunPlan) -> list[str]:
+    """The torchrun line of a supervised gang (`moerl.trainer.sft`)."""
+    command = _torchrun(plan, plan.config.trainer.parallel.world_size)
+    return [*command, "-m", "moerl.trainer.sft", "--run-dir", str(plan.run.root)]
+
+
 def _torchrun(plan: RunPlan, ranks: int) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks)]

@@ -87,6 +87,11 @@ class MetricsWriter:
             sink.write(step, finite)
         return row
 
+    @property
+    def last_step(self) -> int | None:
+        """Of the last row; None when there is none."""
+        return self._last_step
+
     def rewind(self, step: int) -> None:
         """Cut the rows from `step` on: they are trained again."""
         self._file.flush()

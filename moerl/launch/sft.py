@@ -1,0 +1,86 @@
+"""`moerl sft`: supervised training on a task's answers, for a warm start.
+
+No Ray, no engine: one gang through torchrun, whose steps become rows of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from moerl.config import Config, load_config, save_config
+from moerl.errors import MoerlError, TrainerError
+from moerl.launch.plan import RunPlan, supervised_command, trainer_environment
+from moerl.launch.prepare import prepare
+from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.observe.metrics import MetricsWriter
+from moerl.rundir import RunDir
+from moerl.trainer.sft import STEP, supervised
+
+
+def sft(config: Config, *, scratch: Path) -> RunDir:
+    """Train all steps; returns the run directory, with the model in hf/.  Raises MoerlError."""
+    run = RunDir(Path(config.run.root) / config.run.name)
+    run.create()
+    plan = prepare(supervised(config), run, resume=False, scratch=scratch)
+    save_config(plan.config, run.config)
+    log = run.logs / "trainer.log"
+    writer = MetricsWriter(run.metrics)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            supervised_command(plan),
+            env=trainer_environment(plan),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+        assert process.stdout is not None, "it was asked for"
+        for line in process.stdout:
+            if line.startswith(STEP):
+                _report(plan, writer, json.loads(line.removeprefix(STEP)))
+            else:
+                file.write(line)
+    writer.close()
+    if process.wait():
+        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
+        raise TrainerError(f"supervised training failed: {(lines or ['see ' + str(log)])[0]}")
+    return run
+
+
+def _report(plan: RunPlan, writer: MetricsWriter, metrics: dict[str, float]) -> None:
+    last = writer.last_step
+    step = 0 if last is None else last + 1
+    writer.write(step, f"0.{step + 1}", metrics)
+    print(
+        f"step {step + 1}/{plan.config.run.steps}  nll {metrics['loss/nll']:.4f}  "
+        f"tok/s {metrics['perf/train_tokens_per_s']:.0f}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    die_with_parent()
+    become_subreaper()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    try:
+        config = load_config(request["recipe"], request["overrides"])
+        run = sft(config, scratch=Path(request["scratch"]))
+    except MoerlError as error:
+        print(f"moerl: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("moerl: interrupted", file=sys.stderr, flush=True)
+        return 130
+    finally:
+        end_descendants(grace_s=2.0)
+    print(f"trained model  {run.hf}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

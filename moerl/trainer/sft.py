@@ -1,0 +1,110 @@
+"""One rank of a supervised run, started by torchrun from `moerl sft`:
+
+    torchrun ... -m moerl.trainer.sft --run-dir runs/X
+
+The learner of reinforcement learning with advantage 1 and no ratio: its policy term is then the
+mean negative log-likelihood of the answers' tokens.  Nothing is replayed, routers are live.  Every
+rank makes the same plans by itself.  Rank 0 prints one JSON object per step and the trained model
+goes to runs/X/hf; there is no checkpoint to continue from, a warm start is short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moerl.blob.store import BlobStore
+from moerl.config.load import load_saved
+from moerl.config.schema import AlgorithmConfig, Config, ReplayConfig
+from moerl.data.demonstrations import demonstration_plan
+from moerl.data.tasks import PromptStream, load_tokenizer
+from moerl.errors import ConfigError, MoerlError
+from moerl.rundir import RunDir
+from moerl.trainer import platform
+
+STEP = "STEP "  # begins a line of rank 0 that holds a step's metrics
+_KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/tokens", "perf/")
+
+
+def supervised(config: Config) -> Config:
+    """The same settings with the supervised loss in place of the algorithm, and no replay."""
+    algorithm = AlgorithmConfig(advantage="reward", objective="reinforce", aggregation="token_mean")
+    off = ReplayConfig(routing="off", sampling_mask=False)
+    return replace(config, algorithm=algorithm, replay=off)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="supervised training of one rank")
+    parser.add_argument("--run-dir", type=Path, required=True, help="runs/NAME, with config.yaml")
+    run = RunDir(parser.parse_args().run_dir)
+    warnings.filterwarnings("ignore")  # megatron names every optional package it lacks
+    try:
+        _train(supervised(load_saved(run.config)), run)
+    except MoerlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # peers may hang in a collective: torchrun ends them
+
+
+def _train(config: Config, run: RunDir) -> None:
+    torch.set_num_threads(config.trainer.cpu_threads)
+    place = platform.prepare(
+        config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+    )
+    from moerl.trainer import parallel  # the platform comes before anything that imports megatron
+    from moerl.trainer.hf_folder import HfFolder, load_hf
+    from moerl.trainer.hf_gather import HfGather
+    from moerl.trainer.hf_save import save_hf
+    from moerl.trainer.model import build, layout_of
+    from moerl.trainer.step import Learner
+
+    trainer = config.trainer
+    ranks = parallel.start(trainer.parallel, place, timeout_s=trainer.step_timeout_s)
+    torch.manual_seed(config.run.seed)
+    source = HfFolder(config.model.path)
+    model = build(source.spec, trainer, ranks, with_replay=False)
+    load_hf(model.tensors, model.tiles, source)
+    learner = Learner(model, ranks, config, BlobStore(run.root / "blobs", "none"))
+    tokenizer = load_tokenizer(config.model.path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("model.path", config.model.path, "its tokenizer has no end token")
+    prompts = PromptStream(config.task, tokenizer, config.run.seed)
+    for step in range(config.run.steps):
+        plan = demonstration_plan(
+            step,
+            config.rollout.groups_per_step,
+            prompts,
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+            tokenizer.eos_token_id,
+            dp_size=ranks.dp_size,
+            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+        )
+        metrics = learner.step(plan)
+        if ranks.is_first:
+            kept = {name: value for name, value in metrics.items() if name.startswith(_KEPT)}
+            print(STEP + json.dumps({"loss/nll": metrics["loss/pg"]} | kept), flush=True)
+    gather = HfGather(
+        lambda: model.tensors,
+        model.spec,
+        layout_of(ranks.sizes),
+        ranks.rank,
+        "te" if place.name == "cuda" else "local",
+        ranks.control,
+    )
+    tensors = gather.gather()
+    if tensors is not None:
+        rest = {n: source.read(n).to(source.dtype(n)) for n in source.names if n not in tensors}
+        save_hf(run.hf, tensors | rest, source.path)
+    dist.barrier(ranks.control)
+    parallel.stop()
+
+
+if __name__ == "__main__":
+    main()

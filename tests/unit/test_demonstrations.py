@@ -1,0 +1,73 @@
+"""Supervised plans: what counts in the loss, the order of prompts, answers that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moerl.algorithms.advantages import plan_advantages
+from moerl.algorithms.aggregation import plan_weights
+from moerl.blob.store import BlobStore
+from moerl.config.schema import AlgorithmConfig, Config
+from moerl.data.demonstrations import demonstration_plan
+from moerl.data.packing import pack_microbatch
+from moerl.errors import ConfigError
+from moerl.trainer.sft import supervised
+from moerl.types import BatchPlan, Prompt
+
+EOS = 99
+
+
+class Stream:
+    def __init__(self, answer: object = "ab") -> None:
+        self.answer = answer
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index, (index, 7), f"p{index}", self.answer, {})
+
+
+def _plan(step: int, prompts: Stream) -> BatchPlan:
+    return demonstration_plan(
+        step,
+        3,
+        prompts,
+        lambda text: [ord(c) for c in text],
+        EOS,
+        dp_size=1,
+        max_tokens_per_microbatch=64,
+    )
+
+
+def test_the_answer_and_the_end_count_and_the_prompt_does_not(tmp_path: Path) -> None:
+    plan = _plan(2, Stream())
+    assert [group.group_id for group in plan.groups] == [6, 7, 8], "step 2 takes the third batch"
+    algorithm = supervised(Config()).algorithm
+    batch = pack_microbatch(
+        plan,
+        0,
+        0,
+        BlobStore(tmp_path, "n"),
+        advantages=plan_advantages(algorithm, plan),
+        weights=plan_weights(algorithm, plan),
+        read_mask=False,
+    )
+    assert batch.sampled.tolist() == [97, 98, EOS] * 3
+    assert batch.tokens.tolist() == [[i, 7, 97, 98] for i in (6, 7, 8)]
+    assert batch.sampled_rows.tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+    assert (batch.advantage == 1).all()
+    assert batch.weight.tolist() == pytest.approx([1 / 9] * 9)
+    assert not batch.lag.any()
+
+
+@pytest.mark.parametrize("answer", ["", None, 4])
+def test_an_answer_that_is_no_text_is_refused(answer: object) -> None:
+    with pytest.raises(ConfigError, match=r"task.path .*sft needs a text"):
+        _plan(0, Stream(answer))
+
+
+def test_supervised_settings_replace_the_algorithm_and_replay() -> None:
+    config = supervised(Config(algorithm=AlgorithmConfig(objective="gspo", clip_low=0.1)))
+    assert config.algorithm.objective == "reinforce"
+    assert config.algorithm.clip_low == AlgorithmConfig().clip_low
+    assert config.replay.routing == "off"
