@@ -1,9 +1,10 @@
 """Who trains which turn in which microbatch: one plan per optimizer step, made by the controller.
 
 Right-padded, a microbatch costs rows x its longest row; packed, the sum of its rows.  Turns sorted
-by length are cut into consecutive bins: neighbours have like lengths, which keeps padding small.  There are as many
-bins as data-parallel ranks x microbatches; the largest bin is made as small as it can be, and bins
-of one microbatch have like cost, because ranks of an expert-parallel exchange wait for each other.
+by length are cut into consecutive bins: neighbours have like lengths, which keeps padding small.
+There are as many bins as data-parallel ranks x microbatches; the largest bin is made as small as it
+can be, and bins of one microbatch have like cost, because ranks of an expert-parallel exchange wait
+for each other.
 Rejected: best-fit by token count (it ignores padding, which dominates with padded rows).
 """
 

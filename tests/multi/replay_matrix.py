@@ -91,6 +91,8 @@ def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
     }
     found["logprobs"] = joined_logprobs(seen, ranks)
     found["executed"] = check_executed(seen, learner, records, plan)
+    assert learner.model.replay is not None
+    found["peak_bytes"] = everyone(learner.model.replay.peak_bytes, ranks)
     found["mask_ids"] = total(seen.mask_ids if ranks.tp_rank == 0 else 0, ranks)
     found["gradients"] = gather_gradients(learner)
     if case.get("controls"):
@@ -133,7 +135,7 @@ def make_learner(work: Path, case: dict[str, Any], ranks: Parallel) -> tuple[Lea
     load_hf(model.tensors, model.tiles, source)
     store = BlobStore(folder / f"blobs.{case['name']}", "n0")
     learner = Learner(model, ranks, Config(trainer=trainer), store)
-    return learner, make_records(store, model_spec(config))
+    return learner, make_records(store, model_spec(config), longest=case.get("longest", 0))
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
@@ -196,6 +198,12 @@ def joined_logprobs(seen: Seen, ranks: Parallel) -> dict[str, torch.Tensor]:
             assert name not in result or torch.equal(result[name], values), f"ranks differ: {name}"
             result[name] = values
     return result
+
+
+def everyone(value: int, ranks: Parallel) -> list[int]:
+    every = [0] * ranks.world_size
+    dist.all_gather_object(every, value, group=ranks.control)
+    return every
 
 
 def total(value: float, ranks: Parallel) -> float:

@@ -49,7 +49,8 @@ class Records:
         return plan_batch(0, V0, self.groups, dp_size=dp_size, max_tokens_per_microbatch=MAX_TOKENS)
 
 
-def make_records(store: BlobStore, spec: ModelSpec, *, seed: int = 0) -> Records:
+def make_records(store: BlobStore, spec: ModelSpec, *, seed: int = 0, longest: int = 0) -> Records:
+    """longest: fed-in tokens of one more rollout, which its group scores against a short one."""
     rng = np.random.default_rng(seed)
     records = Records((), {}, spec.experts_per_token, 0, 0, 0, 0)
     groups = []
@@ -57,7 +58,10 @@ def make_records(store: BlobStore, spec: ModelSpec, *, seed: int = 0) -> Records
         prompt = rng.integers(0, spec.vocab_size, int(rng.integers(*PROMPTS))).astype(np.int32)
         episodes = []
         for sibling in range(SIBLINGS):
-            rollout = _rollout(store, rng, spec, prompt, (group, sibling), records)
+            num_sampled = int(rng.integers(*OUTPUTS))
+            if longest and (group, sibling) == (0, 0):
+                num_sampled = longest + 1 - len(prompt)
+            rollout = _rollout(store, rng, spec, prompt, num_sampled, (group, sibling), records)
             score = Score(float(sibling % 2))
             episodes.append(Episode(rollout.rollout_id, (Turn(rollout),), score))
         text = Prompt(group, tuple(prompt.tolist()), "", None, {})
@@ -71,10 +75,11 @@ def _rollout(
     rng: np.random.Generator,
     spec: ModelSpec,
     prompt: np.ndarray,
+    num_sampled: int,
     place: tuple[int, int],
     records: Records,
 ) -> Rollout:
-    output = rng.integers(0, spec.vocab_size, int(rng.integers(*OUTPUTS))).astype(np.int32)
+    output = rng.integers(0, spec.vocab_size, num_sampled).astype(np.int32)
     tokens = np.concatenate([prompt, output])
     rows, sampled = len(tokens) - 1, len(output)
     ids = np.stack(
