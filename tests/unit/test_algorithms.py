@@ -28,6 +28,7 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.corrections import m2_limit, opsm
 from moerl.algorithms.loss import PolicyLoss, loss_metrics, policy_loss
 from moerl.algorithms.objectives import ppo_clip
+from moerl.algorithms.preference import best_and_worst, online_dpo
 from moerl.algorithms.selection import resample_correct
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
@@ -373,3 +374,20 @@ def test_gae_of_a_plan_joins_the_turns_of_an_episode(tmp_path: Path) -> None:
     assert every.std() == pytest.approx(1.0, abs=1e-6)
     with pytest.raises(AssertionError, match="critic"):
         plan_advantages(config, plan)
+
+
+def test_online_dpo_pairs_and_loss_by_hand() -> None:
+    reward = torch.tensor([0.5, 1.0, 0.0, 1.0, 1.0, 2.0])
+    chosen, rejected = best_and_worst(outcomes(reward, torch.tensor([0, 0, 0, 1, 1, 2])))
+    assert (chosen.tolist(), rejected.tolist()) == ([1], [2]), "no pair without a spread"
+    new = torch.tensor([-1.0, -1.0, -2.0]).double().requires_grad_()
+    tokens = make_tokens(new, new.detach(), torch.zeros(3), torch.tensor([0, 0, 1]))
+    tokens = replace(tokens, reference=torch.tensor([-2.0, -1.5, -1.0]).double())
+    loss = online_dpo(tokens, torch.tensor([0]), torch.tensor([1]), 0.2)
+    margin = 0.2 * ((1.0 + 0.5) - (-1.0))
+    assert loss.item() == pytest.approx(np.log1p(np.exp(-margin)))
+    loss.sum().backward()
+    push = 0.2 / (1 + np.exp(margin))
+    assert new.grad.tolist() == pytest.approx([-push, -push, push])
+    other = online_dpo(tokens, torch.tensor([1]), torch.tensor([0]), 0.2)
+    assert other.item() > loss.item(), "control: the other way round"

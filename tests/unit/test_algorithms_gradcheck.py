@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moerl.algorithms.critic import value_loss
 from moerl.algorithms.loss import policy_loss
+from moerl.algorithms.preference import online_dpo
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
 from moerl.config.schema import AlgorithmConfig
@@ -136,6 +137,13 @@ def test_everything_at_once() -> None:
         entropy_coef=0.1,
     )
     assert all(check(config, seed) for seed in range(3))
+
+
+def test_online_dpo() -> None:
+    for seed in range(3):
+        leaf, tokens = inputs(seed)
+        pair = torch.tensor([0, 2]), torch.tensor([1, 0])
+        assert agrees(lambda x, t=tokens, p=pair: online_dpo(t(x), *p, 0.3).sum(), leaf)
 
 
 def test_value_loss() -> None:
