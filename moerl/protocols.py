@@ -110,6 +110,7 @@ class PrepareUpdate:
 
     engine: int
     version: PolicyVersion
+    plan_engine: int  # id that both ends plan with: the engine's own, or of the one it copies
     plan: str  # fingerprint of the transfer plan, `moerl.layout.transfer.plan_id`
     layout: str  # fingerprint of the engine's weight layout met last time; empty: not met yet
     transport: str  # name of a transport of `moerl.transport`
@@ -135,6 +136,19 @@ class VerifyUpdate:
     digests: tuple[bytes, ...]
     timeout_s: float
     deltas: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RelayUpdate:
+    """Send the version that this engine took last on to another engine.  Reply: Ok, when sent.
+
+    endpoints: of the other engine's staging buffers, by rank; both planned with one id.
+    """
+
+    engine: int
+    version: PolicyVersion
+    endpoints: tuple[bytes, ...]
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +245,7 @@ class EngineHolds:
     cause: str  # why it is not served requests; empty: it is
 
 
-SessionMessage = PrepareUpdate | VerifyUpdate | CommitUpdate | AbortUpdate | AskEngine
+SessionMessage = PrepareUpdate | VerifyUpdate | RelayUpdate | CommitUpdate | AbortUpdate | AskEngine
 """What a publish session asks of one engine."""
 
 Message = (
@@ -243,6 +257,7 @@ Message = (
     | CloseUpdate
     | PrepareUpdate
     | VerifyUpdate
+    | RelayUpdate
     | CommitUpdate
     | AbortUpdate
     | AskEngine
@@ -268,6 +283,7 @@ _TYPES: dict[str, type] = {
         CloseUpdate,
         PrepareUpdate,
         VerifyUpdate,
+        RelayUpdate,
         CommitUpdate,
         AbortUpdate,
         AskEngine,
@@ -393,6 +409,7 @@ class PublishResult:
     verify_s: float = 0.0
     commit_s: float = 0.0
     resent: int = 0  # buckets sent twice because they arrived damaged
+    source: int = -1  # engine that sent it on; -1 = the trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.overlong_buffer": 0,
     "sync.bucket_bytes": 1024,
     "sync.quorum": 1,
+    "sync.direct": 0,
     "supervision.max_restarts": 0,
     "supervision.backoff_s": 0,
     "checkpoint.every": 0,
@@ -135,15 +136,8 @@ def check(config: Config) -> None:
     _check_sampling(config)
     _check_parallel(config.trainer.parallel)
     _check_replay(config)
-    if config.sync.transport == "disk" and not config.sync.folder:
-        raise ConfigError("sync.folder", "", "disk needs a folder that trainer and engines share")
-    if config.sync.delta and config.sync.transport == "broadcast":
-        raise ConfigError(
-            "sync.delta",
-            True,
-            "SGLang's own update takes whole tensors: use another sync.transport",
-        )
     _check_task(config)
+    _check_sync(config)
     check_algorithm(config)
 
 
@@ -202,6 +196,26 @@ def get(config: Config, name: str) -> Any:
     for part in name.split("."):
         node = getattr(node, part)
     return node
+
+
+def _check_sync(config: Config) -> None:
+    sync = config.sync
+    if sync.transport == "disk" and not Path(sync.folder).is_dir():
+        raise ConfigError("sync.folder", sync.folder, "transport disk needs an existing folder")
+    if sync.delta and sync.transport == "broadcast":
+        raise ConfigError(
+            "sync.delta",
+            True,
+            "SGLang's own update takes whole tensors: use another sync.transport",
+        )
+    if sync.delta and sync.direct:
+        raise ConfigError(
+            "sync.direct", sync.direct, "engines do not send deltas on: use 0, or sync.delta=false"
+        )
+    if sync.quorum > config.engine.count:
+        raise ConfigError(
+            "sync.quorum", sync.quorum, f"use at most engine.count = {config.engine.count}"
+        )
 
 
 def _check_sampling(config: Config) -> None:

@@ -194,9 +194,10 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    transport: str = "broadcast"  # SGLang's bucketed distributed update (gloo on CPU, NCCL on CUDA)
+    transport: str = "broadcast"  # | shm | gloo | nccl | mooncake | disk (docs/sync.md)
     bucket_bytes: int = 16 * 2**20
     every: int = 1  # optimizer steps between publishes
+    direct: int = 0  # engines that the trainer serves itself, the others copy from them; 0 = all
     timeout_s: float = 120.0  # longest phase of a publish; a slower engine is left behind
     folder: str = ""  # disk: mounted by trainer and engines under this same path
     delta: bool = False  # send only changed words, compressed; for links slower than the CPU packs

@@ -53,6 +53,7 @@ from moerl.protocols import (
     OpenUpdate,
     PrepareUpdate,
     Refused,
+    RelayUpdate,
     SessionMessage,
     UpdateClosed,
     UpdatePrepared,
@@ -462,7 +463,7 @@ class EngineHost:
                     tuple(reply.failed[0] for reply in verified),
                     "-".join(reply.digest for reply in verified),
                 )
-            case AbortUpdate():
+            case AbortUpdate() | RelayUpdate():
                 await self._receivers(message, Ok, message.timeout_s)
                 return Ok()
             case CommitUpdate():

@@ -52,6 +52,7 @@ from moerl.protocols import (
     Ok,
     PrepareUpdate,
     Refused,
+    RelayUpdate,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
@@ -66,6 +67,7 @@ log = logging.getLogger(__name__)
 
 COMMIT = "moerl_commit"  # load_format of the request that commits
 UNCHANGED = "nothing was changed"  # how its refusal begins
+_RELAY_BYTES = 16 * 2**20  # of one put when a staging buffer is sent on
 SCRATCH = "moerl-engine-"  # prefix of the private folder that the host makes for one server
 
 MakeTransport = Callable[[str, str], Transport]  # name, folder of the transport disk
@@ -130,6 +132,8 @@ class Receiver:
                 return self.prepare(message)
             case VerifyUpdate():
                 return self.verify(message)
+            case RelayUpdate():
+                return self.relay(message)
             case AbortUpdate():
                 return self.abort(message)
             case _:
@@ -183,6 +187,26 @@ class Receiver:
                 raise EngineError(f"the session of {message.version} ended while it was verified")
             session.verified, session.total = not failed, total % 2**64
         return UpdateVerified((tuple(failed),), "" if failed else f"{session.total:016x}")
+
+    def relay(self, message: RelayUpdate) -> Ok:
+        """Write the staging buffer of the version served into another engine's, as it lies.
+
+        It stays unchanged until the next PREPARE, which comes over this thread too.
+        """
+        deadline = time.monotonic() + message.timeout_s
+        taken = self._copies.session if self._copies is not None else None
+        if taken is None or taken.message.version != message.version or self._session is not None:
+            raise EngineError(f"rank {self.seat.rank} has no staged {message.version} to send on")
+        transport = self.transports(taken.message.transport, taken.message.folder)
+        link = transport.connect(message.endpoints[self.seat.rank], deadline)
+        try:
+            for first in range(0, taken.plan.staging_bytes, _RELAY_BYTES):
+                data = taken.staging.buffer[first : first + _RELAY_BYTES]
+                link.put(first, data, deadline)
+            link.flush(deadline)
+        finally:
+            link.close()
+        return Ok()
 
     def abort(self, message: AbortUpdate) -> Ok:
         with self._lock:
@@ -248,7 +272,7 @@ class Receiver:
                 seat.spec,
                 trainer,
                 seat.engine,
-                message.engine,
+                message.plan_engine,
                 seat.rank,
                 policy,
                 "te" if message.flavor == "te" else "local",

@@ -47,6 +47,7 @@ from moerl.protocols import (
     Plan,
     PrepareUpdate,
     Refresh,
+    RelayUpdate,
     Scorer,
     SessionMessage,
     StepDone,
@@ -492,7 +493,14 @@ class Controller:
                 return Ok()
             case CloseUpdate():
                 return await self._close_update(message)
-            case PrepareUpdate() | VerifyUpdate() | CommitUpdate() | AbortUpdate() | AskEngine():
+            case (
+                PrepareUpdate()
+                | VerifyUpdate()
+                | RelayUpdate()
+                | CommitUpdate()
+                | AbortUpdate()
+                | AskEngine()
+            ):
                 return await self._session(message)
             case Failed():
                 error = TrainerError(f"trainer rank {message.rank}: {message.cause}")

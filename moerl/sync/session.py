@@ -23,6 +23,7 @@ from typing import TypeVar
 from moerl.errors import MoerlError, TransportError
 from moerl.layout import Flavor, ParallelLayout
 from moerl.layout.digest import split, version_digest
+from moerl.layout.relay import TRAINER
 from moerl.layout.transfer import WirePolicy
 from moerl.protocols import (
     AbortUpdate,
@@ -33,6 +34,7 @@ from moerl.protocols import (
     PrepareUpdate,
     PublishFailure,
     PublishResult,
+    RelayUpdate,
     UpdateClosed,
     UpdatePrepared,
     UpdateVerified,
@@ -60,6 +62,7 @@ class Terms:
     """What both ends plan with; the same for all sessions of an engine."""
 
     engine: int
+    plan_engine: int  # id to plan with; of another engine when that one may send its version on
     plan: str
     transport: str
     trainer: ParallelLayout
@@ -75,9 +78,17 @@ class EngineSession(threading.Thread):
     """`publish` and `settle` are called by the training thread, the rest runs on this one."""
 
     def __init__(
-        self, terms: Terms, line: Line, connect: Callable[[], Control], tracer: Tracer | None
+        self,
+        terms: Terms,
+        line: Line,
+        connect: Callable[[], Control],
+        tracer: Tracer | None,
+        source: EngineSession | None = None,
     ) -> None:
+        """source: of the engine that sends its version on to this one; None = the trainer does."""
         super().__init__(name=f"session-{terms.engine}", daemon=True)
+        self._source = source
+        self._moved: dict[int, dict[int, Moved]] = {}  # digests of the version held
         self.terms, self._line, self._connect, self._tracer = terms, line, connect, tracer
         self._changed = threading.Condition()
         self._target: PolicyVersion | None = None
@@ -142,6 +153,15 @@ class EngineSession(threading.Thread):
             self._busy = True
             return self._target
 
+    def taken(self, version: PolicyVersion) -> dict[int, dict[int, Moved]] | None:
+        """For the session that this engine is the source of: digests of `version` once it is held.
+
+        Waits for the first session of `version`; None when that failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._tried or self._target != version)
+            return self._moved if self._held == version else None
+
     def _has_work(self) -> bool:
         return self._target is not None and not self._paused
 
@@ -175,12 +195,15 @@ class EngineSession(threading.Thread):
         return holds.version != version or bool(holds.cause)
 
     def _session(self, version: PolicyVersion) -> Result:
+        relayed = self._source.taken(version) if self._source is not None else None
         begin = time.time()
         control = self._connect()
         session = _Session(self.terms, version, self._line, control, self._layout, self._behind)
+        if self._source is not None and relayed is not None:
+            session.source, session.relayed = self._source.terms.engine, relayed
         try:
             result = session.run()
-            self._layout = session.layout
+            self._layout, self._moved = session.layout, session.moved
             return result
         except MoerlError as error:
             self._layout = ""
@@ -225,6 +248,9 @@ class _Session:
     ) -> None:
         self.terms, self.version, self._line, self._control = terms, version, line, control
         self.layout, self._probing = layout, probing
+        self.source = TRAINER
+        self.relayed: dict[int, dict[int, Moved]] = {}  # what the source holds, if an engine is
+        self.moved: dict[int, dict[int, Moved]] = {}  # by trainer rank and engine rank
         self.phase = "prepare"
         self.spans: list[tuple[str, float, float]] = []
         self._deadline = time.monotonic() + terms.timeout_s
@@ -232,9 +258,10 @@ class _Session:
     def run(self) -> PublishResult:
         """Raises MoerlError; `phase` says where."""
         prepared = self._timed("prepare", self._prepare)
-        moved = self._timed("transfer", lambda: self._transfer(prepared))
-        num_bytes = sum(m.num_bytes for to in moved.values() for m in to.values())
-        resent, digest = self._timed("verify", lambda: self._verify(moved))
+        transfer = self._relay if self.source != TRAINER else self._transfer
+        self.moved = self._timed("transfer", lambda: transfer(prepared))
+        num_bytes = sum(m.num_bytes for to in self.moved.values() for m in to.values())
+        resent, digest = self._timed("verify", lambda: self._verify(self.moved, prepared))
         closed = self._timed("commit", self._commit)
         self.phase, self.layout = "done", prepared.layout
         took = {name: end - begin for name, begin, end in self.spans}
@@ -250,6 +277,7 @@ class _Session:
             verify_s=took["verify"],
             commit_s=closed.commit_s,
             resent=resent,
+            source=self.source,
         )
 
     def _timed(self, phase: str, work: Callable[[], Reply]) -> Reply:
@@ -274,6 +302,7 @@ class _Session:
         message = PrepareUpdate(
             engine=terms.engine,
             version=self.version,
+            plan_engine=terms.plan_engine,
             plan=terms.plan,
             layout=self.layout,
             transport=terms.transport,
@@ -297,19 +326,25 @@ class _Session:
         answers = self._line.ask(questions, self._deadline)
         return {src: sent.moved for src, sent in answers.items()}
 
-    def _verify(self, moved: dict[int, dict[int, Moved]]) -> tuple[int, str]:
+    def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
+        """The same regions, sent by the engine that has them: the same digests."""
+        left_s = self._left()
+        message = RelayUpdate(self.source, self.version, prepared.endpoints, left_s)
+        self._control.expect(message, Ok, left_s + _SLACK_S)
+        return self.relayed
+
+    def _verify(
+        self, moved: dict[int, dict[int, Moved]], prepared: UpdatePrepared
+    ) -> tuple[int, str]:
         """(buckets sent twice, digest of the version on this engine)."""
         verified = self._compare(moved)
         damaged = sum(map(len, verified.failed))
         if damaged:
             log.warning("engine %d: %d buckets arrived damaged", self.terms.engine, damaged)
-            again = _by_sender(verified.failed, moved)
-            left_s = self._left()
-            answers = self._line.ask(
-                {src: Resend(buckets, left_s) for src, buckets in again.items()}, self._deadline
-            )
-            for src, sent in answers.items():
-                moved[src] |= sent.moved
+            if self.source != TRAINER:
+                self._relay(prepared)
+            else:
+                self._resend(verified, moved)
             verified = self._compare(moved)
         if any(verified.failed):
             raise TransportError("digest", "buckets arrived damaged twice")
@@ -318,6 +353,13 @@ class _Session:
         if digests != verified.digest:
             raise TransportError("digest", f"{verified.digest} is staged, {digests} was sent")
         return damaged, version_digest(totals)
+
+    def _resend(self, verified: UpdateVerified, moved: dict[int, dict[int, Moved]]) -> None:
+        left_s = self._left()
+        again = _by_sender(verified.failed, moved)
+        questions = {src: Resend(buckets, left_s) for src, buckets in again.items()}
+        for src, sent in self._line.ask(questions, self._deadline).items():
+            moved[src] |= sent.moved
 
     def _compare(self, moved: Mapping[int, Mapping[int, Moved]]) -> UpdateVerified:
         digests = tuple(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from moerl.config.schema import Config
 from moerl.errors import EngineError
 from moerl.layout.plan import EngineLayout
+from moerl.layout.relay import TRAINER, relay_schedule
 from moerl.layout.transfer import WirePolicy, plan_sender
 from moerl.protocols import PublishFailure, PublishResult
 from moerl.sync.courier import Courier, FrozenShard
@@ -45,11 +46,12 @@ class ShardOutlet:
     ) -> None:
         """sessions: of rank 0, one per engine; () elsewhere.
 
-        patience: publishes in a row that may reach fewer than quorum engines.
+        patience: publishes in a row that may reach fewer than quorum engines; the first must not,
+        since what fails it (layouts that differ, a missing library) no restart repairs.
         """
         self._seat, self._sessions, self._offer = seat, sessions, offer
         self._quorum, self._patience = quorum, patience
-        self._short = 0  # publishes in a row below the quorum
+        self._short = patience  # publishes in a row below the quorum
         self._freeze_s = 0.0
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
@@ -105,17 +107,22 @@ def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
     lines = [Line(address, seat.token, seat.world_size) for _ in _engines(config) if seat.rank == 0]
     endpoints: list[Any] = [[line.endpoint for line in lines]]
     dist.broadcast_object_list(endpoints, src=0, group=seat.control)
+    count = config.engine.count
+    hops = {hop.dst: hop for hop in relay_schedule(range(count), config.sync.direct or count)}
     plan_ids = []
     for index in _engines(config):
-        plan = plan_sender(seat.spec, seat.layout, engine, index, seat.rank, policy, seat.flavor)
+        plan = plan_sender(
+            seat.spec, seat.layout, engine, hops[index].plan_engine, seat.rank, policy, seat.flavor
+        )
         plan_ids.append(plan.plan_id)
         transport = make(config.sync.transport, address=address, folder=config.sync.folder)
         courier = Courier(plan, offer.shard, transport, delta=config.sync.delta)
         CourierThread(endpoints[0][index], seat.token, seat.rank, courier, offer).start()
-    sessions = []
+    sessions: list[EngineSession] = []
     for index, line in enumerate(lines):
         terms = Terms(
             engine=index,
+            plan_engine=hops[index].plan_engine,
             plan=plan_ids[index],
             transport=config.sync.transport,
             trainer=seat.layout,
@@ -128,7 +135,9 @@ def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
             folder=config.sync.folder,
             delta=config.sync.delta,
         )
-        sessions.append(EngineSession(terms, line, seat.connect, seat.tracer))
+        hop = hops[index]
+        source = sessions[hop.src] if hop.src != TRAINER else None
+        sessions.append(EngineSession(terms, line, seat.connect, seat.tracer, source))
     for session in sessions:
         session.start()
     return ShardOutlet(
@@ -162,6 +171,7 @@ def shard_metrics(results: Sequence[Result], wait_s: float, freeze_s: float) -> 
     total = sum(result.num_bytes for result in done)
     return metrics | {
         "async/sync_bytes": float(total),
+        "async/sync_relayed_bytes": float(sum(r.num_bytes for r in done if r.source != TRAINER)),
         "async/sync_prepare_s": sum(result.prepare_s for result in done),
         "async/sync_transfer_s": transfer_s,
         "async/sync_verify_s": sum(result.verify_s for result in done),

@@ -56,7 +56,7 @@ class World:
             model=ModelConfig(path=str(model)),
             engine=engine,
             trainer=TrainerConfig(platform="cpu", parallel=ParallelConfig(tp=2, ep=2)),
-            sync=SyncConfig(transport=transport, bucket_bytes=65536),
+            sync=SyncConfig(transport=transport, folder=str(root), bucket_bytes=65536),
         )
         save_config(config, self.run_dir.config)
         self.loop = asyncio.new_event_loop()
@@ -147,10 +147,14 @@ def worlds() -> Iterator[list[World]]:
         world.end()
 
 
+@pytest.mark.parametrize(
+    "transport",
+    ["shm", *(pytest.param(name, marks=pytest.mark.full) for name in ("gloo", "disk"))],
+)
 def test_a_tp2_engine_holds_what_sglang_would_have_loaded(
-    worlds: list[World], tmp_path: Path
+    worlds: list[World], tmp_path: Path, transport: str
 ) -> None:
-    world = World(tmp_path, engines=1, tp=2)
+    world = World(tmp_path, engines=1, tp=2, transport=transport)
     worlds.append(world)
     start = world.checksums(0)
     assert len(start) == 2

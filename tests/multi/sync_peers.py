@@ -36,6 +36,8 @@ from moerl.layout import (
     sglang_tiles,
 )
 from moerl.layout.plan import EngineLayout
+from moerl.layout.relay import TRAINER as TRAINER_ID
+from moerl.layout.relay import relay_schedule
 from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
 from moerl.protocols import (
     AskEngine,
@@ -45,6 +47,7 @@ from moerl.protocols import (
     Ok,
     PrepareUpdate,
     Refused,
+    RelayUpdate,
     UpdateClosed,
     UpdatePrepared,
     UpdateVerified,
@@ -215,13 +218,14 @@ class Engine:
 class Control:
     """The controller's and host's part between a session and an engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, engines: list[Engine]) -> None:
+        self._engine, self._engines = engine, engines
 
     def expect(
         self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
     ) -> Reply:
-        replies = self._engine.ask(message, getattr(message, "timeout_s", timeout_s or 5.0))
+        to = self._engines[message.engine] if isinstance(message, RelayUpdate) else self._engine
+        replies = to.ask(message, getattr(message, "timeout_s", timeout_s or 5.0))
         first = replies[0]
         if isinstance(message, PrepareUpdate) and isinstance(first, UpdatePrepared):
             merged: Message = UpdatePrepared(
@@ -260,17 +264,19 @@ def run_trainer_rank(
     lines: list[str],
     tp: int,
     transport: str,
+    folder: str,
     versions: object,
     halt: Halt | None,
     delta: bool,
+    plan_ids: list[int],
 ) -> None:
     """Courier threads towards all engines; freezes each version that comes over the queue."""
     torch.set_num_threads(1)
     named = megatron_tiles(spec(), TRAINER, rank)
     offer = Offer(FrozenShard(), threading.Condition())
     for engine, endpoint in enumerate(lines):
-        plan = plan_sender(spec(), TRAINER, EngineLayout(tp=tp), engine, rank, POLICY)
-        mover = make(transport, address="127.0.0.1")
+        plan = plan_sender(spec(), TRAINER, EngineLayout(tp=tp), plan_ids[engine], rank, POLICY)
+        mover = make(transport, address="127.0.0.1", folder=folder)
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
         courier = Courier(plan, offer.shard, mover, delta=delta)
@@ -312,12 +318,19 @@ class Trainer:
         engines: list[Engine],
         *,
         transport: str = "shm",
+        folder: str = "",
         timeouts: tuple[float, ...] = (),
+        direct: int = 0,
         plan: str | None = None,
         halt: Halt | None = None,
         delta: bool = False,
     ) -> None:
-        """timeouts: `sync.timeout_s` per engine; 60 s unless a test waits for one to pass."""
+        """direct: engines that are served by the trainer ranks; 0 = all.
+
+        timeouts: `sync.timeout_s` per engine; 60 s unless a test waits for one to pass.
+        """
+        hops = relay_schedule(range(len(engines)), direct or len(engines))
+        ids = [hop.plan_engine for hop in sorted(hops, key=lambda hop: hop.dst)]
         self.engines = engines
         lines = [Line("127.0.0.1", TOKEN, TRAINER.world_size) for _ in engines]
         endpoints, tp = [line.endpoint for line in lines], engines[0].tp
@@ -325,7 +338,7 @@ class Trainer:
         self.processes = [
             CONTEXT.Process(
                 target=run_trainer_rank,
-                args=(rank, endpoints, tp, transport, queue, halt, delta),
+                args=(rank, endpoints, tp, transport, folder, queue, halt, delta, ids),
                 daemon=True,
             )
             for rank, queue in enumerate(self.queues)
@@ -335,18 +348,28 @@ class Trainer:
         self.sessions = []
         for index, (engine, line) in enumerate(zip(engines, lines, strict=True)):
             timeout_s = timeouts[index] if timeouts else 60.0
-            terms = self._terms(index, tp, transport, timeout_s, plan, delta)
-            connect = lambda engine=engine: Control(engine)  # noqa: E731
-            self.sessions.append(EngineSession(terms, line, connect, None))
+            terms = self._terms(index, ids[index], tp, transport, timeout_s, plan, delta, folder)
+            connect = lambda engine=engine: Control(engine, engines)  # noqa: E731
+            (src,) = [hop.src for hop in hops if hop.dst == index]
+            source = self.sessions[src] if src != TRAINER_ID else None
+            self.sessions.append(EngineSession(terms, line, connect, None, source))
             self.sessions[-1].start()
 
     @staticmethod
     def _terms(
-        index: int, tp: int, transport: str, timeout_s: float, plan: str | None, delta: bool
+        index: int,
+        plan_id: int,
+        tp: int,
+        transport: str,
+        timeout_s: float,
+        plan: str | None,
+        delta: bool,
+        folder: str,
     ) -> Terms:
-        part = plan_receiver(spec(), TRAINER, EngineLayout(tp=tp), index, 0, POLICY)
+        part = plan_receiver(spec(), TRAINER, EngineLayout(tp=tp), plan_id, 0, POLICY)
         return Terms(
             engine=index,
+            plan_engine=plan_id,
             plan=plan or part.plan_id,
             transport=transport,
             trainer=TRAINER,
@@ -355,6 +378,7 @@ class Trainer:
             timeout_s=timeout_s,
             drain_s=0.0,
             delta=delta,
+            folder=folder,
         )
 
     def start(self, version: PolicyVersion) -> None:

@@ -55,9 +55,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_every_rank_of_two_engines_takes_each_version(made: list, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "transport", ["shm", "gloo", pytest.param("disk", marks=pytest.mark.full)]
+)
+def test_every_rank_of_two_engines_takes_each_version(
+    made: list, tmp_path: Path, transport: str
+) -> None:
     both = engines(made, tmp_path, 2, tp=2)
-    gang = trainer(made, both)
+    gang = trainer(made, both, transport=transport, folder=str(tmp_path))
     for version in (V1, V2):
         results = gang.publish(version)
         assert all(isinstance(result, PublishResult) for result in results), results
@@ -202,3 +207,17 @@ def test_an_older_trainer_is_refused(made: list, tmp_path: Path) -> None:
     assert isinstance(result, PublishFailure)
     assert "older than 1.3" in result.cause
     assert engine.served() == PolicyVersion(1, 3)
+
+
+def test_engines_send_a_version_on(made: list, tmp_path: Path) -> None:
+    """The trainer serves one engine of three; the others copy, and are served when it is gone."""
+    three = engines(made, tmp_path, 3, tp=2)
+    gang = trainer(made, three, direct=1, timeouts=(8.0, 60.0, 60.0))
+    results = gang.publish(V1)
+    assert [result.source for result in results] == [-1, 0, 0], results
+    assert [engine.served() for engine in three] == [V1] * 3
+    three[0].end()
+    results = gang.publish(V2)
+    assert isinstance(results[0], PublishFailure), results
+    assert [result.source for result in results[1:]] == [-1, -1], results
+    assert [engine.served() for engine in three[1:]] == [V2] * 2

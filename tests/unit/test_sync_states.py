@@ -1,0 +1,150 @@
+"""Who gets requests around a publish session: the host's and the controller's states."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.engine.client import BadRequest
+from moerl.engine.host import EngineHost
+from moerl.engine.receiver import UNCHANGED, Door, socket_path
+from moerl.engine.records import ModelFacts
+from moerl.errors import EngineError
+from moerl.protocols import (
+    AbortUpdate,
+    AskEngine,
+    CommitUpdate,
+    EngineHolds,
+    Message,
+    Ok,
+    UpdateClosed,
+)
+from moerl.rundir import RunDir
+from moerl.types import GenerateRequest, PolicyVersion, SamplingParams
+from tests.unit.test_controller import StubEngine, make
+
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+COMMIT = CommitUpdate(0, V1, 30.0)
+
+
+class ScriptedClient:
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.committed: list[str] = []
+
+    async def commit(self, version: str) -> float:
+        if self.error is not None:
+            raise self.error
+        self.committed.append(version)
+        return 0.25
+
+    async def abort_all(self) -> None: ...
+
+
+def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
+    """A host whose server is up; receivers, if any, listen in tmp_path."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    facts = ModelFacts(vocab_size=9, num_layers=1, moe_layers=(0,), num_experts=2, top_k=1)
+    store = BlobStore(tmp_path / "blobs", "n0")
+    host = EngineHost(0, EngineConfig(), tmp_path, facts, ReplayConfig(), store, run, "token")
+    client = ScriptedClient()
+    server: Any = SimpleNamespace(doors=[socket_path(tmp_path, 0)], death=lambda: None, pid=1)
+    host._server, host._client, host._cause = server, client, None  # type: ignore[assignment]
+    host._admit.set()
+    host._idle.set()
+    return host, client
+
+
+def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Path) -> None:
+    async def work() -> None:
+        host, client = make_host(tmp_path)
+        request = GenerateRequest("r", 0, np.arange(4, dtype=np.int32), 0, SamplingParams(4))
+        client.error = BadRequest(f"{UNCHANGED}: rank 1 has not verified 0.1")
+        with pytest.raises(BadRequest):
+            await host.session(COMMIT)
+        assert await host.session(AskEngine(0)) == EngineHolds(V0, "")
+        assert host._admit.is_set()
+        client.error = EngineError("the connection broke")
+        with pytest.raises(EngineError, match=r"the commit of 0\.1 failed"):
+            await host.session(COMMIT)
+        state = await host.session(AskEngine(0))
+        assert isinstance(state, EngineHolds)
+        assert state.version == V0
+        assert "connection broke" in state.cause
+        with pytest.raises(EngineError, match="not usable"):
+            await host.generate([request])
+        client.error = None  # a whole session brings it back
+        closed = await host.session(COMMIT)
+        assert isinstance(closed, UpdateClosed)
+        assert closed.commit_s == 0.25
+        assert await host.session(AskEngine(0)) == EngineHolds(V1, "")
+        assert client.committed == ["0.1"]
+
+    asyncio.run(work())
+
+
+def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_named(
+    tmp_path: Path,
+) -> None:
+    answer = True
+
+    def handle(_message: Message) -> Message:
+        while not answer:
+            pass_time.wait(0.01)
+        return Ok()
+
+    pass_time = threading.Event()
+
+    async def work() -> None:
+        nonlocal answer
+        host, _ = make_host(tmp_path)
+        with pytest.raises(EngineError, match="did not load the plug-in"):
+            await host.session(AbortUpdate(0, V1, "x", 5.0))
+        Door(handle, socket_path(tmp_path, 0), "token").start()
+        assert await host.session(AbortUpdate(0, V1, "x", 30.0)) == Ok()
+        answer = False
+        with pytest.raises(EngineError, match="did not answer AbortUpdate"):
+            await host.session(AbortUpdate(0, V1, "x", 0.2))
+        answer = True
+        state = await host.session(AskEngine(0))
+        assert isinstance(state, EngineHolds)
+        assert "did not answer" in state.cause
+
+    asyncio.run(work())
+
+
+def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> None:
+    class Engine(StubEngine):
+        cause = "a rank did not answer"
+
+        async def session(self, message: Message) -> Message:
+            if isinstance(message, AskEngine):
+                return EngineHolds(V0, self.cause)
+            if self.cause:
+                raise EngineError(self.cause)
+            return UpdateClosed(0.0, 0)
+
+    async def work() -> None:
+        engine = Engine()
+        controller, _ = make(tmp_path, engine)
+        controller._incarnation = 0
+        assert controller._serves(0)
+        with pytest.raises(EngineError, match="engine 0: a rank did not answer"):
+            await controller.handle(AbortUpdate(0, V1, "x", 1.0))
+        assert not controller._serves(0)
+        assert controller.ledger.engines_suspended == 1
+        engine.cause = ""
+        await controller.handle(COMMIT)
+        assert controller._serves(0)
+        assert controller._versions[0] == V1
+
+    asyncio.run(work())
