@@ -7,8 +7,8 @@ where the advantage inside the objective gains distill_coef x (teacher - theta),
 `weight_N` is the aggregation's (global, `moerl.algorithms.aggregation`), so the loss of a step is
 the plain sum of this over ranks and microbatches.  Corrections act on the policy term only: the KL
 term of a rejected sequence stays (DeepSeek-V3.2 eq. 5).  All counts are of tokens before any
-rejection, in f64, and counts of sequences are sums of 1 / length over tokens, so that they add up
-over microbatches, ranks and the parts of a sequence.
+rejection, in f64, and counts of sequences are sums of 1 / length over tokens, so that a sequence
+whose tokens are cut in part counts in part.
 
 Legend: N sampled tokens of a microbatch.
 """

@@ -6,8 +6,8 @@ edges, added over microbatches and ranks and divided once: a mean of means would
 split.  Binned by token lag: bin 0 is pure engine mismatch, the others add staleness.
 
 Sums are taken of exp(d) - 1 rather than exp(d), so that a standard error of 1e-6 survives.
-Sequence statistics, W = exp(sum of d over a sequence), are sums over tokens of share x value with
-share = 1 / length, so that a sequence cut over ranks still counts once; they are not binned.
+Sequence statistics, W = exp(sum of d over a sequence), are sums over tokens of value / length; they
+are not binned.
 """
 
 from __future__ import annotations

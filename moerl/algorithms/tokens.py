@@ -4,8 +4,8 @@ Objectives, corrections and KL terms see the same value, so that they compose in
 Everything is flat: padding, packing order and row shapes are unknown here and cannot matter.
 
 A sequence is one row of the packer: one turn.  Statistics of a sequence need all of its sampled
-tokens; where context parallelism cuts a sequence over ranks, `Sequences.group` joins them, in the
-forward and in the gradient.
+tokens; where context parallelism cuts a sequence over ranks, the trainer joins the tokens before
+the loss (docs/decisions.md, 14).
 
 Legend: N sampled tokens of a microbatch on this rank, Q sequences of it.
 """
@@ -13,13 +13,9 @@ Legend: N sampled tokens of a microbatch on this rank, Q sequences of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.distributed import ProcessGroup
 
 
 @dataclass(slots=True, eq=False)
@@ -32,13 +28,11 @@ class Sequences:
 
     of: Tensor  # [N] i64, 0..count - 1
     count: int  # Q
-    group: ProcessGroup | None = None  # ranks that hold parts of the same Q sequences
     _length_Q: Tensor | None = field(default=None, repr=False)
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """[Q]: sum over each whole sequence; differentiable, across `group` too."""
-        total = values_N.new_zeros(self.count).index_add(0, self.of, values_N)
-        return _Join.apply(total, self.group)
+        """[Q]: sum over each sequence; differentiable."""
+        return values_N.new_zeros(self.count).index_add(0, self.of, values_N)
 
     def length(self, dtype: torch.dtype) -> Tensor:
         """[Q]: tokens of each whole sequence, at least 1."""
@@ -56,7 +50,7 @@ class Sequences:
         return values_Q[self.of]
 
     def share(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """[N]: 1 / length, so that sums of it over tokens count sequences, however they are cut."""
+        """[N]: 1 / length, so that sums of it over tokens count sequences."""
         return self.spread(1.0 / self.length(dtype))
 
 
@@ -80,23 +74,3 @@ class Tokens:
         """[N], detached.  With one optimizer step per batch the weights of this forward are those
         at the start of the step, so no further forward is needed."""
         return (self.logprob if self.proximal is None else self.proximal).detach()
-
-
-class _Join(Function):
-    """Sum over ranks; every rank's loss reads the whole sum, so the gradient is summed as well."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return _all_reduce(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_reduce(grads[0], ctx.group), None
-
-
-def _all_reduce(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    values = values.clone()
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
-    return values
