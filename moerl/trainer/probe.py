@@ -1,10 +1,12 @@
 """The consistency probe: do the records and the model still agree?  A sample, during training.
 
-Every `replay.probe` steps, before the step trains, one microbatch goes through the model twice
-without gradients: once with its recorded routes, once with the live router.  Three questions:
+1. exact, in every step and for free: tokens at lag 0 of rollouts that no update interrupted must
+   have the engine's log-probability up to rounding (a resumed rollout carries prefix rows of older
+   weights, so its newest tokens differ honestly).
 
-1. exact: tokens at lag 0 of rollouts that no update interrupted must have the engine's
-   log-probability up to rounding (a resumed rollout carries prefix rows of older weights);
+Every `replay.probe` steps, before the step trains, one microbatch goes through the model twice
+without gradients: once with its recorded routes, once with the live router.
+
 2. routes: on inputs that no earlier difference has touched, the live router must agree with the
    record on most tokens;
 3. worth: recorded routes must not explain the engine much worse than live ones do.
@@ -15,8 +17,8 @@ a person, who can look closer with `moerl mismatch`.  Rejected: ending the run (
 its contract is refused at the door already; this is a statistic), keeping older weights to score
 old tokens exactly (a copy of the model; the segment audit does it after the run).
 
-With pipeline stages there is no probe: a stage alone has no log-probabilities.  Nor is there with
-context parallelism: where a difference began cannot be told from a part of the positions.
+With pipeline stages or context parallelism a rank alone has no log-probabilities, and only the
+first question is asked.
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ def probe(
     finally:
         model.module.train(was_training)
         model.replay.clear()
-    both_fp32 = config.trainer.dtype == "fp32" and config.engine.dtype == "float32"
-    return judge(found.join(parallel), EXACT_FP32 if both_fp32 else EXACT_BF16)
+    joined = found.join(parallel)
+    return exact_metrics(joined.exact, config) | judge(joined)
 
 
 def _forward(
@@ -122,23 +124,15 @@ def _forward(
         rows_per_position=len(batch.tokens),
     )
     model.replay.clear()
-    found.live = _sums(model, live, batch, parallel)
+    found.live = _sums(forward.sampled_logprobs(model, live, batch, parallel)[0].cpu(), batch)
     model.replay.load(index, recorded)
     logits = forward.logits(model, model.module, batch, index, Mode.REPLAY)
-    found.replayed = _sums(model, logits, batch, parallel)
-    found.exact = _sums(model, logits, batch, parallel, fresh_tokens(batch))
-
-
-def _sums(
-    model: Model,
-    logits: Tensor,
-    batch: Microbatch,
-    parallel: Parallel,
-    which: Tensor | None = None,
-) -> MismatchSums:
     logprob = forward.sampled_logprobs(model, logits, batch, parallel)[0].cpu()
-    take = slice(None) if which is None else which
-    return MismatchSums.of(logprob[take], batch.old_logprob[take], batch.lag[take])
+    found.replayed, found.exact = _sums(logprob, batch), exact_sums(batch, logprob)
+
+
+def _sums(logprob: Tensor, batch: Microbatch) -> MismatchSums:
+    return MismatchSums.of(logprob, batch.old_logprob, batch.lag)
 
 
 def fed_rows(batch: Microbatch) -> Tensor:
@@ -152,23 +146,43 @@ def fed_rows(batch: Microbatch) -> Tensor:
 
 def fresh_tokens(batch: Microbatch) -> Tensor:
     """[N] bool: sampled by the weights of this step, in a rollout that no update interrupted."""
-    whole = torch.zeros(max(len(batch.tokens), 1), dtype=torch.bool)
+    whole = torch.zeros(max(len(batch.rollouts), 1), dtype=torch.bool)
     for row, rollout in enumerate(batch.rollouts):
         whole[row] = len({part.version for part in rollout.routing}) == 1
     return (batch.lag == 0) & whole[batch.seq]
 
 
-def judge(found: Findings, exact_max: float) -> dict[str, float]:
-    """Metrics of joined findings, and an alert (1 or 0) for each question that has an answer."""
+def exact_sums(batch: Microbatch, logprob_N: Tensor) -> MismatchSums:
+    """Sums over fresh tokens; logprob_N [N] of a microbatch, replayed under the step's weights."""
+    fresh = fresh_tokens(batch)
+    return MismatchSums.of(
+        logprob_N.detach().cpu()[fresh], batch.old_logprob[fresh], batch.lag[fresh]
+    )
+
+
+def exact_metrics(exact: MismatchSums, config: Config) -> dict[str, float]:
+    """The first question, from joined sums; empty without fresh tokens or without both replays."""
+    if config.replay.routing != "R3" or not config.replay.sampling_mask:
+        return {}
+    values = exact.metrics()
+    if not values:
+        return {}
+    both_fp32 = config.trainer.dtype == "fp32" and config.engine.dtype == "float32"
+    largest = values["mismatch/abs_dlogp_max"]
+    return {
+        "probe/exact_tokens": values["mismatch/tokens"],
+        "probe/exact_abs_dlogp_max": largest,
+        "alert/replay_exact": float(largest > (EXACT_FP32 if both_fp32 else EXACT_BF16)),
+    }
+
+
+def judge(found: Findings) -> dict[str, float]:
+    """The second and third question: metrics of joined findings, an alert (1 or 0) for each."""
     metrics: dict[str, float] = {}
     replayed, live, exact = (
         {name.removeprefix("mismatch/"): value for name, value in sums.metrics().items()}
         for sums in (found.replayed, found.live, found.exact)
     )
-    if exact:
-        metrics["probe/exact_tokens"] = exact["tokens"]
-        metrics["probe/exact_abs_dlogp_max"] = exact["abs_dlogp_max"]
-        metrics["alert/replay_exact"] = float(exact["abs_dlogp_max"] > exact_max)
     if found.routes.clean:
         metrics["probe/live_agree_frac"] = found.routes.agree_frac
         metrics["probe/live_agree_same_input_frac"] = found.routes.same_input_frac

@@ -44,7 +44,7 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import Config, OptimizerConfig, TrainerConfig
 from moerl.data.packing import Microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
-from moerl.trainer import forward
+from moerl.trainer import forward, probe
 from moerl.trainer.frozen_policy import FrozenPolicy
 from moerl.trainer.model import Chunk, Model, equal_shapes, wrap
 from moerl.trainer.parallel import Parallel
@@ -80,6 +80,7 @@ class StepSums:
 
     loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUM_NAMES), dtype=torch.float64))
     mismatch: MismatchSums = field(default_factory=MismatchSums.zero)
+    exact: MismatchSums = field(default_factory=MismatchSums.zero)  # see moerl.trainer.probe
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
     kept_max: float = 0.0
 
@@ -91,7 +92,11 @@ class StepSums:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         counts = dict(zip(self.counts, packed[len(SUM_NAMES) :].tolist(), strict=True))
         return StepSums(
-            packed[: len(SUM_NAMES)], self.mismatch.all_reduce(group), counts, float(peak)
+            packed[: len(SUM_NAMES)],
+            self.mismatch.all_reduce(group),
+            self.exact.all_reduce(group),
+            counts,
+            float(peak),
         )
 
 
@@ -155,6 +160,8 @@ class Learner:
             metrics["loss/grad_norm"] = float(grad_norm)
         end = time.perf_counter()
         metrics |= joined.mismatch.metrics() | _describe(joined, self.model.replay is not None)
+        if self.model.replay is not None:
+            metrics |= probe.exact_metrics(joined.exact, self.config)
         metrics |= advantage_metrics(advantages)
         if self.critic is not None:
             metrics |= self.critic.update(plan)
@@ -243,6 +250,7 @@ class Learner:
             if self.parallel.cp_rank == 0:
                 sums.loss += result.sums
                 sums.mismatch += MismatchSums.of(logprob_N, engine_N, batch.lag, tokens.sequences)
+                sums.exact += probe.exact_sums(batch, logprob_N)
                 _count_sampled(sums, batch, float(entropy_N.sum()))
         return result.loss, torch.tensor(0, dtype=torch.int, device=device), {}
 

@@ -60,6 +60,9 @@ def test_every_step_once_and_nothing_refused(trained: Run) -> None:
         assert row["keep/cover_frac"] == 1.0
         assert 0 <= row["async/lag_max"] <= config.rollout.max_lag
         assert not [name for name in row if name.startswith("refused/")]
+        assert row.get("alert/replay_exact", 0.0) == 0.0, row["probe/exact_abs_dlogp_max"]
+    assert rows[0]["alert/replay_exact"] == 0.0
+    assert rows[0]["probe/live_agree_same_input_frac"] > 0.99
     assert math.isclose(rows[0]["mismatch/ratio_mean/lag_0"], 1.0, abs_tol=1e-5)
 
 

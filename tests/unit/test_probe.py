@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from moerl.algorithms.mismatch import MismatchSums
+from moerl.config.schema import Config, ReplayConfig
 from moerl.observe.console import alerts
 from moerl.trainer.agreement import RouteAgreement
-from moerl.trainer.probe import EXACT_FP32, Findings, judge
+from moerl.trainer.probe import Findings, exact_metrics, judge
 
 
 def sums(gap: float, tokens: int = 100) -> MismatchSums:
@@ -17,14 +18,17 @@ def sums(gap: float, tokens: int = 100) -> MismatchSums:
 
 
 def raised(**fields: object) -> list[str]:
-    return alerts({"step": 0} | judge(Findings(**fields), EXACT_FP32))  # type: ignore[arg-type]
+    found = Findings(**fields)  # type: ignore[arg-type]
+    return alerts({"step": 0} | exact_metrics(found.exact, Config()) | judge(found))
 
 
 GOOD = RouteAgreement(pairs=1000, agree=950, clean=980, roots=10)
 
 
 def test_nothing_to_judge_is_no_metric() -> None:
-    assert judge(Findings(), EXACT_FP32) == {}
+    assert judge(Findings()) == exact_metrics(Findings().exact, Config()) == {}
+    bare = Config(replay=ReplayConfig(sampling_mask=False))
+    assert exact_metrics(sums(0.2), bare) == {}, "without both replays nothing has to be exact"
 
 
 def test_records_that_agree_raise_nothing_at_any_lag() -> None:
