@@ -36,6 +36,7 @@ def row(rollout: Rollout, store: BlobStore) -> dict[str, object]:
     }
 
 
+@pytest.mark.full
 def test_a_dump_is_scored_like_its_records(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     config = resolve(
