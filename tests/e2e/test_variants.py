@@ -26,6 +26,18 @@ VARIANTS = {
     "two-engines": ["engine.count=2"],
     "no-truncation": ["sampling.top_p=1.0", "sampling.top_k=-1"],
     "allgather": ["trainer.dispatcher=allgather"],
+    "stages": [
+        *(f"trainer.parallel.{k}" for k in ("dp=1", "ep=1", "pp=2")),
+        "trainer.packing=true",
+        "trainer.megatron={recompute_granularity: full, recompute_method: uniform, "
+        "recompute_num_layers: 1}",
+        "rollout.buffer_depth=0",
+    ],
+    "context": [
+        *(f"trainer.parallel.{k}" for k in ("dp=1", "ep=1", "cp=2")),
+        "trainer.packing=true",
+        "rollout.buffer_depth=0",
+    ],
     "off-policy-mask": [
         "algorithm.corrections=[opsm]",
         "algorithm.off_policy_delta=0.1",
@@ -51,6 +63,8 @@ def test_variant(name: str, tmp_path: Path) -> None:
     assert not [key for row in rows for key in row if key.startswith("refused/")]
     limit = 0.5 if name == "bf16-trainer" else 5e-5
     assert rows[0]["mismatch/abs_dlogp_max/lag_0"] <= limit
+    if "rollout.buffer_depth=0" in VARIANTS[name]:  # what was published is what was gathered
+        assert all(row["mismatch/abs_dlogp_max/lag_0"] <= limit for row in rows)
     truncated = name != "no-truncation"
     assert all(row.get("keep/cover_frac") == (1.0 if truncated else None) for row in rows)
 

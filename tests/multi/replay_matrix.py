@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,13 +67,26 @@ def main() -> None:
                 os.environ |= {
                     "RANK": str(gang["ranks"].index(me)),
                     "WORLD_SIZE": str(len(gang["ranks"])),
-                    "MASTER_PORT": str(gang["port"]),
+                    "MASTER_PORT": meet(work / f"port.{gang['name']}", me == gang["ranks"][0]),
                 }
                 ranks = parallel.start(ParallelConfig(**gang["sizes"]), PLACE, timeout_s=90)
                 for case in gang["cases"]:
                     run_case(work, case, ranks)
                 dist.barrier()
                 parallel.stop()
+
+
+def meet(file: Path, first: bool) -> str:
+    """A free port, chosen by the gang's first rank when the gang starts, told through a file."""
+    if first:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            fresh = file.with_suffix(".new")
+            fresh.write_text(str(probe.getsockname()[1]))
+        fresh.rename(file)
+    while not file.exists():  # the test ends workers that wait too long
+        time.sleep(0.02)
+    return file.read_text()
 
 
 def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:

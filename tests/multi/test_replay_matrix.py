@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ for _case in WHOLE:
     _case["resume"] = _case["name"] in RESUMED
 
 
-def run(work: Path, cases: list[Case], free_port: Callable[[], int]) -> dict[str, Found]:
+def run(work: Path, cases: list[Case]) -> dict[str, Found]:
     """Everything the cases found, and the one-rank references under the models' names."""
     families = json.loads((ROOT / "tests/data/layout_families.json").read_text())
     qwen = families["qwen3_moe"] | {"mlp_only_layers": []}
@@ -130,7 +129,7 @@ def run(work: Path, cases: list[Case], free_port: Callable[[], int]) -> dict[str
     ]
     stages: list[list[dict[str, Any]]] = [
         [
-            {"ranks": [i], "sizes": {}, "port": free_port(), "cases": [alone[i]]}
+            {"name": f"one{i}", "ranks": [i], "sizes": {}, "cases": [alone[i]]}
             for i in range(len(alone))
         ],
         [],
@@ -143,8 +142,7 @@ def run(work: Path, cases: list[Case], free_port: Callable[[], int]) -> dict[str
         pair = len(stage) % 2 * 2  # gangs of two work side by side
         ranks = list(range(4)) if world == 4 else [pair, pair + 1]
         if chosen:
-            gang = {"ranks": ranks, "sizes": sizes, "port": free_port(), "cases": chosen}
-            stage.append(gang)
+            stage.append({"name": layout, "ranks": ranks, "sizes": sizes, "cases": chosen})
     (work / "schedule.json").write_text(json.dumps(stages))
     start_workers(work)
     names = [c["name"] for c in cases] + ["qwen", "deepseek"]
@@ -189,17 +187,13 @@ def start_workers(work: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cover(
-    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
-) -> dict[str, Found]:
-    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS, free_port)
+def cover(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS)
 
 
 @pytest.fixture(scope="module")
-def whole(
-    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
-) -> dict[str, Found]:
-    return run(tmp_path_factory.mktemp("whole"), WHOLE, free_port)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    return run(tmp_path_factory.mktemp("whole"), WHOLE)
 
 
 def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -295,9 +289,7 @@ LONG = 32_768
 
 
 @pytest.mark.full
-def test_a_long_rollout_over_context_parallel_ranks(
-    tmp_path: Path, free_port: Callable[[], int]
-) -> None:
+def test_a_long_rollout_over_context_parallel_ranks(tmp_path: Path) -> None:
     """32k tokens on two ranks: the numbers of one rank, half of its route bytes each."""
     long = {"model": "long", "longest": LONG, "packing": True}
     families = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -310,12 +302,12 @@ def test_a_long_rollout_over_context_parallel_ranks(
     }
     (tmp_path / "long.json").write_text(json.dumps(config))
     stages = [
-        [{"ranks": [0], "sizes": {}, "port": free_port(), "cases": [long | {"name": "one"}]}],
+        [{"name": "one", "ranks": [0], "sizes": {}, "cases": [long | {"name": "one"}]}],
         [
             {
+                "name": "two",
                 "ranks": [0, 1],
                 "sizes": {"cp": 2},
-                "port": free_port(),
                 "cases": [long | {"name": "two", "megatron": RECOMPUTE["full"]}],
             }
         ],
