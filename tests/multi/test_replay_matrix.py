@@ -21,6 +21,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(1000)
 GATE = 1e-5
 TIMEOUT_S = 900.0  # of all cases of `full` on a loaded machine
 RECOMPUTE = {
