@@ -76,6 +76,8 @@ def measure(
     job = score(plan, rollouts, folder, variants=variants, dtypes=dtypes)
     scores = np.load(job.out)
     found = {"source": source} | _compare(plan, scores, rollouts, variants, dtypes)
+    if dump is not None:
+        found["engine_dtype"] = "unknown precision"
     if set(NEEDED) <= set(variants):
         newest = NEWEST if dump else max(span.version for r in rollouts for span in r.versions)
         tokens = _tokens(rollouts, newest.step)

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,7 @@ class World:
     cached: dict[str, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
     paused: dict[str, list[object]] = field(default_factory=dict)  # replies, by mode of the pause
     settings: dict[str, Any] = field(default_factory=dict)  # of the server, as it reports them
+    pace_s: float = 0.5  # how long this machine takes for some two dozen tokens
     stale_turn: object = None  # a second turn that names rows of other weights
     folders: dict[PolicyVersion, Path] = field(default_factory=dict)
 
@@ -107,6 +109,9 @@ class World:
     # --- scenario --------------------------------------------------------------------------------
     async def play(self) -> None:
         self.settings = await self.ask("GET", "/server_info")
+        begin = time.monotonic()
+        await self.complete([start("pace", tokens(40, seed=40), TRUNCATED)])
+        self.pace_s = max(self.pace_s, time.monotonic() - begin)
         prompts = {n: tokens(n, seed=n) for n in (1, 5, 33, 200)}
         for tag, sampling in (("trunc", TRUNCATED), ("full", FULL)):
             for attempt in ("plain", "hit"):
@@ -160,7 +165,7 @@ class World:
         running = asyncio.create_task(self.host.generate(asks))
         while self.prefills() <= seen:
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(self.pace_s)
         await self.ask("POST", "/pause_generation", mode=mode)
         await self.ask(
             "POST",
@@ -193,7 +198,7 @@ class World:
         running = asyncio.create_task(self.call(partials))
         while self.prefills() <= seen:
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(self.pace_s)
         client = self.host._client
         assert client is not None
         while not running.done():

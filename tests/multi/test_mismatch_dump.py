@@ -55,6 +55,7 @@ def test_a_dump_is_scored_like_its_records(tmp_path: Path) -> None:
     mine, theirs = np.load(job.out), np.load(tmp_path / "audit" / "scores.npz")
     np.testing.assert_array_equal(mine["engine"], theirs["engine"])
     assert np.abs(mine["fp32/both"] - theirs["fp32/both"]).max() <= 1e-5
+    assert found["engine_dtype"] == "unknown precision"
     where = found["where"]["fp32"]
     assert [part["lag"] for part in where["lag"]] == [2]
     assert where["attribution"]["k3"]["numerics"] > 0.01, "random records fit no model"
