@@ -480,10 +480,7 @@ class EngineHost:
             raise self._failure()
         try:
             async with asyncio.timeout(timeout_s):
-                replies = await self._guard(
-                    asyncio.gather(*(self._ask(door, message) for door in server.doors)),
-                    self._ended,
-                )
+                replies = await self._guard(self._ask_all(server.doors, message), self._ended)
         except TimeoutError as error:
             what = f"a rank did not answer {type(message).__name__} in {timeout_s:g} s"
             raise self._suspend(what) from error
@@ -494,6 +491,9 @@ class EngineHost:
                 raise EngineError(f"engine {self.index}, rank {rank}: {cause}")
             agreed.append(reply)
         return agreed
+
+    async def _ask_all(self, doors: Sequence[Path], message: Message) -> list[Message]:
+        return await asyncio.gather(*(self._ask(door, message) for door in doors))
 
     async def _ask(self, door: Path, message: Message) -> Message:
         """A socket of its own per question: a late reply never answers a later one."""
@@ -552,8 +552,7 @@ class EngineHost:
 
     def _suspend(self, cause: str) -> EngineError:
         """Fail what is in flight and admit nothing until a publish session succeeds."""
-        if not self._ended.is_set():
-            self._cause = cause
+        self._cause = self._cause or cause
         self._admit.clear()
         self._broken.set()
         return self._failure()

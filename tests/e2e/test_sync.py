@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -30,7 +31,7 @@ from moerl.config.schema import (
     TrainerConfig,
 )
 from moerl.engine.host import EngineHost
-from moerl.errors import ProtocolError
+from moerl.errors import EngineError, ProtocolError
 from moerl.protocols import AskEngine, EngineHolds, Message
 from moerl.rollout.server import TrainerServer
 from moerl.rundir import RunDir
@@ -46,7 +47,15 @@ T = TypeVar("T")
 class World:
     """Engines, and the door through which trainer ranks reach them."""
 
-    def __init__(self, root: Path, *, engines: int, tp: int, transport: str = "shm") -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        engines: int,
+        tp: int,
+        transport: str = "shm",
+        timeout_s: float = 120.0,
+    ) -> None:
         torch.set_num_threads(1)
         self.run_dir = RunDir(root / "run")
         self.run_dir.create()
@@ -56,7 +65,9 @@ class World:
             model=ModelConfig(path=str(model)),
             engine=engine,
             trainer=TrainerConfig(platform="cpu", parallel=ParallelConfig(tp=2, ep=2)),
-            sync=SyncConfig(transport=transport, folder=str(root), bucket_bytes=65536),
+            sync=SyncConfig(
+                transport=transport, folder=str(root), bucket_bytes=65536, timeout_s=timeout_s
+            ),
         )
         save_config(config, self.run_dir.config)
         self.loop = asyncio.new_event_loop()
@@ -111,6 +122,13 @@ class World:
             return process.returncode or 0, output.decode(errors="replace")
 
         return self.run(work())
+
+    def processes(self, engine: int) -> list[psutil.Process]:
+        """Of one server: its own first, its scheduler last."""
+        server = self.hosts[engine]._server
+        assert server is not None
+        tree = server._tree()
+        return sorted(tree, key=lambda p: "scheduler" in " ".join(p.cmdline()))
 
     def checksums(self, engine: int) -> list[dict[str, str]]:
         """By rank: SGLang's own checksum of each tensor."""
@@ -198,3 +216,40 @@ def test_a_trainer_killed_mid_publish_leaves_both_engines_on_a_whole_version(
     assert served[0] == served[1] != start[0]
     world.load_folder(1, new)
     assert world.checksums(1) == served[0]
+
+
+@pytest.mark.full
+def test_a_stalled_and_a_killed_engine_are_left_behind_and_refreshed(
+    worlds: list[World], tmp_path: Path
+) -> None:
+    world = World(tmp_path, engines=2, tp=1, timeout_s=30.0)
+    worlds.append(world)
+    stalled = world.processes(1)
+    for process in stalled:
+        process.suspend()
+    try:
+        status, output = world.gang(0, 1)
+    finally:
+        for process in stalled:
+            process.resume()
+    assert status == 0, output[-4000:]
+    assert "'async/sync_engines_behind': 1.0" in output
+    assert world.holds(0) == PolicyVersion(0, 1)
+    with pytest.raises(EngineError, match="did not answer PrepareUpdate"):
+        world.generate(1)
+    status, output = world.gang(1, 1)
+    assert status == 0, output[-4000:]
+    assert [world.holds(i) for i in range(2)] == [PolicyVersion(1, 1)] * 2
+    assert world.generate(1).version == PolicyVersion(1, 1)
+    assert world.checksums(0) == world.checksums(1)
+
+    world.processes(1)[-1].kill()
+    status, output = world.gang(2, 1)
+    assert status == 0, output[-4000:]
+    assert "'async/sync_engines_behind': 1.0" in output
+    assert world.holds(0) == PolicyVersion(2, 1)
+    world.run(world.hosts[1].start(PolicyVersion(0, 0)))
+    status, output = world.gang(3, 1)
+    assert status == 0, output[-4000:]
+    assert [world.holds(i) for i in range(2)] == [PolicyVersion(3, 1)] * 2
+    assert world.checksums(0) == world.checksums(1)
