@@ -9,8 +9,10 @@ belongs where.  Every case writes NAME.pt (rank 0 of its gang); the test compare
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import sys
 import time
@@ -79,14 +81,21 @@ def main() -> None:
 def meet(file: Path, first: bool) -> str:
     """A free port, chosen by the gang's first rank when the gang starts, told through a file."""
     if first:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            fresh = file.with_suffix(".new")
-            fresh.write_text(str(probe.getsockname()[1]))
+        fresh = file.with_suffix(".new")
+        fresh.write_text(str(listenable_port()))
         fresh.rename(file)
     while not file.exists():  # the test ends workers that wait too long
         time.sleep(0.02)
     return file.read_text()
+
+
+def listenable_port() -> int:
+    """Below the range the kernel gives to outgoing connections, of which gloo opens many."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
