@@ -5,7 +5,7 @@ its offset, with its digest in the header, written under another name and rename
 exists is whole, any safetensors reader opens it, and the engine needs no sender alive to fetch it.
 
 Nothing stays behind: the engine rank removes a file once it is in the buffer and the folder when it
-closes; a sender removes what was not fetched.  The owner holds a lock on its folder, which the
+closes; a sender removes what it did not flush.  The owner holds a lock on its folder, which the
 kernel releases when it dies, so a sender notices a dead engine, and whoever comes next to the same
 root (a sender closing, an engine opening) removes folders without an owner.  The file system must
 support flock across machines (NFS 4 and Lustre do).
@@ -116,7 +116,8 @@ class DiskLink:
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder, self._size = folder, num_bytes
-        self._written: list[Path] = []
+        self._written: list[Path] = []  # since the last flush
+        self._puts = 0
         self._check_owner()
 
     def put(self, offset: int, data: Tensor, deadline: float) -> None:
@@ -125,10 +126,11 @@ class DiskLink:
         if not data.numel():
             return
         # in the order of the puts: a later one to the same place wins
-        name = f"{len(self._written):08d}-{offset}-{secrets.token_hex(8)}.safetensors"
+        name = f"{self._puts:08d}-{offset}-{secrets.token_hex(8)}.safetensors"
         target = self._folder / name
         temporary = target.with_suffix(".part")
         self._written.append(temporary)
+        self._puts += 1
         try:
             _write(temporary, offset, data.cpu(), deadline)
             self._written[-1] = temporary.rename(target)
@@ -141,8 +143,9 @@ class DiskLink:
         return None
 
     def flush(self, deadline: float) -> None:
-        """Files are renamed by their put; what can fail is the engine."""
+        """Files are renamed by their put; what can fail is the engine.  They are its from here."""
         self._check_owner()
+        self._written = []
 
     def close(self) -> None:
         for file in self._written:

@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
@@ -131,6 +132,7 @@ class FaultyReceiver:
                 takes_deltas = session.message.delta
                 if not takes_deltas or any(map(any, message.deltas)):
                     self._flips -= 1
+                    session.staging.fetch(time.monotonic() + 60)  # disk: the bytes are here now
                     place = 0 if takes_deltas else session.plan.staging_bytes // 2
                     session.staging.buffer[place] ^= 1
             case CommitUpdate():
@@ -276,7 +278,8 @@ def run_trainer_rank(
     offer = Offer(FrozenShard(), threading.Condition())
     for engine, endpoint in enumerate(lines):
         plan = plan_sender(spec(), TRAINER, EngineLayout(tp=tp), plan_ids[engine], rank, POLICY)
-        mover = make(transport, address="127.0.0.1", folder=folder)
+        # a copy of its own for each engine: one of them may be made to halt
+        mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
         courier = Courier(plan, offer.shard, mover, delta=delta)
