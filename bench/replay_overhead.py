@@ -33,7 +33,7 @@ import numpy as np
 from moerl.blob import BlobStore
 from moerl.config.schema import Config, ParallelConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RecordShape, random_rollout
+from moerl.data.synthetic import random_rollout
 from moerl.layout import ModelSpec
 from moerl.types import (
     BatchPlan,
@@ -41,6 +41,7 @@ from moerl.types import (
     EpisodeGroup,
     PolicyVersion,
     Prompt,
+    RecordShape,
     Rollout,
     SamplingParams,
     Score,

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from moerl.errors import ConfigError, ModelError, MoerlError
+from moerl.config.files import read_model_config
+from moerl.errors import ConfigError, MoerlError
 
 if TYPE_CHECKING:
     from moerl.layout import ParallelLayout
@@ -199,7 +200,7 @@ def check_layout(
     from moerl.layout.check import describe
     from moerl.layout.plan import EngineLayout
 
-    config = _model_config(model)
+    config = read_model_config(model)
     trainer = _parallel_layout(parallel)
     asked = _named("--engine", engine)
     count = _count("--engine count", asked.pop("count", "1"))
@@ -284,17 +285,6 @@ def plan(
         typer.echo(json.dumps(sync_plan.as_json(found, links, efficiency)))
     else:
         typer.echo(sync_plan.describe(found, links, layouts, efficiency))
-
-
-def _model_config(model: Path) -> dict[str, Any]:
-    path = model / "config.json" if model.is_dir() else model
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: missing or not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: must hold a JSON object, not {type(config).__name__}")
-    return config
 
 
 def _checked(recipe: str, overrides: list[str], checkpoint: str = "") -> Any:

@@ -265,6 +265,16 @@ class Prompt:
     extra: dict[str, Any]  # any further fields of the source, passed on to the reward
 
 
+@dataclass(frozen=True, slots=True)
+class RecordShape:
+    """What records know of a model."""
+
+    vocab_size: int
+    moe_layers: tuple[int, ...]  # global layer numbers, 0-based
+    num_experts: int
+    top_k: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeGroup:
     """Sibling episodes of one prompt: the unit of admission, of advantage and of consumption."""

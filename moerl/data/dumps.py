@@ -26,6 +26,7 @@ from moerl.types import (
     Finish,
     MaskBlob,
     PolicyVersion,
+    RecordShape,
     Rollout,
     RoutingBlob,
     SamplingParams,
@@ -47,16 +48,6 @@ _ARRAYS = {
 _SETTINGS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
-@dataclass(frozen=True, slots=True)
-class DumpFacts:
-    """What a dump must agree with: the model that is to score it."""
-
-    vocab_size: int
-    moe_layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
-
-
 @dataclass(slots=True)
 class _Raw:
     """One rollout as arrays of whatever the file held."""
@@ -72,7 +63,7 @@ class _Raw:
     settings: dict[str, float]
 
 
-def read_dump(path: Path, store: BlobStore, facts: DumpFacts) -> list[Rollout]:
+def read_dump(path: Path, store: BlobStore, shape: RecordShape) -> list[Rollout]:
     """Read FILE.jsonl or FILE.npz, seal its arrays, return checked records.
 
     Raises RecordError `dump` for a file or field that breaks the schema.
@@ -82,7 +73,7 @@ def read_dump(path: Path, store: BlobStore, facts: DumpFacts) -> list[Rollout]:
     if not path.is_file():
         _refuse(str(path), "file", "it does not exist")
     raws = _jsonl(path) if path.suffix == ".jsonl" else _npz(path)
-    rollouts = [_rollout(raw, index, store, facts) for index, raw in enumerate(raws)]
+    rollouts = [_rollout(raw, index, store, shape) for index, raw in enumerate(raws)]
     if not rollouts:
         _refuse(str(path), "file", "it holds no rollout")
     return rollouts
@@ -240,19 +231,19 @@ def _setting(arrays: dict[str, Array], name: str, index: int, default: float, wh
 
 
 # --- records ---------------------------------------------------------------------------------
-def _rollout(raw: _Raw, index: int, store: BlobStore, facts: DumpFacts) -> Rollout:
-    sampled = _check_lengths(raw, facts)
+def _rollout(raw: _Raw, index: int, store: BlobStore, shape: RecordShape) -> Rollout:
+    sampled = _check_lengths(raw, shape)
     name = f"dump-{index}"  # ids of a dump are not file names
     ids = raw.routing.transpose(1, 0, 2)
     try:
-        check_ids(ids, facts.num_experts)
+        check_ids(ids, shape.num_experts)
         if raw.mask is not None:
             offsets, kept = raw.mask[0].astype(np.int64), raw.mask[1].astype(np.int32)
-            check_csr(offsets, kept, sampled, vocab_size=facts.vocab_size)
+            check_csr(offsets, kept, sampled, vocab_size=shape.vocab_size)
     except RecordError as error:
         field = "routing" if error.reason.startswith("routing") else "sampling_mask"
         _refuse(raw.where, field, str(error))
-    arrays: list[Array] = [np.ascontiguousarray(ids.astype(id_dtype(facts.num_experts)))]
+    arrays: list[Array] = [np.ascontiguousarray(ids.astype(id_dtype(shape.num_experts)))]
     if raw.mask is not None:
         arrays += [offsets, kept]
     refs = store.seal(name, arrays)
@@ -269,8 +260,8 @@ def _rollout(raw: _Raw, index: int, store: BlobStore, facts: DumpFacts) -> Rollo
                 0,
                 len(raw.routing),
                 versions[-1].version,
-                facts.moe_layers,
-                facts.num_experts,
+                shape.moe_layers,
+                shape.num_experts,
             ),
         ),
         sampling_mask=(MaskBlob(refs[1], refs[2], 0, len(sampled)),) if raw.mask else (),
@@ -281,22 +272,22 @@ def _rollout(raw: _Raw, index: int, store: BlobStore, facts: DumpFacts) -> Rollo
     try:
         check(
             rollout,
-            vocab_size=facts.vocab_size,
-            num_moe_layers=len(facts.moe_layers),
-            top_k_experts=facts.top_k,
+            vocab_size=shape.vocab_size,
+            num_moe_layers=len(shape.moe_layers),
+            top_k_experts=shape.top_k,
         )
     except RecordError as error:
         _refuse(raw.where, error.reason, str(error))
     return rollout
 
 
-def _check_lengths(raw: _Raw, facts: DumpFacts) -> Array:
+def _check_lengths(raw: _Raw, shape: RecordShape) -> Array:
     """Returns the sampled tokens."""
     num_tokens = len(raw.token_ids)
     if num_tokens < 2:
         _refuse(raw.where, "token_ids", f"{num_tokens} tokens; a prompt and an answer are needed")
-    if int(raw.token_ids.min()) < 0 or int(raw.token_ids.max()) >= facts.vocab_size:
-        _refuse(raw.where, "token_ids", f"they must lie in 0..{facts.vocab_size - 1}")
+    if int(raw.token_ids.min()) < 0 or int(raw.token_ids.max()) >= shape.vocab_size:
+        _refuse(raw.where, "token_ids", f"they must lie in 0..{shape.vocab_size - 1}")
     if len(raw.loss_mask) != num_tokens or not np.isin(raw.loss_mask, (0, 1)).all():
         _refuse(raw.where, "loss_mask", f"{num_tokens} entries of 0 or 1 are needed")
     sampled = raw.token_ids[raw.loss_mask == 1]
@@ -305,7 +296,7 @@ def _check_lengths(raw: _Raw, facts: DumpFacts) -> Array:
             _refuse(raw.where, name, f"{len(values)} entries, {len(sampled)} sampled tokens")
     if (raw.lag < 0).any() or (np.diff(raw.lag) > 0).any():
         _refuse(raw.where, "lag", "it must be at least 0 and never grow along a rollout")
-    want = (num_tokens - 1, len(facts.moe_layers), facts.top_k)
+    want = (num_tokens - 1, len(shape.moe_layers), shape.top_k)
     if raw.routing.shape != want:
         _refuse(
             raw.where,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,21 +17,12 @@ from moerl.types import (
     Finish,
     MaskBlob,
     PolicyVersion,
+    RecordShape,
     Rollout,
     RoutingBlob,
     SamplingParams,
     VersionSpan,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RecordShape:
-    """What records know of a model."""
-
-    vocab_size: int
-    moe_layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
 
 
 def random_rollout(

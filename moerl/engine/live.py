@@ -15,7 +15,6 @@ srt/model_executor/model_runner_components/weight_updater.py.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moerl.config.files import read_json
 from moerl.engine.layout import check_modules, engine_layout
 from moerl.engine.receiver import COMMIT, SCRATCH, UNCHANGED, Door, Receiver, Seat, socket_path
 from moerl.errors import EngineError, MoerlError
@@ -94,7 +94,7 @@ def _open(manager: Any, rank: int) -> Receiver:
 
     args = manager.scheduler.server_args
     model = SglangModel(manager.tp_worker.model_runner)
-    config = json.loads((Path(args.model_path) / "config.json").read_text())
+    config = read_json(Path(args.model_path) / "config.json")
     layout = engine_layout(args.resolved_dict(), os.environ, config, release=sglang.__version__)
     check_modules(model.module.named_modules())
     return Receiver(

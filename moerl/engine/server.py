@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from moerl.config.files import read_json
 from moerl.config.schema import EngineConfig
 from moerl.engine.args import server_args
 from moerl.engine.client import EngineClient
@@ -96,7 +97,7 @@ class EngineServer:
         path = self._model_path / "config.json"
         if not path.is_file():
             raise EngineError(f"engine: model folder {self._model_path} has no config.json")
-        config = json.loads(path.read_text())
+        config = read_json(path)
         check_model(config)
         if not _is_free(self.config.host, self.port):
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")

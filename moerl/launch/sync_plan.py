@@ -6,7 +6,6 @@ cluster can be judged on a login node before it is reserved.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import Config
+from moerl.config.files import read_model_config
 from moerl.config.load import CONFIG_ROOT
-from moerl.errors import ConfigError, ModelError
+from moerl.errors import ConfigError
 from moerl.layout import ModelSpec, ParallelLayout, model_spec
 from moerl.layout.check import Spread
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links
@@ -73,14 +73,7 @@ def _model_config(config: Config) -> dict[str, Any]:
             "runs/NAME/model",
         )
     path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: missing or not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: must hold a JSON object, not {type(found).__name__}")
-    return found
+    return read_model_config(path)
 
 
 def as_json(found: Forecast, links: Links, efficiency: float | None) -> dict[str, object]:

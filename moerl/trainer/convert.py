@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moerl.config.files import read_json
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.layout import (
     Box,
@@ -61,7 +62,7 @@ from moerl.trainer.convert_job import (
     read_sums,
     run_job,
 )
-from moerl.trainer.hf_folder import HfFolder, config_dtype, fill, read_json
+from moerl.trainer.hf_folder import HfFolder, config_dtype, fill
 from moerl.trainer.hf_save import (
     assemble,
     copy_tokenizer,

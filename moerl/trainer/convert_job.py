@@ -31,9 +31,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from moerl.config.files import read_json
 from moerl.errors import ModelError, MoerlError
 from moerl.layout import Box, at
-from moerl.trainer.hf_folder import read_json
 from moerl.trainer.hf_save import flush, replace_folder, write_json
 from moerl.trainer.mapped_files import DTYPES
 

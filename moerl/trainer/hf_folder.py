@@ -9,7 +9,6 @@ building a transformers model to read (it holds the whole model in memory on eve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moerl.config.files import read_json
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import (
     Box,
@@ -258,13 +258,3 @@ def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype a config names; bfloat16 where it names none that weights can have."""
     name = config.get("dtype") or config.get("torch_dtype")
     return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: missing or not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value

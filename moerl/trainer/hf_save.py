@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moerl.config.files import read_json
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import (
     Box,
@@ -28,7 +29,7 @@ from moerl.layout import (
     stacked_forms,
     transposed_stacks,
 )
-from moerl.trainer.hf_folder import INDEX_FILE, SINGLE_FILE, read_json
+from moerl.trainer.hf_folder import INDEX_FILE, SINGLE_FILE
 
 TOKENIZER_FILES = (
     "generation_config.json",

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from moerl.blob.store import BlobStore
-from moerl.data.synthetic import RecordShape, random_rollout
+from moerl.data.synthetic import random_rollout
 from moerl.types import (
     Episode,
     EpisodeGroup,
     PolicyVersion,
     Prompt,
+    RecordShape,
     Rollout,
     SamplingParams,
     Score,

@@ -12,7 +12,8 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder, and skip them where torch sees no GPU."""
-    absent = pytest.mark.skip(reason=f"torch {torch.__version__} sees no CUDA device")
+    reason = f"torch {torch.__version__} sees no CUDA device; runs where it sees one"
+    absent = pytest.mark.skip(reason=reason)
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)

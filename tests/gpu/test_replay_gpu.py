@@ -38,7 +38,7 @@ def test_megatron_replays_a_record(tmp_path: Path) -> None:
     """A tiny Qwen3-MoE in fp32 and bf16 on one GPU: executed experts are the recorded ones."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
+        pytest.skip(f"not installed: {', '.join(missing)}; runs in the whole environment")
     from tests.gpu.megatron_checks import scores_of_a_record
 
     for line in scores_of_a_record(tmp_path, "cuda"):

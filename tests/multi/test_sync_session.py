@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from moerl.errors import TrainerError, TransportError
+from moerl.errors import TrainerError
 from moerl.protocols import AskEngine, PublishFailure, PublishResult
-from moerl.transport.registry import make
 from moerl.types import PolicyVersion
 from tests.multi.sync_peers import CONTEXT, Engine, Halt, Trainer
+from tests.multi.transport_peer import mooncake_missing
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,10 +41,8 @@ class Made(list):
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
     folder = tmp_path / "shared"
     folder.mkdir()
-    try:
-        make(request.param, address="127.0.0.1", folder=str(folder))
-    except TransportError as error:
-        pytest.skip(str(error))
+    if request.param == "mooncake" and (reason := mooncake_missing()):
+        pytest.skip(reason)
     things = Made(request.param, folder)
     yield things
     for thing in reversed(things):

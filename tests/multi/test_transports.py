@@ -27,7 +27,7 @@ from safetensors import safe_open
 from moerl.errors import ConfigError, TransportError
 from moerl.transport.base import Link, Transport
 from moerl.transport.registry import NAMES, make
-from tests.multi.transport_peer import pattern, serve
+from tests.multi.transport_peer import mooncake_missing, pattern, serve
 
 MIB = 2**20
 #        one_sided late_join survives_death needs_group same_machine
@@ -37,15 +37,6 @@ PROMISES = {
     "mooncake": (True, True, True, False, False),
     "disk": (True, True, True, False, False),
 }
-
-
-def mooncake_missing() -> str:
-    """Why the library cannot be used here; empty when it can."""
-    try:
-        make("mooncake", address="127.0.0.1")
-    except TransportError as error:
-        return error.detail
-    return ""
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,14 @@ import numpy as np
 
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RecordShape, random_rollout
+from moerl.data.synthetic import random_rollout
 from moerl.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
     PolicyVersion,
     Prompt,
+    RecordShape,
     Rollout,
     SamplingParams,
     Score,

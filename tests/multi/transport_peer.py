@@ -11,8 +11,18 @@ from multiprocessing.connection import Connection
 import torch
 
 from moerl.errors import TransportError
+from moerl.transport import mooncake
 from moerl.transport.base import Link, Staging
 from moerl.transport.registry import make
+
+
+def mooncake_missing() -> str:
+    """Why the library cannot be loaded here, and what to install; empty when it can."""
+    try:
+        mooncake._library()
+    except TransportError as error:
+        return f"{error.detail}; these cases run where that is installed"
+    return ""
 
 
 def pattern(num_bytes: int, seed: int) -> torch.Tensor:

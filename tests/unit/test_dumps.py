@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from moerl.blob.store import BlobStore
-from moerl.data.dumps import NEWEST, DumpFacts, read_dump
+from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import RecordError
+from moerl.types import RecordShape
 
-FACTS = DumpFacts(vocab_size=20, moe_layers=(1, 2), num_experts=8, top_k=2)
+FACTS = RecordShape(vocab_size=20, moe_layers=(1, 2), num_experts=8, top_k=2)
 ROW: dict[str, Any] = {
     "id": "a",
     "token_ids": [5, 9, 7, 2],
