@@ -21,7 +21,7 @@ from moerl.rundir import RunDir
 if TYPE_CHECKING:
     from moerl.data.tasks import PromptStream
     from moerl.engine.host import EngineHost
-    from moerl.rollout.controller import ModelFacts
+    from moerl.rollout.admission import ModelFacts
     from moerl.scoring import ProcessScorer
 
 
@@ -51,7 +51,7 @@ class RunPlan:
         return model_spec(self.hf_config)
 
     def facts(self) -> ModelFacts:
-        from moerl.rollout.controller import ModelFacts
+        from moerl.rollout.admission import ModelFacts
 
         spec = self.spec()
         return ModelFacts(

@@ -41,7 +41,8 @@ from moerl.protocols import (
     decode,
     encode,
 )
-from moerl.rollout.controller import Controller, ModelFacts, StepReport
+from moerl.rollout.admission import ModelFacts
+from moerl.rollout.controller import Controller, StepReport
 from moerl.rollout.server import TrainerServer
 from moerl.types import (
     Episode,

@@ -1,0 +1,176 @@
+"""Score: check a finished group at the door, score it, and admit it to the buffer, or say why not.
+
+Nothing unchecked or unscored enters the line.  A refused record is counted by its reason and its
+group generated again; a group that cannot be scored, or teaches nothing, makes room for another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moerl.blob import BlobStore
+from moerl.config import Config
+from moerl.errors import ConfigError, EngineError, RecordError, ScoreError
+from moerl.protocols import Scorer
+from moerl.rollout.assemble import PartialRollout, blob_uris
+from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.history import History
+from moerl.rollout.ledger import Ledger
+from moerl.rollout.loops import Loops
+from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
+
+log = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
+_MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the door check needs to know of the model."""
+
+    vocab_size: int
+    num_moe_layers: int
+    top_k_experts: int
+    stop_token_ids: tuple[int, ...]
+
+
+class Admission:
+    """The only way into the buffer."""
+
+    def __init__(
+        self,
+        config: Config,
+        facts: ModelFacts,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        blobs: BlobStore,
+        buffer: GroupBuffer,
+        history: History,
+        ledger: Ledger,
+        loops: Loops,
+    ) -> None:
+        self.config, self.facts, self.scorer, self.decode = config, facts, scorer, decode
+        self.finishing = 0  # groups being checked and scored
+        self._blobs, self._buffer, self._history = blobs, buffer, history
+        self._ledger, self._loops = ledger, loops
+        self._dropped = 0  # groups of equal rewards since the last plan
+        self._score_errors = 0  # in a row
+        self._attempts: dict[int, int] = {}
+
+    def finish(self, group_id: int, partials: list[PartialRollout]) -> None:
+        """Check, score and admit a generated group, beside everything else."""
+        self.finishing += 1
+        self._loops.spawn(self._finish(group_id, partials))
+
+    def planned(self) -> None:
+        """A batch is complete: dropping groups of equal rewards starts from zero."""
+        self._dropped = 0
+
+    def refuse(self, group_id: int, partials: list[PartialRollout], error: RecordError) -> None:
+        """Count the refusal and generate the group again; three times in a row ends the run."""
+        self._ledger.refused[error.reason] += 1
+        log.warning("group %d: %s", group_id, error)
+        self._delete(partials)
+        self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
+        if self._attempts[group_id] >= _MAX_ATTEMPTS:
+            raise EngineError(f"group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}")
+        self._buffer.abandon(group_id)
+        self._loops.notify()
+
+    def drop_branch(self, group: EpisodeGroup) -> None:
+        """Some of its tokens are of weights that a restarted trainer gave up."""
+        self._ledger.dropped_branch += 1
+        self.forget(group)
+
+    def forget(self, group: EpisodeGroup) -> None:
+        """Delete the blobs of a group that left the line."""
+        for rollout in group.rollouts():
+            for uri in blob_uris(rollout):
+                self._blobs.delete(uri)
+
+    async def _finish(self, group_id: int, partials: list[PartialRollout]) -> None:
+        try:
+            await self._check_and_score(group_id, partials)
+        finally:
+            self.finishing -= 1
+            self._loops.notify()
+
+    async def _check_and_score(self, group_id: int, partials: list[PartialRollout]) -> None:
+        try:
+            rollouts = [self._checked(partial) for partial in partials]
+        except RecordError as error:
+            self.refuse(group_id, partials, error)
+            return
+        prompt = partials[0].prompt
+        episodes = [
+            Episode(f"{group_id}.{i}", (Turn(rollout),)) for i, rollout in enumerate(rollouts)
+        ]
+        texts = [self.decode(r.token_ids[r.prompt_len :].tolist()) for r in rollouts]
+        try:
+            scores = await self.scorer.score(prompt, episodes, texts)
+        except ScoreError as error:
+            self._drop_unscored(group_id, partials, error)
+            return
+        self._score_errors = 0
+        if self._drops_equal(scores):
+            self._discard(group_id, partials)
+            return
+        scored = tuple(
+            Episode(episode.episode_id, episode.turns, score)
+            for episode, score in zip(episodes, scores, strict=True)
+        )
+        self._attempts.pop(group_id, None)
+        group = EpisodeGroup(group_id, prompt, scored)
+        if self._history.holds_all(group):
+            self._buffer.admit(group)
+        else:
+            self.drop_branch(group)
+            self._buffer.abandon(group_id)
+
+    def _checked(self, partial: PartialRollout) -> Rollout:
+        rollout, is_replayed = partial.rollout(), self.config.replay.routing != "off"
+        check(
+            rollout,
+            vocab_size=self.facts.vocab_size,
+            num_moe_layers=self.facts.num_moe_layers if is_replayed else 0,
+            top_k_experts=self.facts.top_k_experts,
+        )
+        return rollout
+
+    def _drop_unscored(
+        self, group_id: int, partials: list[PartialRollout], error: ScoreError
+    ) -> None:
+        """Another group takes its place, if so configured and if scoring works at all."""
+        self._score_errors += 1
+        task = self.config.task
+        if task.on_score_error == "stop" or self._score_errors >= _MAX_SCORE_ERRORS:
+            raise ConfigError("task.reward", task.reward or task.name, str(error)) from error
+        self._ledger.score_failures += 1
+        log.warning("group %d is dropped: %s", group_id, error)
+        self._discard(group_id, partials)
+
+    def _drops_equal(self, scores: Sequence[Score]) -> bool:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): equal rewards teach nothing.
+
+        Bounded, so that a task that is solved, or hopeless, goes on instead of starving.
+        """
+        rollout = self.config.rollout
+        if not rollout.drop_zero_variance or len({score.reward for score in scores}) > 1:
+            return False
+        if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
+            return False
+        self._dropped += 1
+        self._ledger.dropped_zero_variance += 1
+        return True
+
+    def _discard(self, group_id: int, partials: list[PartialRollout]) -> None:
+        self._delete(partials)
+        self._attempts.pop(group_id, None)
+        self._buffer.discard(group_id)
+
+    def _delete(self, partials: list[PartialRollout]) -> None:
+        for uri in (uri for partial in partials for uri in partial.blob_uris()):
+            self._blobs.delete(uri)

@@ -1,0 +1,64 @@
+"""The tasks of one event loop that share a fate, and the change they wait for.
+
+A task that fails ends the run: its error is kept for whoever awaits `failure`.  Loops that have
+nothing to do wait for a change instead of polling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable
+
+log = logging.getLogger(__name__)
+
+
+class Loops:
+    """Made inside a running event loop."""
+
+    def __init__(self) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.stopping = False
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Awaitable[None]) -> None:
+        """Run `work` beside the others; its failure becomes everybody's."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                log.exception("controller loop failed")
+                self.fail(error)
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    def notify(self) -> None:
+        """Wake everybody who waits for a change: each wait holds the event it began with."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, timeout_s: float) -> None:
+        event = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+
+    async def stop(self) -> None:
+        """Cancel all tasks; `failure` ends without an error if there was none."""
+        self.stopping = True
+        if not self.failure.done():
+            self.failure.set_result(None)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,178 @@
+"""Produce: keep every engine busy with groups, and join what it returns into whole rollouts.
+
+What an engine had finished of a group when it died is kept and goes on elsewhere; a weight update
+that interrupts a call leaves partial rollouts, which are sent again as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from moerl.blob import BlobStore
+from moerl.config import Config
+from moerl.errors import EngineError, RecordError
+from moerl.rollout.assemble import PartialRollout
+from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.fleet import Fleet
+from moerl.rollout.loops import Loops
+from moerl.types import Prompt, SamplingParams, Segment
+
+log = logging.getLogger(__name__)
+
+Partials = list[PartialRollout]
+
+
+class PromptSource(Protocol):
+    """An endless, deterministic stream (`moerl.data.tasks.PromptStream`)."""
+
+    def prompt(self, index: int) -> Prompt: ...
+
+
+class Producer:
+    """Starts groups on engines; hands whole ones to `on_finished`, refused ones to `on_refused`."""
+
+    def __init__(
+        self,
+        config: Config,
+        sampling: SamplingParams,
+        prompts: PromptSource,
+        buffer: GroupBuffer,
+        fleet: Fleet,
+        loops: Loops,
+        *,
+        on_finished: Callable[[int, Partials], None],
+        on_refused: Callable[[int, Partials, RecordError], None],
+    ) -> None:
+        self.config, self.sampling, self.prompts = config, sampling, prompts
+        self._buffer, self._fleet, self._loops = buffer, fleet, loops
+        self._on_finished, self._on_refused = on_finished, on_refused
+        self._orphans: dict[int, Partials] = {}  # groups whose engine died
+        self._in_flight = 0  # groups in a call
+
+    def start(self) -> None:
+        for index in range(len(self._fleet.members)):
+            self._loops.spawn(self._produce(index))
+
+    def wanted(self, engine_step: int) -> int:
+        """Groups that an engine serving `engine_step` should still start."""
+        if self._buffer.next_step >= self.config.run.steps:
+            return 0
+        return min(self._buffer.capacity(engine_step), self._still_needed())
+
+    async def measure(self, seconds: float, blobs: BlobStore) -> float:
+        """Tokens/s of idle engines on fresh prompts, both replays on; nothing is kept."""
+        begin, tokens, index = time.monotonic(), 0, 0
+        rollout = self.config.rollout
+
+        async def once(engine: int, first: int) -> int:
+            partials = [
+                PartialRollout(
+                    f"measure-{first + i}-{j}",
+                    self.prompts.prompt(first + i),
+                    self.sampling,
+                    audit=False,
+                )
+                for i in range(rollout.groups_per_request)
+                for j in range(rollout.group_size)
+            ]
+            member = self._fleet.members[engine]
+            replies = await member.engine.generate([p.request() for p in partials])
+            _join(partials, replies)
+            for uri in (uri for p in partials for uri in p.blob_uris()):
+                blobs.delete(uri)
+            return sum(p.num_sampled for p in partials)
+
+        while time.monotonic() - begin < seconds:
+            step = rollout.groups_per_request
+            calls = [once(e, index + e * step) for e in range(len(self._fleet.members))]
+            index += len(calls) * step
+            tokens += sum(await asyncio.gather(*calls))
+        return tokens / (time.monotonic() - begin)
+
+    async def _produce(self, index: int) -> None:
+        member = self._fleet.members[index]
+        while not self._loops.stopping:
+            groups = self._next_groups(index)
+            if groups:
+                self._in_flight += len(groups)
+                member.generating += len(groups)
+                self._loops.spawn(self._generate(index, groups))
+            else:
+                await self._loops.wait_change(1.0)
+
+    def _next_groups(self, index: int) -> dict[int, Partials]:
+        """Groups to send to an engine now: those that a dead engine left behind come first."""
+        if not self._fleet.serves(index):
+            return {}
+        rollout = self.config.rollout
+        room = min(rollout.groups_per_request, rollout.max_groups_in_flight - self._in_flight)
+        version = self._fleet.members[index].version
+        left = [g for g, ps in self._orphans.items() if all(p.newest <= version for p in ps)]
+        if left:
+            return {group_id: self._orphans.pop(group_id) for group_id in sorted(left)[:room]}
+        count = max(0, min(room, self.wanted(version.step)))
+        return {(group_id := self._buffer.start()): self._partials(group_id) for _ in range(count)}
+
+    def _still_needed(self) -> int:
+        """Groups that the remaining steps can still train; the last steps start no surplus."""
+        left = self.config.run.steps - self._buffer.next_step
+        return max(0, left * self.config.rollout.groups_per_step - self._buffer.live)
+
+    async def _generate(self, index: int, groups: dict[int, Partials]) -> None:
+        """Generate groups in one engine call, resuming what a weight update interrupts."""
+        count, member = len(groups), self._fleet.members[index]
+        try:
+            while groups:
+                pending = [p for group in groups.values() for p in group if not p.finished]
+                try:
+                    replies = await member.engine.generate([p.request() for p in pending])
+                except EngineError as error:
+                    self._rescue(index, groups, error)
+                    return
+                refused = _join(pending, replies)
+                for group_id in refused:
+                    self._on_refused(group_id, groups.pop(group_id), refused[group_id])
+                for group_id in [g for g, ps in groups.items() if all(p.finished for p in ps)]:
+                    self._on_finished(group_id, groups.pop(group_id))
+        finally:
+            self._in_flight -= count
+            member.generating -= count
+            self._loops.notify()
+
+    def _rescue(self, index: int, groups: dict[int, Partials], error: EngineError) -> None:
+        """Keep what an engine had finished; another engine, or the same one later, goes on."""
+        if not self.config.supervision.max_restarts:
+            raise error
+        log.warning("engine %d failed, %d groups go on elsewhere: %s", index, len(groups), error)
+        self._orphans |= groups
+        self._fleet.rest(index)
+
+    def _partials(self, group_id: int) -> Partials:
+        prompt = self.prompts.prompt(group_id)
+        redone = self._buffer.redone[group_id]  # blobs of an earlier try may still exist
+        return [
+            PartialRollout(
+                f"{group_id}.{sibling}" + (f".r{redone}" if redone else ""),
+                prompt,
+                self.sampling,
+                audit=self.config.replay.audit,
+            )
+            for sibling in range(self.config.rollout.group_size)
+        ]
+
+
+def _join(pending: Partials, replies: Sequence[Segment | RecordError]) -> dict[int, RecordError]:
+    """Add each reply to its partial; returns the groups that hold a refused record."""
+    refused: dict[int, RecordError] = {}
+    for partial, reply in zip(pending, replies, strict=True):
+        try:
+            if isinstance(reply, RecordError):
+                raise reply
+            partial.add(reply)
+        except RecordError as error:
+            refused[partial.prompt.index] = error
+    return refused
