@@ -32,6 +32,7 @@ _CSS = {INK: "var(--ink)", GRID: "var(--grid)"} | {
 MAX_POINTS = 400  # of one line; longer runs are averaged in blocks
 CHART_INCHES = (5.2, 2.5)
 TIMELINE_INCHES = (10.4, 0.9)  # height without lanes
+LEGEND_CHARACTERS = 13  # of the legend's font in an inch
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +248,13 @@ def _lane_order(lane: str) -> tuple[int, list[tuple[int, str]]]:
 
 
 def _legend(axes: Axes) -> None:
+    """Above the axes, in as many columns as the longest names leave room for."""
+    widest = max(len(label) for label in axes.get_legend_handles_labels()[1])
+    inches = float(axes.figure.get_figwidth())  # type: ignore[union-attr]
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
-        ncols=8,
+        ncols=max(1, int(inches * LEGEND_CHARACTERS / (widest + 5))),  # 5: handle and gap
         frameon=False,
         borderaxespad=0.1,
         handlelength=1.2,

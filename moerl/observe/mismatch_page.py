@@ -14,9 +14,8 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from moerl.observe.charts import Curve, draw_bars, draw_curves
-from moerl.observe.template import PAGE
+from moerl.observe.template import STYLE
 
-_STYLE = PAGE[PAGE.index("<style>") : PAGE.index("</style>") + len("</style>")]
 VARIANTS = ("none", "routing", "mask", "both")
 MEASURES = {"k3": "k3, nats", "abs_dlogp_mean": "mean |d|, nats"}
 
@@ -100,7 +99,7 @@ def write_page(path: Path, found: Mapping[str, Any]) -> Path:
         .render(
             name=found["model"],
             subtitle=subtitle,
-            style=Markup(_STYLE),
+            style=Markup(STYLE),
             variants=VARIANTS,
             parts=parts,
         )

@@ -157,3 +157,4 @@ the weights that learned from it.</p>
 </body>
 </html>
 """
+STYLE = PAGE[PAGE.index("<style>") : PAGE.index("</style>") + len("</style>")]
