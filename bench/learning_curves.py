@@ -87,11 +87,11 @@ SETTINGS = (
     "supervision.max_restarts=0",
 )
 CHARTS = (
-    ("Reward", "reward/mean", "share of right digits", False),
-    ("Entropy", "loss/entropy", "nats", False),
-    ("Mismatch and staleness, k3", "mismatch/k3", "nats", True),
-    ("Effective sample size of sequences", "mismatch/ess_seq_frac", "share", False),
-    ("Gradient norm", "loss/grad_norm", "before clipping", True),
+    ("Reward", "reward/mean", "share of right digits", ""),
+    ("Entropy", "loss/entropy", "nats", ""),
+    ("Mismatch and staleness, k3", "mismatch/k3", "nats", "log"),
+    ("Effective sample size of sequences", "mismatch/ess_seq_frac", "share", "share"),
+    ("Gradient norm", "loss/grad_norm", "before clipping", "log"),
 )
 
 
