@@ -235,6 +235,9 @@ class Score:
     reasons: dict[str, str] | None = None
     # Process rewards: (index into the episode's sampled tokens at which a step ends, its reward).
     steps: tuple[tuple[int, float], ...] = ()
+    # The same as a scorer of text knows them: characters of the response before the step's end.
+    text_steps: tuple[tuple[int, float], ...] = ()
+    errors: float = 0.0  # of tools and format, >= 0: cleaner successes are preferred (GRPO-RoC)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,6 +91,7 @@ AGGREGATIONS = _table(
     seq_mean_token_sum=Entry("aggregation:seq_mean_token_sum"),
     constant=Entry("aggregation:constant", ("constant_tokens",)),
 )
+PROCESS_REWARDS = ("position_steps",)  # of moerl.data.rewards; a user's function may be one too
 _ALWAYS_READ = frozenset(
     {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
     | {"distill_coef"}
@@ -155,11 +156,14 @@ def _refuse_unmet(config: Config, chosen: list[Entry]) -> None:
         raise ConfigError(
             "algorithm.ratio", a.ratio, f"{a.objective} is defined against the engine; use engine"
         )
-    if "steps" in needs:
+    reward = config.task.reward
+    if "steps" in needs and reward not in PROCESS_REWARDS and ":" not in reward:
         raise ConfigError(
-            "algorithm.advantage",
-            a.advantage,
-            "it needs process rewards (Score.steps), which no shipped task gives yet",
+            "task.reward",
+            reward,
+            f"algorithm.advantage={a.advantage} needs a reward per step: use "
+            f"{', '.join(PROCESS_REWARDS)} or package.module:function that returns steps "
+            "(docs/algorithms.md)",
         )
     if a.kl != "off" and a.kl_coef == 0:
         raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")

@@ -53,6 +53,7 @@ _AT_LEAST: dict[str, float] = {
     "sampling.max_new_tokens": 1,
     "rollout.groups_per_step": 1,
     "rollout.group_size": 1,
+    "rollout.oversample": 1,
     "rollout.max_lag": 0,
     "rollout.buffer_depth": 0,
     "rollout.fixed_lag": -1,

@@ -41,7 +41,8 @@ class TaskConfig:
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
     path: str = ""  # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}
-    reward: str = ""  # jsonl: exact_match | math_verify | package.module:function
+    # exact_match | math_verify | position_steps | package.module:function; empty = the task's own
+    reward: str = ""
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     max_prompt_tokens: int = 1024
     shuffle: bool = True
@@ -64,7 +65,8 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     groups_per_step: int = 32
-    group_size: int = 8
+    group_size: int = 8  # episodes of a prompt that are trained
+    oversample: int = 1  # times group_size are generated, resampled on correct (GRPO-RoC)
     max_lag: int = 4  # versions: no trained token is older than this
     buffer_depth: int = 2  # optimizer steps of finished groups to hold; 0 = synchronous
     groups_per_request: int = 8  # groups sent to an engine in one call

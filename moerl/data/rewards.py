@@ -1,7 +1,10 @@
-"""Reward functions: (prompt, response text) -> number.  They run in worker processes.
+"""Reward functions: (prompt, response text) -> Score.  They run in worker processes.
 
 `make_reward` is called once per worker; what it returns is called once per response.  A reward may
 raise, hang or return nonsense: `moerl.scoring` contains it.
+
+Most rewards are a number.  A process reward also says what each step of the response earned, by
+the character at which the step ends, because text is all that a reward sees.
 """
 
 from __future__ import annotations
@@ -10,29 +13,32 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from moerl.config.schema import TaskConfig
 from moerl.data.tasks import reasoning_gym_dataset
 from moerl.errors import ConfigError
-from moerl.types import Prompt
+from moerl.types import Prompt, Score
 
-Reward = Callable[[Prompt, str], float]
-# What a user writes: function(prompt text, answer, response, extra fields) -> float.
-UserReward = Callable[[str, Any, str, dict[str, Any]], float]
+Reward = Callable[[Prompt, str], Score]
+# What a user writes: function(prompt text, answer, response, extra fields) -> a number, or
+# {"reward": number, "steps": [(characters before its end, reward), ...], "errors": number}.
+UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]]
 
 
 def make_reward(config: TaskConfig) -> Reward:
     """The reward of a task.  Raises ConfigError for an unknown or unimportable one."""
-    if config.name == "sort_digits":
-        return right_positions
+    if config.name == "sort_digits" and not config.reward:
+        return _outcome(right_positions)
     if config.name == "reasoning_gym":
-        return _reasoning_gym(config)
+        return _outcome(_reasoning_gym(config))
     if config.reward in NAMED:
         _require(config.reward)
-        return NAMED[config.reward]
+        return _outcome(NAMED[config.reward])
+    if config.reward in PROCESS:
+        return PROCESS[config.reward]
     return _dotted(config.reward)
 
 
@@ -41,6 +47,22 @@ def right_positions(prompt: Prompt, response: str) -> float:
     want = str(prompt.answer)
     right = sum(a == b for a, b in zip(want, response, strict=False))
     return right / max(len(want), len(response), 1)
+
+
+def position_steps(prompt: Prompt, response: str) -> Score:
+    """`right_positions` as a process reward: each character is a step and earns its own share.
+
+    Missing and surplus characters count as errors.
+    """
+    want = str(prompt.answer)
+    size = max(len(want), len(response), 1)
+    shares = [
+        float(place < len(want) and want[place] == character) / size
+        for place, character in enumerate(response)
+    ]
+    steps = tuple((place + 1, share) for place, share in enumerate(shares))
+    errors = float(abs(len(want) - len(response)))
+    return Score(sum(shares), text_steps=steps or ((0, 0.0),), errors=errors)
 
 
 def exact_match(prompt: Prompt, response: str) -> float:
@@ -63,7 +85,15 @@ def math_verify(prompt: Prompt, response: str) -> float:
     return float(verify(gold, parse(response)))
 
 
-NAMED: dict[str, Reward] = {"exact_match": exact_match, "math_verify": math_verify}
+NAMED: dict[str, Callable[[Prompt, str], float]] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+}
+PROCESS: dict[str, Reward] = {"position_steps": position_steps}
+
+
+def _outcome(function: Callable[[Prompt, str], float]) -> Reward:
+    return lambda prompt, response: Score(float(function(prompt, response)))
 
 
 def _require(reward: str) -> None:
@@ -79,7 +109,7 @@ def _parsed_gold(answer: str) -> list[Any]:
     return parse(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}")
 
 
-def _reasoning_gym(config: TaskConfig) -> Reward:
+def _reasoning_gym(config: TaskConfig) -> Callable[[Prompt, str], float]:
     from reasoning_gym.utils import extract_answer
 
     @lru_cache(maxsize=64)  # siblings of a group share an entry
@@ -97,7 +127,7 @@ def _reasoning_gym(config: TaskConfig) -> Reward:
 
 def _dotted(path: str) -> Reward:
     """A user's `package.module:function`, looked up from the working directory too."""
-    allowed = f"use {', '.join(NAMED)} or package.module:function"
+    allowed = f"use {', '.join([*NAMED, *PROCESS])} or package.module:function"
     module, colon, name = path.partition(":")
     if not (colon and module and name):
         raise ConfigError("task.reward", path, allowed)
@@ -107,6 +137,17 @@ def _dotted(path: str) -> Reward:
         function: UserReward = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError("task.reward", path, f"{error}; {allowed}") from error
-    return lambda prompt, response: float(
+    return lambda prompt, response: _read(
         function(prompt.text, prompt.answer, response, prompt.extra)
     )
+
+
+def _read(said: float | Mapping[str, Any]) -> Score:
+    """What a user's reward returned.  Raises ValueError for a key that nothing reads."""
+    if not isinstance(said, Mapping):
+        return Score(float(said))
+    if unknown := sorted(set(said) - {"reward", "steps", "errors"}):
+        raise ValueError(f"it has {', '.join(unknown)}; use reward, steps and errors")
+    steps = tuple((int(end), float(reward)) for end, reward in said.get("steps", ()))
+    reward = said["reward"] if "reward" in said else sum(value for _, value in steps)
+    return Score(float(reward), text_steps=steps, errors=float(said.get("errors", 0.0)))

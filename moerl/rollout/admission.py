@@ -7,9 +7,12 @@ group generated again; a group that cannot be scored, or teaches nothing, makes 
 from __future__ import annotations
 
 import logging
+import random
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from moerl.algorithms.selection import resample_correct
 from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.errors import ConfigError, EngineError, RecordError, ScoreError
@@ -118,12 +121,12 @@ class Admission:
         if self._drops_equal(scores):
             self._discard(group_id, partials)
             return
-        scored = tuple(
-            Episode(episode.episode_id, episode.turns, score)
+        scored = [
+            replace(episode, score=place_steps(score, episode, self.decode))
             for episode, score in zip(episodes, scores, strict=True)
-        )
+        ]
         self._attempts.pop(group_id, None)
-        group = EpisodeGroup(group_id, prompt, scored)
+        group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored))
         if self._history.holds_all(group):
             self._buffer.admit(group)
         else:
@@ -166,6 +169,25 @@ class Admission:
         self._ledger.dropped_zero_variance += 1
         return True
 
+    def _resampled(self, group_id: int, episodes: list[Episode]) -> tuple[Episode, ...]:
+        """The episodes of an oversampled group that are trained (GRPO-RoC, arXiv 2508.20722)."""
+        size = self.config.rollout.group_size
+        if len(episodes) <= size:
+            return tuple(episodes)
+        scores = [episode.score for episode in episodes if episode.score is not None]
+        kept = resample_correct(
+            [score.reward for score in scores],
+            [score.errors for score in scores],
+            size,
+            random.Random(f"{self.config.run.seed}/{group_id}"),
+        )
+        chosen = [episodes[index] for index in kept]
+        uris = {uri for e in chosen for turn in e.turns for uri in blob_uris(turn.rollout)}
+        for rollout in (turn.rollout for episode in episodes for turn in episode.turns):
+            for uri in set(blob_uris(rollout)) - uris:  # siblings share the rows of their prompt
+                self._blobs.delete(uri)
+        return tuple(chosen)
+
     def _discard(self, group_id: int, partials: list[PartialRollout]) -> None:
         self._delete(partials)
         self._attempts.pop(group_id, None)
@@ -174,3 +196,21 @@ class Admission:
     def _delete(self, partials: list[PartialRollout]) -> None:
         for uri in (uri for partial in partials for uri in partial.blob_uris()):
             self._blobs.delete(uri)
+
+
+def place_steps(score: Score, episode: Episode, decode: Callable[[Sequence[int]], str]) -> Score:
+    """Process rewards at sampled tokens instead of characters of the last turn's response.
+
+    A step ends with the token that holds its last character; several that end in one token are
+    added there.
+    """
+    if not score.text_steps:
+        return score
+    *before, last = (turn.rollout for turn in episode.turns)
+    begin, rollout = sum(turn.num_sampled for turn in before), last
+    ids = rollout.token_ids[rollout.prompt_len :].tolist()
+    found: dict[int, float] = {}
+    for end, reward in score.text_steps:
+        token = bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
+        found[begin + token] = found.get(begin + token, 0.0) + reward
+    return replace(score, steps=tuple(sorted(found.items())), text_steps=())

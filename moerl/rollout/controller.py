@@ -145,9 +145,11 @@ class Controller:
 
     def status(self) -> dict[str, float]:
         """For the live panel, between steps; names of docs/metrics.md."""
+        rollout = self.config.rollout
+        siblings = rollout.group_size * rollout.oversample
         return {
             "async/buffer_depth": float(self.buffer.num_ready),
-            "async/in_flight": float(self.buffer.num_started * self.config.rollout.group_size),
+            "async/in_flight": float(self.buffer.num_started * siblings),
         } | {f"refused/{reason}": float(n) for reason, n in self.ledger.refused.items()}
 
     async def measure_engines(self, seconds: float) -> float:

@@ -52,6 +52,7 @@ class Producer:
         self._on_finished, self._on_refused = on_finished, on_refused
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._in_flight = 0  # groups in a call
+        self._siblings = config.rollout.group_size * config.rollout.oversample
 
     def start(self) -> None:
         for index in range(len(self._fleet.members)):
@@ -77,7 +78,7 @@ class Producer:
                     audit=False,
                 )
                 for i in range(rollout.groups_per_request)
-                for j in range(rollout.group_size)
+                for j in range(self._siblings)
             ]
             member = self._fleet.members[engine]
             replies = await member.engine.generate([p.request() for p in partials])
@@ -161,7 +162,7 @@ class Producer:
                 self.sampling,
                 audit=self.config.replay.audit,
             )
-            for sibling in range(self.config.rollout.group_size)
+            for sibling in range(self._siblings)
         ]
 
 

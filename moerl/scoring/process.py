@@ -75,11 +75,11 @@ class ProcessScorer:
             outcome = f"took longer than task.score_timeout_s = {self._timeout_s}"
         except ProcessExpired as error:
             outcome = f"ended its process with exit code {error.exitcode}"
-        if isinstance(outcome, float) and not math.isfinite(outcome):
-            outcome = f"gave a non-finite reward ({outcome})"
+        if isinstance(outcome, Score):
+            outcome = _refusal(outcome, len(text)) or outcome
         if isinstance(outcome, str):
             return ScoreError(f"reward {self._name} {outcome} for prompt {prompt.index}")
-        return Score(outcome)
+        return outcome
 
 
 def _prepare(task: TaskConfig, parent: int) -> None:
@@ -94,10 +94,23 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _evaluate(prompt: Prompt, text: str) -> float | str:
+def _refusal(score: Score, length: int) -> str:
+    """Why a score cannot be used, in words; empty: it can."""
+    for number in (score.reward, *(value for _, value in score.text_steps)):
+        if not math.isfinite(number):
+            return f"gave a non-finite reward ({number})"
+    if not 0.0 <= score.errors < math.inf:
+        return f"counted {score.errors} errors"
+    ends = [end for end, _ in score.text_steps]
+    if ends != sorted(ends) or any(not 0 <= end <= length for end in ends):
+        return f"has steps that end at characters {ends} of {length}"
+    return ""
+
+
+def _evaluate(prompt: Prompt, text: str) -> Score | str:
     """The reward, or what went wrong in words: a user's exception may not survive pickling."""
     assert _reward is not None, "worker used before _prepare"
     try:
-        return float(_reward(prompt, text))
+        return _reward(prompt, text)
     except (Exception, SystemExit) as error:
         return f"raised {type(error).__name__}: {error}"

@@ -15,6 +15,14 @@ class _Unpicklable(Exception):
         self.second = second
 
 
+def by_steps(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Each character is a step: + earns 1, - loses 1; x is an error; ? is returned as a key."""
+    steps = [(i + 1, {"+": 1, "-": -1}.get(c, 0)) for i, c in enumerate(response)]
+    if response.endswith(">"):
+        steps.append((99, 0))
+    return {"steps": steps, "errors": response.count("x")} | ({"?": 0} if "?" in response else {})
+
+
 def by_text(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> float:
     """The response says what to do."""
     if response == "hang":

@@ -21,6 +21,8 @@ RECIPES = {  # what the recipe must have measured, beyond what every run does
     "deepseek-v32": ("loss/opsm_frac", "loss/kl_ref_k3", "loss/cut_frac/opsm"),
     "ppo": ("loss/value", "critic/return_mean"),
     "decoupled-ppo": ("loss/cut_frac/importance",),
+    "process-rewards": (),
+    "grpo-roc": (),
 }
 EVERY = ("loss/total", "loss/grad_norm", "mismatch/ess_seq_frac", "mismatch/ratio_p999")
 

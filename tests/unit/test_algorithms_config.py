@@ -14,9 +14,11 @@ from moerl.config.algorithms import (
     CORRECTIONS,
     KLS,
     OBJECTIVES,
+    PROCESS_REWARDS,
     check_algorithm,
 )
 from moerl.config.schema import AlgorithmConfig, Config
+from moerl.data.rewards import PROCESS
 from moerl.errors import ConfigError
 
 TABLES = {
@@ -85,7 +87,6 @@ def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str
         ("kl_coef", {"kl": "unbiased"}),
         ("teacher", {"distill_coef": 1.0}),
         ("reference", {"kl": "k3", "kl_coef": 0.1, "reference": "nowhere"}),
-        ("advantage", {"advantage": "process_mean"}),
         ("overlong_buffer", {"overlong_buffer": 10**6}),
     ],
 )
@@ -107,6 +108,15 @@ def test_what_does_not_fit_is_refused(field: str, algorithm: dict[str, object]) 
 )
 def test_control_what_fits_is_accepted(algorithm: dict[str, object]) -> None:
     check_algorithm(config(**algorithm))
+
+
+def test_process_rewards_need_a_reward_that_gives_them() -> None:
+    base = config(advantage="process_mean")
+    with pytest.raises(ConfigError, match=r"task.reward .*process_mean needs a reward per step"):
+        check_algorithm(base)
+    for reward in ("position_steps", "mine:reward"):
+        check_algorithm(replace(base, task=replace(base.task, reward=reward)))
+    assert set(PROCESS_REWARDS) == set(PROCESS)
 
 
 def test_a_group_of_one_is_refused_where_siblings_are_needed() -> None:

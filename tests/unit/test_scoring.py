@@ -40,6 +40,18 @@ def test_scores_in_order_with_the_extra_fields(scorer: ProcessScorer) -> None:
     assert score_each(scorer, "1", "-2", "0.5") == [Score(1.25), Score(-1.75), Score(0.75)]
 
 
+def test_process_rewards_and_errors() -> None:
+    task = TaskConfig(name="jsonl", reward="tests.data.rewards_for_tests:by_steps")
+    steps = ProcessScorer(task, workers=1, timeout_s=5.0)
+    try:
+        whole, beyond, unknown = score_each(steps, "+-+x", "+>", "+?")
+    finally:
+        steps.close()
+    assert whole == Score(1.0, text_steps=((1, 1.0), (2, -1.0), (3, 1.0), (4, 0.0)), errors=1.0)
+    assert "steps that end at characters [1, 2, 99] of 2" in str(beyond)
+    assert "it has ?; use reward, steps and errors" in str(unknown)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,0 +1,94 @@
+"""What a score becomes on its way into the line: steps at tokens, and which episodes stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moerl.rollout.admission import place_steps
+from moerl.types import (
+    Episode,
+    Finish,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Turn,
+    VersionSpan,
+)
+from tests.unit.test_controller import StubEngine, StubScorer, make, running, train, with_rollout
+
+WORDS = {3: "ab", 4: "c", 5: ""}  # 5 is special: it ends a sequence and has no text
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(WORDS[i] for i in ids)
+
+
+def episode(*turns: Sequence[int]) -> Episode:
+    rollouts = [
+        Rollout(
+            rollout_id="0.0",
+            token_ids=np.array([1, *ids], np.int32),
+            loss_mask=np.array([False, *[True] * len(ids)]),
+            logprobs=np.zeros(len(ids), np.float32),
+            versions=(VersionSpan(0, PolicyVersion(0, 0)),),
+            routing=(),
+            sampling_mask=(),
+            finish=Finish.STOP,
+            sampling=SamplingParams(8),
+            engine=0,
+        )
+        for ids in turns
+    ]
+    return Episode("0.0", tuple(Turn(rollout) for rollout in rollouts))
+
+
+@pytest.mark.parametrize(
+    ("text_steps", "steps"),
+    [
+        (((2, 1.0), (3, 2.0)), ((0, 1.0), (1, 2.0))),
+        (((1, 1.0), (2, 2.0), (5, 4.0)), ((0, 3.0), (2, 4.0))),  # two steps end in one token
+        (((0, 1.0),), ((0, 1.0),)),  # before any text
+        ((), ()),
+    ],
+)
+def test_a_step_ends_with_the_token_of_its_last_character(text_steps: tuple, steps: tuple) -> None:
+    one = episode([3, 4, 3, 5])  # "ab" "c" "ab" ""
+    assert place_steps(Score(1.0, text_steps=text_steps), one, decode).steps == steps
+
+
+def test_steps_belong_to_the_last_turn() -> None:
+    placed = place_steps(Score(1.0, text_steps=((3, 1.0),)), episode([3, 4], [3, 4, 5]), decode)
+    assert placed.steps == ((3, 1.0),)
+
+
+class Tooling(StubScorer):
+    """Of four siblings two are correct; one of them made many errors."""
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        return [Score(float(i < 2), errors=100.0 * (i == 1)) for i, _ in enumerate(episodes)]
+
+
+def test_an_oversampled_group_keeps_clean_successes_and_the_proportion(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = with_rollout(oversample=2)
+        controller, _ = make(tmp_path, StubEngine(), config, scorer=Tooling())
+        plans = await running(controller, train(controller, 4))
+        kept = [[e.episode_id for e in g.episodes] for p in plans for g in p.groups]
+        assert all(len(group) == config.rollout.group_size for group in kept)
+        rewards = {
+            tuple(sorted(e.score.reward for e in g.episodes)) for p in plans for g in p.groups
+        }
+        assert rewards == {(0.0, 1.0)}, "half were correct, half of the kept must be"
+        correct = [ids[0].split(".")[1] for ids in kept]
+        assert correct.count("0") > correct.count("1"), "errors did not matter"
+
+    asyncio.run(body())
