@@ -72,7 +72,7 @@ def train(
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
     settings = list(overrides or [])
-    config = _checked(recipe, settings)
+    config = _checked(recipe, settings, starts=not dry_run)
     name = run or config.run.name
     if not run and name == Path(recipe).stem:
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -81,7 +81,7 @@ def train(
         from moerl.launch.dry_run import describe
 
         described = replace(config, run=replace(config.run, name=name))
-        typer.echo(describe(described))
+        typer.echo(describe(described, [recipe, *(overrides or []), "--run", name]))
         return
     if (Path(config.run.root) / name / "state.json").exists():
         raise ConfigError(
@@ -266,9 +266,9 @@ def plan(
 
     Examples:
 
-      moerl plan cluster-kimi-k2
+      moerl plan kimi-k2
 
-      moerl plan cluster-qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
+      moerl plan qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
     """
     from moerl.config import load_config, resolve
     from moerl.launch import sync_plan
@@ -287,16 +287,21 @@ def plan(
         typer.echo(sync_plan.describe(found, links, layouts, efficiency))
 
 
-def _checked(recipe: str, overrides: list[str], checkpoint: str = "") -> Any:
-    """Everything that can be said about the settings without starting anything."""
+def _checked(
+    recipe: str, overrides: list[str], checkpoint: str = "", *, starts: bool = True
+) -> Any:
+    """Everything that can be said about the settings without starting anything.
+
+    starts: the model's weights must be there; otherwise its config.json is enough.
+    """
     from moerl.config import load_config, resolve
     from moerl.config.checks import check, check_model
 
     config = resolve(load_config(recipe, overrides))
     if checkpoint:
         config = replace(config, model=replace(config.model, path=checkpoint))
-    check(config)
-    if config.model.path or not config.model.tiny.enabled:
+    check(config, starts=starts)
+    if starts and (config.model.path or not config.model.tiny.enabled):
         check_model(config)
     return config
 

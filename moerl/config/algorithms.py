@@ -99,9 +99,10 @@ _ALWAYS_READ = frozenset(
 )
 
 
-def check_algorithm(config: Config) -> None:
+def check_algorithm(config: Config, *, folders: bool = True) -> None:
     """Every rule about `algorithm`: names, settings that nothing reads, data that nothing provides.
 
+    folders: models that a step needs beside its own must be there.
     Raises ConfigError naming the field, its value and what is allowed.
     """
     a = config.algorithm
@@ -119,6 +120,8 @@ def check_algorithm(config: Config) -> None:
     _refuse_unmet(config, chosen)
     _check_values(config)
     _check_measure(a)
+    if folders:
+        _check_folders(config)
 
 
 def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
@@ -126,6 +129,14 @@ def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
     if name not in table:
         raise ConfigError(field, name, f"known names are {', '.join(sorted(table))}")
     return table[name]
+
+
+def _check_folders(config: Config) -> None:
+    a = config.algorithm
+    for role, used in (("teacher", a.distill_coef > 0), ("reference", a.reference != "")):
+        folder = getattr(a, role)
+        if used and not Path(folder, "config.json").is_file():
+            raise ConfigError(f"algorithm.{role}", folder, "a Hugging Face model folder is needed")
 
 
 def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
@@ -167,10 +178,6 @@ def _refuse_unmet(config: Config, chosen: list[Entry]) -> None:
         )
     if a.kl != "off" and a.kl_coef == 0:
         raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")
-    for role, used in (("teacher", a.distill_coef > 0), ("reference", a.reference != "")):
-        folder = getattr(a, role)
-        if used and not Path(folder, "config.json").is_file():
-            raise ConfigError(f"algorithm.{role}", folder, "a Hugging Face model folder is needed")
     if ("second_model" in needs or a.distill_coef) and max(sizes.pp, sizes.cp) > 1:
         raise ConfigError(
             "trainer.parallel",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.algorithms import check_algorithm
+from moerl.config.clusters import check_cluster
 from moerl.config.schema import Config, ParallelConfig
 from moerl.errors import ConfigError
 
@@ -106,6 +107,8 @@ _AT_LEAST: dict[str, float] = {
     "trainer.parallel.etp": 1,
     "trainer.parallel.dp": 1,
     "trainer.parallel.vpp": 1,
+    "trainer.parallel.first_stage_layers": 0,
+    "trainer.parallel.last_stage_layers": 0,
 }
 _POSITIVE = (
     "task.score_timeout_s",
@@ -116,11 +119,15 @@ _POSITIVE = (
     "supervision.stop_timeout_s",
     "sampling.temperature",
 )
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by family
 _ENGINE_MASK_CAP = 4096  # SGLang's default --sampling-mask-max-tokens
 
 
-def check(config: Config) -> None:
-    """Check everything that needs neither the model nor a heavy package.  Raises ConfigError."""
+def check(config: Config, *, starts: bool = True) -> None:
+    """Check everything that needs neither the model nor a heavy package.  Raises ConfigError.
+
+    starts: other models that the algorithm reads must be there, too.
+    """
     for (name, value), why in _REFUSED.items():
         if get(config, name) == value:
             raise ConfigError(name, value, why)
@@ -139,7 +146,8 @@ def check(config: Config) -> None:
     _check_replay(config)
     _check_task(config)
     _check_sync(config)
-    check_algorithm(config)
+    check_cluster(config)
+    check_algorithm(config, folders=starts)
 
 
 def check_model(config: Config) -> dict[str, Any]:
@@ -164,7 +172,16 @@ def check_model(config: Config) -> dict[str, Any]:
 
 def check_divides(parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any]) -> None:
     """Heads, experts and expert width must divide by the ranks that cut them."""
-    experts = int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
+    experts = next((int(hf[name]) for name in _EXPERTS if hf.get(name)), 0)
+    ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n]
+    layers = int(hf.get("num_hidden_layers") or 0)
+    middle, between = parallel.pp - len(ends), max(0, layers - sum(ends))
+    if ends and (middle < 1 or (layers and not between)):
+        raise ConfigError(
+            "trainer.parallel.first_stage_layers",
+            ends,
+            "stages between need layers too: lower it, or use pp > 2",
+        )
     sizes = [
         ("trainer.parallel.tp", parallel.tp, "num_attention_heads", hf.get("num_attention_heads")),
         ("trainer.parallel.tp", parallel.tp, "num_key_value_heads", hf.get("num_key_value_heads")),
@@ -176,12 +193,12 @@ def check_divides(parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any
             hf.get("moe_intermediate_size"),
         ),
         ("engine.tp", engine_tp, "num_attention_heads", hf.get("num_attention_heads")),
-        ("trainer.parallel.pp", parallel.pp, "num_hidden_layers", hf.get("num_hidden_layers")),
+        ("trainer.parallel.pp", middle, "num_hidden_layers", between),
         (
             "trainer.parallel.vpp",
-            parallel.pp * parallel.vpp,
+            middle * parallel.vpp,
             "num_hidden_layers (with pp)",
-            hf.get("num_hidden_layers"),
+            between,
         ),
     ]
     for name, ranks, what, size in sizes:

@@ -1,7 +1,9 @@
 """YAML files and key=value overrides -> one resolved `Config`.
 
 Order, later wins: the dataclass defaults, the files named by `include` (in order), the recipe, the
-overrides.  OmegaConf does the merging and the type checks; its errors become one sentence each.
+overrides.  An override of a whole part, such as `cluster=slurm`, stands for another file of that
+folder: it takes the place of the recipe's own (`clusters/laptop`), or comes right after the recipe.
+OmegaConf does the merging and the type checks; its errors become one sentence each.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
 CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
+PARTS = {"model": "models", "cluster": "clusters", "algorithm": "algorithms"}  # key: folder
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -27,7 +30,10 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError naming the field, the value and what is allowed.
     """
     path = find_recipe(recipe)
-    config = _merge([*_with_includes(path, ()), _dotlist(overrides)])
+    parts = _parts(overrides)
+    layers = _with_includes(path, (), dict(parts))
+    rest = [item for item in overrides if item.partition("=")[0] not in parts]
+    config = _merge([*layers, _dotlist(rest)])
     if not config.run.name:
         return replace(config, run=replace(config.run, name=path.stem))
     return config
@@ -70,15 +76,40 @@ def find_recipe(recipe: str) -> Path:
     raise ConfigError("RECIPE", recipe, f"give a YAML file or one of {', '.join(known)}")
 
 
-def _with_includes(path: Path, above: tuple[Path, ...]) -> list[dict[str, Any]]:
-    """The file's own includes first, depth first, then the file itself."""
+def _parts(overrides: Sequence[str]) -> dict[str, Path]:
+    """{"cluster": its file} for overrides that replace a whole part of the recipe."""
+    found = {}
+    for item in overrides:
+        key, _, name = item.partition("=")
+        if key not in PARTS:
+            continue
+        path = CONFIG_ROOT / PARTS[key] / f"{name}.yaml"
+        if "/" in name or not path.is_file():
+            known = sorted(p.stem for p in (CONFIG_ROOT / PARTS[key]).glob("*.yaml"))
+            raise ConfigError(key, name, f"use one of {', '.join(known)}")
+        found[key] = path
+    return found
+
+
+def _with_includes(
+    path: Path, above: tuple[Path, ...], parts: dict[str, Path]
+) -> list[dict[str, Any]]:
+    """The file's own includes first, depth first, then the file itself, then parts left over.
+
+    parts: files that stand for includes from their folder; each is used once.
+    """
     if path in above:
         raise ConfigError("include", str(path), "a file cannot include itself")
     data = _read_yaml(path)
     layers: list[dict[str, Any]] = []
-    for name in data.get("include") or []:
-        layers += _with_includes(_find_include(str(name), path), (*above, path))
-    return [*layers, data]
+    own = [str(name) for name in data.get("include") or []]
+    for name in own:
+        found = _find_include(name, path)
+        for key in [key for key in parts if found.parent == CONFIG_ROOT / PARTS[key]]:
+            found = parts.pop(key)
+        layers += _with_includes(found, (*above, path), parts)
+    left = [_read_yaml(found) for found in parts.values()] if not above else []
+    return [*layers, data, *left]
 
 
 def _find_include(name: str, recipe: Path) -> Path:

@@ -117,6 +117,8 @@ class ParallelConfig:
     etp: int = 1
     dp: int = 1
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule)
+    first_stage_layers: int = 0  # 0 = as many as the other stages; for numbers that pp does not
+    last_stage_layers: int = 0  # divide, and for stages that also hold embedding or head
 
     @property
     def world_size(self) -> int:
@@ -231,11 +233,42 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of one kind: `cluster.nodes.NAME`."""
+
+    roles: list[str] = field(default_factory=list)  # controller, engine, trainer
+    count: int = 1
+    hosts: list[str] = field(default_factory=list)  # their addresses; empty: the scheduler's
+    devices: int = 0  # GPUs of one node; 0 = none, then any number of ranks shares its cores
+    device_gb: float = 0.0  # memory of one GPU, 1e9 bytes; 0 = unknown
+    memory_gb: float = 0.0  # host memory of one node, 1e9 bytes; 0 = unknown
+    rdma: list[str] = field(default_factory=list)  # RDMA cards, device by device; empty: NCCL's
+
+
+@dataclass(frozen=True)
+class PortConfig:
+    """Ports that other nodes connect to; 0 = a free one, for clusters of one machine only."""
+
+    controller: int = 0  # trainer rank 0 -> controller
+    blobs: int = 0  # trainer ranks -> records on an engine node
+    ray: int = 0  # engine nodes -> Ray's head
+    rendezvous: int = 0  # torchrun of the trainer nodes
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     name: str = "laptop"
-    interface: str = "lo"  # network interface of trainer and sync groups
-    address: str = "127.0.0.1"
-    blob_dir: str = "/dev/shm"
+    launcher: str = "local"  # local: one machine | hosts | slurm | kuberay (docs/operations.md)
+    interface: str = "lo"  # network interface of trainer, engines and sync groups, on every node
+    address: str = "127.0.0.1"  # what a process binds to; empty: its node's on `interface`
+    blob_dir: str = "/dev/shm"  # on the node itself: records wait here for the trainer
+    ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one of its own
+    nodes: dict[str, NodeGroup] = field(default_factory=dict)
+    ports: PortConfig = field(default_factory=PortConfig)
+    environment: dict[str, str] = field(default_factory=dict)  # of every process: NCCL_*, UCX_*
+    remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
+    slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
+    kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,162 @@
-"""`moerl train RECIPE --dry-run`: what would start, without starting it or needing torch or ray."""
+"""`moerl train RECIPE --dry-run`: what would start where, without starting it.
+
+Needs neither torch, ray nor sglang, and reads the model's config.json only: it runs on a login
+node.  Estimates come from `moerl.layout.memory`, placement from `moerl.config.clusters`, commands
+from `moerl.launch.commands`: the same functions that a real start uses.
+"""
 
 from __future__ import annotations
 
 import io
 import shlex
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from moerl.config import Config
+from moerl.config.clusters import Placement, is_local, placement
+from moerl.config.files import read_model_config
+from moerl.config.load import CONFIG_ROOT
+from moerl.config.schema import TinyModel
+from moerl.launch.commands import host_of, node_commands, torchrun
 from moerl.launch.plan import RunPlan, trainer_command
+from moerl.launch.sync_plan import planned_layouts
+from moerl.layout.check import Spread
+from moerl.layout.memory import (
+    EngineMemory,
+    Recompute,
+    TrainerMemory,
+    Training,
+    engine_memory,
+    trainer_memory,
+)
+from moerl.layout.transfer import tally
 from moerl.rundir import RunDir
 
+_GB = 1e9
+_WIDTH = 110
 
-def describe(config: Config) -> str:
-    """Resolved configuration, process table and the exact trainer command."""
-    run = RunDir(Path(config.run.root) / config.run.name)
-    plan = RunPlan(
+
+def describe(config: Config, recipe: Sequence[str]) -> str:
+    """Everything; recipe: the arguments that follow `moerl train`."""
+    placed = placement(config)
+    sections = [
+        OmegaConf.to_yaml(OmegaConf.create(asdict(config))),
+        process_table(config, placed),
+        _commands(config, placed, recipe),
+        _ports(config, placed),
+        *_estimates(config, placed),
+    ]
+    return "\n".join(sections)
+
+
+# --- processes -----------------------------------------------------------------------------------
+def process_table(config: Config, placed: Placement) -> str:
+    """One row per kind of process and node; equal nodes share their rows."""
+    rows = {node.name: _processes(config, placed, node.name) for node in placed.nodes}
+    table = Table(title=f"processes of {config.cluster.name}, {len(placed.nodes)} node(s)")
+    for column in ("node", "process", "numbers", "count", "GPUs", "what it does"):
+        table.add_column(column)
+    for _, alike in groupby(rows, key=lambda name: [(row[0], *row[2:]) for row in rows[name]]):
+        names = list(alike)
+        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        for index, (process, numbers, *rest) in enumerate(rows[names[0]]):
+            more = " .." if len(names) > 1 and numbers else ""
+            table.add_row("" if index else label, process, numbers + more, *rest)
+        table.add_section()
+    return _rendered(table)
+
+
+def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
+    """(process, which of its kind, count, GPUs, what it does) of one node."""
+    engine, parallel = config.engine, config.trainer.parallel
+    rows: list[tuple[str, ...]] = []
+    if placed.controller.name == name:
+        rows += [
+            ("moerl train", "", "1", "", "ends whatever is left when the root is gone"),
+            ("root", "", "1", "", "starts and watches everything, writes the report"),
+            ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
+            ("scorer (Ray)", "", "1", "", f"rewards in {config.task.scorer_workers} worker(s)"),
+        ]
+    seats = [seat for seat in placed.engines if seat.node.name == name]
+    if seats:
+        if not is_local(config.cluster):
+            rows.append(("records (Ray)", "", "1", "", "serves sealed records by byte range"))
+        devices = _numbers(d for seat in seats for d in seat.devices)
+        which = _numbers(seat.engine for seat in seats)
+        what = f"tp {engine.tp}, {engine.dtype}, host and SGLang server"
+        rows.append(("engine (Ray)", which, str(len(seats)), devices, what))
+    for trainer in (seat for seat in placed.trainers if seat.node.name == name):
+        sizes = " ".join(
+            f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "pp", "cp", "dp", "ep", "etp")
+        )
+        count, devices = str(len(trainer.ranks)), _numbers(trainer.devices)
+        what = f"{sizes}, {config.trainer.dtype}"
+        rows.append(("trainer rank", _numbers(trainer.ranks), count, devices, what))
+    return rows
+
+
+def _numbers(values: Iterable[int]) -> str:
+    found = sorted(values)
+    if not found:
+        return ""
+    whole = found == list(range(found[0], found[-1] + 1))
+    if whole and len(found) > 2:
+        return f"{found[0]}-{found[-1]}"
+    return ",".join(map(str, found))
+
+
+# --- commands and ports --------------------------------------------------------------------------
+def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
+    lines = ["commands"]
+    if is_local(config.cluster):
+        run = RunDir(Path(config.run.root) / config.run.name)
+        address = config.cluster.address
+        gang = trainer_command(_local_plan(config, run), f"tcp://{address}:PORT")
+        lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {shlex.join(gang)}"]
+    elif config.cluster.launcher == "slurm":
+        nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
+        lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
+        lines.append(f"  {shlex.join(['tools/launch/slurm.sbatch', *recipe])}")
+    elif config.cluster.launcher == "kuberay":
+        lines.append(f"  {shlex.join(['moerl', 'manifest', *recipe])} | kubectl apply -f -")
+    if not is_local(config.cluster):
+        for name, commands in node_commands(config, placed, recipe).items():
+            lines += [f"  {name}: {command}" for command in commands]
+        gang = torchrun(config, placed, placed.trainers[0], "python")
+        lines += ["the first torchrun.sh runs:", f"  {shlex.join(gang)}"]
+    lines.append("each engine: python -m moerl.engine.launch, its job on standard input:")
+    lines.append(f"  {_engine_job(config)}")
+    return "\n".join(lines)
+
+
+def _groups(placed: Placement) -> Any:
+    return groupby(node.name.rpartition("-")[0] for node in placed.nodes)
+
+
+def _engine_job(config: Config) -> str:
+    """SGLang's arguments, without those that are found on the node (ports, token)."""
+    engine = config.engine
+    args: dict[str, Any] = {
+        "model_path": config.model.path,
+        "dtype": engine.dtype,
+        "tp_size": engine.tp,
+        "max_running_requests": engine.max_running_requests,
+        "max_total_tokens": engine.max_total_tokens,
+        "mem_fraction_static": engine.mem_fraction_static,
+        "enable_return_routed_experts": config.replay.routing != "off",
+    }
+    return " ".join(f"{key}={value}" for key, value in (args | dict(engine.args)).items())
+
+
+def _local_plan(config: Config, run: RunDir) -> RunPlan:
+    return RunPlan(
         config=config,
         run=run,
         model_path=Path(config.model.path or run.root / "model"),
@@ -31,25 +168,166 @@ def describe(config: Config) -> str:
         checkpoint=None,
         records=None,
     )
-    table = Table(title=f"processes of {config.run.name} on {config.cluster.name}")
-    for column in ("process", "count", "what it does"):
+
+
+def _ports(config: Config, placed: Placement) -> str:
+    if is_local(config.cluster):
+        return f"ports: free ones on {config.cluster.address} (docs/operations.md lists them)"
+    ports, head = config.cluster.ports, host_of(placed.controller)
+    first = host_of(placed.trainers[0].node)
+    table = Table(
+        title=f"ports on {config.cluster.interface}, all with the run's tokens but torch's"
+    )
+    for column in ("port", "listens on", "connects"):
         table.add_column(column)
-    engine, parallel = config.engine, config.trainer.parallel
-    table.add_row("moerl train (front)", "1", "ends whatever is left when the root is gone")
-    table.add_row("root", "1", "starts and watches everything, draws the panel, writes the report")
-    table.add_row("controller (Ray actor)", "1", "produce, score and learn loops; headers only")
-    table.add_row("scorer (Ray actor)", "1", f"rewards in {config.task.scorer_workers} worker(s)")
-    table.add_row(
-        "engine host + SGLang", str(engine.count), f"tp {engine.tp}, {engine.dtype}, both replays"
+    table.add_row(str(ports.controller), f"controller on {head}", "trainer rank 0")
+    table.add_row(str(ports.ray), f"Ray's head on {head}", "engine nodes")
+    table.add_row(str(ports.blobs), "records, each engine node", "trainer ranks, controller")
+    table.add_row(str(ports.rendezvous), f"torchrun on {first}", "trainer nodes")
+    table.add_row("free", f"{config.sync.transport} stagings, each engine rank", "trainer ranks")
+    table.add_row("free", "NCCL or gloo of the gang, trainer nodes", "trainer ranks")
+    return _rendered(table)
+
+
+# --- estimates -----------------------------------------------------------------------------------
+def _estimates(config: Config, placed: Placement) -> list[str]:
+    """Memory and transfer plan, from shapes."""
+    shapes = _shapes(config)
+    spec, trainer, engines, policy = planned_layouts(config, shapes)
+    counts = tally(spec, trainer, replace(engines, num=1), 0, policy)
+    megatron, gpu = config.trainer.megatron, placed.trainers[0].node.group.devices > 0
+    recompute: Recompute = megatron.get("recompute_granularity") or "none"
+    training = Training(
+        dtype=config.trainer.dtype,
+        tokens=config.trainer.max_tokens_per_microbatch,
+        recompute=recompute,
+        distributed_optimizer=config.trainer.optimizer.distributed,
+        gpu=gpu,
     )
-    table.add_row(
-        "trainer rank",
-        str(parallel.world_size),
-        f"dp {parallel.dp} ep {parallel.ep} tp {parallel.tp} etp {parallel.etp}, "
-        f"{config.trainer.dtype}",
+    ranks = trainer_memory(spec, trainer, training)
+    received = max(counts.received_bytes)
+    engine = engine_memory(
+        spec, engines, received, config.engine.max_total_tokens, config.engine.dtype
     )
+    return [
+        _trainer_table(ranks, placed),
+        _engine_line(config, engine, placed),
+        _host_lines(config, placed, ranks, engine, len(spec.moe_layers) * spec.experts_per_token),
+        _transfer_lines(config, Spread.of(counts.sent_bytes), received),
+    ]
+
+
+def _shapes(config: Config) -> dict[str, Any]:
+    """The model's config.json, or that of the tiny model that would be made."""
+    if not config.model.path:
+        return _tiny_shapes(config.model.tiny)
+    name = config.model.path
+    path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
+    return read_model_config(path)
+
+
+def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
+    """As `moerl.data.tiny_model` makes it, whose tokenizer has fewer than 128 tokens."""
+    return {
+        "model_type": "qwen3_moe",
+        "vocab_size": 128,
+        "hidden_size": tiny.hidden_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "head_dim": tiny.head_dim,
+        "num_experts": tiny.num_experts,
+        "num_experts_per_tok": tiny.experts_per_token,
+        "moe_intermediate_size": tiny.moe_ffn,
+        "intermediate_size": 4 * tiny.hidden_size,
+        "max_position_embeddings": 4096,
+        "norm_topk_prob": True,
+        "dtype": "float32",
+    }
+
+
+def _trainer_table(ranks: Sequence[TrainerMemory], placed: Placement) -> str:
+    room = placed.trainers[0].node.group.device_gb
+    title = "memory of a trainer rank, GB" + (f" of {room:g}" if room else "")
+    table = Table(title=title)
+    columns = ("weights", "gradients", "optimizer", "activations", "logits", "replay", "runtime")
+    for column in ("stage", "parameters", *columns, "total"):
+        table.add_column(column, justify="right")
+    for found in _telling(ranks):
+        cells = [_gb(getattr(found, column)) for column in columns]
+        table.add_row(str(found.stage), f"{found.parameters / 1e9:.3g}e9", *cells, _gb(found.total))
+    return _rendered(table) + _verdict("a trainer rank", max(r.total for r in ranks), room)
+
+
+def _telling(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:
+    """First stage, largest stage, last stage; each once."""
+    largest = max(ranks, key=lambda rank: rank.total)
+    return sorted({r.stage: r for r in (ranks[0], largest, ranks[-1])}.values(), key=_stage)
+
+
+def _stage(rank: TrainerMemory) -> int:
+    return rank.stage
+
+
+def _engine_line(config: Config, engine: EngineMemory, placed: Placement) -> str:
+    group = placed.engines[0].node.group
+    static = group.device_gb * config.engine.mem_fraction_static
+    line = (
+        f"memory of an engine rank: weights {_gb(engine.weights)} GB, KV cache {_gb(engine.kv)} GB "
+        f"({config.engine.max_total_tokens:,} tokens of {engine.kv_token:,} bytes)"
+    )
+    if static:
+        line += f"; mem_fraction_static leaves {static:.3g} GB of {group.device_gb:g}"
+    return line + _verdict("\nan engine rank", engine.total, static)
+
+
+def _verdict(who: str, need: float, room_gb: float) -> str:
+    """What does not fit is said; the estimate is no reason to refuse a start."""
+    if not room_gb or need <= room_gb * _GB:
+        return ""
+    return f"{who} DOES NOT FIT: {_gb(need)} GB of {room_gb:.3g} GB\n"
+
+
+def _host_lines(
+    config: Config,
+    placed: Placement,
+    ranks: Sequence[TrainerMemory],
+    engine: EngineMemory,
+    routes: int,
+) -> str:
+    """Host memory per node: frozen weights, staging, records waiting for the trainer."""
+    rollout = config.rollout
+    tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+    groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
+    record = tokens * routes * (config.replay.routing != "off")
+    waiting = groups * rollout.group_size * record
+    engine_nodes = {seat.node.name for seat in placed.engines}
+    lines = ["host memory, GB per node, at most:"]
+    each = max(len(seat.ranks) for seat in placed.trainers)
+    per_node = max((sum(s.node.name == n for s in placed.engines) for n in engine_nodes), default=0)
+    lines.append(f"  trainer: frozen weights of a publish {_gb(each * max(r.host for r in ranks))}")
+    staging = per_node * config.engine.tp * engine.host
+    lines.append(
+        f"  engine: staging {_gb(staging)}, records in {config.cluster.blob_dir} "
+        f"{_gb(waiting / max(1, len(engine_nodes)))} ({record / 1e6:.3g} MB of routes a rollout)"
+    )
+    return "\n".join(lines)
+
+
+def _transfer_lines(config: Config, sent: Spread, received: float) -> str:
+    engines = config.engine.count
+    return (
+        f"a publish over {config.sync.transport}: {_gb(received)} GB into each of {engines} x "
+        f"{config.engine.tp} engine ranks, {_gb(engines * sent.mean)} GB (mean) out of each "
+        "trainer rank; `moerl plan` says more"
+    )
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / _GB:.3g}"
+
+
+def _rendered(table: Table) -> str:
     out = io.StringIO()
-    Console(file=out, width=100).print(table)
-    command = shlex.join(trainer_command(plan, f"tcp://{config.cluster.address}:PORT"))
-    settings = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
-    return f"{settings}\n{out.getvalue()}\ntrainer command:\n  {command}"
+    Console(file=out, width=_WIDTH, force_terminal=False, color_system=None).print(table)
+    return out.getvalue()

@@ -28,19 +28,15 @@ SHOWN_HOPS = 8  # of a round; --json has all
 
 
 def planned_layouts(
-    config: Config,
+    config: Config, shapes: Mapping[str, Any] | None = None
 ) -> tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy]:
     """What the recipe says about the model, both sides and the wire.
 
+    shapes: the model's config.json; None: read it.
     Raises ConfigError or ModelError for a recipe without a readable model folder.
     """
-    parallel, megatron = config.trainer.parallel, config.trainer.megatron
-    trainer = ParallelLayout(
-        **asdict(parallel),
-        first_stage_layers=int(megatron.get("num_layers_in_first_pipeline_stage") or 0),
-        last_stage_layers=int(megatron.get("num_layers_in_last_pipeline_stage") or 0),
-    )
-    return model_spec(_model_config(config)), trainer, _engines(config), _policy(config)
+    trainer = ParallelLayout(**asdict(config.trainer.parallel))
+    return model_spec(shapes or _model_config(config)), trainer, _engines(config), _policy(config)
 
 
 def _engines(config: Config) -> EngineLayout:

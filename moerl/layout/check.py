@@ -240,6 +240,18 @@ def trainer_bytes(spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor = "lo
 
     Ranks of a stage differ by tp, and in their experts by etp.
     """
+    dense, expert = stage_bytes(spec, trainer, flavor)
+    where = map(trainer.coords, range(trainer.world_size))
+    return Spread.of(dense[at.pp][at.tp] + expert[at.pp][at.etp] for at in where)
+
+
+def stage_bytes(
+    spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor = "local"
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Bytes of live weights: (by stage and tp rank, without experts), (experts, by stage and etp).
+
+    In the checkpoint's dtype, one expert-parallel rank's share of the experts.
+    """
     stages, itemsize = _stages(spec, trainer, flavor), ITEMSIZE.get(spec.dtype, 2)
     sizes: dict[tuple[Rule, Shard, bool], int] = {}
 
@@ -263,8 +275,7 @@ def trainer_bytes(spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor = "lo
     expert = [
         [total(p, trainer.etp, i, True) for i in range(trainer.etp)] for p in range(trainer.pp)
     ]
-    where = map(trainer.coords, range(trainer.world_size))
-    return Spread.of(dense[at.pp][at.tp] + expert[at.pp][at.etp] for at in where)
+    return dense, expert
 
 
 def _engine_bytes(spec: ModelSpec, targets: Engines, itemsize: int) -> Spread:

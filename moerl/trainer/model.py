@@ -262,6 +262,8 @@ def layout_of(sizes: ParallelConfig) -> ParallelLayout:
         etp=sizes.etp,
         dp=sizes.dp,
         vpp=sizes.vpp,
+        first_stage_layers=sizes.first_stage_layers,
+        last_stage_layers=sizes.last_stage_layers,
     )
 
 
@@ -431,6 +433,8 @@ def _layout_fields(trainer: TrainerConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": sizes.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": sizes.last_stage_layers or None,
         "context_parallel_size": sizes.cp,
         # otherwise microbatches are padded alike, see `equal_shapes`
         "variable_seq_lengths": sizes.pp > 1 and not equal_shapes(trainer),

@@ -1,0 +1,207 @@
+"""Where every process of a run goes: nodes of a cluster, engines and trainer ranks on them.
+
+`placement` is a pure function of the configuration, so a login node prints it (`--dry-run`), Ray is
+asked for exactly it, and torchrun's ranks follow from it.
+
+- One engine stays on one node (its ranks talk in every layer); nodes are filled in order where they
+  have GPUs, and take turns where they have none.
+- Trainer ranks are spread evenly: the same number on every trainer node, as torchrun wants it.
+- Where a node has both, engines take its first GPUs and the trainer the next ones.
+
+Rejected: leaving placement to Ray's scheduler (the printed table could differ from the run's, and
+trainer nodes have no Ray).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moerl.config.schema import ClusterConfig, Config, NodeGroup
+from moerl.errors import ConfigError
+
+ROLES = ("controller", "engine", "trainer")
+LAUNCHERS = ("local", "hosts", "slurm", "kuberay")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str  # GROUP-NUMBER; on one machine: the group
+    address: str  # empty: the scheduler's, known when the run starts
+    group: NodeGroup
+
+    def has(self, role: str) -> bool:
+        return role in self.group.roles
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeat:
+    engine: int
+    node: Node
+    devices: tuple[int, ...]  # GPUs of the node; empty on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSeat:
+    node: Node
+    node_rank: int  # torchrun's
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    nodes: tuple[Node, ...]
+    controller: Node
+    engines: tuple[EngineSeat, ...]
+    trainers: tuple[TrainerSeat, ...]
+
+
+def placement(config: Config) -> Placement:
+    """Who runs where.  Raises ConfigError when a role has no node or the nodes are too few."""
+    found = nodes(config.cluster)
+    engines = _place_engines(config, [node for node in found if node.has("engine")])
+    trainers = _place_trainer(config, [node for node in found if node.has("trainer")], engines)
+    return Placement(found, _controller(found), engines, trainers)
+
+
+def nodes(cluster: ClusterConfig) -> tuple[Node, ...]:
+    """All nodes, group by group; a cluster without groups is this machine."""
+    if not cluster.nodes:
+        return (Node("all", cluster.address, NodeGroup(roles=list(ROLES))),)
+    found = []
+    for name, group in cluster.nodes.items():
+        for index in range(group.count):
+            address = group.hosts[index] if index < len(group.hosts) else cluster.address
+            alone = cluster.launcher == "local" and group.count == 1
+            found.append(Node(name if alone else f"{name}-{index}", address, group))
+    return tuple(found)
+
+
+def is_local(cluster: ClusterConfig) -> bool:
+    """Whether `moerl train` starts everything itself, on this machine."""
+    return cluster.launcher == "local"
+
+
+def check_cluster(config: Config) -> None:
+    """Every rule about `cluster`.  Raises ConfigError naming field, value and what is allowed."""
+    cluster = config.cluster
+    if cluster.launcher not in LAUNCHERS:
+        raise ConfigError(
+            "cluster.launcher", cluster.launcher, f"use one of {', '.join(LAUNCHERS)}"
+        )
+    for name, group in cluster.nodes.items():
+        _check_group(f"cluster.nodes.{name}", group, cluster.launcher)
+    if is_local(cluster):
+        if sum(group.count for group in cluster.nodes.values()) > 1:
+            raise ConfigError(
+                "cluster.launcher", "local", "it is for one machine; use hosts, slurm or kuberay"
+            )
+    else:
+        _check_network(config)
+    placement(config)
+
+
+def _check_group(field: str, group: NodeGroup, launcher: str) -> None:
+    unknown = sorted(set(group.roles) - set(ROLES))
+    if unknown or not group.roles:
+        raise ConfigError(f"{field}.roles", group.roles, f"use some of {', '.join(ROLES)}")
+    for name in ("count", "devices"):
+        lowest = 1 if name == "count" else 0
+        if getattr(group, name) < lowest:
+            raise ConfigError(f"{field}.{name}", getattr(group, name), f"at least {lowest}")
+    if group.hosts and len(group.hosts) != group.count:
+        raise ConfigError(
+            f"{field}.hosts", group.hosts, f"name as many as {field}.count = {group.count}"
+        )
+    if launcher == "hosts" and not group.hosts:
+        raise ConfigError(
+            f"{field}.hosts", [], "cluster.launcher = hosts needs the address of each node"
+        )
+
+
+def _check_network(config: Config) -> None:
+    """What only works, or is only safe, on one machine."""
+    cluster, ports = config.cluster, config.cluster.ports
+    if cluster.address:
+        raise ConfigError(
+            "cluster.address", cluster.address, "several nodes bind to their own: leave it empty"
+        )
+    if cluster.interface == "lo":
+        raise ConfigError(
+            "cluster.interface", "lo", "name the interface that the nodes reach each other by"
+        )
+    if config.sync.transport == "shm":
+        raise ConfigError(
+            "sync.transport", "shm", "it ends at the machine; use gloo, nccl, mooncake or disk"
+        )
+    numbers = {
+        "controller": ports.controller,
+        "blobs": ports.blobs,
+        "ray": ports.ray,
+        "rendezvous": ports.rendezvous,
+    }
+    for name, port in numbers.items():
+        taken = [other for other, used in numbers.items() if used == port and other != name]
+        if not 1024 <= port <= 65535 or taken:
+            raise ConfigError(
+                f"cluster.ports.{name}", port, "a port of its own from 1024 to 65535 is needed"
+            )
+
+
+def _controller(found: tuple[Node, ...]) -> Node:
+    """The first node of the role; it must be one that has Ray, so an engine node or its own."""
+    for node in found:
+        if node.has("controller"):
+            return node
+    raise ConfigError("cluster.nodes", [n.name for n in found], "one needs the role controller")
+
+
+def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSeat, ...]:
+    count, tp = config.engine.count, config.engine.tp
+    if count and not found:
+        raise ConfigError("cluster.nodes", "no engine", "a group needs the role engine")
+    free = {node.name: list(range(node.group.devices)) for node in found}
+    seats = []
+    for engine in range(count):
+        fits = [n for n in found if not n.group.devices or len(free[n.name]) >= tp]
+        if not fits:
+            total = sum(node.group.devices for node in found)
+            raise ConfigError(
+                "engine.count",
+                count,
+                f"{count} engines of tp {tp}, each on one node, do not fit {len(found)} nodes "
+                f"with {total} GPUs",
+            )
+        bare = all(not node.group.devices for node in fits)
+        node = fits[engine % len(fits)] if bare else fits[0]
+        devices = tuple(free[node.name][:tp])
+        free[node.name] = free[node.name][tp:]
+        seats.append(EngineSeat(engine, node, devices))
+    return tuple(seats)
+
+
+def _place_trainer(
+    config: Config, found: list[Node], engines: tuple[EngineSeat, ...]
+) -> tuple[TrainerSeat, ...]:
+    world = config.trainer.parallel.world_size
+    if not found:
+        raise ConfigError("cluster.nodes", "no trainer", "a group needs the role trainer")
+    each, rest = divmod(world, len(found))
+    if rest:
+        raise ConfigError(
+            "trainer.parallel", world, f"its ranks must divide over {len(found)} trainer nodes"
+        )
+    seats = []
+    for index, node in enumerate(found):
+        taken = sum(len(seat.devices) for seat in engines if seat.node is node)
+        devices = tuple(range(node.group.devices))[taken : taken + each]
+        if node.group.devices and len(devices) < each:
+            raise ConfigError(
+                "trainer.parallel",
+                world,
+                f"{each} ranks do not fit the {node.group.devices - taken} free GPUs of a "
+                f"{node.name} node",
+            )
+        ranks = tuple(range(index * each, (index + 1) * each))
+        seats.append(TrainerSeat(node, index, ranks, devices))
+    return tuple(seats)

@@ -1,0 +1,91 @@
+"""The memory estimate: exact where it counts, near published figures where those exist."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from moerl.layout import ModelSpec, ParallelLayout, hf_shapes, model_spec
+from moerl.layout.memory import Training, engine_memory, layer_activations, trainer_memory
+from moerl.layout.plan import EngineLayout
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = sorted(path.parent.name for path in ROOT.glob("configs/models/*/config.json"))
+GIB = 2**30
+
+
+def spec_of(name: str) -> ModelSpec:
+    return model_spec(json.loads((ROOT / f"configs/models/{name}/config.json").read_text()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_holds_the_whole_model(name: str) -> None:
+    """Parameters on one rank are those of the checkpoint, vocabulary padding aside."""
+    spec = spec_of(name)
+    (rank,) = trainer_memory(spec, ParallelLayout(), Training())
+    whole = sum(math.prod(shape) for shape in hf_shapes(spec).values())
+    copies = sum(
+        math.prod(shape)
+        for key, shape in hf_shapes(spec).items()
+        if spec.mtp_layers and ("shared_head.head" in key or key.endswith("embed_tokens.weight"))
+    )
+    assert whole - copies <= rank.parameters <= whole * 1.001 + copies
+    assert rank.weights == 2 * rank.parameters
+    assert rank.gradients == 4 * rank.parameters
+    assert rank.optimizer == 12 * rank.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-235b-a22b", 235),
+        ("glm-4.5-air", 110),  # of the model card: 106 without the prediction layer
+        ("gpt-oss-120b", 116.8),
+        ("deepseek-v3", 685),  # 671 and 14 of the prediction layer
+    ],
+)
+def test_model_cards_agree(name: str, billions: float) -> None:
+    (rank,) = trainer_memory(spec_of(name), ParallelLayout(), Training())
+    assert rank.parameters / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_the_published_memory_of_deepseek_v3() -> None:
+    """arXiv 2502.07846: tp 2, pp 16, ep 8, etp 1; a stage of four MoE layers.
+
+    11.64 GiB of weights per device, 86 GiB of the stage on all of them.
+    """
+    layout = ParallelLayout(tp=2, pp=16, ep=8, dp=32, first_stage_layers=4, last_stage_layers=1)
+    stage = trainer_memory(spec_of("deepseek-v3"), layout, Training())[7]
+    assert stage.weights / GIB == pytest.approx(11.64, rel=0.03)
+    assert stage.gradients == 2 * stage.weights
+    experts = 4 * 256 * 3 * 7168 * 2048
+    dense = (stage.parameters - experts // 8) * 2
+    assert 2 * (experts + dense) / GIB == pytest.approx(86, rel=0.02)
+
+
+def test_recompute_and_sharding_save_what_they_should() -> None:
+    spec, layout = spec_of("qwen3-30b-a3b"), ParallelLayout(tp=4, pp=2, ep=8, dp=4)
+    plain = trainer_memory(spec, layout, Training(recompute="none"))
+    full = trainer_memory(spec, layout, Training(recompute="full"))
+    assert full[0].activations < plain[0].activations / 10
+    assert full[0].activations > layer_activations(spec, layout, 8192, 2, 0)
+    assert plain[0].activations > 1.9 * plain[1].activations, "two microbatches in flight"
+    whole = trainer_memory(spec, layout, Training(distributed_optimizer=False))
+    assert plain[0].optimizer < whole[0].optimizer / 2
+    assert (plain[0].logits, plain[1].logits > 0) == (0, True)
+    long = trainer_memory(spec, layout, Training(tokens=16384))
+    assert long[0].activations == pytest.approx(2 * plain[0].activations, rel=0.01)
+
+
+def test_kv_bytes_of_a_token() -> None:
+    """DeepSeek-V3: 70 KB per token (arXiv 2505.09343, table 1); four heads over eight ranks."""
+    latent = engine_memory(spec_of("deepseek-v3"), EngineLayout(8, 8), 1e9, 1, "bfloat16")
+    assert latent.kv_token == 61 * (512 + 64) * 2 == 70272
+    spec = spec_of("qwen3-235b-a22b")
+    heads = engine_memory(spec, EngineLayout(8, 8), 1e9, 1000, "bfloat16")
+    assert heads.kv == 1000 * 94 * 2 * 128 * 2
+    assert engine_memory(spec, EngineLayout(2, 2), 1e9, 1, "bfloat16").kv_token == 94 * 2 * 256 * 2
