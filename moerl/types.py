@@ -131,6 +131,8 @@ class VersionSpan:
 
     first: int
     version: PolicyVersion
+    # Sampled on a KV cache that older weights filled in part: no forward pass reproduces it.
+    kept_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +208,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What one request produced: exactly one policy version, checked and sealed by the engine host.
+    """What one request produced under one policy version, checked and sealed by the engine host.
 
     n = len(output_ids) may be 0 when the request was aborted before its first token; then there
     are no rows of any kind and the same request is simply sent again.
@@ -225,6 +227,13 @@ class Segment:
     start_s: float  # unix time the request was sent
     end_s: float
     prompt_rows: RoutingBlob | None = None  # rows before `routing`, stored once for all siblings
+    kept_kv: bool = False  # see VersionSpan
+    rest: tuple[Segment, ...] = ()  # weights changed under the request: what newer ones sampled
+
+    @property
+    def pieces(self) -> tuple[Segment, ...]:
+        """This segment and its rest, one for each version, in order."""
+        return (self, *self.rest)
 
 
 @dataclass(frozen=True, slots=True)

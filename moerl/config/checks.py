@@ -21,7 +21,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "run.console": ("auto", "panel", "lines", "quiet"),
     "task.name": ("sort_digits", "reasoning_gym", "jsonl"),
     "task.on_score_error": ("stop", "drop"),
-    "rollout.in_flight_mode": ("abort_resume", "drain"),
+    "rollout.in_flight_mode": ("abort_resume", "drain", "in_place", "retract"),
     "rollout.selection": ("oldest", "freshest", "strict"),
     "replay.routing": ("R3", "off"),
     "replay.rows": ("sampled",),
@@ -40,10 +40,6 @@ _REFUSED: dict[tuple[str, Any], str] = {
     "from: with one optimizer step per batch the live ones; use R3 (engine routes) or off",
     ("replay.rows", "latest"): "rows of the last prefill fit only the newest segment of a resumed "
     "rollout (docs/decisions.md, 10); use sampled",
-    ("rollout.in_flight_mode", "retract"): "retraction overwrites the routing rows of tokens that "
-    "older weights sampled; use abort_resume",
-    ("rollout.in_flight_mode", "in_place"): "tokens after an update in place depend on a KV cache "
-    "of two versions, which no trainer forward reproduces; use abort_resume",
 }
 _AT_LEAST: dict[str, float] = {
     "run.steps": 1,
@@ -217,7 +213,14 @@ def get(config: Config, name: str) -> Any:
 
 
 def _check_sync(config: Config) -> None:
-    sync = config.sync
+    sync, mode = config.sync, config.rollout.in_flight_mode
+    if mode in ("in_place", "retract") and sync.transport == "broadcast":
+        raise ConfigError(
+            "rollout.in_flight_mode",
+            mode,
+            "transport broadcast writes live weights bucket by bucket: use abort_resume or drain, "
+            "or another sync.transport",
+        )
     if sync.transport == "disk" and not Path(sync.folder).is_dir():
         raise ConfigError("sync.folder", sync.folder, "transport disk needs an existing folder")
     if sync.delta and sync.transport == "broadcast":

@@ -71,7 +71,9 @@ class RolloutConfig:
     buffer_depth: int = 2  # optimizer steps of finished groups to hold; 0 = synchronous
     groups_per_request: int = 8  # groups sent to an engine in one call
     max_groups_in_flight: int = 64  # over all engines
-    in_flight_mode: str = "abort_resume"  # at a publish: abort_resume | drain (finish first)
+    # What a publish does to running requests (docs/operations.md): abort_resume | drain (it waits)
+    # | in_place (they go on, on the old KV cache) | retract (the engine computes it anew)
+    in_flight_mode: str = "abort_resume"
     selection: str = "oldest"  # what a step trains: oldest | freshest | strict (prompt order)
     fixed_lag: int = -1  # exactly this lag (resolve then sets how); -1 = bounded by max_lag
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced

@@ -6,7 +6,7 @@ connection; a generation or an update that failed half-way is reported, never se
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
@@ -21,6 +21,13 @@ _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 
 class BadRequest(EngineError):
     """The server refused a request as malformed (HTTP 400); nothing of it ran to an answer."""
+
+
+class Committed(NamedTuple):
+    """What a commit cost the scheduler."""
+
+    seconds: float  # in which it ran no forward pass
+    recomputed: int = 0  # tokens whose KV cache it gave up
 
 
 class EngineClient:
@@ -72,16 +79,17 @@ class EngineClient:
     async def end_update(self) -> None:
         await self._succeed("/end_weight_update", {})
 
-    async def commit(self, version: str) -> float:
-        """Serve the version that the receivers verified; seconds spent in the live weights."""
+    async def commit(self, version: str, mode: str = "") -> Committed:
+        """Serve the version that the receivers verified; mode: of `moerl.engine.in_flight`."""
         fields = {
             "serialized_named_tensors": [],
-            "load_format": COMMIT,
+            "load_format": f"{COMMIT}.{mode}",
             "weight_version": version,
             "flush_cache": True,
         }
         reply = await self._succeed("/update_weights_from_tensor", fields)
-        return float(str(reply["message"]).split()[0])
+        seconds, recomputed = str(reply["message"]).split()[:2]
+        return Committed(float(seconds), int(recomputed))
 
     async def weight_version(self) -> str:
         return str((await self._ask("GET", "/model_info"))["weight_version"])

@@ -9,9 +9,10 @@ died, or a broadcast update failed half-way) stays so until it is started again.
 *suspended* (it did not answer in time, or a commit failed) serves nothing until a whole publish
 session succeeded, which writes every byte of its weights.
 
-An update aborts the running requests one by one through /abort_request and waits for their partial
-output.  Rejected: SGLang's engine-wide pause, which polls once a second, and its retraction, which
-overwrites the routing rows of tokens sampled before the update.
+By default an update aborts the running requests one by one through /abort_request and waits for
+their partial output; with rollout.in_flight_mode in_place or retract they run through the commit of
+a session (`moerl.engine.in_flight`).  Rejected: SGLang's engine-wide pause, which polls once a
+second.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,10 +35,10 @@ import zmq.asyncio
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine import records
+from moerl.engine import in_flight, records
 from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.receiver import UNCHANGED
-from moerl.engine.records import ModelFacts, Reply
+from moerl.engine.records import InFlight, ModelFacts, Reply
 from moerl.engine.server import EngineServer
 from moerl.engine.support import PROVEN
 from moerl.errors import EngineError, RecordError
@@ -74,12 +76,14 @@ from moerl.types import (
     RoutingBlob,
     SamplingParams,
     Segment,
+    VersionSpan,
 )
 
 log = logging.getLogger(__name__)
 
 _WATCH_S = 0.5  # between looks at the server process
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
+_VERSIONS = 256  # a request that runs through more versions than these is refused
 
 T = TypeVar("T")
 
@@ -110,13 +114,17 @@ class EngineHost:
         token: str,
         *,
         update_timeout_s: float = 120.0,
+        in_flight_mode: str = "abort_resume",
     ) -> None:
         self.index, self.config, self.model_path, self.facts = index, config, model_path, facts
         self._store, self._run, self._token = store, run, token
         self._update_timeout_s = update_timeout_s
         self._routing = replay.routing != "off" and bool(facts.moe_layers)
         self._tracer = Tracer(run.trace, f"engine{index}")
+        retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
+        self._mode = {"in_place": in_flight.IN_PLACE, "retract": retract}.get(in_flight_mode, "")
         self._version, self._layout = PolicyVersion(0, 0), ""
+        self._served = [self._version]  # versions that a request may meet, ascending
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -157,6 +165,7 @@ class EngineHost:
         self._layout = server.layout.fingerprint()
         log.info("engine %d: weight layout %s: %s", self.index, self._layout, server.layout)
         self._server, self._client, self._version = server, client, version
+        self._served = [version]
         self._cause, self._broken, self._ended = None, asyncio.Event(), asyncio.Event()
         self._admit.set()
         self._idle.set()
@@ -245,7 +254,9 @@ class EngineHost:
             self._segment(reply, request, version, start_s, end_s, shared)
             for reply, request in zip(replies, requests, strict=True)
         ]
-        tokens = sum(len(s.output_ids) for s in segments if isinstance(s, Segment))
+        tokens = sum(
+            len(piece.output_ids) for s in segments if isinstance(s, Segment) for piece in s.pieces
+        )
         self._generated += tokens
         self._tracer.add(
             "generate",
@@ -282,12 +293,40 @@ class EngineHost:
         end_s: float,
         shared: records.SharedPrompts,
     ) -> Segment | RecordError:
+        later = tuple(sorted({v for v in self._served if v >= version}))
         try:
             parsed = records.parse(
-                reply, request, version=version, facts=self.facts, routing=self._routing
+                reply,
+                request,
+                version=version,
+                facts=self.facts,
+                routing=self._routing,
+                in_flight=InFlight(
+                    later, self._mode == in_flight.IN_PLACE, self._mode == in_flight.RETRACT_AUDIT
+                )
+                if self._mode
+                else None,
             )
         except RecordError as error:
             return self._refuse(error)
+        first, *rest = [
+            self._piece(part, asked, version, start_s, end_s, shared)
+            for asked, part in records.cut(parsed, request)
+        ]
+        return replace(first, rest=tuple(rest))
+
+    def _piece(
+        self,
+        parsed: Reply,
+        request: GenerateRequest,
+        version: PolicyVersion,
+        start_s: float,
+        end_s: float,
+        shared: records.SharedPrompts,
+    ) -> Segment:
+        """Seal what one version of the weights sampled."""
+        span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
+        version = span.version
         prompt, routing, audit, mask = self._seal(parsed, request, version, shared)
         return Segment(
             rollout_id=request.rollout_id,
@@ -303,6 +342,7 @@ class EngineHost:
             start_s=start_s,
             end_s=end_s,
             prompt_rows=prompt,
+            kept_kv=span.kept_kv,
         )
 
     def _seal(
@@ -327,7 +367,8 @@ class EngineHost:
         arrays += list(parsed.mask or ())
         if not arrays:
             return None, None, None, None
-        refs = iter(self._store.seal(f"{request.rollout_id}-s{request.segment}", arrays))
+        name = f"{request.rollout_id}-s{request.segment}.{request.num_sampled}"
+        refs = iter(self._store.seal(name, arrays))
         routing = audit = mask = None
         if new_prompt is not None:
             prompt = self._rows(next(refs), 0, version)
@@ -509,20 +550,25 @@ class EngineHost:
             return decode((await socket.recv_multipart())[-1])
 
     async def _commit(self, message: CommitUpdate) -> UpdateClosed:
-        """Interrupt what runs, let all ranks copy at once, admit requests again."""
+        """Interrupt what runs unless it may run on, let all ranks copy at once."""
         client = self._client
         if client is None or self._ended.is_set():
             raise self._failure()
         start_s, was_admitting = time.time(), self._cause is None
-        self._admit.clear()
+        mode = self._mode if was_admitting else ""
         self._aborted = 0
+        if not mode:
+            self._admit.clear()
         try:
             async with asyncio.timeout(message.timeout_s):
-                await self._drain(client, self._ended)
+                if not mode:
+                    await self._drain(client, self._ended)
                 idle_s = time.time()
-                commit_s = await self._guard(client.commit(str(message.version)), self._ended)
+                self._served = [*self._served[-_VERSIONS:], message.version]
+                done = await self._guard(client.commit(str(message.version), mode), self._ended)
         except (EngineError, TimeoutError) as error:
             if UNCHANGED in str(error):
+                self._served.pop()
                 if was_admitting:
                     self._admit.set()
                 raise
@@ -533,8 +579,11 @@ class EngineHost:
             self._cause, self._broken = None, asyncio.Event()
         self._admit.set()
         end_s = time.time()
-        self._tracer.add("update", start_s, end_s, version=str(message.version), commit_s=commit_s)
-        return UpdateClosed(end_s - idle_s, self._aborted, commit_s=commit_s)
+        self._tracer.add(
+            "update", start_s, end_s, version=str(message.version), commit_s=done.seconds
+        )
+        pause_s = done.seconds if mode else end_s - idle_s
+        return UpdateClosed(pause_s, self._aborted, commit_s=done.seconds)
 
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer) -> None:

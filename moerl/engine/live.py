@@ -1,7 +1,8 @@
-"""The receiver inside SGLang: hooks on two methods of the scheduler's weight updater.
+"""The receiver inside SGLang: hooks on the path of an update request.
 
 `after_start` opens the receiver of a scheduler process; `around_update` turns an
-/update_weights_from_tensor request with load_format "moerl_commit" into a COMMIT.  SGLang hands
+/update_weights_from_tensor request with load_format "moerl_commit.MODE" into a COMMIT (what MODE
+does to running requests: `moerl.engine.in_flight`).  SGLang hands
 such a request to all ranks of the engine in the same iteration of their schedulers, between two
 forward passes, which is the moment when weights may change.  Before anything is written the ranks
 tell each other whether they hold the verified version; one "no" and nobody writes.
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moerl.config.files import read_json
+from moerl.engine import in_flight
 from moerl.engine.layout import check_modules, engine_layout
 from moerl.engine.receiver import COMMIT, SCRATCH, UNCHANGED, Door, Receiver, Seat, socket_path
 from moerl.errors import EngineError, MoerlError
@@ -66,7 +68,8 @@ def after_start(_result: None, manager: Any) -> None:
 
 def around_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_tensor."""
-    if request.load_format != COMMIT:
+    name, _, mode = str(request.load_format).partition(".")
+    if name != COMMIT:
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
@@ -80,12 +83,32 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
             success=False, message=f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
         )
     begin = time.perf_counter()
-    receiver.commit()
+    done = in_flight.exchange(manager, mode, request, receiver.commit)
     commit_s = time.perf_counter() - begin
-    manager.record_weight_version_after_update(request.weight_version)
-    success, message = manager.flush_cache_after_weight_update(request, True, f"{commit_s:.6f}")
     dist.barrier(group=manager.tp_cpu_group)
-    return UpdateWeightsFromTensorReqOutput(success=success, message=message)
+    message = f"{commit_s:.6f} {done.recomputed}"
+    return UpdateWeightsFromTensorReqOutput(success=done.flushed, message=message)
+
+
+def around_request(original: Callable[..., Any], manager: Any, request: Any, *rest: Any) -> Any:
+    """AROUND TokenizerControlMixin.update_weights_from_tensor, in the server's own process.
+
+    SGLang holds an update back until no request runs, which is what some modes of COMMIT are not
+    to wait for.
+    """
+    name, _, mode = str(request.load_format).partition(".")
+    if name != COMMIT or not mode:
+        return original(manager, request, *rest)
+    return _commit_at_once(manager, request)
+
+
+async def _commit_at_once(manager: Any, request: Any) -> tuple[bool, str]:
+    manager.auto_create_handle_loop()
+    replies = await manager.update_weights_from_tensor_communicator(request)
+    success = all(reply.success for reply in replies)
+    if success:
+        manager._update_weight_version_if_provided(request.weight_version)
+    return success, " | ".join(str(reply.message) for reply in replies)
 
 
 def _open(manager: Any, rank: int) -> Receiver:

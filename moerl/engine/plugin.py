@@ -21,8 +21,9 @@ def activate() -> str | None:
 def register_hooks() -> None:
     """Entry point of `sglang.srt.plugins`; the targets are those of SGLang 0.5.23.
 
-    Always: a rank that keeps its weights in another layout than the known one ends the start, and
-    each rank opens the receiving end of publish sessions (`live`).
+    Always: a rank that keeps its weights in another layout than the known one ends the start,
+    each rank opens the receiving end of publish sessions (`live`), and requests that weights change
+    under keep their rows, spans and prefixes apart (`in_flight`).
     Without CUDA:
 
     1. The host buffer of the routed experts asks CUDA to pin its memory; without CUDA that raises,
@@ -35,7 +36,7 @@ def register_hooks() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine import layout, live
+    from moerl.engine import in_flight, layout, live
 
     target = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
     HookRegistry.register(target, layout.check_loaded, HookType.AFTER)
@@ -44,6 +45,16 @@ def register_hooks() -> None:
     HookRegistry.register(f"{updater}.__post_init__", live.after_start, HookType.AFTER)
     target = f"{updater}.update_weights_from_tensor"
     HookRegistry.register(target, live.around_update, HookType.AROUND)
+    managers = "sglang.srt.managers"
+    target = f"{managers}.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor"
+    HookRegistry.register(target, live.around_request, HookType.AROUND)
+    target = f"{managers}.scheduler.Scheduler._add_request_to_queue"
+    HookRegistry.register(target, in_flight.name_prefix, HookType.BEFORE)
+    target = f"{managers}.schedule_batch.release_req"
+    HookRegistry.register(target, in_flight.keep_rows, HookType.BEFORE)
+    target = f"{managers}.scheduler_components.batch_result_processor"
+    target += ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
+    HookRegistry.register(target, in_flight.return_rows, HookType.AFTER)
     if torch.cuda.is_available():
         return
     from moerl.engine import cpu_attention

@@ -6,13 +6,17 @@ token is never fed), log-probabilities and mask rows to produced tokens (n).
 
 The behaviour log-probability of truncated sampling is SGLang's `output_token_sampling_logprobs`
 (renormalised over the kept set); `output_token_logprobs` is the one before truncation.
+
+A request whose weights changed while it ran (rollout.in_flight_mode in_place or retract) comes back
+as one reply of several versions; `cut` makes it several, each as if it had been a call of its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,7 @@ import numpy as np
 from moerl.codec.routing import decode_engine_rows
 from moerl.codec.sampling_mask import encode_rows
 from moerl.errors import RecordError
-from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, RoutingBlob
+from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, RoutingBlob, VersionSpan
 
 _ROUNDING = 1e-6  # a log-probability above 0 by no more than this is rounding
 
@@ -48,6 +52,18 @@ class Reply:
     audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when asked for
     mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
     cached_tokens: int
+    spans: tuple[VersionSpan, ...] = ()  # empty only without any token
+    # Of each span but the first: rows of its whole prefix [L, rows, K], when they were asked for.
+    recomputed: tuple[Array, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What may have happened to requests while they ran."""
+
+    versions: tuple[PolicyVersion, ...]  # served since the request was sent, ascending
+    keeps_kv: bool = False  # weights are exchanged in place
+    returns_prefix: bool = False  # the rows of each later version's prefix follow
 
 
 class SharedPrompts:
@@ -91,10 +107,12 @@ def parse(
     version: PolicyVersion,
     facts: ModelFacts,
     routing: bool,
+    in_flight: InFlight | None = None,
 ) -> Reply:
     """Check one element of a `/generate` answer against its request.
 
-    version: weights the engine must have used for every token; routing: rows were asked for.
+    version: weights the engine must have used for every token, or, with in_flight, may have begun
+    with; routing: rows were asked for.
     Raises RecordError: `reply`, `finish`, `nan`, `length`, `token_range`, `version`,
     `logprob_*`, and the reasons of `moerl.codec`.
     """
@@ -111,9 +129,15 @@ def parse(
         raise RecordError("length", f"{num_new} tokens, {request.sampling.max_new_tokens} allowed")
     if output.min() < 0 or output.max() >= facts.vocab_size:
         raise RecordError("token_range", f"token ids must lie in 0..{facts.vocab_size - 1}")
-    _check_version(meta, version, num_new)
+    spans = _spans(meta, in_flight or InFlight((version,)), num_new)
     output = output.astype(np.int32)
-    rows, audit = _routing(meta, request, num_new, facts) if routing else (None, None)
+    rows: Array | None = None
+    audit: Array | None = None
+    recomputed: tuple[Array, ...] = ()
+    if routing:
+        later = spans[1:] if in_flight and in_flight.returns_prefix else ()
+        firsts = [span.first for span in later]
+        rows, audit, recomputed = _routing(meta, request, num_new, facts, firsts)
     return Reply(
         output_ids=output,
         logprobs=_logprobs(meta, output, truncates=request.sampling.truncates),
@@ -122,7 +146,49 @@ def parse(
         audit=audit,
         mask=_mask(meta, output, facts) if request.sampling.truncates else None,
         cached_tokens=cached,
+        spans=spans,
+        recomputed=recomputed,
     )
+
+
+def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, Reply]]:
+    """One reply per version, each with the request that would have brought it alone."""
+    if len(reply.spans) < 2:
+        return [(request, reply)]
+    ends = [span.first for span in reply.spans[1:]] + [len(reply.output_ids)]
+    begin = request.rows_from
+    parts = []
+    for idx, (span, end) in enumerate(zip(reply.spans, ends, strict=True)):
+        first = span.first
+        asked = replace(
+            request,
+            token_ids=np.concatenate([request.token_ids, reply.output_ids[:first]]),
+            num_sampled=request.num_sampled + first,
+        )
+        rows = reply.routing
+        if rows is not None:
+            stop = len(request.token_ids) + end - 1 - begin
+            rows = np.ascontiguousarray(rows[:, asked.rows_from - begin : stop])
+        part = Reply(
+            output_ids=reply.output_ids[first:end],
+            logprobs=reply.logprobs[first:end],
+            finish=reply.finish if end == len(reply.output_ids) else Finish.ABORT,
+            routing=rows,
+            audit=(reply.audit, *reply.recomputed)[idx] if idx <= len(reply.recomputed) else None,
+            mask=_cut_mask(reply.mask, first, end),
+            cached_tokens=0 if idx else reply.cached_tokens,
+            spans=(span,),
+        )
+        parts.append((asked, part))
+    return parts
+
+
+def _cut_mask(mask: tuple[Array, Array] | None, first: int, end: int) -> tuple[Array, Array] | None:
+    if mask is None:
+        return None
+    offsets, ids = mask
+    begin, stop = offsets[first], offsets[end]
+    return offsets[first : end + 1] - begin, ids[begin:stop]
 
 
 def _nothing(request: GenerateRequest, finish: Finish, cached: int) -> Reply:
@@ -163,10 +229,26 @@ def _finish(
     return Finish.LENGTH if len(output) >= request.sampling.max_new_tokens else finish
 
 
-def _check_version(meta: dict[str, Any], version: PolicyVersion, num_new: int) -> None:
-    want = [{"version": str(version), "start": 0, "end": num_new}]
-    if meta.get("weight_versions") != want:
-        raise RecordError("version", f"spans {meta.get('weight_versions')}; want {want}")
+def _spans(meta: dict[str, Any], in_flight: InFlight, num_new: int) -> tuple[VersionSpan, ...]:
+    """Spans that tile the output with versions that were served, in their order.
+
+    An empty first span says that older weights filled a part of the prompt's KV cache.
+    """
+    told = meta.get("weight_versions") or []
+    allowed = [str(version) for version in in_flight.versions]
+    names = [str(span.get("version")) for span in told]
+    ends = [0, *(span.get("end") for span in told)]
+    tiled = [span.get("start") for span in told] == ends[:-1] and ends[-1] == num_new
+    tiled = tiled and all(isinstance(end, int) for end in ends)
+    is_empty_first = len(told) > 1 and ends[1] == 0
+    grows = tiled and all(a < b for a, b in pairwise(ends[is_empty_first:]))
+    if not grows or names != [name for name in allowed if name in names]:
+        raise RecordError("version", f"spans {told}; want {num_new} tokens of {allowed}")
+    spans = [
+        VersionSpan(start, PolicyVersion.parse(name), in_flight.keeps_kv and idx > 0)
+        for idx, (start, name) in enumerate(zip(ends, names, strict=False))
+    ]
+    return tuple(spans[is_empty_first:])
 
 
 def _logprobs(meta: dict[str, Any], output: Array, *, truncates: bool) -> Array:
@@ -189,23 +271,33 @@ def _logprobs(meta: dict[str, Any], output: Array, *, truncates: bool) -> Array:
 
 
 def _routing(
-    meta: dict[str, Any], request: GenerateRequest, num_new: int, facts: ModelFacts
-) -> tuple[Array, Array | None]:
+    meta: dict[str, Any],
+    request: GenerateRequest,
+    num_new: int,
+    facts: ModelFacts,
+    firsts: Sequence[int],
+) -> tuple[Array, Array | None, tuple[Array, ...]]:
+    """Rows of the call, of its prefix with audit, and of the prefix of each later span."""
     begin, split = first_row(request), request.rows_from
+    own = len(request.token_ids) + num_new - 1 - begin
+    prefixes = [len(request.token_ids) + first - 1 for first in firsts]
     payload = meta.get("routed_experts")
     if payload is None:
         raise RecordError("routing_rows", f"{request.rollout_id}: the reply has no routing rows")
     ids = decode_engine_rows(
         payload,
-        num_rows=len(request.token_ids) + num_new - 1 - begin,
+        num_rows=own + sum(prefixes),
         num_layers=facts.num_layers,
         moe_layers=facts.moe_layers,
         top_k=facts.top_k,
         num_experts=facts.num_experts,
     )
+    cuts = np.cumsum([own, *prefixes])[:-1]
+    ids, *recomputed = (np.ascontiguousarray(part) for part in np.split(ids, cuts, axis=1))
     if begin == split:
-        return ids, None
-    return np.ascontiguousarray(ids[:, split:]), np.ascontiguousarray(ids[:, :split])
+        return ids, None, tuple(recomputed)
+    audit = np.ascontiguousarray(ids[:, :split])
+    return np.ascontiguousarray(ids[:, split:]), audit, tuple(recomputed)
 
 
 def _mask(meta: dict[str, Any], output: Array, facts: ModelFacts) -> tuple[Array, Array]:

@@ -38,6 +38,7 @@ class Feature:
 
 _RECORDS = "tests/e2e/test_engine_e2e.py::test_records_equal_transformers"
 _REPLAY = "tests/e2e/test_replay_engine.py::"
+_MODES = "tests/e2e/test_modes.py::"
 _OFF: tuple[Any, ...] = (False,)
 _NONE: tuple[Any, ...] = (None,)
 _ONE: tuple[Any, ...] = (1,)
@@ -104,10 +105,22 @@ FEATURES = (
         proof=_REPLAY + "test_other_schedules",
     ),
     Feature(
-        "weights exchanged under a running request",
+        "weights exchanged in place under a running request",
+        Verdict.PROVEN,
+        "with `rollout.in_flight_mode=in_place`: rows as executed, spans exact; tokens after the "
+        "update are marked as sampled on an older KV cache",
+        proof=_MODES + "test_spans_of_an_update_in_place_are_exact",
+    ),
+    Feature(
+        "retraction for a weight update",
+        Verdict.PROVEN,
+        "with `rollout.in_flight_mode=retract`: the plug-in keeps the rows that SGLang overwrites",
+        proof=_MODES + "test_segments_match_their_own_weights",
+    ),
+    Feature(
+        "weights exchanged under a request in another mode",
         Verdict.NEVER,
-        "retraction overwrites the rows of earlier tokens and an update in place mixes versions; "
-        "the host interrupts by abort, and a reply of two versions is refused as `version`",
+        "a reply of two versions is refused as `version`",
         proof=_REPLAY + "test_weights_exchanged_under_a_request_are_refused",
     ),
     Feature(

@@ -84,6 +84,7 @@ class RunPlan:
             self.run,
             self.token,
             update_timeout_s=self.config.sync.timeout_s,
+            in_flight_mode=self.config.rollout.in_flight_mode,
         )
 
     def scorer(self) -> ProcessScorer:

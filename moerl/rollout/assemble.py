@@ -79,11 +79,17 @@ class PartialRollout:
         return request
 
     def add(self, segment: Segment) -> None:
-        """Take one reply.  A segment aborted before its first token leaves nothing behind.
+        """Take one reply: one segment for each version of the weights that sampled it.
+
+        A segment aborted before its first token leaves nothing behind.
 
         Raises RecordError `known_rows` when other weights prefilled the prompt again, so that the
         rows of the earlier turn are not those of its KV cache: ask again without them.
         """
+        for piece in segment.pieces:
+            self._add(piece)
+
+    def _add(self, segment: Segment) -> None:
         if segment.rollout_id != self.rollout_id:
             raise RecordError("rollout_id", f"{segment.rollout_id} for {self.rollout_id}")
         if not self.segments and any(part.version != segment.version for part in self.known):
@@ -144,8 +150,9 @@ class PartialRollout:
         spans: list[VersionSpan] = []
         at = 0
         for segment in self.segments:
-            if len(segment.output_ids) and (not spans or spans[-1].version != segment.version):
-                spans.append(VersionSpan(at, segment.version))
+            span = VersionSpan(at, segment.version, segment.kept_kv)
+            if len(segment.output_ids) and (not spans or replace(spans[-1], first=at) != span):
+                spans.append(span)
             at += len(segment.output_ids)
         return tuple(spans)
 

@@ -148,7 +148,8 @@ def fresh_tokens(batch: Microbatch) -> Tensor:
     """[N] bool: sampled by the weights of this step, in a rollout that no update interrupted."""
     whole = torch.zeros(max(len(batch.rollouts), 1), dtype=torch.bool)
     for row, rollout in enumerate(batch.rollouts):
-        whole[row] = len({part.version for part in rollout.routing}) == 1
+        one_version = len({part.version for part in rollout.routing}) == 1
+        whole[row] = one_version and not any(span.kept_kv for span in rollout.versions)
     return (batch.lag == 0) & whole[batch.seq]
 
 

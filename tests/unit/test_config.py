@@ -33,8 +33,7 @@ BAD = [
     ("rollout.max_lag=0", "rollout.max_lag = 0", "buffer_depth=0"),
     ("replay.routing=R2", "replay.routing = 'R2'", "the live ones; use R3 (engine routes) or off"),
     ("replay.rows=latest", "replay.rows = 'latest'", "newest segment"),
-    ("rollout.in_flight_mode=retract", "in_flight_mode = 'retract'", "overwrites the routing rows"),
-    ("rollout.in_flight_mode=in_place", "in_flight_mode = 'in_place'", "of two versions"),
+    ("rollout.in_flight_mode=pause", "in_flight_mode = 'pause'", "in_place or retract"),
     ("replay.probe=-1", "replay.probe = -1", "at least 0"),
     ("replay.routing=R9", "replay.routing = 'R9'", "R3 or off"),
     ("bogus.key=1", "bogus", "unknown key"),
@@ -60,6 +59,12 @@ def test_tp_without_expert_cut_is_refused() -> None:
                 ["trainer.parallel.tp=2", "trainer.parallel.ep=1", "trainer.parallel.etp=1"],
             )
         )
+
+
+def test_broadcast_interrupts_requests() -> None:
+    bad = ["sync.transport=broadcast", "rollout.in_flight_mode=in_place"]
+    with pytest.raises(ConfigError, match=r"in_flight_mode = 'in_place' .*another sync.transport"):
+        check(load_config("quickstart", bad))
 
 
 def test_ranks_must_divide_the_model() -> None:

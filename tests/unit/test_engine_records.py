@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.engine.records import ModelFacts, parse
+from moerl.engine.records import InFlight, ModelFacts, cut, parse
 from moerl.errors import RecordError
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams
 
@@ -198,3 +198,67 @@ def test_logprobs_of_other_tokens_are_refused() -> None:
 def test_reply_without_meta_is_refused() -> None:
     with pytest.raises(RecordError, match="reply"):
         parsed({"output_ids": [1]})
+
+
+# --- weights that changed under the request -------------------------------------------------------
+NEXT = PolicyVersion(1, 5)
+
+
+def spans(*ends: tuple[str, int]) -> list[dict[str, Any]]:
+    begins = [0, *(end for _, end in ends)]
+    return [{"version": v, "start": s, "end": e} for (v, e), s in zip(ends, begins, strict=False)]
+
+
+def in_flight(got: dict[str, Any], **fields: bool) -> list[Any]:
+    served = InFlight((VERSION, NEXT), **fields)
+    request = ask()
+    record = parse(got, request, version=VERSION, facts=FACTS, routing=True, in_flight=served)
+    return cut(record, request)
+
+
+def test_a_reply_of_two_versions_is_cut_where_an_abort_would_have() -> None:
+    (first, a), (second, b) = in_flight(
+        reply(weight_versions=spans(("1.4", 1), ("1.5", 2))), keeps_kv=True
+    )
+    assert [span.kept_kv for span in (*a.spans, *b.spans)] == [False, True]
+    assert (a.finish, b.finish) == (Finish.ABORT, Finish.LENGTH)
+    assert a.output_ids.tolist() + b.output_ids.tolist() == [7, 3]
+    assert (second.num_sampled, second.token_ids.tolist()) == (1, [5, 9, 11, 7])
+    assert a.routing.shape[1] == second.rows_from == 3  # the row of 7 is the second's
+    assert b.routing.shape[1] == 1
+    np.testing.assert_array_equal(np.concatenate([a.routing, b.routing], 1)[0], rows(4)[:, 0])
+    assert [part.mask[0].tolist() for part in (a, b)] == [[0, 2], [0, 1]]
+    assert [part.mask[1].tolist() for part in (a, b)] == [[7, 9], [3]]
+    assert first.num_sampled == 0
+
+
+def test_rows_of_a_recomputed_prefix_follow() -> None:
+    got = reply(
+        weight_versions=spans(("1.4", 1), ("1.5", 2)),
+        routed_experts=payload(np.concatenate([rows(4), rows(6)[3:6]])),
+    )
+    (_, a), (_, b) = in_flight(got, returns_prefix=True)
+    assert a.audit is None
+    np.testing.assert_array_equal(b.audit[0], rows(6)[3:6, 0])
+
+
+def test_a_half_prefilled_prompt_is_marked() -> None:
+    ((_, only),) = in_flight(reply(weight_versions=spans(("1.4", 0), ("1.5", 2))), keeps_kv=True)
+    assert [(span.first, span.version, span.kept_kv) for span in only.spans] == [(0, NEXT, True)]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        spans(("1.5", 1), ("1.4", 2)),  # backwards
+        spans(("1.4", 1), ("1.6", 2)),  # never served
+        spans(("1.4", 1), ("1.5", 1)),  # a token short
+        spans(("1.4", 1), ("1.5", 3)),
+        spans(("1.3", 2)),
+        [],
+    ],
+)
+def test_spans_that_cannot_be(told: list[dict[str, Any]]) -> None:
+    with pytest.raises(RecordError) as error:
+        in_flight(reply(weight_versions=told))
+    assert error.value.reason == "version"

@@ -13,7 +13,7 @@ import pytest
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.client import BadRequest
+from moerl.engine.client import BadRequest, Committed
 from moerl.engine.host import EngineHost
 from moerl.engine.receiver import UNCHANGED, Door, socket_path
 from moerl.engine.records import ModelFacts
@@ -40,11 +40,11 @@ class ScriptedClient:
         self.error: Exception | None = None
         self.committed: list[str] = []
 
-    async def commit(self, version: str) -> float:
+    async def commit(self, version: str, mode: str = "") -> Committed:
         if self.error is not None:
             raise self.error
         self.committed.append(version)
-        return 0.25
+        return Committed(0.25)
 
     async def abort_all(self) -> None: ...
 

@@ -1,0 +1,195 @@
+"""Weights that change under running requests: what the scheduler process does, and records.
+
+`exchange` runs between two forward passes and writes the new weights in one of three ways:
+
+    interrupt   the host has aborted all requests before; the prefix cache is emptied
+    in_place    requests decode on with the KV cache of older weights
+    retract     SGLang gives up every request's KV cache and computes it anew under new weights
+
+SGLang 0.5.23 leaves three gaps that are closed here.
+
+1. Version spans.  It attributes to the new weights a token whose forward pass is already in the
+   overlap queue.  `_mark` counts those tokens.  A request whose prompt is half prefilled, so that
+   its first token comes from new weights and an old cache, gets an empty span of the old version.
+2. Routing rows.  A request that is retracted, by an update or because memory ran out, is prefilled
+   again, and those rows overwrite the ones its tokens were sampled under.  `keep_rows` copies them
+   when the cache is given up, `return_rows` puts them back when the request ends.  With audit, the
+   overwriting rows are appended: they are what the tokens after an update were sampled on.
+3. Prefix cache.  It cannot be emptied under running requests, so that a new request would read
+   prefixes of older weights.  `name_prefix` makes the version part of every cache key.
+
+Everything happens alike on all ranks of the engine.  Read at 0.5.23: srt/managers/scheduler.py,
+schedule_batch.py, scheduler_components/batch_result_processor.py, srt/utils/weight_versions.py.
+Rejected: draining the overlap queue before the copy (the event loop then runs without overlap for
+good, or reads an empty queue), SGLang's own pause and continue (requests of their own, so that
+ranks may run a forward pass in between).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IN_PLACE, RETRACT, RETRACT_AUDIT = "in_place", "retract", "retract_audit"
+MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = nothing runs
+
+_namespace = ""  # version whose prefixes may be read; empty = the cache is emptied at updates
+_audit = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """flushed: no prefix of older weights can be read; recomputed: tokens to prefill again."""
+
+    flushed: bool
+    recomputed: int = 0
+
+
+def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -> Exchanged:
+    """Write new weights in one of MODES; requests keep what they have sampled.
+
+    manager: SGLang's SchedulerWeightUpdaterManager; request: carries the new version.
+    """
+    global _namespace, _audit
+    scheduler, recomputed = manager.scheduler, 0
+    retracts, _audit = mode in (RETRACT, RETRACT_AUDIT), mode == RETRACT_AUDIT
+    if retracts:
+        recomputed = _retract(scheduler)
+    _wait_for_device(scheduler)
+    write()
+    _wait_for_device(scheduler)
+    live, pending, before = _live(scheduler), _pending(scheduler), _version()
+    manager.record_weight_version_after_update(request.weight_version)
+    if _version() != before:
+        _mark(live, pending, before)
+    if mode == IN_PLACE:
+        _namespace = _version()
+        for req in scheduler.waiting_queue:
+            name_prefix(scheduler, req)
+        return Exchanged(True)
+    flushed = bool(scheduler.flush_cache())
+    if retracts:
+        _go_on(scheduler)
+    return Exchanged(flushed, recomputed)
+
+
+def _version() -> str:
+    from sglang.srt.runtime_context import get_serving
+
+    return str(get_serving().weight_version)
+
+
+def _wait_for_device(scheduler: Any) -> None:
+    """Of the overlap queue's forward pass, and of the copies before the next one."""
+    torch.get_device_module(scheduler.device).synchronize()
+
+
+def _retract(scheduler: Any) -> int:
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    running = [req for req in _live(scheduler) if req.kv.holds_kv and not req.finished()]
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    return sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
+
+
+def _go_on(scheduler: Any) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+
+# --- version spans --------------------------------------------------------------------------------
+def _live(scheduler: Any) -> list[Any]:
+    """Every request that has begun or waits, each once."""
+    found = {id(req): req for req in (*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue)}
+    if scheduler.chunked_req is not None:
+        found[id(scheduler.chunked_req)] = scheduler.chunked_req
+    return list(found.values())
+
+
+def _pending(scheduler: Any) -> set[int]:
+    """id() of requests with a sampled token that SGLang has not looked at yet."""
+    found = set()
+    for batch, _ in getattr(scheduler, "result_queue", ()):
+        extends = batch.forward_mode.is_extend()
+        for req in batch.reqs:
+            prefill_goes_on = extends and req.inflight_middle_chunks > 0
+            if not (prefill_goes_on or req.is_retracted or req.finished()):
+                found.add(id(req))
+    return found
+
+
+def _mark(live: Iterable[Any], pending: Container[int], before: str) -> None:
+    """Correct the ends of the old version's spans that SGLang has just recorded."""
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    for req in live:
+        if req.output_ids:  # SGLang recorded these
+            req.weight_version_events.pop()
+        produced = len(req.output_ids) + (id(req) in pending)
+        if produced or req.kv.holds_kv:
+            event = WeightVersionEvent(old_version=before, num_output_tokens=produced)
+            req.weight_version_events.append(event)
+
+
+# --- prefix cache ---------------------------------------------------------------------------------
+def name_prefix(scheduler: Any, req: Any, *_args: Any, **_fields: Any) -> None:
+    """BEFORE Scheduler._add_request_to_queue: what it prefills is cached under its version."""
+    if _namespace:
+        req.extra_key = _namespace
+
+
+# --- routing rows ---------------------------------------------------------------------------------
+def keep_rows(*_args: Any, **fields: Any) -> None:
+    """BEFORE schedule_batch.release_req: the KV cache of a running request is given up."""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    req, capturer = fields["req"], get_global_experts_capturer()
+    if capturer is None or not req.return_routed_experts or not req.output_ids:
+        return
+    rows = capturer.get_topk(
+        req_pool_idx=req.kv.req_pool_idx,
+        seqlen=len(req.origin_input_ids) + len(req.output_ids),
+        req_to_token_pool=fields["req_to_token_pool"],
+    )
+    kept = getattr(req, "moerl_rows", None)
+    req.moerl_rows = [*(kept or ()), (_version(), rows)]
+
+
+def return_rows(_result: None, processor: Any, req: Any) -> None:
+    """AFTER SchedulerBatchResultProcessor._maybe_collect_routed_experts: the request is done."""
+    kept: list[tuple[str, Tensor]] = getattr(req, "moerl_rows", [])
+    if req.routed_experts is None:
+        return
+    start, native = req.routed_experts_start_len, req.routed_experts
+    if kept:
+        req.routed_experts = native.clone()
+    for _, older in reversed(kept):  # the first forward pass of a token is the one that sampled
+        end = max(min(len(older) - start, len(native)), 0)
+        req.routed_experts[:end] = older[start : start + end]
+    if _audit and req.weight_version_events:
+        extra = _recomputed_rows(processor, req, kept)
+        req.routed_experts = torch.cat([req.routed_experts, *extra])
+
+
+def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -> list[Tensor]:
+    """Per span of a later version: rows of its prefix, from row 0, as that version routed it."""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    outputs = len(req.output_ids_through_stop)
+    now = get_global_experts_capturer().get_topk(
+        req_pool_idx=req.kv.req_pool_idx,
+        seqlen=len(req.origin_input_ids) + outputs,
+        req_to_token_pool=processor.req_to_token_pool,
+    )
+    spans = compute_weight_version_spans(req.weight_version_events, _version(), outputs)
+    by_version = dict(kept) | {_version(): now}
+    prompt = len(req.origin_input_ids)
+    # A version whose rows are not here leaves a record too short, which the host refuses.
+    found = [(by_version.get(span.version), prompt + span.start - 1) for span in spans[1:]]
+    return [rows[:end] for rows, end in found if rows is not None]

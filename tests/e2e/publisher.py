@@ -1,0 +1,93 @@
+"""Publish sessions towards an engine host, from a trainer of one rank that is only its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moerl.config.files import read_json
+from moerl.engine.host import EngineHost
+from moerl.layout import ParallelLayout, at, megatron_tiles, model_spec
+from moerl.layout.digest import split
+from moerl.layout.plan import EngineLayout
+from moerl.layout.transfer import WirePolicy, plan_sender
+from moerl.protocols import (
+    CommitUpdate,
+    PrepareUpdate,
+    UpdateClosed,
+    UpdatePrepared,
+    UpdateVerified,
+    VerifyUpdate,
+)
+from moerl.sync.courier import Berth, Courier, FrozenShard
+from moerl.transport.registry import make
+from moerl.types import PolicyVersion
+
+POLICY = WirePolicy(dtype="float32", bucket_bytes=65536)
+TRAINER = ParallelLayout()
+_DEADLINE_S = 60.0
+
+
+class Publisher:
+    """Sends whole versions, read from Hugging Face folders, through shared memory."""
+
+    def __init__(self, host: EngineHost, folders: Mapping[PolicyVersion, Path]) -> None:
+        self._host, self._folders = host, folders
+        self._spec = model_spec(read_json(next(iter(folders.values())) / "config.json"))
+        engine = EngineLayout(tp=host.config.tp)
+        self._plan = plan_sender(self._spec, TRAINER, engine, host.index, 0, POLICY)
+        self._shard = FrozenShard()
+        transport = make("shm", address="127.0.0.1", folder="")
+        self._courier = Courier(self._plan, self._shard, transport)
+
+    async def stage(self, version: PolicyVersion) -> None:
+        """All of a session but its commit."""
+        index = self._host.index
+        prepare = PrepareUpdate(
+            engine=index,
+            version=version,
+            plan_engine=index,
+            plan=self._plan.plan_id,
+            layout="",
+            transport="shm",
+            trainer=asdict(TRAINER),
+            policy=asdict(POLICY),
+            flavor="local",
+            timeout_s=_DEADLINE_S,
+        )
+        prepared = await self._host.session(prepare)
+        assert isinstance(prepared, UpdatePrepared)
+        self._shard.freeze(self._tensors(version), version)
+        berths = {
+            rank: Berth(endpoint, prepared.starts[rank][0])
+            for rank, endpoint in enumerate(prepared.endpoints)
+        }
+        deadline = time.monotonic() + _DEADLINE_S
+        moved = await asyncio.to_thread(self._courier.send, berths, deadline)
+        digests = tuple(moved[rank].digests for rank in range(len(berths)))
+        verified = await self._host.session(VerifyUpdate(index, version, digests, _DEADLINE_S))
+        assert isinstance(verified, UpdateVerified)
+        assert not any(verified.failed), verified
+        assert all(split(part) for part in digests)
+
+    async def commit(self, version: PolicyVersion) -> UpdateClosed:
+        closed = await self._host.session(CommitUpdate(self._host.index, version, _DEADLINE_S))
+        assert isinstance(closed, UpdateClosed)
+        return closed
+
+    def _tensors(self, version: PolicyVersion) -> dict[str, Tensor]:
+        """What the one trainer rank holds, under its own names."""
+        whole = load_file(self._folders[version] / "model.safetensors")
+        tensors = {}
+        for name, local in megatron_tiles(self._spec, TRAINER, 0).items():
+            tensors[name] = torch.zeros(local.shape)
+            for tile in local.tiles:
+                tensors[name][at(tile.box)] = whole[tile.hf][at(tile.hf_box)]
+        return tensors
