@@ -1,34 +1,56 @@
-"""Real Megatron ranks that publish instead of training; started by torchrun from test_sync.py.
+"""A real Megatron rank that publishes on demand instead of training; started by sync_world.py.
 
-    ... -m tests.e2e.sync_gang RUN_DIR CONTROLLER INCARNATION STEPS KILL_AT
+    ... -m tests.e2e.sync_gang RUN_DIR CONTROLLER INCARNATION
 
-Every rank changes its weights in a way that depends on the version alone, publishes, and rank 0
-saves the same version as a Hugging Face folder: RUN_DIR/hf-VERSION.  KILL_AT n > 0: rank 0 kills
-itself before its n-th flush.
+Orders come as files, RUN_DIR/orders/INCARNATION.N.json (`Order`), met by every rank.  Each changes
+the weights in a way that depends on the version alone, saves that version as a Hugging Face folder,
+RUN_DIR/hf-VERSION, and publishes it.  Rank 0 writes the metrics beside the order, as N.done.
+
+Faults are part of an order and hit the way from one rank to one engine:
+
+    plan    rank 0 names another transfer plan at PREPARE
+    flip    the first byte of the staging buffer is damaged once its bucket is digested
+    flips   the same, and again after the bucket was sent once more
+    halt    at the second flush the rank says so (N.halted) and waits for N.go
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
-import torch.distributed as dist
 
 from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
 from moerl.rundir import RunDir
 from moerl.trainer import platform
+from moerl.transport.base import Link, Transport
+
+_POLL_S = 0.02
+_HALT_S = 120.0
+
+
+class Order(msgspec.Struct, frozen=True):
+    step: int
+    fault: str = ""
+    rank: int = 0
+    engine: int = 0
 
 
 def main() -> None:
-    root, controller, incarnation, steps, kill_at = sys.argv[1:]
+    root, controller, incarnation = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     place = platform.prepare("cpu", local_rank=int(os.environ["LOCAL_RANK"]))
+    from moerl.sync import shards
     from moerl.trainer import parallel
     from moerl.trainer.gang import Gang, Post
     from moerl.trainer.hf_save import save_hf
@@ -38,46 +60,116 @@ def main() -> None:
     run = RunDir(Path(root))
     config = load_saved(run.config)
     here = parallel.start(config.trainer.parallel, place, timeout_s=120.0)
+    faults = Faults(here.rank, shards.make)
+    shards.make = faults.make  # type: ignore[assignment]
     post = Post(run, controller, "token", int(incarnation), BlobStore(run.root / "b", "n"), None)
     gang = Gang(config, post, here, _end)
     assert gang.outlet is not None
-    if here.is_first and int(kill_at):
-        _die_at(int(kill_at))
-    for step in range(1, int(steps) + 1):
-        version = PolicyVersion(int(incarnation), step)
+    for number in count():
+        path = run.root / "orders" / f"{incarnation}.{number}.json"
+        while not path.exists():
+            time.sleep(_POLL_S)
+        order = msgspec.json.decode(path.read_bytes(), type=Order)
+        version = PolicyVersion(int(incarnation), order.step)
         with torch.no_grad():
             for tensor in live_tensors(gang.model.gpt).values():
-                tensor.mul_(1 + 0.01 * step + 0.1 * int(incarnation))
+                tensor.mul_(1 + 0.01 * order.step + 0.1 * int(incarnation))
         tensors = gang.gather.gather()
         if tensors is not None:
             save_hf(run.root / f"hf-{version}", tensors, gang.source.path)
+        faults.arm(order, path.with_suffix(""), gang.outlet)
         gang.outlet.publish(version)
         metrics = gang.outlet.wait()
-        if here.is_first:
-            print(f"published {version}: {metrics}", flush=True)
+        faults.disarm()
         gang.outlet.resume()
-    dist.barrier(here.control)
-    parallel.stop()
+        if here.is_first:
+            done = path.with_suffix(".writing")
+            done.write_bytes(msgspec.json.encode(metrics))
+            done.rename(path.with_suffix(".done"))
+
+
+class Faults:
+    """What goes wrong with the publish under way, on this rank."""
+
+    def __init__(self, rank: int, make: Any) -> None:
+        self._rank, self._make = rank, make
+        self._engines = count()  # `shards` makes one transport per engine, in order
+        self._repair: Any = None
+        self.order, self.files = Order(0), Path()
+
+    def make(self, name: str, **where: str) -> Transport:
+        plain = self._make(name, **where)
+        return FaultyTransport(plain, next(self._engines), self)  # type: ignore[return-value]
+
+    def arm(self, order: Order, files: Path, outlet: Any) -> None:
+        self.order, self.files = order, files
+        if order.fault == "plan" and self._rank == 0:
+            session = outlet._sessions[order.engine]
+            plain = session.terms
+            session.terms = replace(plain, plan="0123456789abcdef")
+            self._repair = lambda: setattr(session, "terms", plain)
+
+    def disarm(self) -> None:
+        self.order = Order(0)
+        if self._repair is not None:
+            self._repair()
+        self._repair = None
+
+    def hit(self, engine: int) -> str:
+        """The fault of the way to `engine`, if it is this rank's."""
+        mine = self.order.rank == self._rank and self.order.engine == engine
+        return self.order.fault if mine else ""
+
+
+@dataclass
+class FaultyTransport:
+    """The sending half of a transport; nothing else of it is used on trainer ranks."""
+
+    plain: Transport
+    engine: int
+    faults: Faults
+
+    def connect(self, endpoint: bytes, deadline: float) -> FaultyLink:
+        return FaultyLink(self.plain.connect(endpoint, deadline), self.engine, self.faults)
+
+
+class FaultyLink:
+    def __init__(self, plain: Link, engine: int, faults: Faults) -> None:
+        self._plain, self._engine, self._faults = plain, engine, faults
+        self._order, self._flushes, self._bad = Order(0), 0, 0
+        self.put, self.view, self.close = plain.put, plain.view, plain.close
+
+    def flush(self, deadline: float) -> None:
+        fault = self._faults.hit(self._engine)
+        if fault and self._order is not self._faults.order:
+            self._order, self._flushes = self._faults.order, 0
+        self._flushes += 1
+        if fault in ("flip", "flips"):
+            self._damage(once=fault == "flip")
+        if fault == "halt" and self._flushes == 2:
+            self._halt()
+        self._plain.flush(deadline)
+
+    def _damage(self, *, once: bool) -> None:
+        """The first bucket is in place at the first flush; a repaired byte is damaged again."""
+        first = self._plain.view(0, 1)
+        assert first is not None, "only a mapped buffer can be damaged from here"
+        if self._flushes == 1:
+            self._bad = int(first) ^ 1
+        if self._flushes == 1 or not once:
+            first[0] = self._bad
+
+    def _halt(self) -> None:
+        files = self._faults.files
+        files.with_suffix(files.suffix + ".halted").touch()
+        go, deadline = files.with_suffix(files.suffix + ".go"), time.monotonic() + _HALT_S
+        while not go.exists() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
 
 def _end(error: BaseException) -> None:
     print(f"ended: {error}", flush=True)
     os._exit(1)
-
-
-def _die_at(flush: int) -> None:
-    from moerl.transport.shm import SharedLink
-
-    plain, count = SharedLink.flush, 0
-
-    def deadly(link: SharedLink, deadline: float) -> None:
-        nonlocal count
-        count += 1
-        if count == flush:
-            os.kill(os.getpid(), signal.SIGKILL)
-        plain(link, deadline)
-
-    SharedLink.flush = deadly  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
