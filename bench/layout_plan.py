@@ -19,7 +19,8 @@ from typing import Any
 from moerl.layout import ParallelLayout, model_spec
 from moerl.layout.check import check_layout
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 
 QWEN3_235B: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -83,12 +84,14 @@ def measure(model: str, engines_name: str, num_ranks: int) -> dict[str, object]:
     seconds, pieces, sent = [], [], []
     for rank in range(0, trainer.world_size, step):
         start = time.process_time()
-        plans = [plan_sender(spec, trainer, engines, e, rank, policy) for e in range(engines.num)]
+        plans = [
+            TransferPlan(spec, trainer, engines, e, policy).sender(rank) for e in range(engines.num)
+        ]
         seconds.append(time.process_time() - start)
         pieces.append(sum(len(r.pieces) for plan in plans for r in plan.regions))
         sent.append(sum(plan.num_bytes for plan in plans))
     start = time.process_time()
-    plan_receiver(spec, trainer, engines, 0, engines.tp - 1, policy)
+    TransferPlan(spec, trainer, engines, 0, policy).receiver(engines.tp - 1)
     receiver_s = time.process_time() - start
     start = time.process_time()
     check_layout(spec, trainer, engines)

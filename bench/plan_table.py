@@ -19,7 +19,7 @@ from typing import NamedTuple
 from moerl.layout import ParallelLayout, model_spec
 from moerl.layout.forecast import Links, forecast
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import WirePolicy
+from moerl.layout.wire import WirePolicy
 
 MODELS = Path(__file__).resolve().parents[1] / "configs" / "models"
 

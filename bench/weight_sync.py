@@ -48,7 +48,8 @@ from moerl.layout.digest import digest, seeds
 from moerl.layout.forecast import Links, forecast
 from moerl.layout.plan import EngineLayout
 from moerl.layout.tiles import Box
-from moerl.layout.transfer import Piece, ReceiverPlan, Region, WirePolicy, plan_receiver
+from moerl.layout.transfer import ReceiverPlan, TransferPlan
+from moerl.layout.wire import Piece, Region, WirePolicy
 from moerl.transport.base import Link
 from moerl.transport.registry import make
 
@@ -86,7 +87,8 @@ def soon() -> float:
 
 
 def plans() -> list[ReceiverPlan]:
-    return [plan_receiver(SPEC, TRAINER, ENGINE, 0, rank, POLICY) for rank in range(ENGINE.tp)]
+    plan = TransferPlan(SPEC, TRAINER, ENGINE, 0, POLICY)
+    return [plan.receiver(rank) for rank in range(ENGINE.tp)]
 
 
 def local(parts: Sequence[Piece], *, source: bool) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ class PrepareUpdate:
     engine: int
     version: PolicyVersion
     plan_engine: int  # id that both ends plan with: the engine's own, or of the one it copies
-    plan: str  # fingerprint of the transfer plan, `moerl.layout.transfer.plan_id`
+    plan: str  # fingerprint of the transfer plan, `moerl.layout.transfer.TransferPlan.id`
     layout: str  # fingerprint of the engine's weight layout met last time; empty: not met yet
     transport: str  # name of a transport of `moerl.transport`
     trainer: dict[str, int]  # fields of `moerl.layout.ParallelLayout`

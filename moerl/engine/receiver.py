@@ -38,14 +38,8 @@ from moerl.errors import EngineError, LayoutError, MoerlError
 from moerl.layout import ModelSpec, ParallelLayout, at, num_elements
 from moerl.layout.digest import digest, seeds, split
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import (
-    ALIGN,
-    Piece,
-    ReceiverPlan,
-    WirePolicy,
-    delta_start,
-    plan_receiver,
-)
+from moerl.layout.transfer import ReceiverPlan, TransferPlan
+from moerl.layout.wire import ALIGN, Piece, WirePolicy, delta_start
 from moerl.protocols import (
     AbortUpdate,
     Message,
@@ -268,15 +262,14 @@ class Receiver:
                 policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
             except TypeError as error:
                 raise LayoutError(f"the sender's layout is not readable: {error}") from error
-            plan = plan_receiver(
+            plan = TransferPlan(
                 seat.spec,
                 trainer,
                 seat.engine,
                 message.plan_engine,
-                seat.rank,
                 policy,
                 "te" if message.flavor == "te" else "local",
-            )
+            ).receiver(seat.rank)
             if plan.plan_id != message.plan:
                 raise LayoutError(
                     f"the sender's transfer plan is {message.plan}, this engine derives "

@@ -21,7 +21,7 @@ from moerl.layout.check import Spread
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER
-from moerl.layout.transfer import WirePolicy
+from moerl.layout.wire import WirePolicy
 
 GB = 1e9  # bytes, as network cards are sold
 SHOWN_HOPS = 8  # of a round; --json has all

@@ -39,7 +39,8 @@ from moerl.layout.tiles import (
     full_box,
     join,
 )
-from moerl.layout.transfer import WirePolicy, tally
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 
 Stages = list[list[tuple[str, Place, Layer]]]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -92,7 +93,9 @@ def check_layout(
         _prove(spec, holders, targets)
     dtype = engine_dtype or spec.dtype
     policy = WirePolicy(dtype if dtype in ITEMSIZE else "bfloat16")
-    counts = [tally(spec, trainer, engines, e, policy, flavor) for e in range(engines.num)]
+    counts = [
+        TransferPlan(spec, trainer, engines, e, policy, flavor).tally() for e in range(engines.num)
+    ]
     sent = map(sum, zip(*(count.sent_bytes for count in counts), strict=True))
     parts = map(sum, zip(*(count.sent_parts for count in counts), strict=True))
     return Report(

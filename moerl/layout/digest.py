@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from moerl.layout.transfer import Bucket, Region
+from moerl.layout.wire import Bucket, Region
 
 _BYTES = 8
 _MODULUS = 1 << 64

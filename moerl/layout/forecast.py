@@ -29,7 +29,8 @@ from moerl.layout.placement import ParallelLayout, hf_shapes
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import Hop, num_rounds, relay_schedule
 from moerl.layout.spec import ModelSpec
-from moerl.layout.transfer import WirePolicy, tally, wire_bytes
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy, wire_bytes
 
 PUBLISHED_EFFICIENCY = {"plan": 0.094, "broadcast": 0.40, "hierarchical": 0.17}
 """Share of line rate; geometric means of what bench/plan_anchors.py prints."""
@@ -106,7 +107,10 @@ def forecast(
     """
     if not 0 <= direct <= engines.num:
         raise ConfigError("--direct", direct, f"must be 0 to {engines.num}, the number of engines")
-    tallies = [tally(spec, trainer, engines, engine, policy) for engine in range(engines.num)]
+    tallies = [
+        TransferPlan(spec, trainer, engines, engine, policy).tally()
+        for engine in range(engines.num)
+    ]
     received = Spread.of(tallies[0].received_bytes)
     sums = _running([t.sent_bytes for t in tallies])
 

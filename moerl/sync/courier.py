@@ -25,7 +25,8 @@ from torch import Tensor
 from moerl.errors import EngineError
 from moerl.layout import at
 from moerl.layout.digest import digest, seeds
-from moerl.layout.transfer import Bucket, Piece, Region, SenderPlan, delta_start
+from moerl.layout.transfer import SenderPlan
+from moerl.layout.wire import Bucket, Piece, Region, delta_start
 from moerl.sync.quantize import quantize_blocks
 from moerl.transport.base import Link, Transport
 from moerl.transport.delta import encode

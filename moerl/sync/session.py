@@ -24,7 +24,7 @@ from moerl.errors import MoerlError, TransportError
 from moerl.layout import Flavor, ParallelLayout
 from moerl.layout.digest import split, version_digest
 from moerl.layout.relay import TRAINER
-from moerl.layout.transfer import WirePolicy
+from moerl.layout.wire import WirePolicy
 from moerl.protocols import (
     AbortUpdate,
     AskEngine,

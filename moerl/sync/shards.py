@@ -22,7 +22,8 @@ from moerl.config.schema import Config
 from moerl.errors import EngineError
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER, relay_schedule
-from moerl.layout.transfer import WirePolicy, plan_sender
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 from moerl.protocols import PublishFailure, PublishResult
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
@@ -111,9 +112,9 @@ def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
     hops = {hop.dst: hop for hop in relay_schedule(range(count), config.sync.direct or count)}
     plan_ids = []
     for index in _engines(config):
-        plan = plan_sender(
-            seat.spec, seat.layout, engine, hops[index].plan_engine, seat.rank, policy, seat.flavor
-        )
+        plan = TransferPlan(
+            seat.spec, seat.layout, engine, hops[index].plan_engine, policy, seat.flavor
+        ).sender(seat.rank)
         plan_ids.append(plan.plan_id)
         transport = make(config.sync.transport, address=address, folder=config.sync.folder)
         courier = Courier(plan, offer.shard, transport, delta=config.sync.delta)

@@ -39,7 +39,8 @@ from moerl.layout import (
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER as TRAINER_ID
 from moerl.layout.relay import relay_schedule
-from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 from moerl.protocols import (
     AskEngine,
     CommitUpdate,
@@ -75,6 +76,10 @@ Reply = TypeVar("Reply")
 
 def spec() -> ModelSpec:
     return model_spec(json.loads(FAMILIES.read_text())["qwen3_moe"])
+
+
+def transfer(tp: int, engine: int) -> TransferPlan:
+    return TransferPlan(spec(), TRAINER, EngineLayout(tp=tp), engine, POLICY)
 
 
 def hf_tensor(name: str, shape: tuple[int, ...], version: PolicyVersion) -> Tensor:
@@ -277,7 +282,7 @@ def run_trainer_rank(
     named = megatron_tiles(spec(), TRAINER, rank)
     offer = Offer(FrozenShard(), threading.Condition())
     for engine, endpoint in enumerate(lines):
-        plan = plan_sender(spec(), TRAINER, EngineLayout(tp=tp), plan_ids[engine], rank, POLICY)
+        plan = transfer(tp, plan_ids[engine]).sender(rank)
         # a copy of its own for each engine: one of them may be made to halt
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
@@ -369,11 +374,10 @@ class Trainer:
         delta: bool,
         folder: str,
     ) -> Terms:
-        part = plan_receiver(spec(), TRAINER, EngineLayout(tp=tp), plan_id, 0, POLICY)
         return Terms(
             engine=index,
             plan_engine=plan_id,
-            plan=plan or part.plan_id,
+            plan=plan or transfer(tp, plan_id).id,
             transport=transport,
             trainer=TRAINER,
             policy=POLICY,

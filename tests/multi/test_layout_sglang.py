@@ -37,7 +37,8 @@ from moerl.layout import (
 )
 from moerl.layout import plan as plan_layout
 from moerl.layout.rules import Part, Rule
-from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 
 Tensors = dict[str, torch.Tensor]
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,12 +130,12 @@ def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
     spec, hf = model_spec(config_of(folder)), checkpoint(folder)
     tp = 1 if spec.kv_heads % 2 else 2
     trainer = ParallelLayout(tp=tp, pp=2, ep=2 if spec.experts else 1)
-    plan = (spec, trainer, plan_layout.EngineLayout(case.tp, case.ep, case.dp), 1)
-    policy = WirePolicy(case.dtype, bucket_bytes=1024)
+    engine = plan_layout.EngineLayout(case.tp, case.ep, case.dp)
+    plan = TransferPlan(spec, trainer, engine, 1, WirePolicy(case.dtype, bucket_bytes=1024))
     wire: dict[tuple[int, int], torch.Tensor] = {}
     for rank in range(trainer.world_size):
         held = by_tiles(megatron_tiles(spec, trainer, rank), hf, torch.bfloat16)
-        for region in plan_sender(*plan, rank, policy).regions:
+        for region in plan.sender(rank).regions:
             parts = [
                 held[p.src_name][at(p.src_box)].to(getattr(torch, p.dtype)) for p in region.pieces
             ]
@@ -143,7 +144,7 @@ def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
     for rank in range(case.tp):
         live = load_file(oracle / "loaded" / f"{case}.{rank}.safetensors")
         got = {name: torch.full_like(value, float("nan")) for name, value in live.items()}
-        receiver = plan_receiver(*plan, rank, policy)
+        receiver = plan.receiver(rank)
         for region in receiver.regions:
             data = wire[region.src, rank]
             assert len(data) == region.num_bytes

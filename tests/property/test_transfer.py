@@ -12,7 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from moerl.layout import (
     Named,
     ParallelLayout,
     at,
+    deliveries,
     families,
     hf_shapes,
     megatron_tiles,
@@ -33,23 +34,11 @@ from moerl.layout import (
     num_elements,
     placement,
     sglang_tiles,
-    transfer,
 )
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER, num_rounds, relay_schedule
-from moerl.layout.transfer import (
-    ALIGN,
-    ITEMSIZE,
-    Piece,
-    ReceiverPlan,
-    Region,
-    SenderPlan,
-    WirePolicy,
-    plan_id,
-    plan_receiver,
-    plan_sender,
-    tally,
-)
+from moerl.layout.transfer import ReceiverPlan, SenderPlan, TransferPlan
+from moerl.layout.wire import ALIGN, ITEMSIZE, Bucket, Piece, Region, WirePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_LAYOUTS = 500
@@ -80,15 +69,6 @@ LATENT = SMALL | {
 GROUPED = SMALL | {"model_type": "qwen3_moe", "num_experts": 4, "head_dim": 2}
 
 
-@dataclass(frozen=True)
-class Case:
-    spec: ModelSpec
-    trainer: ParallelLayout
-    engine: EngineLayout
-    engine_id: int
-    policy: WirePolicy
-
-
 @lru_cache(maxsize=64)
 def spec_of(latent: bool, number: int, tied: bool, layers: int = 2) -> ModelSpec:
     both = {"tie_word_embeddings": tied, "num_hidden_layers": layers}
@@ -98,7 +78,7 @@ def spec_of(latent: bool, number: int, tied: bool, layers: int = 2) -> ModelSpec
     return model_spec(GROUPED | both | sizes)
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int) -> TransferPlan:
     """A layout that both sides can build; sizes that do not divide are drawn again."""
     rng = random.Random(seed)
     while True:
@@ -109,7 +89,7 @@ def draw(seed: int) -> Case:
         size = rng.choice((1, 2, 2, 4, 4, 8))
         divides = [n for n in (1, 2, 4, 8) if size % n == 0]
         axes = (rng.choice(divides), rng.choice(divides), 1, rng.choice((0, 0, *divides)))
-        case = Case(
+        case = TransferPlan(
             spec,
             ParallelLayout(tp, pp, rng.choice((1, 1, 2)), ep, etp, dp, 8, vpp),
             EngineLayout(size, *axes),
@@ -119,14 +99,10 @@ def draw(seed: int) -> Case:
             ),
         )
         try:
-            plan_receiver(*inputs(case), 0, case.policy)
+            case.receiver(0)
         except MoerlError:
             continue
         return case
-
-
-def inputs(case: Case) -> tuple[ModelSpec, ParallelLayout, EngineLayout, int]:
-    return case.spec, case.trainer, case.engine, case.engine_id
 
 
 @lru_cache(maxsize=64)
@@ -140,17 +116,13 @@ def hf_arrays(spec: ModelSpec) -> Arrays:
     return arrays
 
 
-def plans(case: Case) -> tuple[list[SenderPlan], list[ReceiverPlan]]:
-    senders = [
-        plan_sender(*inputs(case), rank, case.policy) for rank in range(case.trainer.world_size)
-    ]
-    return senders, [
-        plan_receiver(*inputs(case), rank, case.policy) for rank in range(case.engine.tp)
-    ]
+def plans(case: TransferPlan) -> tuple[list[SenderPlan], list[ReceiverPlan]]:
+    senders = [case.sender(rank) for rank in range(case.trainer.world_size)]
+    return senders, [case.receiver(rank) for rank in range(case.engine.tp)]
 
 
 def check(
-    case: Case,
+    case: TransferPlan,
     senders: Iterable[SenderPlan],
     receivers: Iterable[ReceiverPlan],
     shuffle: Callable[[list[Piece]], None] = list.reverse,
@@ -193,7 +165,7 @@ def check(
     assert not wire, f"sent to nobody: {list(wire)}"
 
 
-def item(case: Case) -> int:
+def item(case: TransferPlan) -> int:
     return ITEMSIZE[case.policy.dtype]
 
 
@@ -239,7 +211,7 @@ def arrives(seed: int) -> None:
     received = {(r.src, r.dst): r for plan in receivers for r in plan.regions}
     assert sent == received, "sender and receiver derived different regions"
     assert len({plan.plan_id for plan in (*senders, *receivers)}) == 1
-    counted = tally(*inputs(case), case.policy)
+    counted = case.tally()
     assert counted.sent_bytes == tuple(plan.num_bytes for plan in senders)
     assert counted.received_bytes == tuple(plan.num_bytes for plan in receivers)
     for plan in receivers:
@@ -275,7 +247,7 @@ def test_every_family_arrives_whole(family: str) -> None:
     for rank in range(engine.tp):
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp)
         got = {name: np.zeros(local.shape, int) for name, local in named.items()}
-        for region in plan_receiver(spec, trainer, engine, 2, rank, policy).regions:
+        for region in TransferPlan(spec, trainer, engine, 2, policy).receiver(rank).regions:
             for p in region.pieces:
                 into = got[p.dst_name][at(p.dst_box)]
                 assert not into.any(), f"{p.dst_name} is written twice"
@@ -294,7 +266,7 @@ def filled(named: Named, hf: Arrays) -> Arrays:
 
 
 # --- negative controls: the comparison above sees each of these -----------------------------------
-CONTROL = Case(
+CONTROL = TransferPlan(
     spec_of(False, 1, False),
     ParallelLayout(tp=2, pp=1, ep=2, dp=2, vocab_divisible_by=8),
     EngineLayout(tp=4, ep=2),
@@ -306,23 +278,23 @@ CONTROL = Case(
 @pytest.fixture
 def fresh_tables() -> Iterator[None]:
     """Tables made inside the test are made from what it broke, and are gone after it."""
-    transfer._tables.cache_clear()
+    deliveries.tables_of.cache_clear()
     yield
-    transfer._tables.cache_clear()
+    deliveries.tables_of.cache_clear()
 
 
 def test_replicas_that_are_not_merged_send_twice(
     monkeypatch: pytest.MonkeyPatch, fresh_tables: None
 ) -> None:
-    right = transfer._Tables._of_rule
+    right = deliveries.Tables._of_rule
 
     def apart(self: object, *args: object) -> Iterator[object]:
         for holding in right(self, *args):
             yield from (replace(holding, same=(i,)) for i in holding.same)
 
     check(CONTROL, *plans(CONTROL))
-    transfer._tables.cache_clear()
-    monkeypatch.setattr(transfer._Tables, "_of_rule", apart)
+    deliveries.tables_of.cache_clear()
+    monkeypatch.setattr(deliveries.Tables, "_of_rule", apart)
     with pytest.raises(AssertionError, match="not once"):
         check(CONTROL, *plans(CONTROL))
 
@@ -349,7 +321,7 @@ def test_a_dropped_piece_is_missed(both: bool) -> None:
         if (region.src, region.dst) != victim:
             return region
         *pieces, last = region.pieces
-        buckets = (transfer.Bucket(0, last.offset, 0, len(pieces)),)
+        buckets = (Bucket(0, last.offset, 0, len(pieces)),)
         return replace(region, pieces=tuple(pieces), buckets=buckets, num_bytes=last.offset)
 
     senders, receivers = plans(CONTROL)
@@ -371,29 +343,29 @@ def test_a_sender_with_another_engine_id_is_noticed() -> None:
 
 
 def test_a_neighbours_expert_slot_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = transfer._at_slot
+    right = deliveries._at_slot
 
     def wrong(box: tuple[range, ...], stacked: bool, slot: int) -> tuple[range, ...]:
         return right(box, stacked, slot ^ 1)
 
-    monkeypatch.setattr(transfer, "_at_slot", wrong)
+    monkeypatch.setattr(deliveries, "_at_slot", wrong)
     with pytest.raises(AssertionError, match=r"w13_weight differs|w2_weight differs"):
         check(CONTROL, *plans(CONTROL))
 
 
 # --- identity and independence --------------------------------------------------------------------
 def test_the_plan_id_changes_with_every_input() -> None:
-    base = (*inputs(CONTROL), CONTROL.policy)
     others = [
-        (spec_of(False, 2, False), *base[1:]),
-        (base[0], replace(CONTROL.trainer, pp=2), *base[2:]),
-        (*base[:2], EngineLayout(tp=4, ep=4), *base[3:]),
-        (*base[:3], 4, base[4]),
-        (*base[:4], replace(CONTROL.policy, bucket_bytes=160)),
-        (*base[:4], replace(CONTROL.policy, dtype="float32")),
+        replace(CONTROL, spec=spec_of(False, 2, False)),
+        replace(CONTROL, trainer=replace(CONTROL.trainer, pp=2)),
+        replace(CONTROL, engine=EngineLayout(tp=4, ep=4)),
+        replace(CONTROL, engine_id=4),
+        replace(CONTROL, policy=replace(CONTROL.policy, bucket_bytes=160)),
+        replace(CONTROL, policy=replace(CONTROL.policy, dtype="float32")),
+        replace(CONTROL, flavor="te"),
     ]
-    ids = {plan_id(*case) for case in (base, *others)} | {plan_id(*base, flavor="te")}
-    assert len(ids) == len(others) + 2
+    ids = {case.id for case in (CONTROL, *others)}
+    assert len(ids) == len(others) + 1
     assert all(len(found) == 16 for found in ids)
 
 
@@ -434,7 +406,9 @@ def test_no_sender_is_far_above_the_mean(
 ) -> None:
     """Without pipeline stages all ranks can share the work: at most 1.2 x the mean."""
     policy = WirePolicy("bfloat16")
-    counts = [tally(shapes(model), trainer, engine, e, policy) for e in range(num_engines)]
+    counts = [
+        TransferPlan(shapes(model), trainer, engine, e, policy).tally() for e in range(num_engines)
+    ]
     sent = [sum(t.sent_bytes[rank] for t in counts) for rank in range(trainer.world_size)]
     assert max(sent) <= 1.2 * sum(sent) / len(sent)
 
@@ -443,7 +417,7 @@ def test_replicas_differ_by_a_piece_at_most() -> None:
     """Ranks that hold the same send the same, but for a largest piece of dense and of expert."""
     spec, trainer = shapes("qwen3-30b-a3b"), ParallelLayout(tp=1, ep=1, dp=7)
     policy = WirePolicy("bfloat16", bucket_bytes=2**20)
-    sent = tally(spec, trainer, EngineLayout(4), 5, policy).sent_bytes
+    sent = TransferPlan(spec, trainer, EngineLayout(4), 5, policy).tally().sent_bytes
     assert max(sent) - min(sent) <= 2 * policy.bucket_bytes
 
 
@@ -469,11 +443,13 @@ FP8 = WirePolicy("bfloat16", "fp8_block", bucket_bytes=40_000)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fp8_pieces_are_whole_blocks_and_each_is_scaled_once(tp: int, engine: EngineLayout) -> None:
     spec, trainer = model_spec(BLOCKS), ParallelLayout(tp=tp, pp=2, ep=2, dp=2)
-    senders = [plan_sender(spec, trainer, engine, 1, r, FP8) for r in range(trainer.world_size)]
+    senders = [
+        TransferPlan(spec, trainer, engine, 1, FP8).sender(r) for r in range(trainer.world_size)
+    ]
     sent = {(r.src, r.dst): r for plan in senders for r in plan.regions}
     hf = {name: np.ones(shape, np.int8) for name, shape in hf_shapes(spec).items()}
     for rank in range(engine.tp):
-        plan = plan_receiver(spec, trainer, engine, 1, rank, FP8)
+        plan = TransferPlan(spec, trainer, engine, 1, FP8).receiver(rank)
         assert plan.hooks == (
             "restore_weights_before_loading",
             "post_load_weights",
@@ -506,16 +482,16 @@ def quantised(engine_name: str) -> bool:
 def test_a_cut_inside_a_block_is_refused_by_name() -> None:
     spec = shapes("qwen3-30b-a3b")  # experts of 768: 96 columns on each of 8 ranks
     with pytest.raises(LayoutError, match=r"experts\.0\..*_proj\.weight: .* whole 128 x 128"):
-        plan_receiver(spec, ParallelLayout(), EngineLayout(8), 0, 0, FP8)
-    plan_receiver(spec, ParallelLayout(), EngineLayout(8, 8), 0, 0, FP8)
+        TransferPlan(spec, ParallelLayout(), EngineLayout(8), 0, FP8).receiver(0)
+    TransferPlan(spec, ParallelLayout(), EngineLayout(8, 8), 0, FP8).receiver(0)
 
 
 # --- hooks and relays -----------------------------------------------------------------------------
 def test_latent_attention_needs_its_hook() -> None:
-    receiver = plan_receiver(*inputs(CONTROL), 0, CONTROL.policy)
+    receiver = CONTROL.receiver(0)
     latent = replace(CONTROL, spec=spec_of(True, 1, False))
     assert receiver.hooks == ()
-    assert plan_receiver(*inputs(latent), 0, latent.policy).hooks == ("post_load_weights",)
+    assert latent.receiver(0).hooks == ("post_load_weights",)
 
 
 @pytest.mark.parametrize("direct", [1, 2, 5])
@@ -536,5 +512,5 @@ def test_a_relayed_engine_has_the_staging_segment_of_its_source() -> None:
     """Equal ids give equal regions, so bytes are forwarded as they lie."""
     hops = relay_schedule([7, 3, 9], 1)
     assert {hop.plan_engine for hop in hops} == {7}
-    two = [plan_receiver(*inputs(CONTROL)[:3], hop.plan_engine, 1, CONTROL.policy) for hop in hops]
+    two = [replace(CONTROL, engine_id=hop.plan_engine).receiver(1) for hop in hops]
     assert two[0] == two[1] == two[2]

@@ -14,7 +14,7 @@ from moerl.layout import ParallelLayout, model_spec
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Links, forecast
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER
-from moerl.layout.transfer import WirePolicy
+from moerl.layout.wire import WirePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

@@ -27,7 +27,8 @@ from moerl.layout import (
 )
 from moerl.layout.check import check_layout
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import WirePolicy, plan_sender
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -54,7 +55,7 @@ def test_counts_are_those_of_the_expanded_ranks(family: str) -> None:
     assert (report.engine_bytes.low, report.engine_bytes.high) == (min(live), max(live))
     policy = WirePolicy("float32")
     plans = [
-        [plan_sender(spec, trainer, engines, e, rank, policy) for e in range(engines.num)]
+        [TransferPlan(spec, trainer, engines, e, policy).sender(rank) for e in range(engines.num)]
         for rank in range(trainer.world_size)
     ]
     boxes = [sum(len(r.pieces) for plan in mine for r in plan.regions) for mine in plans]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moerl.layout import ParallelLayout, at, hf_shapes, megatron_tiles, model_spec
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import WirePolicy, plan_receiver, plan_sender
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 from moerl.sync.courier import Berth, Courier, FrozenShard
 from moerl.sync.quantize import quantize_blocks
 from moerl.trainer.dequantize import Fp8Block
@@ -123,8 +124,8 @@ def test_a_publish_in_blocks_is_the_whole_model_quantised() -> None:
     trainer, engine = ParallelLayout(tp=2, ep=2, vocab_divisible_by=8), EngineLayout(2, 2)
     generator = torch.Generator().manual_seed(3)
     hf = {n: torch.randn(shape, generator=generator) for n, shape in hf_shapes(spec).items()}
-    plan = (spec, trainer, engine, 1)
-    receivers = [plan_receiver(*plan, rank, policy) for rank in range(engine.tp)]
+    plan = TransferPlan(spec, trainer, engine, 1, policy)
+    receivers = [plan.receiver(rank) for rank in range(engine.tp)]
     staging = {b"%d" % r.rank: torch.zeros(r.staging_bytes, dtype=torch.uint8) for r in receivers}
     for rank in range(trainer.world_size):
         live = {}
@@ -140,7 +141,7 @@ def test_a_publish_in_blocks_is_the_whole_model_quantised() -> None:
             for region, start in zip(r.regions, r.starts, strict=True)
             if region.src == rank
         }
-        courier = Courier(plan_sender(*plan, rank, policy), shard, Memories(staging))
+        courier = Courier(plan.sender(rank), shard, Memories(staging))
         courier.send(berths, deadline=0.0)
     kinds = set()
     for receiver in receivers:

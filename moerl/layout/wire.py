@@ -1,0 +1,131 @@
+"""What travels between a trainer rank and an engine rank, and in which form.
+
+A *region* is everything that one rank sends to one rank for one version: *pieces* back to back, cut
+into *buckets* of consecutive whole pieces.  A piece is a box of one Hugging Face tensor in the
+dtype of the wire, contiguous, in row-major order of the box; the sender casts and quantises, the
+receiver only copies.
+
+Block-quantised wire: a piece consists of whole 128 x 128 blocks (the last ones of a tensor may be
+smaller), with its scales as a second piece.  A cut inside a block is refused: no sender could know
+the block's maximum, and SGLang refuses to build such a layer as well.  Rejected: sending the blocks
+around a cut (bytes that nobody asked for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moerl.errors import ConfigError, LayoutError
+from moerl.layout.tiles import Box, full_box, num_elements
+
+BLOCK = 128  # rows and columns that share one scale
+ALIGN = 16  # bytes; regions start at multiples of it in a staging segment
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+SCALE_SUFFIX = "_scale_inv"  # SGLang's name of a block-quantised weight's scales
+_QUANTISED = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class WirePolicy:
+    """What the engine wants to receive, and how it is cut."""
+
+    dtype: str  # of the engine's weights; tensors that it keeps in fp32 travel in fp32
+    quantization: str = "none"  # or fp8_block: projections in fp8 with fp32 scales per block
+    bucket_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError("engine.dtype", self.dtype, "use float32, bfloat16 or float16")
+        if self.quantization not in ("none", "fp8_block"):
+            raise ConfigError("sync.quantization", self.quantization, "use none or fp8_block")
+        if self.bucket_bytes < 1:
+            raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "must be at least 1")
+
+
+class Piece(NamedTuple):
+    """One box, from a trainer's tensor to an engine's."""
+
+    hf: str  # Hugging Face name; of the weight, for scales too
+    hf_box: Box  # of the weight
+    src_name: str  # as megatron_tiles names it
+    src_box: Box  # of the weight, for scales too: the sender derives them from it
+    dst_name: str  # as SGLang's named_parameters() names it
+    dst_box: Box  # same extents as what travels, but for leading dims of extent 1
+    dtype: str  # on the wire
+    num_bytes: int
+    offset: int  # inside the region
+    is_scale: bool
+
+
+class Bucket(NamedTuple):
+    """Consecutive pieces [first, stop) of a region: what is sent, acknowledged, checked at once."""
+
+    offset: int  # inside the region
+    num_bytes: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """All that trainer rank `src` sends to engine rank `dst`, in wire order."""
+
+    src: int
+    dst: int
+    pieces: tuple[Piece, ...]
+    buckets: tuple[Bucket, ...]
+    num_bytes: int
+
+
+def delta_start(region: Region) -> int:
+    """Where deltas of a region stand, counted from its start, in a segment that takes deltas.
+
+    Such a segment has twice the bytes and its regions start at twice their `starts`.
+    """
+    return -(-region.num_bytes // ALIGN) * ALIGN
+
+
+def wire_bytes(hf: str, shape: Sequence[int], policy: WirePolicy) -> int:
+    """Of a whole Hugging Face tensor in the dtype that most engines keep it in."""
+    box = full_box(shape)
+    if is_quantised(hf, policy):
+        return num_elements(box) + ITEMSIZE["float32"] * num_elements(blocks(box))
+    return num_elements(box) * ITEMSIZE[policy.dtype]
+
+
+# --- cuts and blocks ------------------------------------------------------------------------------
+def cut(box: Box, itemsize: int, limit: int, quantised: bool) -> Iterator[Box]:
+    """Equal runs of rows, of at most `limit` bytes; never less than one row, or row of blocks."""
+    rows, *rest = box
+    multiple = BLOCK if quantised else 1
+    row_bytes = itemsize * num_elements(tuple(rest))
+    most = max(multiple, limit // max(1, row_bytes) // multiple * multiple)
+    runs = -(-len(rows) // most)
+    step = -(-len(rows) // runs // multiple) * multiple
+    for first in range(0, len(rows), step):
+        yield (rows[first : first + step], *rest)
+
+
+def is_quantised(hf: str, policy: WirePolicy) -> bool:
+    """Projections are; embedding, head, norms, routers and gates stay in the engine's dtype."""
+    return policy.quantization != "none" and hf.endswith(_QUANTISED)
+
+
+def check_blocks(name: str, shape: Sequence[int], box: Box, dst_box: Box) -> None:
+    lead = len(dst_box) - len(box)
+    whole = len(box) == 2 and all(
+        r.step == 1 and r.start % BLOCK == 0 and (r.stop % BLOCK == 0 or r.stop == size)
+        for r, size in zip(box, shape, strict=True)
+    )
+    if not whole or any(r.start % BLOCK for r in dst_box[lead:]):
+        raise LayoutError(
+            f"{name}: {box} of {tuple(shape)} does not consist of whole {BLOCK} x {BLOCK} blocks; "
+            "use fewer ranks on the axis that cuts it, or quantization none"
+        )
+
+
+def blocks(box: Box) -> Box:
+    """The scales of a box of whole blocks."""
+    return tuple(range(r.start // BLOCK, -(-r.stop // BLOCK)) for r in box)
