@@ -31,7 +31,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.dtype": ("fp32", "bf16"),
     "trainer.dispatcher": ("alltoall", "allgather"),
     "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
-    "sync.transport": ("broadcast", "shm", "gloo", "nccl", "mooncake", "disk"),
+    "sync.transport": ("broadcast", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"),
     "sync.every": (1,),
 }
 # Published modes that are not choices here, and why: (field, value) -> one clause.
@@ -228,6 +228,10 @@ def _check_sync(config: Config) -> None:
             "sync.delta",
             True,
             "SGLang's own update takes whole tensors: use another sync.transport",
+        )
+    if sync.delta and sync.transport == "cuda_ipc":
+        raise ConfigError(
+            "sync.delta", True, "the CPU applies deltas, cuda_ipc stages on the GPU: use false"
         )
     if sync.delta and sync.direct:
         raise ConfigError(

@@ -200,7 +200,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    transport: str = "broadcast"  # | shm | gloo | nccl | mooncake | disk (docs/sync.md)
+    transport: str = "broadcast"  # | shm | cuda_ipc | gloo | nccl | mooncake | disk
     bucket_bytes: int = 16 * 2**20
     every: int = 1  # optimizer steps between publishes
     direct: int = 0  # engines that the trainer serves itself, the others copy from them; 0 = all

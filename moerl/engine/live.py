@@ -59,7 +59,7 @@ def after_start(_result: None, manager: Any) -> None:
     handle: Callable[[Message], Message]
     try:
         _receiver = _open(manager, rank)
-        handle = _receiver.handle
+        handle = _on_device(_receiver.handle, manager.tp_worker.model_runner)
     except MoerlError as error:
         log.warning("rank %d receives no weights: %s", rank, error)
         handle = _refusing(str(error))
@@ -135,6 +135,18 @@ def _open(manager: Any, rank: int) -> Receiver:
 
 def _transports(address: str) -> Callable[[str, str], Transport]:
     return lambda name, folder: make(name, address=address, folder=folder)
+
+
+def _on_device(handle: Callable[[Message], Message], runner: Any) -> Callable[[Message], Message]:
+    """A door's thread would otherwise stage on the first GPU of the process."""
+    if runner.device != "cuda":
+        return handle
+
+    def there(message: Message) -> Message:
+        with torch.cuda.device(runner.gpu_id):
+            return handle(message)
+
+    return there
 
 
 def _refusing(cause: str) -> Callable[[Message], Message]:

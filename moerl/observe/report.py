@@ -154,6 +154,12 @@ SECTIONS = (
                 zero=True,
             ),
             Chart(
+                "Prefilled again after an update",
+                "tokens",
+                (Line("async/recomputed_tokens", "tokens"),),
+                zero=True,
+            ),
+            Chart(
                 "Weight update",
                 "seconds",
                 (

@@ -78,6 +78,17 @@ class PartialRollout:
         self._calls += 1
         return request
 
+    def recomputed(self, segment: Segment) -> int:
+        """Tokens of this rollout that the call behind `segment` fed to the model once more.
+
+        All but the newest had been fed before; what the engine took from its prefix cache was not
+        computed.  A call that sampled nothing counts 0: whether it prefilled is not reported.
+        Ask before `add`.
+        """
+        if not self.segments or not len(segment.output_ids):
+            return 0
+        return len(self.prompt.token_ids) + self.num_sampled - 1 - segment.cached_tokens
+
     def add(self, segment: Segment) -> None:
         """Take one reply: one segment for each version of the weights that sampled it.
 

@@ -117,6 +117,7 @@ class Controller:
             self.buffer,
             self.fleet,
             self._loops,
+            self.ledger,
             on_finished=self.admission.finish,
             on_refused=self.admission.refuse,
         )

@@ -25,6 +25,7 @@ class Ledger:
     def _reset(self) -> None:
         self.trainer_wait_s = 0.0
         self.interrupts = 0
+        self.recomputed_tokens = 0
         self.dropped_stale = 0
         self.dropped_branch = 0
         self.engine_restarts = 0
@@ -50,6 +51,7 @@ class Ledger:
             "async/trainer_wait_frac": min(1.0, self.trainer_wait_s / elapsed),
             "async/dropped_stale_groups": float(self.dropped_stale),
             "async/interrupts": float(self.interrupts),
+            "async/recomputed_tokens": float(self.recomputed_tokens),
             "async/engine_restarts": float(self.engine_restarts),
             "async/dropped_branch_groups": float(self.dropped_branch),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),

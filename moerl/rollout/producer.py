@@ -18,6 +18,7 @@ from moerl.errors import EngineError, RecordError
 from moerl.rollout.assemble import PartialRollout
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.fleet import Fleet
+from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.types import Prompt, SamplingParams, Segment
 
@@ -43,12 +44,14 @@ class Producer:
         buffer: GroupBuffer,
         fleet: Fleet,
         loops: Loops,
+        ledger: Ledger,
         *,
         on_finished: Callable[[int, Partials], None],
         on_refused: Callable[[int, Partials, RecordError], None],
     ) -> None:
         self.config, self.sampling, self.prompts = config, sampling, prompts
         self._buffer, self._fleet, self._loops = buffer, fleet, loops
+        self._ledger = ledger
         self._on_finished, self._on_refused = on_finished, on_refused
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._in_flight = 0  # groups in a call
@@ -134,6 +137,7 @@ class Producer:
                 except EngineError as error:
                     self._rescue(index, groups, error)
                     return
+                self._ledger.recomputed_tokens += sum(map(_recomputed, pending, replies))
                 refused = _join(pending, replies)
                 for group_id in refused:
                     self._on_refused(group_id, groups.pop(group_id), refused[group_id])
@@ -164,6 +168,10 @@ class Producer:
             )
             for sibling in range(self._siblings)
         ]
+
+
+def _recomputed(partial: PartialRollout, reply: Segment | RecordError) -> int:
+    return 0 if isinstance(reply, RecordError) else partial.recomputed(reply)
 
 
 def _join(pending: Partials, replies: Sequence[Segment | RecordError]) -> dict[int, RecordError]:

@@ -110,7 +110,7 @@ class _Lane:
                 torch._foreach_copy_(views.targets, views.sources)
             for is_scale, source, blocks in views.quantised:
                 blocks.copy_(quantize_blocks(source)[is_scale].view(-1))
-            found = digest(self.region, self._seeds, bucket, target.numpy().data)
+            found = digest(self.region, self._seeds, bucket, target.cpu().numpy().data)
             self._digests[number], self._totals[number] = found.bucket, found.total
             packed = self._memory.delta(number, target) if self._memory and not again else None
             self._deltas[number] = 0 if packed is None else packed.numel()

@@ -13,6 +13,7 @@ _MODULES = {
     "nccl": "group",
     "mooncake": "mooncake",
     "disk": "disk",
+    "cuda_ipc": "cuda_ipc",
 }
 NAMES = tuple(_MODULES)
 
@@ -23,8 +24,6 @@ def make(name: str, *, address: str, folder: str = "") -> Transport:
     address: of the interface that trainer and engines share; folder: what `disk` writes below.
     Raises ConfigError for an unknown name, TransportError (missing) when a library is not there.
     """
-    if name == "cuda_ipc":
-        raise ConfigError("sync.transport", name, f"it is not written yet; use one of {NAMES}")
     if name not in _MODULES:
         raise ConfigError("sync.transport", name, f"use one of {NAMES}")
     module = import_module(f"moerl.transport.{_MODULES[name]}")

@@ -97,7 +97,7 @@ class SharedLink:
             )
         except ValueError:
             raise TransportError("refused", f"{endpoint!r} is no endpoint of shm") from None
-        self._check_peer()
+        check_memfd(self._path, self._name)
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -129,16 +129,17 @@ class SharedLink:
     def _alive(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise TransportError("deadline", f"staging {self._name} was not written in time")
-        self._check_peer()
+        check_memfd(self._path, self._name)
 
-    def _check_peer(self) -> None:
-        """The receiver still holds this very file: its process lives and has not closed it."""
-        try:
-            found = os.readlink(self._path)
-        except OSError as error:
-            raise TransportError("peer", f"the process of {self._path} is gone: {error}") from None
-        if found.split(" ")[0] != f"/memfd:{self._name}":
-            raise TransportError("peer", f"{self._path} is another file now: {found}")
+
+def check_memfd(path: str, name: str) -> None:
+    """The owner of /proc/PID/fd/N still holds this very file: it lives and has not closed it."""
+    try:
+        found = os.readlink(path)
+    except OSError as error:
+        raise TransportError("peer", f"the process of {path} is gone: {error}") from None
+    if found.split(" ")[0] != f"/memfd:{name}":
+        raise TransportError("peer", f"{path} is another file now: {found}")
 
 
 def _mapped(fd: int, num_bytes: int) -> Tensor:

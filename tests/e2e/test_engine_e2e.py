@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -358,7 +359,11 @@ def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
     assert held[0].version == V1
     assert check_segment(world, request("held.0", 9, TRUNCATED), held[0]) < 5e-5
     resumed = [resume(*pair, FULL) for pair in zip(asks, partials, strict=True)]
+    logged = len(world.log.read_text())
     finished = world.run(world.host.generate(resumed))
+    prefilled_again = re.findall(r"#new-token: (\d+)", world.log.read_text()[logged:])
+    told = sum(len(a.token_ids) - r.cached_tokens for a, r in zip(resumed, finished, strict=True))
+    assert sum(map(int, prefilled_again)) == told, "cached_tokens is not what was left out"
     for again, rest in zip(resumed, finished, strict=True):
         assert rest.version == V1
         assert check_segment(world, again, rest) < 5e-5

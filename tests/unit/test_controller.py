@@ -225,6 +225,10 @@ def test_a_whole_run(tmp_path: Path) -> None:
         assert row["reward/mean"] == 0.5
         assert row["async/lag_max"] <= 2
         assert row["async/interrupts"] == 1
+        # a call of two groups was cut after two of four tokens: prompt and first token once more
+        cut = [r for p in plans for g in p.groups for r in g.rollouts() if len(r.versions) == 2]
+        fed = sum(r.prompt_len + 1 for r in cut)
+        assert sum(r.metrics["async/recomputed_tokens"] for r in reports) == fed
         assert row["sample/length_mean"] == 4
 
     asyncio.run(body())

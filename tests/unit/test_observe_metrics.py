@@ -118,7 +118,8 @@ sample/length_max sample/truncated_frac async/lag_min async/lag_mean async/lag_m
 async/buffer_depth async/in_flight async/trainer_wait_s async/trainer_wait_frac
 async/engine_idle_frac async/dropped_stale_groups async/interrupts async/segments_mean
 async/sync_pause_s async/sync_transfer_s async/sync_bytes async/sync_wait_s async/sync_gib_per_s
-perf/rollout_tokens_per_s refused/mask_rows scorer/failed step version time_s nonfinite
+perf/rollout_tokens_per_s refused/mask_rows scorer/failed async/recomputed_tokens
+step version time_s nonfinite
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -84,6 +86,17 @@ def test_two_interruptions_give_one_aligned_record() -> None:
     assert [v.step for v in record.version_of_tokens()] == [0, 0, 1, 2, 2]
     assert blob_uris(record) == ["blob://n/3.0-s0", "blob://n/3.0-s2", "blob://n/3.0-s3"]
     accept(partial)
+
+
+def test_tokens_prefilled_again_are_those_fed_before_and_not_cached() -> None:
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    seen = []
+    for tokens, cached in (([1, 2], 0), ([], 0), ([3], 1), ([4, 5], 5)):
+        segment = replace(reply(partial.request(), tokens, 0), cached_tokens=cached)
+        seen.append(partial.recomputed(segment))
+        partial.add(segment)
+    # fed before: nothing, unknown, 3 + 1, 3 + 2: each without the newest token
+    assert seen == [0, 0, 4 - 1, 5 - 5]
 
 
 def test_an_abort_at_the_length_limit_is_finished() -> None:

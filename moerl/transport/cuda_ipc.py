@@ -1,0 +1,184 @@
+"""CUDA IPC: staging in the engine's GPU memory, which trainer ranks of the node map and write into.
+
+Packing straight into the mapping makes a transfer one copy, GPU to GPU (over NVLink where there is
+one), without NCCL and without the receiver's threads.  The memory handle is 64 opaque bytes inside
+the endpoint; nothing is unpickled.  Buffers come from the driver and not from torch's allocator,
+whose segments hold other tensors too: what is exported here is a staging buffer and nothing else.
+
+Beside each buffer stands a memory file without a name (as in `shm`).  It shows senders that its
+owner lives and has not closed the staging, lets in the same user only, and carries the lock by
+which the owner knows that no sender maps the buffer any more: CUDA leaves freeing exported memory
+under a mapping undefined.  A late sender therefore delays the freeing, never writes into memory
+that is somebody else's.
+
+Rejected: torch's reductions of CUDA tensors (pickle), mapping the trainer's memory into the engine
+(every trainer rank's shard would have to stay exported, and the engine would have to copy twice).
+**Has not run on hardware yet**; the bookkeeping is tested with memory in the place of a GPU.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from functools import cache, partial
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moerl.errors import TransportError
+from moerl.transport.base import Guarantees, check_range
+from moerl.transport.cuda_driver import Driver
+from moerl.transport.shm import check_memfd
+
+_GRAIN = 2 * 2**20  # a driver allocation of whole pages shares none, so no more is exported
+
+
+class _Endpoint(msgspec.Struct, frozen=True):
+    gpu: str  # UUID
+    handle: bytes  # CUipcMemHandle
+    num_bytes: int
+    pid: int
+    fd: int  # of the memory file, in that process
+    name: str  # of the memory file
+
+
+class CudaIpc:
+    """A `Transport` between GPU processes of one user on one machine."""
+
+    name = "cuda_ipc"
+    guarantees = Guarantees(
+        one_sided=True,
+        late_join=True,
+        survives_peer_death=True,
+        needs_group=False,
+        same_machine=True,
+    )
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def open(self, num_bytes: int) -> CudaStaging:
+        """On the calling thread's current device."""
+        return CudaStaging(self._driver, num_bytes)
+
+    def connect(self, endpoint: bytes, deadline: float) -> CudaLink:
+        return CudaLink(self._driver, endpoint)
+
+
+@cache
+def make(address: str) -> CudaIpc:
+    """address: of the private interface; the GPUs of a node have no use for it."""
+    if not torch.cuda.is_available():
+        raise TransportError(
+            "missing", "cuda_ipc needs a CUDA GPU on both sides, torch sees none: use shm or gloo"
+        )
+    return CudaIpc(Driver())
+
+
+class CudaStaging:
+    """Device memory of one engine rank."""
+
+    def __init__(self, driver: Driver, num_bytes: int) -> None:
+        _free_unused()
+        name = f"moerl-cuda-{secrets.token_hex(8)}"
+        address = driver.allocate(-(-max(1, num_bytes) // _GRAIN) * _GRAIN)
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.fchmod(self._fd, 0o600)
+        exported = _Exported(driver, address, os.dup(self._fd))
+        self.buffer: Tensor = driver.tensor(address, num_bytes, exported.free)
+        self.endpoint = msgspec.msgpack.encode(
+            _Endpoint(driver.gpu(), driver.export(address), num_bytes, os.getpid(), self._fd, name)
+        )
+
+    def fetch(self, deadline: float) -> None:
+        """Nothing to do: senders write into the buffer itself."""
+
+    def close(self) -> None:
+        """No sender gets in from here on; the memory goes when nobody uses it any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class _Exported:
+    """Memory to free once no tensor here and no link elsewhere uses it."""
+
+    def __init__(self, driver: Driver, address: int, lock: int) -> None:
+        self._driver, self._address, self._lock = driver, address, lock
+
+    def free(self) -> None:
+        """The last tensor over it is gone; a link that still maps it holds a shared lock."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            _in_use.append(self)
+            return
+        self._driver.free(self._address)
+        os.close(self._lock)
+
+
+_in_use: list[_Exported] = []
+
+
+def _free_unused() -> None:
+    waiting, _in_use[:] = _in_use[:], []
+    for exported in waiting:
+        exported.free()
+
+
+class CudaLink:
+    """A mapping of one staging buffer."""
+
+    def __init__(self, driver: Driver, endpoint: bytes) -> None:
+        try:
+            target = msgspec.msgpack.decode(endpoint, type=_Endpoint)
+        except msgspec.MsgspecError:
+            raise TransportError("refused", f"{endpoint!r} is no endpoint of cuda_ipc") from None
+        self._driver, self._name = driver, target.name
+        self._path = f"/proc/{target.pid}/fd/{target.fd}"
+        check_memfd(self._path, self._name)
+        try:
+            lock = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError("refused", f"cannot open {self._path}: {error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            check_memfd(self._path, self._name)  # not closed before the lock was taken
+            address = driver.map(target.gpu, target.handle, target.num_bytes)
+        except OSError:
+            os.close(lock)
+            raise TransportError("peer", f"staging {self._name} is closed") from None
+        except TransportError:
+            os.close(lock)
+            raise
+        unmap = partial(_unmap, driver, address, lock)
+        self._buffer = driver.tensor(address, target.num_bytes, unmap)
+
+    def put(self, offset: int, data: Tensor, deadline: float) -> None:
+        check_memfd(self._path, self._name)
+        check_range(offset, data.numel(), self._buffer.numel())
+        self._buffer[offset : offset + data.numel()].copy_(data, non_blocking=True)
+
+    def view(self, offset: int, num_bytes: int) -> Tensor | None:
+        check_range(offset, num_bytes, self._buffer.numel())
+        return self._buffer[offset : offset + num_bytes]
+
+    def flush(self, deadline: float) -> None:
+        """Copies are done when the device says so."""
+        self._driver.wait(self._buffer, deadline)
+        if time.monotonic() > deadline:
+            raise TransportError("deadline", f"staging {self._name} was not written in time")
+        check_memfd(self._path, self._name)
+
+    def close(self) -> None:
+        """The mapping goes with the last view of it."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _unmap(driver: Driver, address: int, lock: int) -> None:
+    driver.unmap(address)
+    os.close(lock)
