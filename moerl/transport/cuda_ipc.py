@@ -89,9 +89,13 @@ class CudaStaging:
         os.fchmod(self._fd, 0o600)
         exported = _Exported(driver, address, os.dup(self._fd))
         self.buffer: Tensor = driver.tensor(address, num_bytes, exported.free)
-        self.endpoint = msgspec.msgpack.encode(
-            _Endpoint(driver.gpu(), driver.export(address), num_bytes, os.getpid(), self._fd, name)
-        )
+        try:
+            handle = driver.export(address)
+        except TransportError:
+            self.close()
+            raise
+        told = _Endpoint(driver.gpu(), handle, num_bytes, os.getpid(), self._fd, name)
+        self.endpoint = msgspec.msgpack.encode(told)
 
     def fetch(self, deadline: float) -> None:
         """Nothing to do: senders write into the buffer itself."""
