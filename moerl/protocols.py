@@ -221,6 +221,7 @@ class UpdateClosed:
     aborted: int  # requests interrupted, all of them resumed
     engines: int = 1
     commit_s: float = 0.0  # of it, copying into the live weights and their post-load hooks
+    recomputed: int = 0  # tokens whose KV cache the update gave up under running requests
 
 
 @dataclass(frozen=True, slots=True)

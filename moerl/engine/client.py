@@ -28,6 +28,7 @@ class Committed(NamedTuple):
 
     seconds: float  # in which it ran no forward pass
     recomputed: int = 0  # tokens whose KV cache it gave up
+    begun_s: float = 0.0  # unix time when the scheduler came to it
 
 
 class EngineClient:
@@ -88,8 +89,8 @@ class EngineClient:
             "flush_cache": True,
         }
         reply = await self._succeed("/update_weights_from_tensor", fields)
-        seconds, recomputed = str(reply["message"]).split()[:2]
-        return Committed(float(seconds), int(recomputed))
+        seconds, recomputed, begun_s = str(reply["message"]).split()[:3]
+        return Committed(float(seconds), int(recomputed), float(begun_s))
 
     async def weight_version(self) -> str:
         return str((await self._ask("GET", "/model_info"))["weight_version"])

@@ -579,11 +579,20 @@ class EngineHost:
             self._cause, self._broken = None, asyncio.Event()
         self._admit.set()
         end_s = time.time()
-        self._tracer.add(
-            "update", start_s, end_s, version=str(message.version), commit_s=done.seconds
-        )
         pause_s = done.seconds if mode else end_s - idle_s
-        return UpdateClosed(pause_s, self._aborted, commit_s=done.seconds)
+        self._tracer.add(
+            "update",
+            start_s,
+            end_s,
+            version=str(message.version),
+            drain_s=idle_s - start_s,  # aborting what runs
+            reach_s=done.begun_s - idle_s,  # request, forward pass in flight, claims of all ranks
+            commit_s=done.seconds,
+            pause_s=pause_s,
+        )
+        return UpdateClosed(
+            pause_s, self._aborted, commit_s=done.seconds, recomputed=done.recomputed
+        )
 
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer) -> None:

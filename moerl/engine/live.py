@@ -82,11 +82,11 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
         return UpdateWeightsFromTensorReqOutput(
             success=False, message=f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
         )
-    begin = time.perf_counter()
+    begun_s, begin = time.time(), time.perf_counter()
     done = in_flight.exchange(manager, mode, request, receiver.commit)
     commit_s = time.perf_counter() - begin
     dist.barrier(group=manager.tp_cpu_group)
-    message = f"{commit_s:.6f} {done.recomputed}"
+    message = f"{commit_s:.6f} {done.recomputed} {begun_s:.6f}"
     return UpdateWeightsFromTensorReqOutput(success=done.flushed, message=message)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from moerl.layout.memory import (
     engine_memory,
     trainer_memory,
 )
-from moerl.layout.transfer import tally
+from moerl.layout.transfer import TransferPlan
 from moerl.rundir import RunDir
 
 _GB = 1e9
@@ -194,7 +194,7 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
     """Memory and transfer plan, from shapes."""
     shapes = _shapes(config)
     spec, trainer, engines, policy = planned_layouts(config, shapes)
-    counts = tally(spec, trainer, replace(engines, num=1), 0, policy)
+    counts = TransferPlan(spec, trainer, engines, 0, policy).tally()
     megatron, gpu = config.trainer.megatron, placed.trainers[0].node.group.devices > 0
     recompute: Recompute = megatron.get("recompute_granularity") or "none"
     training = Training(

@@ -37,6 +37,7 @@ class Ledger:
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
         self.interrupts += closed.aborted
+        self.recomputed_tokens += closed.recomputed
 
     def row(
         self, groups: list[EpisodeGroup], step: int, engines: list[EngineStatus]

@@ -17,7 +17,8 @@ from moerl.engine.host import EngineHost
 from moerl.layout import ParallelLayout, at, megatron_tiles, model_spec
 from moerl.layout.digest import split
 from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import WirePolicy, plan_sender
+from moerl.layout.transfer import TransferPlan
+from moerl.layout.wire import WirePolicy
 from moerl.protocols import (
     CommitUpdate,
     PrepareUpdate,
@@ -42,7 +43,7 @@ class Publisher:
         self._host, self._folders = host, folders
         self._spec = model_spec(read_json(next(iter(folders.values())) / "config.json"))
         engine = EngineLayout(tp=host.config.tp)
-        self._plan = plan_sender(self._spec, TRAINER, engine, host.index, 0, POLICY)
+        self._plan = TransferPlan(self._spec, TRAINER, engine, host.index, POLICY).sender(0)
         self._shard = FrozenShard()
         transport = make("shm", address="127.0.0.1", folder="")
         self._courier = Courier(self._plan, self._shard, transport)

@@ -158,6 +158,19 @@ class World:
         tree = server._tree()
         return sorted(tree, key=lambda p: "scheduler" in " ".join(p.cmdline()))
 
+    def kill(self, processes: list[psutil.Process]) -> None:
+        """SIGKILL, and wait until they are dead."""
+        for process in processes:
+            process.kill()
+
+        def dead(process: psutil.Process) -> bool:
+            try:
+                return process.status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return True
+
+        self.until(lambda: all(map(dead, processes)))
+
     def checksums(self, engine: int) -> Checksums:
         reply = self.run(self.hosts[engine].checksum())
         return [rank["checksums"] for rank in reply["ranks"]]
