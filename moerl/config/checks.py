@@ -91,6 +91,11 @@ _AT_LEAST: dict[str, float] = {
     "sync.direct": 0,
     "supervision.max_restarts": 0,
     "supervision.backoff_s": 0,
+    "evaluation.every": 0,
+    "evaluation.prompts": 1,
+    "evaluation.samples": 1,
+    "evaluation.temperature": 0,
+    "evaluation.max_requests": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "replay.probe": 0,
@@ -113,6 +118,7 @@ _POSITIVE = (
     "trainer.step_timeout_s",
     "sync.timeout_s",
     "supervision.stop_timeout_s",
+    "evaluation.hold_s",
     "sampling.temperature",
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by family
@@ -142,6 +148,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_replay(config)
     _check_task(config)
     _check_sync(config)
+    _check_evaluation(config)
     check_cluster(config)
     check_algorithm(config, folders=starts)
 
@@ -266,6 +273,28 @@ def _check_sampling(config: Config) -> None:
             sampling.min_p,
             "min-p is not proven with Keep Sampling Mask (sampling backends differ); use 0",
         )
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation, task = config.evaluation, config.task
+    if not evaluation.every:
+        return
+    if not 0.0 < evaluation.top_p <= 1.0:
+        raise ConfigError("evaluation.top_p", evaluation.top_p, "a number in (0, 1] is needed")
+    limit = evaluation.top_k
+    if limit != -1 and not 2 <= limit <= _ENGINE_MASK_CAP:
+        raise ConfigError(
+            "evaluation.top_k", limit, f"use -1, or 2..{_ENGINE_MASK_CAP}; temperature=0 is greedy"
+        )
+    if evaluation.top_p < 1.0 and limit == -1:
+        raise ConfigError("evaluation.top_k", -1, f"with top_p < 1 use 2..{_ENGINE_MASK_CAP}")
+    if task.name == "jsonl":
+        if not Path(evaluation.path).is_file():
+            raise ConfigError(
+                "evaluation.path", evaluation.path, "a readable JSONL file of prompts is needed"
+            )
+        if Path(evaluation.path).resolve() == Path(task.path).resolve():
+            raise ConfigError("evaluation.path", evaluation.path, "use another file than task.path")
 
 
 def _check_parallel(p: ParallelConfig) -> None:

@@ -211,6 +211,21 @@ class SyncConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out prompts, answered by the run's own engines under one version at a time."""
+
+    every: int = 0  # versions between evaluations, the first one (0) included; 0 = never
+    prompts: int = 64
+    samples: int = 1  # per prompt
+    temperature: float = 0.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1 = no limit; a truncating evaluation needs one
+    path: str = ""  # jsonl: file of held-out prompts; other tasks draw them with another seed
+    max_requests: int = 16  # of an evaluation, in flight at once
+    hold_s: float = 30.0  # longest time that an evaluation keeps an update of its engine waiting
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 50  # optimizer steps; 0 = only at the end
     keep: int = 2
@@ -297,7 +312,14 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def update_wait_s(self) -> float:
+        """Longest time that requests keep a weight update of their engine waiting."""
+        drain = self.rollout.request_timeout_s if self.rollout.in_flight_mode == "drain" else 0.0
+        return drain + (self.evaluation.hold_s if self.evaluation.every else 0.0)

@@ -192,6 +192,7 @@ class ControllerActor:
             engines=self._engines,
             scorer=self._scorer,
             prompts=plan.prompts(),
+            held_out=plan.held_out() if plan.config.evaluation.every else None,
             decode=plan.decode,
             blobs=plan.blobs(),
             records=plan.records,

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from moerl.scoring import ProcessScorer
 
 
+_HELD_OUT_SEED = 1_000_003  # added to run.seed for prompts that are not trained
 GANG = "MOERL_GANG"  # marks every process of one trainer gang, for its supervisor
 
 
@@ -97,6 +98,14 @@ class RunPlan:
         from moerl.data.tasks import PromptStream
 
         return PromptStream(self.config.task, self.tokenizer(), self.config.run.seed)
+
+    def held_out(self) -> PromptStream:
+        """Prompts of evaluations: the file of their own, or the task drawn with another seed."""
+        from moerl.data.tasks import PromptStream
+
+        task, path = self.config.task, self.config.evaluation.path
+        held_out = replace(task, path=path or task.path, shuffle=False)
+        return PromptStream(held_out, self.tokenizer(), self.config.run.seed + _HELD_OUT_SEED)
 
     def tokenizer(self) -> Any:
         """The model folder's tokenizer (transformers), loaded once per process."""

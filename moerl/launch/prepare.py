@@ -49,6 +49,8 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
     )
     plan.spec()  # refuses an unknown family before anything starts
     plan.prompts().prompt(0)  # and a task that cannot give a prompt
+    if plan.config.evaluation.every:
+        plan.held_out().prompt(0)
     return plan
 
 

@@ -308,6 +308,7 @@ def panel_rows(board: _Board, width: int, ascii_only: bool) -> list[tuple[str, T
     rows = [
         ("progress", Text(_progress(board, width, ascii_only))),
         ("reward", _reward(board, width, ascii_only)),
+        *_held_out(board),
         (
             "tokens/s",
             Text(
@@ -393,6 +394,15 @@ def _reward(board: _Board, width: int, ascii_only: bool) -> Text:
     blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     line = sparkline(board.rewards, min(60, width - len(head)), blocks)
     return Text.assemble((head, "bold"), (line, "green"))
+
+
+def _held_out(board: _Board) -> list[tuple[str, Text]]:
+    """The newest evaluation, if there was one."""
+    if "eval/reward_mean" not in board.latest:
+        return []
+    show = board.show
+    text = f"{show('eval/reward_mean', '.3f')} at version {show('eval/step', '.0f')}"
+    return [("held out", Text(text))]
 
 
 def _coverage(board: _Board) -> Text:

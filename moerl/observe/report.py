@@ -73,6 +73,11 @@ SECTIONS = (
         "moving mean, band one standard deviation of rewards.",
         (
             Chart("Reward", "reward", (Line("reward/mean", "mean", "reward/std", smooth=True),)),
+            Chart(
+                "Held-out prompts",
+                "reward",
+                (Line("eval/reward_mean", "mean \u00b1 se", "eval/reward_se"),),
+            ),
             Chart("Response length", "tokens", (Line("sample/length_mean", "mean"),), zero=True),
             Chart(
                 "Groups without signal, answers cut off",

@@ -46,6 +46,7 @@ from moerl.protocols import (
 )
 from moerl.rollout.admission import Admission, ModelFacts
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.evaluation import Evaluator
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.history import History
 from moerl.rollout.ledger import Ledger
@@ -77,13 +78,16 @@ class Controller:
         engines: Sequence[Engine],
         scorer: Scorer,
         prompts: PromptSource,
+        held_out: PromptSource | None = None,
         decode: Callable[[Sequence[int]], str],
         blobs: BlobStore,
         records: Path | None,
         on_step: Callable[[StepReport], None],
         on_rewind: Callable[[int], None],
     ) -> None:
-        """records: where headers of trained groups go, or None to drop them and their blobs.
+        """held_out: prompts of evaluations, needed with evaluation.every.
+
+        records: where headers of trained groups go, or None to drop them and their blobs.
 
         on_rewind: a restarted trainer goes on from this step; rows of later ones are void.
         """
@@ -121,6 +125,17 @@ class Controller:
             on_finished=self.admission.finish,
             on_refused=self.admission.refuse,
         )
+        self._evaluator = held_out and Evaluator(
+            config.evaluation,
+            sampling_of(config, facts),
+            held_out,
+            scorer,
+            decode,
+            blobs,
+            self.fleet,
+            self.ledger,
+            self._loops,
+        )
         self._blobs = blobs
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
@@ -129,6 +144,8 @@ class Controller:
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""
         self.producer.start()
+        if self._evaluator:
+            self._evaluator.start()
         await self._loops.failure
 
     def engines_started(self) -> None:

@@ -60,6 +60,7 @@ class Member:
     state: State = State.UP
     generating: int = 0  # groups in its calls
     draining: bool = False  # it starts nothing until the update that is being made
+    held_until: float = 0.0  # monotonic seconds: an evaluation keeps updates waiting
     behind: bool = False  # it was started again and not published to yet
 
 
@@ -131,11 +132,14 @@ class Fleet:
 
     # --- weight updates -------------------------------------------------------------------------
     async def _settle(self, index: int) -> None:
-        """Before an update: with `drain` no request is cut, with a fixed lag none is left to start.
+        """Before an update: no evaluation is cut, with `drain` no request at all; with a fixed lag
+        none is left to start.
 
         Raises EngineError after rollout.request_timeout_s.
         """
         member, config = self.members[index], self._config
+        while (left_s := member.held_until - time.monotonic()) > 0:
+            await self._loops.wait_change(left_s)
         if config.in_flight_mode != "drain" or member.state != State.UP:
             return
         exact = config.fixed_lag >= 0

@@ -33,6 +33,8 @@ class Ledger:
         self.engines_suspended = 0
         self.dropped_zero_variance = 0
         self.pauses: list[float] = []
+        self.evaluation: dict[str, float] = {}  # metrics of one that ended
+        self.evaluations_given_up = 0
 
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
@@ -59,6 +61,9 @@ class Ledger:
             "scorer/failed": float(self.score_failures),
             "async/engines_suspended": float(self.engines_suspended),
         }
+        row |= self.evaluation
+        if self.evaluations_given_up:
+            row["eval/given_up"] = float(self.evaluations_given_up)
         if self.pauses:
             row["async/sync_pause_s"] = sum(self.pauses)
         row |= self._engines(engines, elapsed)

@@ -49,9 +49,7 @@ def open_outlet(config: Config, seat: Seat) -> BroadcastOutlet:
         address=config.cluster.address,
         engine_tp=config.engine.tp,
         backend=seat.backend,
-        drain_s=config.rollout.request_timeout_s
-        if config.rollout.in_flight_mode == "drain"
-        else 0.0,
+        drain_s=config.update_wait_s,
     )
     thread = PublishThread(
         publisher,

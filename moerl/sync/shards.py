@@ -130,9 +130,7 @@ def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
             policy=policy,
             flavor=seat.flavor,
             timeout_s=config.sync.timeout_s,
-            drain_s=config.rollout.request_timeout_s
-            if config.rollout.in_flight_mode == "drain"
-            else 0.0,
+            drain_s=config.update_wait_s,
             folder=config.sync.folder,
             delta=config.sync.delta,
         )

@@ -87,7 +87,7 @@ class StubEngine:
         return [self._reply(request, version) for request in requests]
 
     def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
-        group = int(request.rollout_id.split(".")[0])
+        group = int(request.rollout_id.split(".")[0].removeprefix("eval-"))
         if group in self.refuse:
             self.refuse.remove(group)
             return RecordError("routing_rows", "too few")
@@ -148,6 +148,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         engines=[engine],
         scorer=kwargs.get("scorer", StubScorer()),
         prompts=Prompts(),
+        held_out=kwargs.get("held_out"),
         decode=lambda ids: " ".join(map(str, ids)),
         blobs=BlobStore(tmp_path / "blobs", "n"),
         records=kwargs.get("records"),

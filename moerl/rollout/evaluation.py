@@ -1,0 +1,158 @@
+"""Evaluation on held-out prompts, by the engines of the run and pinned to exactly one version.
+
+An evaluation runs on one engine, the one with the least to do, as soon as that serves a version
+whose turn it is.  Weight updates of that engine wait for it, at most `evaluation.hold_s`, while the
+other engines and the trainer go on; when the time is up the evaluation is given up and counted, so
+no figure ever mixes versions.  Its requests are few at a time (`evaluation.max_requests`) beside
+those of training.
+
+Rejected: discarding what an update interrupts and starting again on the next version (answers that
+take longer than a step would never be evaluated), keeping the answers that ended in time (they are
+the short ones), engines that only evaluate (they idle most of the time).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from moerl.blob import BlobStore
+from moerl.config.schema import EvaluationConfig
+from moerl.errors import EngineError, RecordError, ScoreError
+from moerl.protocols import Scorer
+from moerl.rollout.assemble import PartialRollout
+from moerl.rollout.fleet import Fleet
+from moerl.rollout.ledger import Ledger
+from moerl.rollout.loops import Loops
+from moerl.rollout.producer import PromptSource
+from moerl.types import Episode, Finish, PolicyVersion, SamplingParams, Segment, Turn
+
+log = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """One evaluation at a time; `start` spawns its loop."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        sampling: SamplingParams,
+        held_out: PromptSource,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        blobs: BlobStore,
+        fleet: Fleet,
+        ledger: Ledger,
+        loops: Loops,
+    ) -> None:
+        """sampling: of training, whose limits and stop tokens hold here too."""
+        self.config, self.sampling = config, sampling_of(config, sampling)
+        self._held_out, self._scorer, self._decode = held_out, scorer, decode
+        self._blobs, self._fleet, self._ledger, self._loops = blobs, fleet, ledger, loops
+        self._last: PolicyVersion | None = None  # evaluated, or given up
+
+    def start(self) -> None:
+        if self.config.every:
+            self._loops.spawn(self._run())
+
+    async def _run(self) -> None:
+        while not self._loops.stopping:
+            index = self._due()
+            if index is None:
+                await self._loops.wait_change(1.0)
+                continue
+            member = self._fleet.members[index]
+            self._last, begin = member.version, time.monotonic()
+            member.held_until = begin + self.config.hold_s
+            try:
+                metrics = await self._evaluate(index, member.version, member.held_until)
+            except (EngineError, RecordError, ScoreError) as error:
+                log.warning("the evaluation of %s is given up: %s", self._last, error)
+                self._ledger.evaluations_given_up += 1
+            else:
+                metrics["eval/seconds"] = time.monotonic() - begin
+                self._ledger.evaluation = metrics
+            finally:
+                member.held_until = 0.0
+                self._loops.notify()
+
+    def _due(self) -> int | None:
+        """The engine that evaluates now."""
+        able = [
+            (member.generating, index)
+            for index, member in enumerate(self._fleet.members)
+            if self._fleet.serves(index)
+            and member.version.step % self.config.every == 0
+            and (self._last is None or member.version > self._last)
+        ]
+        return min(able)[1] if able else None
+
+    async def _evaluate(
+        self, index: int, version: PolicyVersion, deadline: float
+    ) -> dict[str, float]:
+        """Raises EngineError, RecordError or ScoreError when no clean figure comes of it."""
+        count, samples = self.config.prompts, self.config.samples
+        partials = [
+            PartialRollout(
+                f"eval-{version}-{place}.{sample}",
+                self._held_out.prompt(place),
+                self.sampling,
+                audit=False,
+            )
+            for place in range(count)
+            for sample in range(samples)
+        ]
+        try:
+            for begin in range(0, len(partials), self.config.max_requests):
+                if time.monotonic() > deadline:
+                    raise EngineError(f"evaluation.hold_s = {self.config.hold_s:g} s have passed")
+                await self._ask(index, version, partials[begin : begin + self.config.max_requests])
+            rewards = await self._score(partials, samples)
+        finally:
+            for uri in (uri for partial in partials for uri in partial.blob_uris()):
+                self._blobs.delete(uri)
+        best = [max(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
+        lengths = [partial.num_sampled for partial in partials]
+        cut = [partial.segments[-1].finish == Finish.LENGTH for partial in partials]
+        return {
+            "eval/step": float(version.step),
+            "eval/reward_mean": statistics.fmean(rewards),
+            "eval/reward_se": statistics.pstdev(rewards) / len(rewards) ** 0.5,
+            "eval/reward_best": statistics.fmean(best),
+            "eval/length_mean": statistics.fmean(lengths),
+            "eval/truncated_frac": statistics.fmean(cut),
+        }
+
+    async def _ask(
+        self, index: int, version: PolicyVersion, partials: Sequence[PartialRollout]
+    ) -> None:
+        requests = [partial.request() for partial in partials]
+        replies = await self._fleet.members[index].engine.generate(requests)
+        for partial, reply in zip(partials, replies, strict=True):
+            if not isinstance(reply, Segment):
+                raise reply
+            partial.add(reply)
+            if not partial.finished or {piece.version for piece in reply.pieces} != {version}:
+                raise EngineError(f"engine {index} took an update while it was evaluated")
+
+    async def _score(self, partials: Sequence[PartialRollout], samples: int) -> list[float]:
+        rewards = []
+        for begin in range(0, len(partials), samples):
+            group = partials[begin : begin + samples]
+            rollouts = [partial.rollout() for partial in group]
+            episodes = [Episode(r.rollout_id, (Turn(r),)) for r in rollouts]
+            texts = [self._decode(r.token_ids[r.prompt_len :].tolist()) for r in rollouts]
+            scores = await self._scorer.score(group[0].prompt, episodes, texts)
+            rewards += [score.reward for score in scores]
+        return rewards
+
+
+def sampling_of(config: EvaluationConfig, training: SamplingParams) -> SamplingParams:
+    """Training's limits with the evaluation's own distribution; temperature 0 is greedy."""
+    if config.temperature == 0.0:
+        return replace(training, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
+    plain = replace(training, temperature=config.temperature, min_p=0.0)
+    return replace(plain, top_p=config.top_p, top_k=config.top_k)

@@ -1,0 +1,117 @@
+"""Evaluation: one version, its turn, never in the way of training for longer than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moerl.config.checks import check
+from moerl.config.load import load_config
+from moerl.config.schema import EvaluationConfig
+from moerl.errors import ConfigError
+from moerl.rollout.evaluation import sampling_of
+from moerl.types import SamplingParams
+from tests.unit.test_controller import (
+    CONFIG,
+    Prompts,
+    StubEngine,
+    make,
+    running,
+    train,
+)
+
+EVERY_TWO = EvaluationConfig(every=2, prompts=3, samples=2, max_requests=4, hold_s=5.0)
+
+
+def with_evaluation(tmp_path: Path, engine: StubEngine, evaluation: EvaluationConfig) -> Any:
+    config = replace(CONFIG, evaluation=evaluation)
+    return make(tmp_path, engine, config, held_out=Prompts())
+
+
+def evaluations(reports: list) -> list[dict[str, float]]:
+    return [r.metrics for r in reports if "eval/reward_mean" in r.metrics]
+
+
+def test_every_second_version_is_evaluated_whole(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = StubEngine()
+        controller, reports = with_evaluation(tmp_path, engine, EVERY_TWO)
+        await running(controller, train(controller, 4))
+        found = evaluations(reports)
+        assert [row["eval/step"] for row in found] == [0.0, 2.0]
+        assert all(row["eval/reward_mean"] == 0.5 for row in found)  # the stub: 0 and 1
+        assert all(row["eval/reward_best"] == 1.0 for row in found)
+        asked = [r for r in engine.requests if r.rollout_id.startswith("eval-0.2")]
+        assert len(asked) == 6
+        assert {r.sampling.top_k for r in asked} == {1}, "greedy unless a temperature is set"
+        assert not list(tmp_path.glob("blobs/**/*eval*"))
+
+    asyncio.run(scenario())
+
+
+def test_an_update_waits_for_the_evaluation_and_no_longer_than_allowed(tmp_path: Path) -> None:
+    """The engine never answers it: after hold_s the update goes on, and no figure is made up."""
+
+    class Silent(StubEngine):
+        async def generate(self, requests: Any) -> Any:
+            if requests[0].rollout_id.startswith("eval"):
+                await self.interrupt.wait()
+                return [self._reply(request, self.version) for request in requests]
+            return await super().generate(requests)
+
+    async def scenario(hold_s: float) -> tuple[list, float]:
+        engine = Silent()
+        controller, reports = with_evaluation(
+            tmp_path / str(hold_s), engine, replace(EVERY_TWO, every=100, hold_s=hold_s)
+        )
+        begin = asyncio.get_running_loop().time()
+        await running(controller, train(controller, 2))
+        return reports, asyncio.get_running_loop().time() - begin
+
+    for hold_s in (0.05, 0.5):
+        reports, took_s = asyncio.run(scenario(hold_s))
+        assert took_s >= hold_s
+        assert evaluations(reports) == []
+
+
+def test_without_the_setting_nothing_is_evaluated(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = StubEngine()
+        controller, reports = with_evaluation(tmp_path, engine, EvaluationConfig())
+        await running(controller, train(controller, 4))
+        assert evaluations(reports) == []
+
+    asyncio.run(scenario())
+
+
+def test_its_distribution() -> None:
+    training = SamplingParams(9, temperature=0.7, top_p=0.9, top_k=30, stop_token_ids=(2,))
+    greedy = sampling_of(EvaluationConfig(), training)
+    assert greedy == SamplingParams(9, top_k=1, stop_token_ids=(2,))
+    plain = sampling_of(EvaluationConfig(temperature=0.6), training)
+    assert plain == SamplingParams(9, temperature=0.6, stop_token_ids=(2,))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["evaluation.top_p=0.9"], "with top_p < 1"),
+        (["evaluation.top_k=1"], "temperature=0 is greedy"),
+        (["evaluation.hold_s=0"], "above 0"),
+    ],
+)
+def test_refusals(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(load_config("quickstart", ["evaluation.every=5", *overrides]))
+
+
+def test_the_training_file_is_not_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    task = ["task.name=jsonl", "task.reward=exact_match", f"task.path={path}"]
+    with pytest.raises(ConfigError, match=r"another file than task\.path"):
+        check(load_config("quickstart", [*task, "evaluation.every=5", f"evaluation.path={path}"]))
