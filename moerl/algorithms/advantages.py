@@ -141,6 +141,23 @@ def gae(
     return advantage, advantage + value_M
 
 
+def plan_outcomes(
+    config: AlgorithmConfig, plan: BatchPlan
+) -> tuple[Outcomes, dict[tuple[int, int], int]]:
+    """Outcome rewards of a plan's episodes and, by (group, episode), which one is whose."""
+    episodes = _episodes(plan)
+    outcomes = _outcomes(config, episodes, per_token=False)
+    return outcomes, {key: idx for idx, key in enumerate(episodes)}
+
+
+def _episodes(plan: BatchPlan) -> dict[tuple[int, int], Episode]:
+    return {
+        (g, e): episode
+        for g, group in enumerate(plan.groups)
+        for e, episode in enumerate(group.episodes)
+    }
+
+
 def plan_gae(
     config: AlgorithmConfig, plan: BatchPlan, values: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
@@ -151,11 +168,7 @@ def plan_gae(
     all sampled tokens of the step, as in verl; returns are not.  Raises RecordError as
     `plan_advantages`.
     """
-    episodes = {
-        (g, e): episode
-        for g, group in enumerate(plan.groups)
-        for e, episode in enumerate(group.episodes)
-    }
+    episodes = _episodes(plan)
     outcomes = _outcomes(config, episodes, per_token=False)
     by_place = {
         (row.group, row.episode, row.turn): value
@@ -191,14 +204,10 @@ def plan_advantages(config: AlgorithmConfig, plan: BatchPlan) -> list[float | Ar
     Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode and
     `score_steps` for steps that do not lie in it.
     """
-    assert config.advantage != "gae", "generalised advantages need a critic's values: plan_gae"
+    assert config.advantage not in ("gae", "online_dpo"), "they need a critic or a reference"
     function = choose("algorithm.advantage", config.advantage, ADVANTAGES)
     per_token = "steps" in ADVANTAGES[config.advantage].needs
-    episodes = {
-        (g, e): episode
-        for g, group in enumerate(plan.groups)
-        for e, episode in enumerate(group.episodes)
-    }
+    episodes = _episodes(plan)
     outcomes = _outcomes(config, episodes, per_token)
     value = function(outcomes)
     cut = [config.mask_truncated and _truncated(episode) for episode in episodes.values()]

@@ -114,11 +114,17 @@ def lag(t: Tokens, s: AlgorithmConfig) -> Correction:
     return Correction((~cut).to(t.logprob.dtype), cut)
 
 
-def m2_limit(d_N: Tensor, limit: float) -> Tensor:
-    """Largest d^2 that M2PO keeps (arXiv 2510.01161 alg. 1): a scalar, for ALL tokens of a step.
+def m2(t: Tokens, s: AlgorithmConfig) -> Correction:
+    """Reject tokens whose d^2 lies above the batch's `m2_bound` (M2PO, arXiv 2510.01161 alg. 1)."""
+    cut = _d(t).square() > t.m2_bound
+    return Correction((~cut).to(t.engine.dtype), cut)
 
-    The tokens with the largest d^2 are left out until the mean of the rest is <= limit (.04
-    there).  Over the step, never over a microbatch, or the split would decide.  0 tokens: inf.
+
+def m2_bound(d_N: Tensor, limit: float) -> Tensor:
+    """Largest d^2 that M2PO keeps: a scalar, from ALL tokens of a batch.
+
+    The tokens with the largest d^2 are left out until the mean of the rest is <= limit (.04 in the
+    paper).  Over the batch, never over a microbatch, or the split would decide.  0 tokens: inf.
     """
     square = d_N.detach().square().sort().values
     if not len(square):

@@ -49,6 +49,7 @@ SUM_NAMES = (
     "kl_value",  # sum over tokens of r * k3 against the reference
     "teacher_kl",  # sum over tokens of r * (theta - teacher)
     "drift",  # sum over sequences of mean(mu - theta)
+    "moved_k3",  # sum over tokens of x - 1 - log x, x = theta / prox
     "rejected",  # tokens with weight 0
     "rejected_seqs",  # sequences, by the share of their tokens
     *(f"cut/{name}" for name in CORRECTIONS),  # tokens that the correction truncated or rejected
@@ -103,12 +104,18 @@ def correct(config: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
     }
 
 
-def loss_metrics(config: AlgorithmConfig, sums: Tensor) -> dict[str, float]:
-    """Metrics of a step from its added sums (names of docs/metrics.md); empty without tokens."""
+def loss_metrics(config: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -> dict[str, float]:
+    """Metrics of a batch from its added sums (names of docs/metrics.md); empty without tokens.
+
+    num_steps: optimizer steps in the sums; weighted terms, each with the denominator of its own
+    optimizer step, become means over them.
+    """
     value = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
     tokens, sequences = value["tokens"], value["sequences"]
     if not tokens:
         return {}
+    for name in ("pg", "kl", "entropy_bonus"):
+        value[name] /= num_steps
     metrics = {
         "loss/pg": value["pg"],
         "loss/total": value["pg"] + value["kl"] + value["entropy_bonus"],
@@ -117,6 +124,8 @@ def loss_metrics(config: AlgorithmConfig, sums: Tensor) -> dict[str, float]:
         "loss/clip_high_frac": value["clip_high"] / tokens,
         "loss/opsm_drift_mean": value["drift"] / sequences,
     }
+    if num_steps > 1:
+        metrics["loss/moved_k3"] = value["moved_k3"] / tokens
     if config.objective in ("ppo_dual_clip", "dppo_tv", "dppo_kl"):
         metrics["loss/clip_dual_frac"] = value["clip_dual"] / tokens
     if config.kl != "off":
@@ -142,6 +151,7 @@ def _token_sums(
 ) -> dict[str, Tensor | float]:
     share = t.sequences.share()
     rejected = factor == 0
+    moved = (t.logprob.detach() - t.prox).double()
     sums: dict[str, Tensor | float] = {
         "tokens": float(len(t.logprob)),
         "sequences": share.sum(),
@@ -149,6 +159,7 @@ def _token_sums(
         "clip_high": token.high.sum(),
         "clip_dual": token.dual.sum(),
         "drift": ((t.engine - t.logprob.detach()).double() * share).sum(),
+        "moved_k3": (moved.expm1() - moved).sum(),
         "rejected": rejected.sum(),
         "rejected_seqs": (share * rejected).sum(),
     }

@@ -1,15 +1,58 @@
 """Online DPO: the policy's own best and worst answers to a prompt as a preference pair.
 
-Legend: P pairs, Q sequences of a microbatch, E episodes.
+The loss of a pair, -log sigmoid(beta (h(chosen) - h(rejected))) with h = sum over the answer of
+theta - ref (DPO, arXiv 2305.18290 eq. 7; on the policy's own answers, 2402.04792), is no sum over
+tokens, and its members may lie on different ranks.  Its gradient is one: that of the two answers'
+log-probabilities, times beta sigmoid(-margin) and its negative.  So with the margin known before
+the optimizer step (a forward pass over the batch), online DPO is an advantage, exact for any split
+into microbatches and ranks.  Rejected: both members of a pair in one microbatch (the planner would
+have to know, and long pairs would not fit).
+
+Legend: P pairs, E episodes of the batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from moerl.algorithms.advantages import Outcomes
-from moerl.algorithms.tokens import Tokens
+from moerl.algorithms.advantages import Outcomes, plan_outcomes
+from moerl.config.schema import AlgorithmConfig
+from moerl.types import BatchPlan
+
+
+def plan_pairs(
+    config: AlgorithmConfig, plan: BatchPlan, gains: Sequence[float]
+) -> tuple[list[float], dict[str, float]]:
+    """Advantage of each row of `plan.rows`, and metrics of the pairs before the optimizer step.
+
+    gains: of each row, the sum over its sampled tokens of theta - ref.  Raises RecordError
+    `score_missing`.
+    """
+    outcomes, place = plan_outcomes(config, plan)
+    gain_E = torch.zeros_like(outcomes.reward)
+    for row, gain in zip(plan.rows, gains, strict=True):
+        gain_E[place[row.group, row.episode]] += gain
+    advantage_E, margin_P = pair_advantages(outcomes, gain_E, config.dpo_beta)
+    metrics = {"dpo/pairs": float(len(margin_P))}
+    if len(margin_P):
+        metrics["dpo/loss"] = -float(torch.nn.functional.logsigmoid(margin_P).mean())
+        metrics["dpo/right_frac"] = float((margin_P > 0).double().mean())
+    values = advantage_E.tolist()
+    return [values[place[row.group, row.episode]] for row in plan.rows], metrics
+
+
+def pair_advantages(o: Outcomes, gain_E: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """([E], [P]): advantages whose `reinforce` loss under weights 1 / E has the gradient of the
+    mean loss over pairs, and the margins beta (h(chosen) - h(rejected))."""
+    chosen_P, rejected_P = best_and_worst(o)
+    margin_P = beta * (gain_E[chosen_P] - gain_E[rejected_P])
+    push_P = beta * torch.sigmoid(-margin_P) * len(gain_E) / max(len(margin_P), 1)
+    advantage_E = torch.zeros_like(gain_E)
+    advantage_E[chosen_P], advantage_E[rejected_P] = push_P, -push_P
+    return advantage_E, margin_P
 
 
 def best_and_worst(o: Outcomes) -> tuple[Tensor, Tensor]:
@@ -25,15 +68,3 @@ def best_and_worst(o: Outcomes) -> tuple[Tensor, Tensor]:
             chosen.append(int(members[rewards.argmax()]))
             rejected.append(int(members[rewards.argmin()]))
     return torch.tensor(chosen, dtype=torch.int64), torch.tensor(rejected, dtype=torch.int64)
-
-
-def online_dpo(t: Tokens, chosen_P: Tensor, rejected_P: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(beta (h(chosen) - h(rejected))), h = sum over the sequence of theta - ref: [P].
-
-    DPO (arXiv 2305.18290 eq. 7) on pairs of the current policy.  chosen_P, rejected_P: sequences of
-    this call, so both members of a pair must be in one microbatch.  Sums, not means, over tokens:
-    the log-probability of the whole answer.  Needs the reference over the same kept sets.
-    """
-    assert t.reference is not None, "online DPO needs log-probabilities of the reference policy"
-    gain_Q = t.sequences.sum(t.logprob - t.reference.detach())
-    return -torch.nn.functional.logsigmoid(beta * (gain_Q[chosen_P] - gain_Q[rejected_P]))

@@ -12,6 +12,7 @@ Legend: N sampled tokens of a microbatch on this rank, Q sequences of it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -64,13 +65,16 @@ class Tokens:
     advantage: Tensor  # [N]
     sequences: Sequences
     lag: Tensor  # [N] i64, versions between the weights trained and those sampled with
-    proximal: Tensor | None = None  # [N] weights at the start of the step; None = logprob, detached
+    proximal: Tensor | None = (
+        None  # [N] weights at the start of the batch; None = logprob, detached
+    )
     reference: Tensor | None = None  # [N] reference policy
     teacher: Tensor | None = None  # [N] teacher
     entropy: Tensor | None = None  # [N] of the current policy, not in the graph
+    m2_bound: float = math.inf  # of the whole batch, see corrections.m2_bound
 
     @property
     def prox(self) -> Tensor:
-        """[N], detached.  With one optimizer step per batch the weights of this forward are those
-        at the start of the step, so no further forward is needed."""
+        """[N], detached.  In the first optimizer step of a batch the weights of this forward are
+        the proximal ones, so with one step per batch no further forward is needed."""
         return (self.logprob if self.proximal is None else self.proximal).detach()

@@ -27,7 +27,7 @@ class Entry:
     reads: tuple[str, ...] = ()  # fields of AlgorithmConfig
     needs: tuple[
         str, ...
-    ] = ()  # data that a plain step does not have: engine_ratio, steps, second_model
+    ] = ()  # beyond a plain step: engine_ratio, steps, critic, reference, proximal_pass
     reweighs: bool = False  # its ratio, or its weight, changes the measure tokens are drawn from
 
 
@@ -44,7 +44,10 @@ ADVANTAGES = _table(
     reinforce_pp_baseline=Entry("advantages:reinforce_pp_baseline"),
     reward=Entry("advantages:raw_reward"),
     none=Entry("advantages:no_reward"),
-    gae=Entry("advantages:gae", ("gae_gamma", "gae_lambda", "critic_lr"), ("second_model",)),
+    gae=Entry("advantages:gae", ("gae_gamma", "gae_lambda", "critic_lr"), ("critic",)),
+    online_dpo=Entry(
+        "preference:pair_advantages", ("dpo_beta", "reference"), ("reference", "proximal_pass")
+    ),
     process_mean=Entry("advantages:process_mean", needs=("steps",)),
     process_std=Entry("advantages:process_std", needs=("steps",)),
 )
@@ -77,13 +80,14 @@ CORRECTIONS = _table(
     mis_geometric=Entry("corrections:mis_geometric", ("mis_geometric_low", "mis_geometric_high")),
     opsm=Entry("corrections:opsm", ("off_policy_delta",)),
     lag=Entry("corrections:lag", ("lag_cap",)),
+    m2=Entry("corrections:m2", ("m2_limit",), ("proximal_pass",)),
 )
 KLS = _table(
-    k1=Entry("kl:k1", ("kl_coef", "reference"), ("second_model",)),
-    k2=Entry("kl:k2", ("kl_coef", "reference"), ("second_model",)),
-    k3=Entry("kl:k3", ("kl_coef", "reference"), ("second_model",)),
-    k3_plus=Entry("kl:k3_plus", ("kl_coef", "reference"), ("second_model",)),
-    unbiased=Entry("kl:unbiased", ("kl_coef", "reference"), ("second_model",)),
+    k1=Entry("kl:k1", ("kl_coef", "reference"), ("reference",)),
+    k2=Entry("kl:k2", ("kl_coef", "reference"), ("reference",)),
+    k3=Entry("kl:k3", ("kl_coef", "reference"), ("reference",)),
+    k3_plus=Entry("kl:k3_plus", ("kl_coef", "reference"), ("reference",)),
+    unbiased=Entry("kl:unbiased", ("kl_coef", "reference"), ("reference",)),
 )
 AGGREGATIONS = _table(
     token_mean=Entry("aggregation:token_mean"),
@@ -106,22 +110,30 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     Raises ConfigError naming the field, its value and what is allowed.
     """
     a = config.algorithm
-    chosen = [
-        entry("algorithm.advantage", a.advantage, ADVANTAGES),
-        entry("algorithm.objective", a.objective, OBJECTIVES),
-        entry("algorithm.aggregation", a.aggregation, AGGREGATIONS),
-        *(entry("algorithm.corrections", name, CORRECTIONS) for name in a.corrections),
-    ]
-    if a.kl != "off":
-        chosen.append(entry("algorithm.kl", a.kl, KLS))
+    chosen = _chosen(a)
     if len(set(a.corrections)) != len(a.corrections):
         raise ConfigError("algorithm.corrections", a.corrections, "name each correction once")
     _refuse_unread(a, chosen)
-    _refuse_unmet(config, chosen)
+    _refuse_unmet(config)
     _check_values(config)
     _check_measure(a)
     if folders:
         _check_folders(config)
+
+
+def needed(a: AlgorithmConfig) -> set[str]:
+    """What the chosen algorithms need beyond a plain step (`Entry.needs`)."""
+    return {need for line in _chosen(a) for need in line.needs}
+
+
+def _chosen(a: AlgorithmConfig) -> list[Entry]:
+    return [
+        entry("algorithm.advantage", a.advantage, ADVANTAGES),
+        entry("algorithm.objective", a.objective, OBJECTIVES),
+        entry("algorithm.aggregation", a.aggregation, AGGREGATIONS),
+        *(entry("algorithm.corrections", name, CORRECTIONS) for name in a.corrections),
+        *([entry("algorithm.kl", a.kl, KLS)] if a.kl != "off" else []),
+    ]
 
 
 def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
@@ -160,9 +172,9 @@ def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
             )
 
 
-def _refuse_unmet(config: Config, chosen: list[Entry]) -> None:
+def _refuse_unmet(config: Config) -> None:
     a, sizes = config.algorithm, config.trainer.parallel
-    needs = {need for line in chosen for need in line.needs}
+    needs = needed(a)
     if "engine_ratio" in needs and a.ratio != "engine":
         raise ConfigError(
             "algorithm.ratio", a.ratio, f"{a.objective} is defined against the engine; use engine"
@@ -178,13 +190,13 @@ def _refuse_unmet(config: Config, chosen: list[Entry]) -> None:
         )
     if a.kl != "off" and a.kl_coef == 0:
         raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")
-    if ("second_model" in needs or a.distill_coef) and max(sizes.pp, sizes.cp) > 1:
+    if "critic" in needs and max(sizes.pp, sizes.cp) > 1:
         raise ConfigError(
             "trainer.parallel",
             f"pp {sizes.pp}, cp {sizes.cp}",
-            "a second model is not proven under pipeline and context parallelism; use 1",
+            "the critic is not proven under pipeline and context parallelism; use 1",
         )
-    if a.advantage == "gae" and sizes.tp > 1:
+    if "critic" in needs and sizes.tp > 1:
         raise ConfigError(
             "trainer.parallel.tp", sizes.tp, "the critic's head is not cut over ranks; use 1"
         )
@@ -222,8 +234,11 @@ def _check_values(config: Config) -> None:
             a.overlong_buffer,
             f"it lies inside sampling.max_new_tokens = {config.sampling.max_new_tokens}",
         )
+    if "m2" in a.corrections and a.m2_limit <= 0:
+        raise ConfigError("algorithm.m2_limit", a.m2_limit, "m2 needs a number above 0")
+    _check_pairs(config)
     if config.rollout.group_size == 1 and (
-        a.advantage in ("grpo_mean", "grpo_std", "rloo", "reinforce_pp_baseline")
+        a.advantage in ("grpo_mean", "grpo_std", "rloo", "reinforce_pp_baseline", "online_dpo")
         or config.rollout.drop_zero_variance
     ):
         raise ConfigError(
@@ -232,6 +247,25 @@ def _check_values(config: Config) -> None:
             "a group of one has no siblings to compare with; use at least 2, or an advantage "
             "without a group baseline (reward, reinforce_pp) and no rollout.drop_zero_variance",
         )
+
+
+def _check_pairs(config: Config) -> None:
+    """Online DPO is the gradient of its loss only as a plain sum, at the weights it was scored."""
+    a = config.algorithm
+    if a.advantage != "online_dpo":
+        return
+    for name, want in (
+        ("algorithm.objective", "reinforce"),
+        ("algorithm.aggregation", "seq_mean_token_sum"),
+        ("algorithm.mask_truncated", False),
+        ("trainer.minibatches", 1),
+    ):
+        section, _, field = name.partition(".")
+        value = getattr(getattr(config, section), field)
+        if value != want:
+            raise ConfigError(name, value, f"online_dpo is defined with {want} only")
+    if a.dpo_beta <= 0:
+        raise ConfigError("algorithm.dpo_beta", a.dpo_beta, "online_dpo needs a number above 0")
 
 
 def _check_measure(a: AlgorithmConfig) -> None:

@@ -23,7 +23,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "task.on_score_error": ("stop", "drop"),
     "rollout.in_flight_mode": ("abort_resume", "drain", "in_place", "retract"),
     "rollout.selection": ("oldest", "freshest", "strict"),
-    "replay.routing": ("R3", "off"),
+    "replay.routing": ("R3", "R2", "off"),
     "replay.rows": ("sampled",),
     "engine.platform": ("auto", "cpu", "cuda"),
     "engine.dtype": ("float32", "bfloat16"),
@@ -36,8 +36,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 # Published modes that are not choices here, and why: (field, value) -> one clause.
 _REFUSED: dict[tuple[str, Any], str] = {
-    ("replay.routing", "R2"): "R2 replays the trainer's own routes of the weights a step starts "
-    "from: with one optimizer step per batch the live ones; use R3 (engine routes) or off",
     ("replay.rows", "latest"): "rows of the last prefill fit only the newest segment of a resumed "
     "rollout (docs/decisions.md, 10); use sampled",
 }
@@ -64,6 +62,7 @@ _AT_LEAST: dict[str, float] = {
     "engine.cpu_threads": 1,
     "trainer.max_tokens_per_microbatch": 1,
     "trainer.cpu_threads": 1,
+    "trainer.minibatches": 1,
     "trainer.optimizer.lr": 0,
     "trainer.optimizer.min_lr": 0,
     "trainer.optimizer.warmup_steps": 0,
@@ -146,6 +145,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_sampling(config)
     _check_parallel(config.trainer.parallel)
     _check_replay(config)
+    _check_minibatches(config)
     _check_task(config)
     _check_sync(config)
     _check_evaluation(config)
@@ -333,6 +333,14 @@ def _check_replay(config: Config) -> None:
             "rollout.max_lag",
             0,
             "a buffer holds rollouts of older weights; use at least 1, or rollout.buffer_depth=0",
+        )
+
+
+def _check_minibatches(config: Config) -> None:
+    count, groups = config.trainer.minibatches, config.rollout.groups_per_step
+    if groups % count:
+        raise ConfigError(
+            "trainer.minibatches", count, f"it must divide rollout.groups_per_step = {groups}"
         )
 
 

@@ -86,7 +86,7 @@ class RolloutConfig:
 class ReplayConfig:
     """Keep Routing and Keep Sampling Mask; both on by default, never silently off."""
 
-    routing: str = "R3"  # R3 (engine routes) | off
+    routing: str = "R3"  # R3 (engine routes) | R2 (own routes of the proximal policy) | off
     sampling_mask: bool = True
     rows: str = "sampled"  # rows of the forward pass that produced each token's logprob
     audit: bool = False  # also keep the re-prefilled rows of resumed segments
@@ -150,6 +150,7 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_microbatch: int = 8192  # of one data-parallel rank, padding counted
+    minibatches: int = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
     dispatcher: str = "alltoall"  # alltoall | allgather
     cpu_threads: int = 1
@@ -166,7 +167,7 @@ class AlgorithmConfig:
     gae_lambda: float = 1.0
     critic_lr: float = 1e-3  # gae: of the critic, whose other optimizer settings are the policy's
     objective: str = "ppo_clip"
-    ratio: str = "engine"  # denominator of the ratio: engine | proximal (start of the step)
+    ratio: str = "engine"  # denominator of the ratio: engine | proximal (start of the batch)
     corrections: list[str] = field(default_factory=list)  # against the engine's log-probability
     kl: str = "off"  # estimator of the KL to a reference policy
     kl_coef: float = 0.0
@@ -193,6 +194,8 @@ class AlgorithmConfig:
     mis_geometric_high: float = 1.001
     off_policy_delta: float = 0.0  # opsm: nats per token, mean over a sequence
     lag_cap: int = 0  # lag: versions
+    m2_limit: float = 0.04  # m2: largest mean of (proximal - engine)^2 over the batch, nats^2
+    dpo_beta: float = 0.1  # online_dpo: scale of log-probability gains in the preference
     constant_tokens: int = 0  # constant: the denominator beside the number of episodes
     overlong_buffer: int = 0  # DAPO: tokens before the limit in which the penalty grows; 0 = off
     mask_truncated: bool = False  # answers cut by the length limit get advantage 0
@@ -245,6 +248,7 @@ class SupervisionConfig:
 class ObserveConfig:
     tensorboard: bool = False
     wandb_project: str = ""  # empty = off
+    full_entropy: bool = True  # beside that of the kept tokens: a pass over the logits, no graph
     sample_rollouts: int = 16  # rollouts with text kept for the report
     engine_alone_s: float = 0.0  # at the end, measure the engines alone for so long; 0 = off
 

@@ -24,7 +24,7 @@ labels [9, 7, 2, 0], sampled_rows [1, 2], three routing rows and one row of padd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -151,7 +151,7 @@ class Microbatch:
         joined[:] = np.arange(k)
         for idx, rollout in enumerate(self.rollouts):
             _check_tiles(rollout, k)
-            pieces = list(self._pieces(idx, first, last))
+            pieces = list(self.pieces(idx, first, last))
             if not pieces:
                 continue
             positions = [(begin, begin + count) for _, _, begin, count in pieces]
@@ -171,10 +171,10 @@ class Microbatch:
     def num_fed_in(self, span: Span) -> int:
         """Fed-in tokens, without padding, in some slots of this rank."""
         return sum(
-            count for idx in range(len(self.rollouts)) for *_, count in self._pieces(idx, *span)
+            count for idx in range(len(self.rollouts)) for *_, count in self.pieces(idx, *span)
         )
 
-    def _pieces(self, rollout: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+    def pieces(self, rollout: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
         """(row, slot, first position, count) of the rollout's fed-in tokens in some slots."""
         fed = self.rollouts[rollout].num_tokens - 1
         for run in self.runs:
@@ -204,8 +204,8 @@ def pack_microbatch(
     `plan.num_microbatches`.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`) and BlobError.
     """
-    order = _order(plan, dp_rank, microbatch)
-    rollouts = [_rollout(plan, idx) for idx in order]
+    order = rows_in(plan, dp_rank, microbatch)
+    rollouts = [rollout_at(plan, idx) for idx in order]
     fed = [rollout.num_tokens - 1 for rollout in rollouts]
     runs, lengths = grid.place(fed)
     tokens, labels, positions = _lay_out(rollouts, runs, grid.shape(fed))
@@ -249,11 +249,22 @@ def pack_microbatch(
 
 def fed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
     """Fed-in tokens of each rollout of a microbatch, from the plan alone."""
-    return [_rollout(plan, idx).num_tokens - 1 for idx in _order(plan, dp_rank, microbatch)]
+    return [rollout_at(plan, idx).num_tokens - 1 for idx in rows_in(plan, dp_rank, microbatch)]
 
 
-def _order(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
-    """Indices into plan.rows of a microbatch, in row order."""
+def by_row(plan: BatchPlan, dp_rank: int, values: Mapping[int, Tensor]) -> dict[int, Array]:
+    """Numbers of sampled tokens, given by microbatch ([N] each), by index into plan.rows."""
+    result: dict[int, Array] = {}
+    for microbatch, value_N in values.items():
+        rows = rows_in(plan, dp_rank, microbatch)
+        counts = [rollout_at(plan, idx).num_sampled for idx in rows]
+        parts = value_N.detach().cpu().split(counts) if rows else ()
+        result |= {idx: part.numpy() for idx, part in zip(rows, parts, strict=True)}
+    return result
+
+
+def rows_in(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
+    """Indices into plan.rows of a microbatch, in row order: the order of its sampled tokens."""
     chosen = sorted(
         (row.row, idx)
         for idx, row in enumerate(plan.rows)
@@ -309,7 +320,8 @@ def version_lag(trained: PolicyVersion, sampled: PolicyVersion) -> int:
     return abs(trained.step - sampled.step)
 
 
-def _rollout(plan: BatchPlan, idx: int) -> Rollout:
+def rollout_at(plan: BatchPlan, idx: int) -> Rollout:
+    """The rollout that row `idx` of a plan trains."""
     row = plan.rows[idx]
     return plan.groups[row.group].episodes[row.episode].turns[row.turn].rollout
 

@@ -119,7 +119,7 @@ class EngineHost:
         self.index, self.config, self.model_path, self.facts = index, config, model_path, facts
         self._store, self._run, self._token = store, run, token
         self._update_timeout_s = update_timeout_s
-        self._routing = replay.routing != "off" and bool(facts.moe_layers)
+        self._routing = replay.routing == "R3" and bool(facts.moe_layers)
         self._tracer = Tracer(run.trace, f"engine{index}")
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         self._mode = {"in_place": in_flight.IN_PLACE, "retract": retract}.get(in_flight_mode, "")

@@ -25,7 +25,7 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
 
     config = resolve(config)
     check(config)
-    check_args(config.engine.args, replay=config.replay.routing != "off")
+    check_args(config.engine.args, replay=config.replay.routing == "R3")
     config = _with_model(config, run)
     hf_config = check_model(config)
     incarnation = next_incarnation(run, resume=resume)

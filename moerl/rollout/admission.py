@@ -134,7 +134,7 @@ class Admission:
             self._buffer.abandon(group_id)
 
     def _checked(self, partial: PartialRollout) -> Rollout:
-        rollout, is_replayed = partial.rollout(), self.config.replay.routing != "off"
+        rollout, is_replayed = partial.rollout(), self.config.replay.routing == "R3"
         check(
             rollout,
             vocab_size=self.facts.vocab_size,

@@ -24,18 +24,10 @@ class RouteAgreement:
 
     @classmethod
     def of(
-        cls,
-        one: Mapping[int, Tensor],
-        other: Mapping[int, Tensor],
-        real: Tensor,
-        *,
-        rows_per_position: int,
+        cls, differs: Mapping[int, Tensor], real: Tensor, *, rows_per_position: int
     ) -> RouteAgreement:
-        """one, other: layer -> [S * B, K] in router order; real: [S * B] bool, not padding."""
-        differs = {
-            layer: (ids.sort(1).values != other[layer].sort(1).values).any(1) & real
-            for layer, ids in one.items()
-        }
+        """differs: layer -> [S * B] bool, position-major, of all layers and positions; real: not
+        padding."""
         touched = downstream(differs, rows=rows_per_position)
         result = cls()
         for layer, differ in differs.items():

@@ -5,9 +5,8 @@ first advantages are the whitened rewards.  It has routers of its own (always li
 its own with the policy's settings and `algorithm.critic_lr`, and the policy's ranks.
 
 Each step it values the sampled tokens of the plan (no gradient), the advantages follow for the
-whole plan on every rank (`moerl.algorithms.advantages.plan_gae`), and after the policy's backward
-it learns the returns.  One step per batch: the values a clip would be around are those of the same
-weights, so there is no clip here.
+whole plan on every rank (`moerl.algorithms.advantages.plan_gae`), and after the policy's optimizer
+steps it learns the returns in as many of its own, on the same minibatches.  Values are not clipped.
 
 The value of the state that PRODUCES token t stands at the position of token t-1, the row its
 logits stand at.
@@ -18,7 +17,7 @@ Legend: B rows, S positions, H hidden, N sampled tokens of a microbatch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moerl.algorithms.advantages import plan_gae
@@ -34,14 +32,19 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.critic import value_loss
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
-from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.data.minibatches import Minibatch
+from moerl.data.packing import Microbatch, by_row
 from moerl.trainer import forward
 from moerl.trainer.hf_folder import HfFolder, load_hf
 from moerl.trainer.model import build, wrap
+from moerl.trainer.optimizer import finalize_as_sums, make_optimizer, make_schedule
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
-from moerl.trainer.step import finalize_as_sums, make_optimizer, make_schedule, step_shape
+from moerl.trainer.router_losses import without_router_losses
+from moerl.trainer.schedule import Batches, LossOf, Turn, run_pass, scoring, take
 from moerl.types import Array, BatchPlan
+
+_NO_TOKENS = torch.tensor(0, dtype=torch.int)  # gradients are not divided by a count
 
 
 class ValueHead(torch.nn.Module):
@@ -69,11 +72,16 @@ class _Sums:
         parts += [target.sum(), target.square().sum(), error.sum(), error.square().sum()]
         self.values += torch.stack([part.double().cpu() for part in parts])
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """num_steps: optimizer steps in the sums, each with a denominator of its own."""
         n, loss, value, r, rr, e, ee = self.values.tolist()
         if not n:
             return {}
-        metrics = {"loss/value": loss, "critic/value_mean": value / n, "critic/return_mean": r / n}
+        metrics = {
+            "loss/value": loss / num_steps,
+            "critic/value_mean": value / n,
+            "critic/return_mean": r / n,
+        }
         spread = rr / n - (r / n) ** 2
         if spread > 0:
             metrics["critic/explained_frac"] = 1.0 - (ee / n - (e / n) ** 2) / spread
@@ -87,7 +95,8 @@ class Critic:
         """Raises ConfigError, LayoutError as the policy's own model does."""
         self.config, self.parallel, self.store = config, parallel, store
         source = HfFolder(config.model.path)
-        self.model = build(source.spec, config.trainer, parallel, with_replay=False)
+        trainer = without_router_losses(config.trainer)
+        self.model = build(source.spec, trainer, parallel, with_replay=False)
         load_hf(self.model.tensors, self.model.tiles, source)
         gpt = self.model.gpt
         gpt.output_layer = ValueHead(source.spec.hidden).to(parallel.device)
@@ -109,69 +118,60 @@ class Critic:
         advantages, self._returns = plan_gae(self.config.algorithm, plan, self.values(plan))
         return advantages
 
-    @torch.no_grad()
     def values(self, plan: BatchPlan) -> list[Array]:
         """Value at each sampled token, by row of the plan; collective over data-parallel ranks."""
-        mine: dict[int, Array] = {}
-        for index in range(plan.num_microbatches):
-            batch = self._pack(plan, index)
-            value_N = self._value(batch, self.model.module).cpu()
-            rows = sorted(
-                (row.row, idx)
-                for idx, row in enumerate(plan.rows)
-                if (row.dp_rank, row.microbatch) == (self.parallel.dp_rank, index)
-            )
-            for position, (_, idx) in enumerate(rows):
-                mine[idx] = value_N[batch.seq == position].numpy()
+        found: dict[int, Tensor] = {}
+        batches = self._batches(plan)
+
+        def step(turns: Iterator[Turn], module: torch.nn.Module) -> tuple[Tensor, LossOf]:
+            turn = take(turns)
+            found[turn.microbatch] = self._value(turn.batch, module)
+            return found[turn.microbatch], lambda value_N: (value_N.sum(), _NO_TOKENS, {})
+
+        with scoring(self.model):
+            run_pass(self.model, [self.model.module], batches, step, forward_only=True)
         every: list[dict[int, Array]] = [{} for _ in range(self.parallel.dp_size)]
+        mine = by_row(plan, self.parallel.dp_rank, found)
         dist.all_gather_object(every, mine, group=self.parallel.dp_gloo)
         joined = {idx: value for part in every for idx, value in part.items()}
         return [joined[idx] for idx in range(len(plan.rows))]
 
-    def update(self, plan: BatchPlan) -> dict[str, float]:
-        """One optimizer step towards the returns of the last `advantages`; metrics of it."""
-        begin = time.perf_counter()
-        for ddp in self.ddp:
-            ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = _Sums(torch.zeros(7, dtype=torch.float64))
-        get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, sums),
-            data_iterator=self._batches(plan),
-            model=self.ddp,
-            num_microbatches=plan.num_microbatches,
-            seq_length=1,  # unused without pipeline stages
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        dist.all_reduce(sums.values, group=self.parallel.dp_gloo)
+    def update(self, parts: Sequence[Minibatch]) -> dict[str, float]:
+        """An optimizer step for each part towards the returns of the last `advantages`; metrics."""
+        begin, norms = time.perf_counter(), []
         self.schedule.step(1)
-        _, grad_norm, _ = self.optimizer.step()
-        metrics = sums.metrics()
-        if grad_norm is not None:
-            metrics["critic/grad_norm"] = float(grad_norm)
+        sums = _Sums(torch.zeros(7, dtype=torch.float64))
+        for part in parts:
+            for ddp in self.ddp:
+                ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            batches = self._batches(
+                part.plan, part.of(self._returns), plan_weights(self.config.algorithm, part.plan)
+            )
+            run_pass(self.model, self.ddp, batches, partial(self._forward_step, sums))
+            _, grad_norm, _ = self.optimizer.step()
+            norms += [] if grad_norm is None else [float(grad_norm)]
+        dist.all_reduce(sums.values, group=self.parallel.dp_gloo)
+        metrics = sums.metrics(len(parts))
+        if norms:
+            metrics["critic/grad_norm"] = max(norms)
         return metrics | {"perf/critic_s": time.perf_counter() - begin}
 
-    def _batches(self, plan: BatchPlan) -> Iterator[Microbatch]:
-        weights = plan_weights(self.config.algorithm, plan)
-        for index in range(plan.num_microbatches):
-            yield self._pack(plan, index, weights)
-
-    def _pack(self, plan: BatchPlan, index: int, weights: list[float] | None = None) -> Microbatch:
-        """With weights, `advantage` holds the returns."""
-        return pack_microbatch(
+    def _batches(
+        self,
+        plan: BatchPlan,
+        returns: Sequence[Array] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Batches:
+        """Returns stand where a policy has its advantages."""
+        return Batches(
             plan,
-            self.parallel.dp_rank,
-            index,
+            self.config,
+            self.parallel,
             self.store,
-            advantages=None if weights is None else self._returns,
+            advantages=returns,
             weights=weights,
-            read_mask=False,
-            grid=forward.grid_of(
-                self.parallel,
-                packed=self.config.trainer.packing,
-                shape=step_shape(plan, self.config.trainer, self.parallel),
-            ),
+            with_masks=False,
         )
 
     def _value(self, batch: Microbatch, module: torch.nn.Module) -> Tensor:
@@ -180,9 +180,9 @@ class Critic:
         return output_BS1.flatten()[batch.sampled_rows.to(output_BS1.device)].float()
 
     def _forward_step(
-        self, sums: _Sums, batches: Iterator[Microbatch], ddp: DistributedDataParallel
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-        batch = next(batches)
+        self, sums: _Sums, turns: Iterator[Turn], ddp: DistributedDataParallel
+    ) -> tuple[Tensor, LossOf]:
+        batch = take(turns).batch
         return self._value(batch, ddp), partial(self._loss, batch, sums)
 
     def _loss(
@@ -193,4 +193,4 @@ class Critic:
         token = value_loss(value_N, value_N, return_N, 0.0)
         loss = (batch.weight.to(device) * token.loss).sum()
         sums.add(loss, value_N, return_N)
-        return loss, torch.tensor(0, dtype=torch.int, device=device), {}
+        return loss, _NO_TOKENS.to(device), {}

@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.autograd import Function
 
-from moerl.algorithms.masked_logprob import full_logprobs, kept_logprobs
+from moerl.algorithms.masked_logprob import Scores, full_logprobs, kept_logprobs
 from moerl.data.packing import Grid, Microbatch, Span
 from moerl.trainer.model import Chunk, Model
 from moerl.trainer.parallel import Parallel
@@ -116,18 +116,24 @@ def _packed(batch: Microbatch, device: torch.device) -> PackedSeqParams | None:
 
 
 def sampled_logprobs(
-    model: Model, logits_BSV: Tensor, batch: Microbatch, parallel: Parallel
-) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of each sampled token, both [N] fp32, equal on all tp, cp ranks.
+    model: Model,
+    logits_BSV: Tensor,
+    batch: Microbatch,
+    parallel: Parallel,
+    *,
+    full_entropy: bool = False,
+) -> Scores:
+    """Log-probability and entropy of each sampled token, [N] fp32 each, equal on all tp, cp ranks.
 
     Over the recorded kept set when the microbatch carries one, over the vocabulary otherwise.
+    full_entropy: also the entropy over the vocabulary (beside kept sets, a pass over all logits).
     """
     device = logits_BSV.device
     held = batch.held.to(device)
     rows, sampled = batch.sampled_rows.to(device), batch.sampled.to(device)[held]
     temperature = batch.temperature.to(device)[held]
     if batch.mask_offsets is None or batch.mask_ids is None or not len(held):
-        logprob_M, entropy_M = full_logprobs(
+        scores = full_logprobs(
             logits_BSV,
             sampled,
             temperature_S=temperature,
@@ -135,9 +141,9 @@ def sampled_logprobs(
             vocab_size=model.spec.vocab_size,
             rows_S=rows,
             tp_group=parallel.tp,
-        )[:2]
+        )
     else:
-        logprob_M, entropy_M = kept_logprobs(
+        scores = kept_logprobs(
             logits_BSV,
             sampled,
             batch.mask_offsets.to(device),
@@ -146,13 +152,19 @@ def sampled_logprobs(
             vocab_start=model.vocab_start,
             rows_S=rows,
             tp_group=parallel.tp,
-        )[:2]
+            full_entropy_of=model.spec.vocab_size if full_entropy else None,
+        )
+    if not full_entropy:  # the same numbers of parts on all ranks, whatever they hold
+        scores = scores._replace(full_entropy=None)
     if parallel.cp_size == 1:
-        return logprob_M, entropy_M
-    num = len(batch.sampled)
-    with torch.no_grad():
-        entropy_N = _Join.apply(entropy_M, held, num, parallel.cp)
-    return _Join.apply(logprob_M, held, num, parallel.cp), entropy_N
+        return scores
+
+    def join(values_M: Tensor) -> Tensor:
+        values_N: Tensor = _Join.apply(values_M, held, len(batch.sampled), parallel.cp)
+        return values_N
+
+    full = scores.full_entropy
+    return Scores(join(scores.logprob), join(scores.entropy), None if full is None else join(full))
 
 
 class _Join(Function):

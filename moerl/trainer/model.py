@@ -34,8 +34,6 @@ from moerl.trainer.replay import RouteReplay, attach
 # Fields no setting may change, with the reason shown to the person.
 _REFUSED: dict[str, str] = {
     "moe_enable_routing_replay": "moerl attaches its own replay; remove it",
-    "moe_aux_loss_coeff": "gradients are plain sums over ranks, which auxiliary losses are not; 0",
-    "moe_z_loss_coeff": "gradients are plain sums over ranks, which auxiliary losses are not; null",
     "mtp_num_layers": "multi-token prediction is not supported; null",
     "calculate_per_token_loss": "moerl needs plain gradient sums; remove it",
     "finalize_model_grads_func": "it is a function, set by moerl; remove it",
@@ -309,6 +307,36 @@ def check_megatron_fields(
             )
         if with_replay and value and name in _BREAKS_REPLAY:
             raise ConfigError(field, value, f"{_BREAKS_REPLAY[name]}; not with routing replay")
+    _check_router_losses(user, with_replay=with_replay)
+
+
+def _check_router_losses(user: Mapping[str, Any], *, with_replay: bool) -> None:
+    """What `moerl.trainer.router_losses` computes, and nothing that depends on the split."""
+    name = "moe_router_load_balancing_type"
+    kind = user.get(name, "none")
+    if kind not in ("none", "seq_aux_loss"):
+        raise ConfigError(
+            f"trainer.megatron.{name}",
+            kind,
+            "it is a loss over a microbatch of a rank, which another split would change; "
+            "use seq_aux_loss or none",
+        )
+    for coeff in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value = user.get(coeff)
+        if value is not None and not isinstance(value, (int, float)):
+            raise ConfigError(f"trainer.megatron.{coeff}", value, "one number is needed")
+        if value and not with_replay:
+            raise ConfigError(
+                f"trainer.megatron.{coeff}",
+                value,
+                "router losses are computed beside replayed routes; use replay.routing R3 or R2",
+            )
+    if user.get("moe_aux_loss_coeff") and kind == "none":
+        raise ConfigError(
+            "trainer.megatron.moe_aux_loss_coeff",
+            user["moe_aux_loss_coeff"],
+            f"nothing reads it; set trainer.megatron.{name}=seq_aux_loss",
+        )
 
 
 def _check_type(field: str, value: object, hint: Any) -> None:
@@ -357,7 +385,6 @@ def _router_fields(spec: ModelSpec) -> dict[str, Any]:
         "moe_layer_freq": [int(layer in spec.moe_layers) for layer in range(spec.layers)],
         "moe_router_score_function": spec.score,
         "moe_router_pre_softmax": spec.pre_softmax,
-        "moe_router_load_balancing_type": "none",
         "moe_router_enable_expert_bias": spec.expert_bias,
         "moe_router_bias_update_rate": 0.0,  # policies are trained at the balance they came with
         "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
@@ -471,6 +498,7 @@ def _defaults(platform: Platform) -> dict[str, Any]:
     """Starting values that `trainer.megatron` may change."""
     values: dict[str, Any] = {
         "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
         "attention_softmax_in_fp32": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

@@ -36,6 +36,7 @@ class Parallel:
     tp_rank: int
     cp: Group  # ranks that share rows and split their positions
     cp_rank: int
+    pp: Group  # ranks that hold successive stages of one model
     pp_rank: int
     ep_rank: int
     etp_rank: int
@@ -114,6 +115,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         cp=parallel_state.get_context_parallel_group(),
         cp_rank=parallel_state.get_context_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),

@@ -17,12 +17,15 @@ a person, who can look closer with `moerl mismatch`.  Rejected: ending the run (
 its contract is refused at the door already; this is a statistic), keeping older weights to score
 old tokens exactly (a copy of the model; the segment audit does it after the run).
 
-With pipeline stages or context parallelism a rank alone has no log-probabilities, and only the
-first question is asked.
+Every layout is asked: the two forwards are passes of Megatron's schedule, and where a rank's
+routers saw another choice is put together over tensor, context and pipeline parallel ranks (one
+byte per token and layer of the microbatch), because a difference touches later positions and
+layers, which may be elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,12 +35,14 @@ from torch import Tensor
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
-from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.data.packing import Microbatch
 from moerl.trainer import forward
 from moerl.trainer.agreement import RouteAgreement
 from moerl.trainer.model import Model
 from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import Mode
+from moerl.trainer.proximal import recorded_routes
+from moerl.trainer.replay import Mode, RouteReplay
+from moerl.trainer.schedule import Batches, Turn, score
 from moerl.types import BatchPlan
 
 # Nats.  fp32 on both sides measures 1e-5 and less, bf16 0.1 and less; missing rows show above 0.3.
@@ -59,14 +64,14 @@ class Findings:
     routes: RouteAgreement = field(default_factory=RouteAgreement)
 
     def join(self, parallel: Parallel) -> Findings:
-        """Tokens differ between data-parallel ranks, routed rows between all."""
-        dp = parallel.dp_gloo
+        """Ranks that see the same leave it to one of them."""
+        group = parallel.control
         counts = torch.tensor(self.routes.counts(), dtype=torch.float64)
-        dist.all_reduce(counts, group=parallel.control)
+        dist.all_reduce(counts, group=group)
         return Findings(
-            self.replayed.all_reduce(dp),
-            self.live.all_reduce(dp),
-            self.exact.all_reduce(dp),
+            self.replayed.all_reduce(group),
+            self.live.all_reduce(group),
+            self.exact.all_reduce(group),
             RouteAgreement.of_counts(counts.tolist()),
         )
 
@@ -82,66 +87,76 @@ def probe(
 ) -> dict[str, float]:
     """Metrics `probe/*` and `alert/*` of one microbatch; all ranks call it together.
 
-    Empty with pipeline stages, context parallelism or without routers.  Leaves no routes loaded.
+    Empty without routers.  Leaves no routes loaded.
     """
-    sizes = parallel.sizes
-    if model.replay is None or not model.replay.layers or sizes.pp > 1 or sizes.cp > 1:
+    if not model.spec.moe_layers or model.replay is None:
         return {}
     index = plan.step // config.replay.probe % plan.num_microbatches
-    batch = pack_microbatch(
-        plan,
-        parallel.dp_rank,
-        index,
-        store,
-        read_mask=config.replay.sampling_mask,
-        grid=forward.grid_of(parallel, packed=False),
-    )
-    found = Findings()
-    was_training = model.module.training
-    model.module.eval()
-    try:
-        with torch.no_grad():
-            _forward(model, batch, index, parallel, found)
-    finally:
-        model.module.train(was_training)
-        model.replay.clear()
+    batches = Batches(plan, config, parallel, store, only=index)
+    batch = batches.pack(0)
+    own = _OwnRoutes(model.replay, batch, parallel)
+    live = score(model, batches, Mode.RECORD, after=own.compare)
+    load = recorded_routes(model, parallel)
+    replayed = score(model, batches, Mode.REPLAY, load=load)
+    found = Findings(routes=own.agreement(model.spec.moe_layers))
+    if parallel.is_last_stage and parallel.tp_rank == parallel.cp_rank == 0:
+        found.live, found.replayed = _sums(live[0], batch), _sums(replayed[0], batch)
+        found.exact = exact_sums(batch, replayed[0])
     joined = found.join(parallel)
     return exact_metrics(joined.exact, config) | judge(joined)
 
 
-def _forward(
-    model: Model, batch: Microbatch, index: int, parallel: Parallel, found: Findings
-) -> None:
-    assert model.replay is not None
-    recorded = forward.local_rows(batch.routes(model.replay.layers), parallel)
-    live = forward.logits(model, model.module, batch, index, Mode.RECORD)
-    rows = {layer: model.replay.live(index, layer).ids.cpu() for layer in recorded}
-    real = forward.local_rows({-1: fed_rows(batch)[:, None]}, parallel)[-1][:, 0].cpu()
-    found.routes = RouteAgreement.of(
-        rows,
-        {layer: ids.long() for layer, ids in recorded.items()},
-        real,
-        rows_per_position=len(batch.tokens),
-    )
-    model.replay.clear()
-    found.live = _sums(forward.sampled_logprobs(model, live, batch, parallel)[0].cpu(), batch)
-    model.replay.load(index, recorded)
-    logits = forward.logits(model, model.module, batch, index, Mode.REPLAY)
-    logprob = forward.sampled_logprobs(model, logits, batch, parallel)[0].cpu()
-    found.replayed, found.exact = _sums(logprob, batch), exact_sums(batch, logprob)
+class _OwnRoutes:
+    """Where this rank's live routers chose other experts than the record says."""
+
+    def __init__(self, replay: RouteReplay, batch: Microbatch, parallel: Parallel) -> None:
+        self._replay, self._batch, self._parallel = replay, batch, parallel
+        self._span = forward.routed_slots(batch, parallel)
+        longest = max((rollout.num_tokens - 1 for rollout in batch.rollouts), default=0)
+        self._shape = longest, len(batch.rollouts)
+        self._differs: dict[int, Tensor] = {}  # layer -> [positions, rollouts] u8
+
+    def compare(self, turn: Turn) -> None:
+        """After the live forward of one chunk."""
+        live = self._replay.take_live(turn.microbatch, turn.chunk.index)
+        if turn.microbatch:  # padding that the interleaved schedule asks for
+            return
+        recorded = self._batch.routes(self._replay.chunks[turn.chunk.index], self._span)
+        for key, choice in live.items():
+            want = recorded[key.layer].long().sort(1).values
+            other = (choice.ids.cpu().sort(1).values != want).any(1)
+            self._differs[key.layer] = self._by_position(other)
+
+    def _by_position(self, rows: Tensor) -> Tensor:
+        """[slots * B] bool in router order -> [positions, rollouts] u8, 0 where others look."""
+        grid = rows.view(self._span[1] - self._span[0], -1)
+        result = torch.zeros(self._shape, dtype=torch.uint8)
+        for rollout in range(len(self._batch.rollouts)):
+            for row, slot, begin, count in self._batch.pieces(rollout, *self._span):
+                first = slot - self._span[0]
+                result[begin : begin + count, rollout] = grid[first : first + count, row]
+        return result
+
+    def agreement(self, layers: Sequence[int]) -> RouteAgreement:
+        """Of all layers and positions of this data-parallel rank; counted by its first rank."""
+        ranks, nothing = self._parallel, torch.zeros(self._shape, dtype=torch.uint8)
+        if not nothing.numel():
+            return RouteAgreement()
+        every = torch.stack([self._differs.get(layer, nothing) for layer in layers])
+        every = every.to(ranks.device)
+        for group in (ranks.tp, ranks.cp, ranks.pp):
+            dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
+        if ranks.tp_rank or ranks.cp_rank or ranks.pp_rank:
+            return RouteAgreement()
+        fed = torch.tensor([rollout.num_tokens - 1 for rollout in self._batch.rollouts])
+        real = (torch.arange(self._shape[0])[:, None] < fed).reshape(-1)
+        flat = every.cpu().bool().flatten(1)
+        differs = dict(zip(layers, flat, strict=True))
+        return RouteAgreement.of(differs, real, rows_per_position=len(fed))
 
 
 def _sums(logprob: Tensor, batch: Microbatch) -> MismatchSums:
-    return MismatchSums.of(logprob, batch.old_logprob, batch.lag)
-
-
-def fed_rows(batch: Microbatch) -> Tensor:
-    """[S * B] bool, router order: rows that are fed-in tokens, not padding."""
-    length = batch.tokens.shape[1]
-    fed = torch.zeros(len(batch.tokens), dtype=torch.long)
-    for row, rollout in enumerate(batch.rollouts):
-        fed[row] = rollout.num_tokens - 1
-    return (torch.arange(length)[:, None] < fed[None]).reshape(-1)
+    return MismatchSums.of(logprob.cpu(), batch.old_logprob, batch.lag)
 
 
 def fresh_tokens(batch: Microbatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keep Routing: the trainer's routers select the experts that the engine recorded.
+"""Keep Routing: the trainer's routers select recorded experts, the engine's or their own (R2).
 
 Only the selection is replayed; gate weights come from the live router logits, so the router and the
 chosen experts receive gradient and an expert that no record names receives exactly zero.
@@ -46,7 +46,7 @@ class Mode(Enum):
 
     OFF = "off"  # live top-k
     REPLAY = "replay"  # recorded ids
-    RECORD = "record"  # live top-k, kept for the agreement audit
+    RECORD = "record"  # live top-k, kept: for R2 and for the agreement audit
 
 
 class Key(NamedTuple):
@@ -171,6 +171,22 @@ class RouteReplay:
     def live(self, microbatch: int, layer: int) -> LiveChoice:
         """The live choice of a RECORD forward."""
         return self._live[self._key(microbatch, layer)]
+
+    def rows(self, key: Key) -> Tensor:
+        """What is loaded and not yet used up: [N, K] u8 or u16."""
+        return self._rows[key]
+
+    def serves(self, layer: int) -> Key:
+        """Whose rows a router call of `layer` takes now, in a forward pass or its recompute."""
+        chunk = self._chunk_of[layer]
+        running = self._pass
+        microbatch = self._gradient_of[chunk] if running is None else running.microbatch
+        return Key(microbatch, chunk, layer)
+
+    def take_live(self, microbatch: int, chunk: int = 0) -> dict[Key, LiveChoice]:
+        """All live choices of one RECORD forward, which are forgotten here."""
+        keys = [Key(microbatch, chunk, layer) for layer in self.chunks[chunk]]
+        return {key: self._live.pop(key) for key in keys}
 
     def finish_step(self) -> float:
         """Check that every loaded row was used once per pass, forget all; 1.0 = all covered.

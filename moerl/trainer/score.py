@@ -266,7 +266,7 @@ class _Scorer:
             batch = self.batch
             if not masked:
                 batch = replace(batch, mask_offsets=None, mask_ids=None)
-            logprob, _ = forward.sampled_logprobs(self.model, logits, batch, self.ranks)
+            logprob = forward.sampled_logprobs(self.model, logits, batch, self.ranks).logprob
             for row, rollout in enumerate(batch.rollouts):
                 values = logprob.cpu()[batch.seq == row].float().numpy()
                 self.tally.logprobs[name][rollout.rollout_id] = values

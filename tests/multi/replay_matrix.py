@@ -35,10 +35,18 @@ from replay_records import Records, make_records  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
-from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
+from moerl.config.schema import (  # noqa: E402
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReplayConfig,
+    TrainerConfig,
+)
 from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
-from moerl.trainer import checkpoint, forward, parallel  # noqa: E402
+from moerl.trainer import checkpoint, forward, parallel, probe  # noqa: E402
 from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.model import Model, build, equal_shapes, layout_of  # noqa: E402
@@ -103,6 +111,11 @@ def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
     learner, records = make_learner(work, case, ranks)
     plan = records.plan(ranks.dp_size)
     found: dict[str, Any] = {}
+    if case.get("minibatches"):
+        found = several_steps(learner, plan)
+        if ranks.is_first:
+            torch.save(found, work / f"{case['name']}.pt")
+        return
     with watching(learner, wrong_loader(case, learner, plan)) as seen:
         sums = learner.gradients(plan)
     found["counts"] = sums.counts
@@ -127,6 +140,37 @@ def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
         torch.save(found, work / f"{case['name']}.pt")
 
 
+def several_steps(learner: Learner, plan: BatchPlan) -> dict[str, Any]:
+    """A batch in several optimizer steps: what came out, and experts of the passes compared.
+
+    Forwards of a layer come in order: first all minibatches of the proximal pass, then those of
+    training, with the same microbatches.
+    """
+    before = gather_tensors(learner, lambda t: t.detach())
+    asked = probe.probe(learner.model, plan, learner.config, learner.parallel, learner.store)
+    with watching(learner, None) as seen:
+        metrics = learner.step(plan)
+    ranks, same = learner.parallel, dict.fromkeys(("maps", "trained", "recomputed"), 0)
+    for layer, maps in seen.forward.items():
+        proximal, trained = maps[: len(maps) // 2], maps[len(maps) // 2 :]
+        again = seen.recompute[layer] or trained
+        assert len(proximal) == len(trained) == len(again)
+        same["maps"] += len(proximal)
+        same["trained"] += sum(map(torch.equal, proximal, trained))
+        same["recomputed"] += sum(map(torch.equal, proximal, again))
+    after = gather_tensors(learner, lambda t: t.detach())
+    moved = None
+    if before is not None and after is not None:
+        moved = {name: after[name] - before[name] for name in before}
+    return {
+        "logprobs": joined_logprobs(seen, ranks),
+        "experts": {name: total(count, ranks) for name, count in same.items()},
+        "metrics": {n: v for n, v in metrics.items() if n.startswith(("loss/", "mismatch/"))},
+        "moved": moved,
+        "probe": asked,
+    }
+
+
 def resumed(
     work: Path, case: dict[str, Any], learner: Learner, plan: BatchPlan
 ) -> dict[str, tuple[float, float]]:
@@ -143,23 +187,29 @@ def resumed(
 
 def make_learner(work: Path, case: dict[str, Any], ranks: Parallel) -> tuple[Learner, Records]:
     folder = work / "models" / case["model"] / f"rank{os.environ['RANK4']}"
-    config = json.loads((work / f"{case['model']}.json").read_text())
     if not folder.exists():
-        write_model(folder, config)
+        write_model(folder, json.loads((work / f"{case['model']}.json").read_text()))
     optimizer = OptimizerConfig(lr=1.0, min_lr=1.0, eps=10.0, clip_grad=0.0)
     trainer = TrainerConfig(
         parallel=ranks.sizes,
         optimizer=optimizer,
         dispatcher=case.get("dispatcher", "alltoall"),
         packing=case.get("packing", False),
-        megatron=case.get("megatron", {}),
+        megatron=case.get("megatron", {}) | case.get("router_losses", {}),
+        minibatches=case.get("minibatches", 1),
+    )
+    config = Config(
+        trainer=trainer,
+        replay=ReplayConfig(routing=case.get("routing", "R3")),
+        algorithm=AlgorithmConfig(**case.get("algorithm", {})),
+        model=ModelConfig(path=str(folder)),
     )
     source = HfFolder(folder)
     model = build(source.spec, trainer, ranks, with_replay=True)
     load_hf(model.tensors, model.tiles, source)
     store = BlobStore(folder / f"blobs.{case['name']}", "n0")
-    learner = Learner(model, ranks, Config(trainer=trainer), store)
-    return learner, make_records(store, model_spec(config), longest=case.get("longest", 0))
+    learner = Learner(model, ranks, config, store)
+    return learner, make_records(store, source.spec, longest=case.get("longest", 0))
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
@@ -188,13 +238,14 @@ def watching(learner: Learner, alter: Callable[..., Any] | None) -> Iterator[See
 
         return hook
 
-    def scored(model: Model, logits: Any, batch: Microbatch, ranks: Parallel) -> Any:
-        logprob, entropy = score(model, logits, batch, ranks)
+    def scored(model: Model, logits: Any, batch: Microbatch, ranks: Parallel, **asked: Any) -> Any:
+        scores = score(model, logits, batch, ranks, **asked)
         for row, rollout in enumerate(batch.rollouts):
-            seen.logprobs[rollout.rollout_id] = logprob.detach()[batch.seq == row].clone()
+            values = scores.logprob.detach()[batch.seq == row].clone()
+            seen.logprobs[rollout.rollout_id] = values
         if batch.mask_ids is not None:
             seen.mask_ids += int(batch.mask_ids.sum())
-        return logprob, entropy
+        return scores
 
     handles = [
         layer.mlp.router.register_forward_hook(keep(layer.layer_number - 1))
@@ -237,10 +288,17 @@ def total(value: float, ranks: Parallel) -> float:
 
 
 def gather_gradients(learner: Learner) -> dict[str, torch.Tensor] | None:
+    return gather_tensors(learner, lambda t: getattr(t, "main_grad", t))
+
+
+def gather_tensors(
+    learner: Learner, view: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor] | None:
+    """Whole tensors on rank 0, of what `view` says of each parameter."""
     model, ranks = learner.model, learner.parallel
-    grads = {name: getattr(t, "main_grad", t) for name, t in model.tensors.items()}
+    tensors = {name: view(t) for name, t in model.tensors.items()}
     gather = HfGather(
-        lambda: grads, model.spec, layout_of(ranks.sizes), ranks.rank, "local", ranks.control
+        lambda: tensors, model.spec, layout_of(ranks.sizes), ranks.rank, "local", ranks.control
     )
     whole = gather.gather()
     return None if whole is None else {name: t.clone() for name, t in whole.items()}
@@ -382,7 +440,7 @@ def control_logprobs(learner: Learner, plan: BatchPlan) -> dict[str, dict[str, t
             ("no_mask", right, replace(batch, mask_offsets=None, mask_ids=None)),
             ("other_temperature", right, colder(batch, right)),
         ):
-            logprob, _ = forward.sampled_logprobs(model, logits, scored, ranks)
+            logprob = forward.sampled_logprobs(model, logits, scored, ranks).logprob
             for row, rollout in enumerate(batch.rollouts):
                 found[name][rollout.rollout_id] = logprob[batch.seq == row]
     return dict(found)

@@ -38,6 +38,22 @@ RECOMPUTE = {
     },
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
+# The clip is open, so that no token of a tiny model is lost; the teacher is the reference.
+PROXIMAL = {"ratio": "proximal", "clip_low": 0.9, "clip_high": 9.0, "kl": "k3", "kl_coef": 0.1}
+LOSSES = {
+    "moe_z_loss_coeff": 0.1,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+SEVERAL = {
+    "r2": {
+        "router_losses": LOSSES,
+        "minibatches": 2,
+        "routing": "R2",
+        "algorithm": PROXIMAL | {"corrections": ["m2"], "m2_limit": 0.5},
+    },
+    "r3": {"minibatches": 2, "routing": "R3", "algorithm": PROXIMAL},
+}
 Case = dict[str, Any]
 Found = dict[str, Any]
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -64,10 +80,13 @@ def case(
     recompute: str,
     dispatcher: str = "alltoall",
     alter: str = "",
+    several: str = "",
 ) -> Case:
+    """several: a key of SEVERAL, for a batch in two optimizer steps."""
     parts = [layout, model, "packed" if packing else "padded", recompute, dispatcher, alter]
-    return {
-        "name": "-".join(filter(None, parts)),
+    return SEVERAL.get(several, {}) | {
+        "name": "-".join(filter(None, [*parts, several])),
+        "several": several,
         "layout": layout,
         "model": model,
         "packing": packing,
@@ -94,6 +113,19 @@ COVER = [
     case("cp2-ep2", "qwen", True, "full"),
     case("pp2-ep2", "deepseek", False, "full"),
     case("tp2-pp2-etp2", "qwen", True, "full"),
+]
+STEPS = [  # batches in two optimizer steps, by default
+    case("pp2-vpp2", "qwen", True, "full", several="r2"),
+    case("cp2", "deepseek", False, "none", several="r3"),
+    case("tp2-etp2", "qwen", True, "full", several="r2"),
+    case("pp2-ep2", "deepseek", True, "full", several="r3"),
+]
+WHOLE_STEPS = [
+    case(layout, model, packing, "full" if packing else "none", several=several)
+    for layout in LAYOUTS
+    for model in ("qwen", "deepseek")
+    for packing in (False, True)
+    for several in SEVERAL
 ]
 WHOLE = [
     case(layout, model, packing, recompute)
@@ -125,12 +157,15 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
     for name, config in (("qwen", qwen), ("deepseek", families["deepseek_v3"])):
         (work / f"{name}.json").write_text(json.dumps(config))
     alone = [
-        {"name": model, "model": model, "controls": model == "qwen"}
+        [
+            {"name": model, "model": model, "controls": model == "qwen"},
+            *(kind | {"name": f"{model}-{name}", "model": model} for name, kind in SEVERAL.items()),
+        ]
         for model in ("qwen", "deepseek")
     ]
     stages: list[list[dict[str, Any]]] = [
         [
-            {"name": f"one{i}", "ranks": [i], "sizes": {}, "cases": [alone[i]]}
+            {"name": f"one{i}", "ranks": [i], "sizes": {}, "cases": alone[i]}
             for i in range(len(alone))
         ],
         [],
@@ -146,7 +181,7 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
             stage.append({"name": layout, "ranks": ranks, "sizes": sizes, "cases": chosen})
     (work / "schedule.json").write_text(json.dumps(stages))
     start_workers(work)
-    names = [c["name"] for c in cases] + ["qwen", "deepseek"]
+    names = [c["name"] for c in [*cases, *alone[0], *alone[1]]]
     return {name: torch.load(work / f"{name}.pt", weights_only=True) for name in names}
 
 
@@ -189,12 +224,12 @@ def start_workers(work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cover(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS)
+    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS + STEPS)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return run(tmp_path_factory.mktemp("whole"), WHOLE)
+    return run(tmp_path_factory.mktemp("whole"), WHOLE + WHOLE_STEPS)
 
 
 def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -230,6 +265,28 @@ def check_counts(found: Found) -> None:
 def test_a_layout_computes_what_one_rank_does(name: str, cover: dict[str, Found]) -> None:
     (chosen,) = (c for c in COVER if c["name"] == name)
     compare(cover[name], cover[chosen["model"]], chosen["recompute"] != "none")
+
+
+def compare_steps(found: Found, alone: Found, same_plan: bool) -> None:
+    """Two optimizer steps: the second one's numbers, the weights' whole way, every metric."""
+    assert gap(found["logprobs"], alone["logprobs"]) <= GATE
+    assert found["moved"].keys() == alone["moved"].keys()
+    for name, want in alone["moved"].items():
+        distance = float((found["moved"][name] - want).norm())
+        assert distance <= 2 * GATE * float(want.norm()) + 1e-7, f"{name}: {distance:.1e}"
+    assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=GATE)
+    assert found["metrics"]["loss/moved_k3"] > GATE, "the first step moved it by 0.5 % and more"
+    if same_plan:
+        assert found["probe"] == pytest.approx(alone["probe"], rel=1e-4, abs=GATE)
+    experts = found["experts"]
+    assert experts["maps"] == experts["trained"] == experts["recomputed"] > 0, "of both passes"
+
+
+@pytest.mark.parametrize("name", [c["name"] for c in STEPS])
+def test_two_optimizer_steps_are_those_of_one_rank(name: str, cover: dict[str, Found]) -> None:
+    (chosen,) = (c for c in STEPS if c["name"] == name)
+    reference = cover[f"{chosen['model']}-{chosen['several']}"]
+    compare_steps(cover[name], reference, LAYOUTS[chosen["layout"]].get("dp", 1) == 1)
 
 
 def test_the_reference_replays_its_record(cover: dict[str, Found]) -> None:
@@ -277,6 +334,14 @@ def test_gradient_reaches_routers_and_replayed_experts_only(cover: dict[str, Fou
 def test_the_whole_matrix(name: str, whole: dict[str, Found]) -> None:
     (chosen,) = (c for c in WHOLE if c["name"] == name)
     compare(whole[name], whole[chosen["model"]], chosen["recompute"] != "none")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [c["name"] for c in WHOLE_STEPS])
+def test_the_whole_matrix_of_two_steps(name: str, whole: dict[str, Found]) -> None:
+    (chosen,) = (c for c in WHOLE_STEPS if c["name"] == name)
+    reference = whole[f"{chosen['model']}-{chosen['several']}"]
+    compare_steps(whole[name], reference, LAYOUTS[chosen["layout"]].get("dp", 1) == 1)
 
 
 @pytest.mark.full

@@ -41,11 +41,12 @@ REFUSED = [
     ({"hidden_size": 64}, True, "it follows from the model"),
     ({"moe_router_fusion": True}, True, "platform"),
     ({"moe_enable_routing_replay": True}, True, "attaches its own replay"),
-    ({"moe_aux_loss_coeff": 0.01}, True, "plain sums"),
+    ({"moe_aux_loss_coeff": 0.01}, True, "seq_aux_loss"),
+    ({"moe_router_load_balancing_type": "aux_loss"}, True, "another split"),
     ({"moe_expert_capacity_factor": 1.0}, True, "drops tokens"),
     ({"recompute_granularity": "partial"}, False, "megatron-core says"),
     ({"hidden_dropout": "a bit"}, False, "float is needed"),
-    ({"moe_z_loss_coeff": 0.1}, False, "plain sums"),
+    ({"moe_z_loss_coeff": 0.1}, False, "beside replayed routes"),
 ]
 RECOMPUTE = {
     "recompute_granularity": "full",

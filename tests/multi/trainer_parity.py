@@ -98,7 +98,7 @@ def _logprobs(learner: Learner, plan: BatchPlan, mode: Mode, shift: int) -> dict
             }
             model.replay.load(index, forward.local_rows(routes, ranks))
         logits = forward.logits(model, model.module, batch, index, mode)
-        logprob, _ = forward.sampled_logprobs(model, logits, batch, ranks)
+        logprob = forward.sampled_logprobs(model, logits, batch, ranks).logprob
         for row, rollout in enumerate(batch.rollouts):
             mine[rollout.rollout_id] = logprob[batch.seq == row]
     model.replay.clear()

@@ -82,11 +82,13 @@ def make_plan(
     dp_size: int = 1,
     max_tokens: int = 64,
     unused_expert: int | None = None,
+    length: int = 0,
 ) -> BatchPlan:
-    """A plan of random records.  unused_expert: an expert that no route names."""
+    """A plan of random records.  unused_expert: an expert that no route names.  length: fed-in
+    tokens of every rollout; 0 = of each its own."""
     rng = np.random.default_rng([seed, step])
     made = tuple(
-        _group(store, rng, 1000 * step + index, siblings, step, unused_expert)
+        _group(store, rng, 1000 * step + index, siblings, step, unused_expert, length)
         for index in range(groups)
     )
     return plan_batch(
@@ -112,6 +114,7 @@ def _group(
     siblings: int,
     step: int,
     unused_expert: int | None,
+    length: int,
 ) -> EpisodeGroup:
     prompt = rng.integers(0, VOCAB, int(rng.integers(2, 6))).astype(np.int32)
     episodes = []
@@ -123,7 +126,7 @@ def _group(
             name,
             SHAPE,
             prompt,
-            int(rng.integers(3, 12)),
+            length + 1 - len(prompt) if length else int(rng.integers(3, 12)),
             sampling=SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, top_k=8),
             versions=(PolicyVersion(0, step),),
             unused_expert=unused_expert,

@@ -25,10 +25,10 @@ from moerl.algorithms.advantages import (
     reinforce_pp_baseline,
 )
 from moerl.algorithms.aggregation import plan_weights
-from moerl.algorithms.corrections import m2_limit, opsm
+from moerl.algorithms.corrections import m2_bound, opsm
 from moerl.algorithms.loss import PolicyLoss, loss_metrics, policy_loss
 from moerl.algorithms.objectives import ppo_clip
-from moerl.algorithms.preference import best_and_worst, online_dpo
+from moerl.algorithms.preference import best_and_worst, pair_advantages, plan_pairs
 from moerl.algorithms.selection import resample_correct
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
@@ -329,15 +329,15 @@ def test_resample_on_correct_keeps_proportions_and_prefers_clean_successes() -> 
     assert len(resample_correct([0.0] * 4, [1.0] * 4, 2, rng)) == 2
 
 
-def test_m2_limit_drops_the_largest_until_the_mean_fits() -> None:
+def test_m2_bound_drops_the_largest_until_the_mean_fits() -> None:
     d = torch.tensor([0.0, 0.1, -0.2, 1.0, -2.0]).double()
-    limit = m2_limit(d, 0.04)
+    limit = m2_bound(d, 0.04)
     kept = d.square()[d.square() <= limit]
     assert len(kept) == 3
     assert kept.mean() <= 0.04 < (kept.sum() + 1.0) / 4
-    assert m2_limit(d, 100.0) == 4.0
-    assert m2_limit(d[3:], 0.04) == -1.0, "nothing fits"
-    assert torch.isinf(m2_limit(d[:0], 0.04))
+    assert m2_bound(d, 100.0) == 4.0
+    assert m2_bound(d[3:], 0.04) == -1.0, "nothing fits"
+    assert torch.isinf(m2_bound(d[:0], 0.04))
 
 
 def test_gae_by_hand() -> None:
@@ -376,18 +376,45 @@ def test_gae_of_a_plan_joins_the_turns_of_an_episode(tmp_path: Path) -> None:
         plan_advantages(config, plan)
 
 
-def test_online_dpo_pairs_and_loss_by_hand() -> None:
-    reward = torch.tensor([0.5, 1.0, 0.0, 1.0, 1.0, 2.0])
-    chosen, rejected = best_and_worst(outcomes(reward, torch.tensor([0, 0, 0, 1, 1, 2])))
-    assert (chosen.tolist(), rejected.tolist()) == ([1], [2]), "no pair without a spread"
-    new = torch.tensor([-1.0, -1.0, -2.0]).double().requires_grad_()
-    tokens = make_tokens(new, new.detach(), torch.zeros(3), torch.tensor([0, 0, 1]))
-    tokens = replace(tokens, reference=torch.tensor([-2.0, -1.5, -1.0]).double())
-    loss = online_dpo(tokens, torch.tensor([0]), torch.tensor([1]), 0.2)
-    margin = 0.2 * ((1.0 + 0.5) - (-1.0))
-    assert loss.item() == pytest.approx(np.log1p(np.exp(-margin)))
-    loss.sum().backward()
-    push = 0.2 / (1 + np.exp(margin))
-    assert new.grad.tolist() == pytest.approx([-push, -push, push])
-    other = online_dpo(tokens, torch.tensor([1]), torch.tensor([0]), 0.2)
-    assert other.item() > loss.item(), "control: the other way round"
+def dpo_loss(logprob: torch.Tensor, reference: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """DPO (arXiv 2305.18290 eq. 7), mean over the pairs (1, 2) and (4, 3) of episodes, beta 0.2."""
+    gain = torch.zeros(6).double().index_add(0, of, logprob - reference)
+    margin = 0.2 * (gain[[1, 4]] - gain[[2, 3]])
+    return -torch.nn.functional.logsigmoid(margin).mean()
+
+
+def test_online_dpo_as_an_advantage_has_the_gradient_of_its_loss() -> None:
+    reward = torch.tensor([0.5, 1.0, 0.0, 1.0, 3.0, 2.0])
+    episodes = outcomes(reward, torch.tensor([0, 0, 0, 1, 1, 2]))
+    chosen, rejected = best_and_worst(episodes)
+    assert (chosen.tolist(), rejected.tolist()) == ([1, 4], [2, 3]), "no pair without a spread"
+    rng = torch.Generator().manual_seed(0)
+    of = torch.tensor([0, 1, 1, 2, 3, 3, 3, 4, 5, 5])
+    logprob, reference = -3 * torch.rand(2, 10, generator=rng, dtype=torch.float64)
+    leaf = logprob.clone().requires_grad_()
+    dpo_loss(leaf, reference, of).backward()
+    gain = torch.zeros(6).double().index_add(0, of, logprob - reference)
+    advantage, margin = pair_advantages(episodes, gain, 0.2)
+    assert margin.tolist() == pytest.approx((0.2 * (gain[[1, 4]] - gain[[2, 3]])).tolist())
+    other = logprob.clone().requires_grad_()
+    (-(advantage[of] * other).sum() / 6).backward()  # `reinforce` under `seq_mean_token_sum`
+    assert torch.allclose(other.grad, leaf.grad, rtol=1e-12, atol=0)
+    swapped = logprob.clone().requires_grad_()
+    (-(pair_advantages(episodes, -gain, 0.2)[0][of] * swapped).sum() / 6).backward()
+    assert not torch.allclose(swapped.grad, leaf.grad, rtol=1e-3), "control: margins reversed"
+
+
+def test_online_dpo_over_a_plan_reports_its_pairs(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, "n")
+    rollouts = [make_rollout(store, f"r{i}", 2, 3) for i in range(4)]
+    groups = [group(0, rollouts[:2], [0.0, 1.0]), group(1, rollouts[2:], [1.0, 1.0])]
+    plan = plan_batch(0, V3, groups, dp_size=1, max_tokens_per_microbatch=4)
+    config = AlgorithmConfig(advantage="online_dpo", dpo_beta=0.5)
+    gains = [{(0, 0): 2.0, (0, 1): -1.0}.get((r.group, r.episode), 9.0) for r in plan.rows]
+    advantages, metrics = plan_pairs(config, plan, gains)
+    push = 0.5 / (1 + np.exp(-1.5)) * 4
+    found = {(r.group, r.episode): a for r, a in zip(plan.rows, advantages, strict=True)}
+    assert found == pytest.approx({(0, 0): -push, (0, 1): push, (1, 0): 0.0, (1, 1): 0.0})
+    assert metrics["dpo/pairs"] == 1.0
+    assert metrics["dpo/right_frac"] == 0.0
+    assert metrics["dpo/loss"] == pytest.approx(np.log1p(np.exp(1.5)))

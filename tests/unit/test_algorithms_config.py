@@ -79,6 +79,7 @@ def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str
         ("corrections", {"corrections": ["tis_token"]}),  # the ratio holds prox / mu already
         ("corrections", {"corrections": ["tis_token", "icepop"], "ratio": "proximal"}),
         ("corrections", {"corrections": ["lag", "lag"]}),
+        ("m2_limit", {"corrections": ["m2"], "m2_limit": 0.0}),
         ("ratio", {"ratio": "old"}),
         ("ratio", {"objective": "dppo_tv", "ratio": "proximal"}),
         ("constant_tokens", {"aggregation": "constant"}),
@@ -126,11 +127,30 @@ def test_a_group_of_one_is_refused_where_siblings_are_needed() -> None:
     check_algorithm(replace(alone, algorithm=AlgorithmConfig(advantage="reinforce_pp")))
 
 
-def test_a_second_model_is_refused_under_pipeline_parallelism() -> None:
+def test_a_reference_runs_under_pipeline_parallelism_and_a_critic_does_not() -> None:
     base = config(kl="k3", kl_coef=0.1)
     parallel = replace(base.trainer.parallel, pp=2)
-    with pytest.raises(ConfigError, match=r"trainer.parallel .*second model"):
-        check_algorithm(replace(base, trainer=replace(base.trainer, parallel=parallel)))
+    trainer = replace(base.trainer, parallel=parallel)
+    check_algorithm(replace(base, trainer=trainer))
+    with pytest.raises(ConfigError, match=r"trainer.parallel .*critic"):
+        check_algorithm(replace(config(advantage="gae"), trainer=trainer))
+
+
+PAIRS = {
+    "advantage": "online_dpo",
+    "objective": "reinforce",
+    "aggregation": "seq_mean_token_sum",
+}
+
+
+def test_online_dpo_is_refused_where_its_gradient_would_be_another() -> None:
+    check_algorithm(config(**PAIRS))
+    for other in ({"objective": "ppo_clip"}, {"aggregation": "token_mean"}, {"dpo_beta": 0.0}):
+        with pytest.raises(ConfigError, match=f"algorithm.{next(iter(other))} .*online_dpo"):
+            check_algorithm(config(**(PAIRS | other)))
+    several = replace(config(**PAIRS), trainer=replace(Config().trainer, minibatches=2))
+    with pytest.raises(ConfigError, match=r"trainer.minibatches .*online_dpo"):
+        check_algorithm(several)
 
 
 def test_a_critic_is_refused_under_tensor_parallelism() -> None:

@@ -31,11 +31,11 @@ BAD = [
     ("task.name=poetry", "task.name = 'poetry'", "sort_digits, reasoning_gym or jsonl"),
     ("trainer.megatron.moe_router_fusion=true", "moe_router_fusion = True", "before replay"),
     ("rollout.max_lag=0", "rollout.max_lag = 0", "buffer_depth=0"),
-    ("replay.routing=R2", "replay.routing = 'R2'", "the live ones; use R3 (engine routes) or off"),
+    ("trainer.minibatches=3", "trainer.minibatches = 3", "divide rollout.groups_per_step = 32"),
     ("replay.rows=latest", "replay.rows = 'latest'", "newest segment"),
     ("rollout.in_flight_mode=pause", "in_flight_mode = 'pause'", "in_place or retract"),
     ("replay.probe=-1", "replay.probe = -1", "at least 0"),
-    ("replay.routing=R9", "replay.routing = 'R9'", "R3 or off"),
+    ("replay.routing=R9", "replay.routing = 'R9'", "R3, R2 or off"),
     ("bogus.key=1", "bogus", "unknown key"),
     ("steps", "override = 'steps'", "key=value"),
 ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moerl.algorithms.masked_logprob import kept_logprobs
 from moerl.errors import RecordError, TrainerError
 from moerl.trainer.replay import LayerReplay, Mode, RouteReplay
+from moerl.trainer.router_losses import balance_loss, z_loss
 
 E, K, N = 6, 2, 5
 
@@ -305,3 +307,29 @@ def test_gradient_is_zero_where_the_record_excludes_and_nowhere_else() -> None:
     kept_by_several = [0, 1, 2, 3, 4, 5]
     assert not head.grad[6].any()
     assert head.grad[kept_by_several].abs().amax(1).gt(0).all()
+
+
+def test_router_losses_in_fp64_and_padding_is_outside() -> None:
+    rng = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 4, generator=rng, dtype=torch.float64).requires_grad_()
+    sequence, lengths = torch.tensor([0, 1, 1, 0, -1]), torch.tensor([2.0, 2.0])
+    counts = torch.tensor([[2.0, 1.0, 1.0, 0.0], [0.0, 2.0, 0.0, 2.0]], dtype=torch.float64)
+
+    def z(x: Tensor) -> Tensor:
+        return z_loss(x, sequence >= 0)
+
+    def balance(x: Tensor) -> Tensor:
+        return balance_loss(x.softmax(-1), sequence, counts, lengths, 2)
+
+    for loss in (z, balance):
+        assert torch.autograd.gradcheck(loss, logits)
+        (grad,) = torch.autograd.grad(loss(logits), logits)
+        assert grad[:4].abs().amin() > 0
+        assert not grad[4].any(), "padding"
+    p = logits.detach().softmax(-1)
+    by_hand = sum(
+        float(4 * counts[q, e] / (2 * 2) * p[sequence == q, e].mean())
+        for q in range(2)
+        for e in range(4)
+    )
+    assert float(balance(logits)) == pytest.approx(by_hand)

@@ -1,0 +1,63 @@
+"""Megatron's optimizer and learning-rate schedule from our settings; gradients stay plain sums.
+
+The schedule counts batches: all optimizer steps of a batch (`trainer.minibatches`) have one rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from moerl.config.schema import OptimizerConfig
+
+
+def finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Megatron's finaliser without the token count it would divide the gradients by."""
+    megatron_finalize(model, None, **kwargs)
+
+
+def make_optimizer(
+    ddp: list[DistributedDataParallel], settings: OptimizerConfig, dtype: str
+) -> MegatronOptimizer:
+    half = dtype == "bf16"
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=half,
+        params_dtype=torch.bfloat16 if half else torch.float32,
+        use_distributed_optimizer=settings.distributed,
+    )
+    return get_megatron_optimizer(config, ddp)
+
+
+def make_schedule(
+    optimizer: MegatronOptimizer, settings: OptimizerConfig, run_steps: int
+) -> OptimizerParamScheduler:
+    decay_steps = settings.decay_steps or run_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=min(settings.min_lr, settings.lr),
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,155 @@
+"""What is known of a batch before its first optimizer step: forward passes without gradient.
+
+The weights a batch starts from are the proximal policy of decoupled PPO (arXiv 2110.00641).  With
+one optimizer step they are the weights of every forward, and no further pass is needed.  With more,
+or where something has to be known of the whole batch first, each minibatch goes through the model
+once before any is trained: with the routes, kept sets and microbatches that its training will use,
+so that in the first optimizer step theta / prox is exactly 1.
+
+`replay.routing: R2` takes the live routes of this pass for the training passes, as published under
+that name (arXiv 2512.01374; the older "routing replay" of GSPO, 2507.18071): routes of the proximal
+policy, per (minibatch, microbatch, chunk, layer), where `R3` (2510.11370) takes the engine's.
+
+The store of routes is empty after each pass, so the passes never see each other's.
+Rejected: a copy of the weights for the later passes (another model in memory for the same numbers).
+
+Legend: N sampled tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.algorithms.corrections import m2_bound
+from moerl.config.algorithms import needed
+from moerl.config.schema import Config
+from moerl.data.minibatches import Minibatch
+from moerl.data.packing import Microbatch, by_row, rollout_at
+from moerl.trainer import forward
+from moerl.trainer.model import Chunk, Model
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.replay import Key, Mode, RouteReplay
+from moerl.trainer.schedule import Batches, LoadRoutes, Turn, score
+from moerl.types import BatchPlan
+
+Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
+
+
+@dataclass(slots=True)
+class Known:
+    """Of one minibatch, before its optimizer step: log-probabilities on the last stage only."""
+
+    logprobs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """proximal, reference, teacher (those that are needed) -> microbatch -> [N] fp32."""
+    routes: Routes | None = None  # R2: what the training pass replays
+    m2_bound: float = math.inf
+
+    def tokens(self, microbatch: int) -> dict[str, Tensor]:
+        """The fields of `moerl.algorithms.tokens.Tokens` that are known of a microbatch."""
+        return {role: found[microbatch] for role, found in self.logprobs.items()}
+
+
+def is_needed(config: Config) -> bool:
+    """Whether the batch goes through the policy before its first optimizer step."""
+    several = config.trainer.minibatches > 1
+    return several or config.replay.routing == "R2" or "proximal_pass" in needed(config.algorithm)
+
+
+def proximal_pass(model: Model, config: Config, batches: Batches) -> Known:
+    """Log-probabilities of one minibatch under the current weights, and with R2 its routes."""
+    if model.replay is None:
+        return Known({"proximal": score(model, batches, Mode.OFF)})
+    if config.replay.routing != "R2":
+        load = recorded_routes(model, batches.parallel)
+        return Known({"proximal": score(model, batches, Mode.REPLAY, load=load)})
+    replay, routes = model.replay, Routes()
+
+    def keep(turn: Turn) -> None:
+        routes.update(_taken(replay, turn))
+
+    found = score(model, batches, Mode.RECORD, after=keep)
+    return Known({"proximal": found}, routes)
+
+
+def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
+    """Gives the routers what the engine recorded (R3)."""
+
+    def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
+        forward.load_routes(model, batch, microbatch, parallel, chunk.index)
+
+    return load
+
+
+def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
+    """Gives the routers what they chose in the proximal pass (R2); each row once."""
+    replay = model.replay
+    assert replay is not None, "R2 needs a model built with replay"
+
+    def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
+        layers = replay.chunks[chunk.index]
+        found = {layer: routes.pop(Key(microbatch, chunk.index, layer)) for layer in layers}
+        replay.load(microbatch, found, chunk.index)
+        rows = len(layers) * batch.num_fed_in(forward.routed_slots(batch, parallel))
+        batch.read.routing_rows += rows
+        batch.read.routing += rows * replay.top_k * _id_dtype(replay).itemsize
+
+    return load
+
+
+def _taken(replay: RouteReplay, turn: Turn) -> Routes:
+    live = replay.take_live(turn.microbatch, turn.chunk.index)
+    return {key: choice.ids.to("cpu", _id_dtype(replay)) for key, choice in live.items()}
+
+
+def _id_dtype(replay: RouteReplay) -> torch.dtype:
+    return torch.uint8 if replay.num_experts <= 256 else torch.uint16
+
+
+def bound_second_moment(
+    minibatches: Sequence[Minibatch], known: Sequence[Known], limit: float, parallel: Parallel
+) -> None:
+    """M2PO: set the one bound of the whole batch, over all minibatches and data-parallel ranks."""
+    if not parallel.is_last_stage:
+        return
+    gaps = [
+        values - rollout_at(part.plan, row).logprobs
+        for part, scored in zip(minibatches, known, strict=True)
+        for row, values in _by_row(part.plan, scored, "proximal", parallel).items()
+    ]
+    every: list[np.ndarray] = [np.zeros(0)] * parallel.dp_size
+    mine = np.concatenate([*gaps, np.zeros(0, np.float32)])
+    dist.all_gather_object(every, mine, group=parallel.dp_gloo)
+    bound = float(m2_bound(torch.from_numpy(np.concatenate(every)), limit))
+    for scored in known:
+        scored.m2_bound = bound
+
+
+def gains_over_reference(plan: BatchPlan, known: Known, parallel: Parallel) -> list[float]:
+    """Sum over each row's sampled tokens of proximal - reference, by row of the plan, on all ranks.
+
+    `known` is of the whole plan.
+    """
+    mine = {}
+    if parallel.is_last_stage:
+        proximal, reference = (
+            _by_row(plan, known, role, parallel) for role in ("proximal", "reference")
+        )
+        mine = {
+            row: float((values.astype(np.float64) - reference[row]).sum())
+            for row, values in proximal.items()
+        }
+    every: list[dict[int, float]] = [{}] * parallel.world_size
+    dist.all_gather_object(every, mine, group=parallel.control)
+    joined = {row: gain for part in every for row, gain in part.items()}
+    return [joined[row] for row in range(len(plan.rows))]
+
+
+def _by_row(plan: BatchPlan, known: Known, role: str, parallel: Parallel) -> dict[int, np.ndarray]:
+    return by_row(plan, parallel.dp_rank, known.logprobs[role])

@@ -1,0 +1,154 @@
+"""Router z loss and sequence-wise balance loss beside replayed routes, the same in every layout.
+
+    z         coeff / T x sum over tokens of logsumexp(router logits)^2  (ST-MoE 2202.08906 eq. 5)
+    balance   coeff / R x sum over rollouts of sum_i f_i P_i,  f_i = E c_i / (K t),  P_i = mean p_i
+              (DeepSeek-V3 2412.19437 eq. 17-20; `seq_aux_loss` of megatron-core)
+
+of each MoE layer, over the T fed-in tokens and R rollouts (of t tokens) of an optimizer step,
+padding excluded.  c_i counts the tokens whose REPLAYED choice names expert i, those that ran;
+megatron-core 0.16.1 counts a live top-k instead, without expert bias and groups.  p_i are the live
+probabilities over all experts (sigmoid scores normalised), so the gradient reaches the router.
+
+The denominators are those of the plan, where megatron-core divides by tokens of a rank and a
+microbatch, and counts of a rollout are added over the ranks that hold its positions.  Losses over
+a microbatch (`aux_loss`) or a running mean over them (`global_aux_loss`) depend on the split by
+definition: refused.  The gradient is attached where megatron-core attaches its own, once per row:
+in the forward pass, or in its recompute.
+
+Legend: N rows of one rank and microbatch in router order, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
+
+from moerl.config.schema import TrainerConfig
+from moerl.data.packing import Microbatch
+from moerl.trainer import forward
+from moerl.trainer.model import Chunk, Model
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.replay import Key
+from moerl.types import BatchPlan
+
+NAMES = ("router_z", "router_balance")
+_SETTINGS = ("moe_z_loss_coeff", "moe_aux_loss_coeff", "moe_router_load_balancing_type")
+
+
+def without_router_losses(trainer: TrainerConfig) -> TrainerConfig:
+    """The same settings for a model whose routers are not trained by them."""
+    kept = {name: value for name, value in trainer.megatron.items() if name not in _SETTINGS}
+    return replace(trainer, megatron=kept)
+
+
+class RouterLosses:
+    """Both losses of one rank's routers, in place of megatron-core's own."""
+
+    def __init__(self, model: Model, parallel: Parallel) -> None:
+        assert model.replay is not None, "router losses count replayed choices"
+        self.replay, self.parallel = model.replay, parallel
+        self.z_coeff = float(model.config.moe_z_loss_coeff or 0.0)
+        self.balance_coeff = float(model.config.moe_aux_loss_coeff or 0.0)
+        self.values = dict.fromkeys(NAMES, 0.0)  # of this rank's rows since `begin`
+        self._tokens = self._rollouts = 0
+        self._lengths: dict[int, Tensor] = {}  # microbatch -> [rollouts] fed-in tokens
+        self._sequence: dict[int, Tensor] = {}  # microbatch -> [N] rollout of a row, -1: padding
+        self._counts: dict[Key, Tensor] = {}  # [rollouts, E] f32
+        for chunk in model.chunks:
+            for layer in chunk.gpt.decoder.layers:
+                if hasattr(layer.mlp, "router"):
+                    number, router = layer.layer_number - 1, layer.mlp.router
+                    router.apply_z_loss = partial(self._z, number)
+                    router._apply_seq_aux_loss = partial(self._balance, number)
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Before the training pass of an optimizer step."""
+        turns = [turn for group in plan.groups for turn in group.rollouts()]
+        self._tokens, self._rollouts = sum(r.num_tokens - 1 for r in turns), len(turns)
+        self.values = dict.fromkeys(NAMES, 0.0)
+        for kept in (self._lengths, self._sequence, self._counts):
+            kept.clear()
+
+    def prepare(self, batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
+        """After a turn's routes were given to the routers: whose rows they are, how often chosen.
+
+        Collective over tensor and context parallel ranks, which take turns in the same order.
+        """
+        first, last = forward.routed_slots(batch, self.parallel)
+        grid = torch.full((last - first, len(batch.tokens)), -1)
+        for rollout in range(len(batch.rollouts)):
+            for row, slot, _, count in batch.pieces(rollout, first, last):
+                grid[slot - first : slot - first + count, row] = rollout
+        device, sequence = self.parallel.device, grid.flatten()
+        self._sequence[microbatch] = sequence.to(device)
+        fed = [rollout.num_tokens - 1 for rollout in batch.rollouts]
+        self._lengths[microbatch] = torch.tensor(fed, dtype=torch.float32, device=device)
+        layers = self.replay.chunks[chunk.index]
+        if not (self.balance_coeff and layers and fed):
+            return
+        keys = [Key(microbatch, chunk.index, layer) for layer in layers]
+        counts = torch.stack([self._count(key, sequence, len(fed)) for key in keys]).to(device)
+        for group in (self.parallel.tp, self.parallel.cp):
+            dist.all_reduce(counts, group=group)
+        self._counts |= dict(zip(keys, counts, strict=True))
+
+    def _count(self, key: Key, sequence_N: Tensor, rollouts: int) -> Tensor:
+        """[rollouts, E]: rows of this rank that name an expert."""
+        real = sequence_N >= 0
+        ids = self.replay.rows(key)[real].long()
+        cells = (sequence_N[real, None] * self.replay.num_experts + ids).flatten()
+        counts = torch.bincount(cells, minlength=rollouts * self.replay.num_experts)
+        return counts.view(rollouts, self.replay.num_experts).float()
+
+    def _z(self, layer: int, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """In place of `TopKRouter.apply_z_loss`.  logits: [N, E]."""
+        if not (self.z_coeff and torch.is_grad_enabled()):
+            return logits
+        real_N = self._sequence[self.replay.serves(layer).microbatch] >= 0
+        loss = z_loss(logits, real_N) * (self.z_coeff / self._tokens)
+        return self._attach("router_z", logits, loss)
+
+    def _balance(
+        self, layer: int, probs: Tensor, scores_NE: Tensor, *_live: Any, **_unused: Any
+    ) -> Tensor:
+        """In place of `TopKRouter._apply_seq_aux_loss`.  scores: live probabilities."""
+        key = self.replay.serves(layer)
+        if not (self.balance_coeff and torch.is_grad_enabled() and key in self._counts):
+            return probs
+        loss = balance_loss(
+            scores_NE,
+            self._sequence[key.microbatch],
+            self._counts.pop(key),
+            self._lengths[key.microbatch],
+            self.replay.top_k,
+        )
+        return self._attach("router_balance", probs, loss * (self.balance_coeff / self._rollouts))
+
+    def _attach(self, name: str, through: Tensor, loss: Tensor) -> Tensor:
+        self.values[name] += float(loss.detach())
+        result: Tensor = MoEAuxLossAutoScaler.apply(through, loss)
+        return result
+
+
+def z_loss(logits_NE: Tensor, real_N: Tensor) -> Tensor:
+    """Sum over real rows of logsumexp^2: a scalar."""
+    return (logits_NE.logsumexp(-1).square() * real_N).sum()
+
+
+def balance_loss(
+    scores_NE: Tensor, sequence_N: Tensor, counts_QE: Tensor, length_Q: Tensor, top_k: int
+) -> Tensor:
+    """Sum over rollouts of this rank's share of sum_i f_i P_i: a scalar.
+
+    counts_QE, length_Q: of whole rollouts, wherever their positions are.
+    """
+    experts = scores_NE.shape[1]
+    weight_QE = counts_QE * (experts / top_k) / length_Q.square()[:, None]
+    real = sequence_N >= 0
+    return (weight_QE.to(scores_NE.dtype)[sequence_N[real]] * scores_NE[real]).sum()

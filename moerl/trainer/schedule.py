@@ -1,0 +1,212 @@
+"""One pass of a model over the microbatches of a plan, by Megatron's own schedules.
+
+Every pass takes this path: training, the forward passes without gradient before it (proximal
+policy, reference, teacher, probe) and the critic, so all of them run under pipeline stages,
+interleaving and context parallelism alike.
+
+A microbatch and a model chunk travel together as a `Turn`, so routes never depend on the order in
+which a schedule calls; the number that the schedule itself keeps is compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import Config, TrainerConfig
+from moerl.data.packing import Microbatch, fed_tokens, pack_microbatch
+from moerl.errors import TrainerError
+from moerl.trainer import forward
+from moerl.trainer.model import Chunk, Model, equal_shapes
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.replay import Mode
+from moerl.types import Array, BatchPlan
+
+LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # of a chunk's output
+ForwardStep = Callable[[Iterator["Turn"], Any], tuple[Tensor, LossOf]]
+LoadRoutes = Callable[[Microbatch, int, Chunk], None]  # gives a turn's routes to the routers
+
+
+class Turn(NamedTuple):
+    """One forward pass of one model chunk."""
+
+    chunk: Chunk
+    microbatch: int
+    batch: Microbatch
+
+
+class Batches:
+    """Microbatches of one plan on this rank, packed when they are asked for."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        config: Config,
+        parallel: Parallel,
+        store: BlobStore,
+        *,
+        advantages: Sequence[float | Array] | None = None,
+        weights: Sequence[float | Array] | None = None,
+        with_masks: bool = True,
+        only: int | None = None,
+    ) -> None:
+        """advantages, weights: by row of the plan.  with_masks: read kept sets, where the last
+        stage needs them.  only: this microbatch alone, as number 0."""
+        self.plan, self.parallel = plan, parallel
+        self._config, self._store = config, store
+        self._read_mask = with_masks and config.replay.sampling_mask and parallel.is_last_stage
+        self._advantages, self._weights = advantages, weights
+        self.pack_s = 0.0
+        self._numbers = list(range(plan.num_microbatches)) if only is None else [only]
+        if parallel.sizes.vpp > 1:  # the interleaved schedule wants whole rounds: the rest is
+            rest = -len(self._numbers) % parallel.sizes.pp  # padding, numbers beyond the plan's
+            self._numbers += range(plan.num_microbatches, plan.num_microbatches + rest)
+        self.num_microbatches = len(self._numbers)
+        self.shape = step_shape(plan, config.trainer, parallel)
+
+    def pack(self, microbatch: int) -> Microbatch:
+        return pack_microbatch(
+            self.plan,
+            self.parallel.dp_rank,
+            self._numbers[microbatch],
+            self._store,
+            advantages=self._advantages,
+            weights=self._weights,
+            read_mask=self._read_mask,
+            grid=forward.grid_of(
+                self.parallel, packed=self._config.trainer.packing, shape=self.shape
+            ),
+        )
+
+
+def step_shape(plan: BatchPlan, trainer: TrainerConfig, parallel: Parallel) -> tuple[int, int]:
+    """Rows and slots that hold any microbatch of any data-parallel rank, where all must be equal;
+    otherwise (1, 1), no lower bound."""
+    if not equal_shapes(trainer):
+        return 1, 1
+    grid = forward.grid_of(parallel, packed=trainer.packing)
+    shapes = [
+        grid.shape(fed_tokens(plan, dp_rank, index))
+        for dp_rank in range(parallel.dp_size)
+        for index in range(plan.num_microbatches)
+    ]
+    return max(rows for rows, _ in shapes), max(length for _, length in shapes)
+
+
+def run_pass(
+    model: Model,
+    modules: Sequence[torch.nn.Module],
+    batches: Batches,
+    step: ForwardStep,
+    *,
+    load: LoadRoutes | None = None,
+    forward_only: bool = False,
+) -> None:
+    """All microbatches through all chunks; afterwards no routes are left in the store.
+
+    modules: what is called of each chunk, itself or what wraps it.  load: called when a turn is
+    taken; None = nothing is replayed.
+    Raises RecordError when a loaded row was not used exactly once.
+    """
+    packed: dict[int, Microbatch] = {}
+    turns = [_turns(model, chunk, batches, packed, load) for chunk in model.chunks]
+    rows, length = batches.shape
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=turns if len(turns) > 1 else turns[0],
+        model=list(modules),
+        num_microbatches=batches.num_microbatches,
+        # of hidden states between stages; unused where their shapes are sent along
+        seq_length=length * batches.parallel.cp_size,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+    )
+    if model.replay is not None:
+        model.replay.finish_step()
+
+
+def _turns(
+    model: Model,
+    chunk: Chunk,
+    batches: Batches,
+    packed: dict[int, Microbatch],
+    load: LoadRoutes | None,
+) -> Iterator[Turn]:
+    """A microbatch is packed when the first chunk needs it, and kept until the last one did."""
+    for index in range(batches.num_microbatches):
+        begin = time.perf_counter()
+        batch = packed.pop(index, None) or batches.pack(index)
+        if chunk is not model.chunks[-1]:
+            packed[index] = batch
+        if load is not None:
+            load(batch, index, chunk)
+        batches.pack_s += time.perf_counter() - begin
+        yield Turn(chunk, index, batch)
+
+
+def take(turns: Iterator[Turn]) -> Turn:
+    """The next turn.  Raises TrainerError when the schedule is at another microbatch."""
+    turn = next(turns)
+    for layer in turn.chunk.gpt.decoder.layers:  # the schedule's own number
+        if layer.current_microbatch not in (None, turn.microbatch):
+            raise TrainerError(
+                f"the schedule runs microbatch {layer.current_microbatch}, "
+                f"{turn.microbatch} was fed"
+            )
+    return turn
+
+
+@contextmanager
+def scoring(model: Model) -> Iterator[None]:
+    """No gradients and no dropout."""
+    modules = [chunk.module for chunk in model.chunks]
+    were_training = [module.training for module in modules]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was_training in zip(modules, were_training, strict=True):
+            module.train(was_training)
+
+
+def score(
+    model: Model,
+    batches: Batches,
+    mode: Mode,
+    *,
+    load: LoadRoutes | None = None,
+    after: Callable[[Turn], None] | None = None,
+) -> dict[int, Tensor]:
+    """A forward pass without gradient: log-probabilities of the sampled tokens, by microbatch.
+
+    after: called when a turn's forward is done.  Returns [N] fp32 each, equal on all tensor and
+    context parallel ranks of the last stage; empty on the other stages.
+    """
+    found: dict[int, Tensor] = {}
+
+    def keep(turn: Turn, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        scores = forward.sampled_logprobs(model, logits, turn.batch, batches.parallel)
+        found[turn.microbatch] = scores.logprob
+        return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), {}
+
+    def step(turns: Iterator[Turn], module: torch.nn.Module) -> tuple[Tensor, LossOf]:
+        turn = take(turns)
+        output = forward.run_chunk(model, turn.chunk, module, turn.batch, turn.microbatch, mode)
+        if after is not None:
+            after(turn)
+        return output, partial(keep, turn)
+
+    modules = [chunk.module for chunk in model.chunks]
+    with scoring(model):
+        run_pass(model, modules, batches, step, load=load, forward_only=True)
+    return found

@@ -1,0 +1,117 @@
+"""What a training pass adds up on each rank, joined over the gang once, and the metrics of it.
+
+Each token and each row is counted by one rank: ranks that compute the same (tensor parallel peers,
+or context parallel ones after the join of log-probabilities) leave it to the first of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.algorithms.loss import SUM_NAMES
+from moerl.algorithms.masked_logprob import Scores
+from moerl.algorithms.mismatch import MismatchSums
+from moerl.data.packing import Microbatch
+
+_COUNTS = (
+    "fed",  # fed-in tokens without padding
+    "forwarded",  # with padding
+    "fed_rows",  # fed-in tokens that this rank routes x its MoE layers
+    "replayed_rows",  # recorded (token, layer) rows that routers consumed
+    "routing_bytes",
+    "sampled",
+    "sampled_truncated",  # sampled under a truncating recipe
+    "masked",  # sampled tokens with a recorded kept set
+    "kept",  # entries of all kept sets
+    "kept_singleton",
+    "mask_bytes",
+    "entropy",
+    "entropy_full",
+    "router_z",  # weighted terms, as they are added
+    "router_balance",
+)
+
+
+@dataclass(slots=True)
+class StepSums:
+    """What one rank adds up over the microbatches of an optimizer step."""
+
+    loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUM_NAMES), dtype=torch.float64))
+    mismatch: MismatchSums = field(default_factory=MismatchSums.zero)
+    exact: MismatchSums = field(default_factory=MismatchSums.zero)  # see moerl.trainer.probe
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
+    kept_max: float = 0.0
+
+    def join(self, group: dist.ProcessGroup) -> StepSums:
+        """Sums over the ranks of a gloo group."""
+        packed = torch.cat([self.loss, torch.tensor(list(self.counts.values())).double()])
+        dist.all_reduce(packed, group=group)
+        peak = torch.tensor(self.kept_max, dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        counts = dict(zip(self.counts, packed[len(SUM_NAMES) :].tolist(), strict=True))
+        return StepSums(
+            packed[: len(SUM_NAMES)],
+            self.mismatch.all_reduce(group),
+            self.exact.all_reduce(group),
+            counts,
+            float(peak),
+        )
+
+    def __iadd__(self, other: StepSums) -> StepSums:
+        """The next optimizer step of the same batch."""
+        self.loss = self.loss + other.loss
+        self.mismatch += other.mismatch
+        self.exact += other.exact
+        self.counts = {name: count + other.counts[name] for name, count in self.counts.items()}
+        self.kept_max = max(self.kept_max, other.kept_max)
+        return self
+
+    def count_held(self, batch: Microbatch) -> None:
+        """What context-parallel ranks hold a part of."""
+        counts = self.counts
+        counts["fed"] += batch.num_fed
+        counts["forwarded"] += batch.tokens.numel()
+        if batch.mask_offsets is not None:
+            sizes = batch.mask_offsets.diff()
+            counts["masked"] += len(sizes)
+            counts["kept"] += float(sizes.sum())
+            counts["kept_singleton"] += float((sizes == 1).sum())
+            counts["mask_bytes"] += batch.read.mask
+            if len(sizes):
+                self.kept_max = max(self.kept_max, float(sizes.max()))
+
+    def count_sampled(self, batch: Microbatch, scores: Scores) -> None:
+        """What context-parallel ranks hold alike."""
+        self.counts["sampled"] += len(batch.sampled)
+        self.counts["entropy"] += float(scores.entropy.sum())
+        if scores.full_entropy is not None:
+            self.counts["entropy_full"] += float(scores.full_entropy.sum())
+        self.counts["sampled_truncated"] += sum(
+            rollout.num_sampled for rollout in batch.rollouts if rollout.sampling.truncates
+        )
+
+
+def describe(sums: StepSums, *, replayed: bool, full_entropy: bool) -> dict[str, float]:
+    """Coverage and payload metrics; what could not be computed is absent."""
+    counts = sums.counts
+    metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
+    if counts["sampled"]:
+        metrics["loss/entropy"] = counts["entropy"] / counts["sampled"]
+        if full_entropy:
+            metrics["loss/entropy_full"] = counts["entropy_full"] / counts["sampled"]
+    if replayed and counts["fed_rows"]:
+        metrics["routing/replay_cover_frac"] = counts["replayed_rows"] / counts["fed_rows"]
+        metrics["routing/fallback_rows"] = counts["fed_rows"] - counts["replayed_rows"]
+        metrics["routing/bytes_per_token"] = counts["routing_bytes"] / counts["fed"]
+    if counts["sampled_truncated"]:
+        metrics["keep/cover_frac"] = counts["masked"] / counts["sampled_truncated"]
+    if counts["masked"]:
+        metrics["keep/size_mean"] = counts["kept"] / counts["masked"]
+        metrics["keep/size_max"] = sums.kept_max
+        metrics["keep/singleton_frac"] = counts["kept_singleton"] / counts["masked"]
+        metrics["keep/bytes_per_token"] = counts["mask_bytes"] / counts["masked"]
+    return metrics
