@@ -317,13 +317,13 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """One optimizer step: which groups, and who trains which row in which microbatch.
+    """One batch of rollouts: which groups, and who trains which row in which microbatch.
 
     Every data-parallel rank has the same number of microbatches (an expert-parallel exchange
     needs all of them); a rank without rows in a microbatch trains one row of padding.
     """
 
-    step: int  # 0-based optimizer step this plan is consumed by
+    step: int  # 0-based batch this plan is
     version: PolicyVersion  # weights the step starts from
     groups: tuple[EpisodeGroup, ...]
     rows: tuple[PlanRow, ...]

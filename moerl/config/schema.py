@@ -68,7 +68,7 @@ class RolloutConfig:
     group_size: int = 8  # episodes of a prompt that are trained
     oversample: int = 1  # times group_size are generated, resampled on correct (GRPO-RoC)
     max_lag: int = 4  # versions: no trained token is older than this
-    buffer_depth: int = 2  # optimizer steps of finished groups to hold; 0 = synchronous
+    buffer_depth: int = 2  # batches of finished groups to hold; 0 = synchronous
     groups_per_request: int = 8  # groups sent to an engine in one call
     max_groups_in_flight: int = 64  # over all engines
     # What a publish does to running requests (docs/operations.md): abort_resume | drain (it waits)
@@ -205,7 +205,7 @@ class AlgorithmConfig:
 class SyncConfig:
     transport: str = "broadcast"  # | shm | cuda_ipc | gloo | nccl | mooncake | disk
     bucket_bytes: int = 16 * 2**20
-    every: int = 1  # optimizer steps between publishes
+    every: int = 1  # batches between publishes
     direct: int = 0  # engines that the trainer serves itself, the others copy from them; 0 = all
     timeout_s: float = 120.0  # longest phase of a publish; a slower engine is left behind
     folder: str = ""  # disk: mounted by trainer and engines under this same path
@@ -230,7 +230,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 50  # optimizer steps; 0 = only at the end
+    every: int = 50  # batches; 0 = only at the end
     keep: int = 2
     keep_versions: bool = False  # also save HF weights of every published version (audit)
 

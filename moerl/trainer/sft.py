@@ -38,7 +38,8 @@ def supervised(config: Config) -> Config:
     """The same settings with the supervised loss in place of the algorithm, and no replay."""
     algorithm = AlgorithmConfig(advantage="reward", objective="reinforce", aggregation="token_mean")
     off = ReplayConfig(routing="off", sampling_mask=False)
-    return replace(config, algorithm=algorithm, replay=off)
+    trainer = replace(config.trainer, minibatches=1)  # a batch is one optimizer step
+    return replace(config, algorithm=algorithm, replay=off, trainer=trainer)
 
 
 def main() -> None:
