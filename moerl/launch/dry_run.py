@@ -150,7 +150,7 @@ def _engine_job(config: Config) -> str:
         "max_running_requests": engine.max_running_requests,
         "max_total_tokens": engine.max_total_tokens,
         "mem_fraction_static": engine.mem_fraction_static,
-        "enable_return_routed_experts": config.replay.routing != "off",
+        "enable_return_routed_experts": config.replay.routing == "R3",
     }
     return " ".join(f"{key}={value}" for key, value in (args | dict(engine.args)).items())
 
@@ -299,7 +299,7 @@ def _host_lines(
     rollout = config.rollout
     tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
-    record = tokens * routes * (config.replay.routing != "off")
+    record = tokens * routes * (config.replay.routing == "R3")
     waiting = groups * rollout.group_size * record
     engine_nodes = {seat.node.name for seat in placed.engines}
     lines = ["host memory, GB per node, at most:"]

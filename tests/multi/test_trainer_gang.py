@@ -162,7 +162,7 @@ def test_a_failing_rank_ends_the_gang_with_its_cause(tmp_path: Path, model: Path
     bench = Bench(tmp_path, model, every=0, keep=1)
     done, controller = bench.train(spoil=1)
     assert done.returncode != 0
-    assert len(controller.steps) == 1
+    assert len(controller.steps) == 1, done.stderr[-3000:]
     assert controller.failed
     assert any("blob://n0/" in failed.cause for failed in controller.failed)
     assert "blob://n0/" in done.stderr
