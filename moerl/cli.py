@@ -88,7 +88,7 @@ def train(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
         )
     request = {"resume": "", "recipe": recipe, "overrides": settings}
-    raise typer.Exit(_guarded(request, config.cluster.blob_dir))
+    raise typer.Exit(_guarded(request))
 
 
 @app.command()
@@ -116,7 +116,7 @@ def sft(
     name = run or f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}"
     settings.append(f"run.name={name}")
     request = {"recipe": recipe, "overrides": settings}
-    raise typer.Exit(_guarded(request, config.cluster.blob_dir, module="moerl.launch.sft"))
+    raise typer.Exit(_guarded(request, module="moerl.launch.sft"))
 
 
 @app.command()
@@ -145,7 +145,7 @@ def mismatch(
     """
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
-    config = _checked(recipe, list(overrides or []), checkpoint)
+    _checked(recipe, list(overrides or []), checkpoint)
     request = {
         "recipe": recipe,
         "overrides": list(overrides or []),
@@ -156,7 +156,7 @@ def mismatch(
         "records": str(Path(records).resolve()) if records else "",
         "page": str(Path(page).resolve()),
     }
-    raise typer.Exit(_guarded(request, config.cluster.blob_dir, module="moerl.launch.mismatch"))
+    raise typer.Exit(_guarded(request, module="moerl.launch.mismatch"))
 
 
 @app.command("check-layout")
@@ -314,9 +314,7 @@ def _resume(folder: Path, overrides: list[str]) -> int:
     config = resolve(load_saved(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
-    return _guarded(
-        {"resume": str(folder), "recipe": "", "overrides": overrides}, config.cluster.blob_dir
-    )
+    return _guarded({"resume": str(folder), "recipe": "", "overrides": overrides})
 
 
 def _run_folder(name: str) -> Path:
@@ -326,8 +324,8 @@ def _run_folder(name: str) -> Path:
     raise ConfigError("--resume", name, "no config.yaml there; give a run's name or its folder")
 
 
-def _guarded(request: dict[str, Any], blob_dir: str, module: str = "moerl.launch.root") -> int:
-    """Run the request in a guarded root process; its scratch folders are removed afterwards."""
+def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
+    """Run the request in a guarded root process; its scratch folder is removed afterwards."""
     from moerl.launch.processes import run_guarded
 
     scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
@@ -336,7 +334,6 @@ def _guarded(request: dict[str, Any], blob_dir: str, module: str = "moerl.launch
         return run_guarded([sys.executable, "-m", module, body], stop_timeout_s=8.0)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(Path(blob_dir) / scratch.name, ignore_errors=True)
 
 
 def main() -> None:

@@ -51,6 +51,10 @@ class BlobError(MoerlError):
     """A sealed blob that is missing, truncated or does not match its digest."""
 
 
+class JournalError(MoerlError):
+    """The journal could not be written: the disk is full, or fails."""
+
+
 class EngineError(MoerlError):
     """An engine that failed to start, to answer or to update; carries the cause it logged."""
 

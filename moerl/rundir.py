@@ -38,6 +38,11 @@ class RunDir:
         return self.root / "records"
 
     @property
+    def journal(self) -> Path:
+        """The controller's journal (unless rollout.journal_dir) and its shipped segments."""
+        return self.root / "journal"
+
+    @property
     def hf(self) -> Path:
         return self.root / "hf"
 

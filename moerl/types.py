@@ -302,6 +302,10 @@ class EpisodeGroup:
     def oldest(self) -> PolicyVersion:
         return min(rollout.oldest for rollout in self.rollouts())
 
+    @property
+    def newest(self) -> PolicyVersion:
+        return max(rollout.versions[-1].version for rollout in self.rollouts())
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:

@@ -16,7 +16,7 @@ controller); slices of a mapped file, which end in SIGBUS when somebody truncate
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -115,6 +115,33 @@ class BlobStore:
                 for run, at in pieces:
                     joined[at : at + run[1] - run[0]] = source[run[0] - begin : run[1] - begin]
         return joined
+
+    def has_all(self, uris: Iterable[str]) -> bool:
+        """Whether these blobs are sealed here; their bytes are checked when they are read."""
+        return all(self._path(uri).exists() for uri in uris)
+
+    def read(self, uri: str) -> bytes:
+        """The sealed file as it is, to be kept elsewhere.  Raises OSError."""
+        return self._path(uri).read_bytes()
+
+    def put_back(self, uri: str, data: bytes) -> None:
+        """Seal again what `read` gave, unless it is here.  Raises OSError."""
+        target = self._path(uri)
+        if not target.exists():
+            fresh = target.with_name(f".{target.name}.{os.getpid()}")
+            fresh.write_bytes(data)
+            fresh.rename(target)
+
+    def sweep(self, uris: Iterable[str]) -> int:
+        """Delete every blob but these, half-written ones too; returns how many.
+
+        Only while nothing is being sealed.
+        """
+        kept = {self._path(uri).name for uri in uris}
+        gone = [path for path in self.root.iterdir() if path.name not in kept]
+        for path in gone:
+            path.unlink(missing_ok=True)
+        return len(gone)
 
     def delete(self, uri: str) -> None:
         """Remove a blob; a blob that is gone already is no error (deletion is idempotent)."""

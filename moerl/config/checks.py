@@ -23,6 +23,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "task.on_score_error": ("stop", "drop"),
     "rollout.in_flight_mode": ("abort_resume", "drain", "in_place", "retract"),
     "rollout.selection": ("oldest", "freshest", "strict"),
+    "rollout.durability": ("node", "shared"),
     "replay.routing": ("R3", "R2", "off"),
     "replay.rows": ("sampled",),
     "engine.platform": ("auto", "cpu", "cuda"),

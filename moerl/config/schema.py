@@ -80,6 +80,10 @@ class RolloutConfig:
     max_drop_batches: int = 4  # after so many batches dropped for one step, groups are kept
     keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
     request_timeout_s: float = 600.0
+    journal_dir: str = (
+        ""  # node-local folder of the controller's journal; empty = the run directory
+    )
+    durability: str = "node"  # what survives: node (every process) | shared (also the node's loss)
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SupervisionConfig:
-    """What happens when the trainer or an engine dies; the controller's death ends the run."""
+    """What happens when the trainer, an engine, the scorer or the controller dies."""
 
     max_restarts: int = 3  # of one of them without a new step in between; 0 = end the run at once
     backoff_s: float = 1.0  # before a restart, doubled each time

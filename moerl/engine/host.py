@@ -41,7 +41,7 @@ from moerl.engine.receiver import UNCHANGED
 from moerl.engine.records import InFlight, ModelFacts, Reply
 from moerl.engine.server import EngineServer
 from moerl.engine.support import PROVEN
-from moerl.errors import EngineError, RecordError
+from moerl.errors import BlobError, EngineError, RecordError
 from moerl.protocols import (
     AbortUpdate,
     AskEngine,
@@ -309,10 +309,13 @@ class EngineHost:
             )
         except RecordError as error:
             return self._refuse(error)
-        first, *rest = [
-            self._piece(part, asked, version, start_s, end_s, shared)
-            for asked, part in records.cut(parsed, request)
-        ]
+        try:
+            first, *rest = [
+                self._piece(part, asked, version, start_s, end_s, shared)
+                for asked, part in records.cut(parsed, request)
+            ]
+        except BlobError as error:  # the disk is full
+            return self._refuse(RecordError("blob", f"{request.rollout_id}: {error}"))
         return replace(first, rest=tuple(rest))
 
     def _piece(

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from moerl.protocols import (
 )
 from moerl.rollout.controller import Controller, StepReport
 from moerl.rollout.server import TrainerServer
+from moerl.stacks import write_on_request
 from moerl.types import (
     Episode,
     GenerateRequest,
@@ -42,18 +43,26 @@ from moerl.types import (
     Segment,
 )
 
+log = logging.getLogger(__name__)
+
 
 def log_to(path: Path) -> None:
     """Process logs go to files; standard output belongs to the panel."""
     logging.basicConfig(
         filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+    write_on_request(path)
 
 
-def place(plain: type, *args: Any) -> ActorHandle:
-    """Put an instance of a plain class on an actor; many calls may be open at once."""
+def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
+    """Put an instance of a plain class on an actor; many calls may be open at once.
+
+    restarts: Ray starts it again so often (-1 = always) and repeats the calls it owed: for one
+    without a state.
+    """
     actor: Any = ray.remote(plain)
-    return actor.options(num_cpus=0, max_concurrency=64).remote(*args)
+    options = {"max_restarts": restarts, "max_task_retries": restarts} if restarts else {}
+    return actor.options(num_cpus=0, max_concurrency=64, **options).remote(*args)
 
 
 async def call(remote: Any) -> Any:
@@ -144,6 +153,7 @@ class ScorerActor:
 
     def __init__(self, plan: RunPlan) -> None:
         log_to(plan.run.logs / "scorer.log")
+        log.info("the scorer is process %d", os.getpid())
         self._scorer = plan.scorer()
 
     async def pid(self) -> int:
@@ -179,13 +189,19 @@ class ControllerActor:
 
     def __init__(self, plan: RunPlan, engines: Sequence[ActorHandle], scorer: ActorHandle) -> None:
         log_to(plan.run.logs / "controller.log")
+        log.info("the controller is process %d", os.getpid())
         self._plan, self._engines = plan, [RemoteEngine(actor) for actor in engines]
         self._scorer = RemoteScorer(scorer)
         self._rows: list[dict[str, Any]] = []
 
-    async def open(self) -> str:
-        """Bind the trainer's door; returns its endpoint.  Must be called once, first."""
+    async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
+        """Bind the trainer's door; returns its endpoint.  Must be called once, first.
+
+        endpoint: of a controller that died, whose trainer and engines go on; lost: engines that
+        are being started again.
+        """
         plan = self._plan
+        self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
         self._controller = Controller(
             plan.config,
             facts=plan.facts(),
@@ -195,13 +211,17 @@ class ControllerActor:
             held_out=plan.held_out() if plan.config.evaluation.every else None,
             decode=plan.decode,
             blobs=plan.blobs(),
+            journal=plan.journal(),
             records=plan.records,
+            saved_steps=lambda: (plan.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
+            gang_lives=bool(endpoint),
         )
-        self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
+        if endpoint:
+            await self._controller.rejoin(lost)
         self._server = TrainerServer(
-            plan.config.cluster.address, plan.token, self._controller.handle
+            plan.config.cluster.address, plan.token, self._controller.handle, endpoint
         )
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint

@@ -163,7 +163,7 @@ def _local_plan(config: Config, run: RunDir) -> RunPlan:
         hf_config={},
         token="",
         incarnation=0,
-        node="local-0",
+        node="local",
         blob_dir=Path(config.cluster.blob_dir) / "moerl-RUN",
         checkpoint=None,
         records=None,

@@ -152,7 +152,7 @@ def _plan(config: Config, folder: Path) -> RunPlan:
         hf_config=check_model(config),
         token=os.urandom(16).hex(),
         incarnation=0,
-        node="local-0",
+        node="local",
         blob_dir=folder / "blobs",
         checkpoint=None,
         records=None,

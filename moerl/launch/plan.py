@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.layout import ModelSpec, model_spec
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from moerl.data.tasks import PromptStream
     from moerl.engine.host import EngineHost
     from moerl.rollout.admission import ModelFacts
+    from moerl.rollout.journal import Journal
     from moerl.scoring import ProcessScorer
 
 
@@ -39,14 +42,28 @@ class RunPlan:
     hf_config: dict[str, Any]
     token: str
     incarnation: int  # of the trainer
-    node: str  # name of this node's blob store, of this start alone
+    node: str  # name of this node's blob store, the same at every start of the run
     blob_dir: Path
     checkpoint: Path | None  # resume from here
     records: Path | None  # headers of trained groups, with rollout.keep_records
+    journal_dir: Path | None = None  # None = in the run directory
     _tokenizer: Any = field(default=None, repr=False)
 
     def blobs(self) -> BlobStore:
         return BlobStore(self.blob_dir, self.node)
+
+    def journal(self) -> Journal:
+        from moerl.rollout.journal import Journal
+        from moerl.rollout.segments import Segments
+
+        config, rollout = self.config, self.config.rollout
+        is_shared = rollout.durability == "shared"
+        segments = Segments(self.run.journal / "segments") if is_shared else None
+        made_with = (config.model, config.task, config.sampling, config.replay, config.run.seed)
+        settings = repr((made_with, rollout.group_size, rollout.oversample))
+        folder = self.journal_dir or self.run.journal
+        fingerprint = xxhash.xxh3_64_hexdigest(settings.encode())
+        return Journal(folder, self.blobs(), segments, fingerprint)
 
     def spec(self) -> ModelSpec:
         return model_spec(self.hf_config)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+
+import psutil
+import xxhash
 
 from moerl.config import Config, resolve
 from moerl.config.checks import check, check_model
@@ -15,8 +19,12 @@ from moerl.errors import ConfigError
 from moerl.launch.plan import RunPlan
 from moerl.rundir import RunDir
 
+_NETWORK = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
+) | {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph"}
 
-def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunPlan:
+
+def prepare(config: Config, run: RunDir, *, resume: bool) -> RunPlan:
     """Check everything that can be checked, make the tiny model if asked, cut the metrics.
 
     Raises ConfigError before any process is started.
@@ -33,8 +41,16 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
     if resume:
         truncate_after(run.metrics, step)
         truncate_after(run.samples, step)
-    kept = run.records / f"{incarnation}" if config.rollout.keep_records else None
-    blob_dir = kept / "blobs" if kept else Path(config.cluster.blob_dir) / scratch.name
+    own = outside_name(run)
+    journal_dir = (
+        Path(config.rollout.journal_dir) / own if config.rollout.journal_dir else run.journal
+    )
+    _refuse_network(journal_dir)
+    keeps = config.rollout.keep_records
+    blob_dir = run.records / "blobs" if keeps else Path(config.cluster.blob_dir) / own
+    if not resume:  # left by a run of this name that was removed
+        for folder in (journal_dir, blob_dir):
+            shutil.rmtree(folder, ignore_errors=True)
     plan = RunPlan(
         config=config,
         run=run,
@@ -42,16 +58,40 @@ def prepare(config: Config, run: RunDir, *, resume: bool, scratch: Path) -> RunP
         hf_config=hf_config,
         token=secrets.token_hex(16),
         incarnation=incarnation,
-        node=f"local-{incarnation}",
+        node="local",
         blob_dir=blob_dir,
+        journal_dir=journal_dir,
         checkpoint=checkpoint,
-        records=kept,
+        records=run.records / f"{incarnation}" if keeps else None,
     )
     plan.spec()  # refuses an unknown family before anything starts
     plan.prompts().prompt(0)  # and a task that cannot give a prompt
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)
     return plan
+
+
+def outside_name(run: RunDir) -> str:
+    """A name for folders outside the run directory: the same at every start, of no other run."""
+    return f"moerl-{xxhash.xxh3_64_hexdigest(str(run.root.resolve()).encode())}"
+
+
+def _refuse_network(folder: Path) -> None:
+    """SQLite's locks and its shared memory do not hold on network file systems."""
+    kind = file_system(folder)
+    if kind in _NETWORK:
+        raise ConfigError(
+            "rollout.journal_dir",
+            str(folder),
+            f"{kind} is a network file system; name a local folder",
+        )
+
+
+def file_system(folder: Path) -> str:
+    """Type of the file system that holds a folder, which need not exist yet: ext4, nfs4, ..."""
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    folder = folder.resolve()
+    return next((mounts[one] for one in (folder, *folder.parents) if one in mounts), "")
 
 
 def _with_model(config: Config, run: RunDir) -> Config:

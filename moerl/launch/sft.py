@@ -21,11 +21,11 @@ from moerl.rundir import RunDir
 from moerl.trainer.sft import STEP, supervised
 
 
-def sft(config: Config, *, scratch: Path) -> RunDir:
+def sft(config: Config) -> RunDir:
     """Train all steps; returns the run directory, with the model in hf/.  Raises MoerlError."""
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
-    plan = prepare(supervised(config), run, resume=False, scratch=scratch)
+    plan = prepare(supervised(config), run, resume=False)
     save_config(plan.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)
@@ -69,7 +69,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     try:
         config = load_config(request["recipe"], request["overrides"])
-        run = sft(config, scratch=Path(request["scratch"]))
+        run = sft(config)
     except MoerlError as error:
         print(f"moerl: {error}", file=sys.stderr, flush=True)
         return 1

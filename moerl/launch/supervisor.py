@@ -7,8 +7,14 @@ and looks at all of them twice a second.
   on elsewhere, and the next publish brings it to the current version.
 - A trainer that dies is started again from its newest checkpoint as a new incarnation; engines and
   finished rollouts stay, the steps after the checkpoint are trained again.
-- The controller's death ends the run, as does a failure before the first step (a mistake to show)
-  and `supervision.max_restarts` restarts of one process without a new step in between.
+- A controller that dies is started again at its endpoint and goes on from its journal; trainer and
+  engines stay, requests are repeated.
+- The scorer has no state: Ray starts it again and repeats what it owed.
+- What answers too late is named with what it was asked and the stacks of its threads, then ended,
+  which starts it again: the controller after a minute, the trainer when no step came for twice
+  `trainer.step_timeout_s` (its stacks are shown after once).
+- A failure before the first step (a mistake to show) ends the run, as do `supervision.max_restarts`
+  restarts of one process without a new step in between.
 """
 
 from __future__ import annotations
@@ -28,8 +34,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+import psutil
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.actors import ControllerActor, EngineActor, ScorerActor, place
@@ -38,6 +45,8 @@ from moerl.launch.prepare import next_incarnation
 from moerl.launch.processes import end_descendants
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
+from moerl.stacks import stacks
+from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -45,10 +54,16 @@ log = logging.getLogger(__name__)
 INTERRUPT = "the run was interrupted"
 _POLL_S = 0.5
 _GRACE_S = 2.0
+_ANSWER_S = 60.0  # longest time an actor may take to answer a question
+_START_S = 300.0  # and to start
 
 
 class Interrupted(MoerlError):
     """Ctrl-C or SIGTERM."""
+
+
+class Late(EngineError):
+    """An actor that did not answer in time."""
 
 
 class Supervisor:
@@ -64,6 +79,13 @@ class Supervisor:
         self._restarts: Counter[str] = Counter()  # since the last new step
         self._steps = 0  # the furthest step of this start
         self._interrupted = False
+        self._controller_is_up = True
+        self._pids: dict[str, int] = {}
+        self._down: dict[str, float] = {}  # unix time at which a death was seen
+        self._restarted: dict[str, float] = {}  # and at which the start began that followed
+        self._stepped = time.monotonic()  # the last step, or start of the trainer
+        self._is_late = False  # and its lateness was shown
+        self._tracer = Tracer(plan.run.trace, "supervisor")
 
     def run(self) -> dict[str, float]:
         """Train to the end.  Returns numbers measured outside the steps.
@@ -74,9 +96,10 @@ class Supervisor:
         self._catch_signals()
         plan = self.plan
         self.engines = [place(EngineActor, plan, i) for i in range(plan.config.engine.count)]
-        self.scorer = place(ScorerActor, plan)
+        restarts = -1 if plan.config.supervision.max_restarts else 0
+        self.scorer = place(ScorerActor, plan, restarts=restarts)
         self.controller = place(ControllerActor, plan, self.engines, self.scorer)
-        self._endpoint = self._get(self.controller.open.remote(), "controller")
+        self._endpoint = self._get(self.controller.open.remote(), "controller", _START_S)
         self._watches[self.controller.watch.remote()] = "controller"
         self._start_trainer()
         self._start_engines()
@@ -104,6 +127,7 @@ class Supervisor:
 
     def _start_trainer(self) -> None:
         self.console.wait("trainer")
+        self._stepped, self._is_late = time.monotonic(), False
         self.close()
         self._log = (self.plan.run.logs / "trainer.log").open("ab")
         self._trainer = subprocess.Popen(
@@ -130,22 +154,29 @@ class Supervisor:
         for index, engine in enumerate(self.engines):
             self._watches[engine.watch.remote()] = f"engine {index}"
         self._get(self.controller.engines_started.remote(), "controller")
+        self._stepped = time.monotonic()
 
     def _write_pids(self) -> None:
         """Who is who, for a person and for the tests that end one of them."""
-        pids = {"root": os.getpid(), "controller": self._pid(self.controller)}
+        pids = {"root": os.getpid()}
+        asked = {"scorer": self.scorer.pid.remote()}
+        if self._controller_is_up:
+            asked["controller"] = self.controller.pid.remote()
+        servers = {}
         for index, engine in enumerate(self.engines):
-            if index in self._starts.values() or f"engine {index}" in self._due:
-                continue  # not there now
-            status = self._get(engine.status.remote(), f"engine {index}")
-            pids[f"engine-{index}"] = status.pid
-            pids[f"engine-{index}-host"] = self._pid(engine)
+            if not self._is_down(index):
+                asked[f"engine-{index}-host"] = engine.pid.remote()
+                servers[f"engine-{index}"] = engine.status.remote()
+        for name, ref in (asked | servers).items():
+            with contextlib.suppress(EngineError):  # it just died
+                found = self._get(ref, name, timeout_s=_ANSWER_S)
+                pids[name] = found.pid if name in servers else found
         if self._trainer is not None:
             pids["trainer"] = self._trainer.pid
-        (self.plan.run.root / "pids.json").write_text(json.dumps(pids))
-
-    def _pid(self, actor: Any) -> int:
-        return self._get(actor.pid.remote(), "an actor")
+        self._pids = pids
+        fresh = self.plan.run.root / "pids.tmp"
+        fresh.write_text(json.dumps(pids))
+        fresh.replace(self.plan.run.root / "pids.json")
 
     # --- watch --------------------------------------------------------------------------------
     def _watch_until_trained(self) -> None:
@@ -155,10 +186,60 @@ class Supervisor:
             self._look_at_starts()
             trained = self._look_at_trainer()
             self._restart_what_is_due()
-            status, rows = self._get(self.controller.poll.remote(), "controller", timeout_s=30.0)
+            self._poll_controller()
+            self._look_at_the_clock()
+
+    def _poll_controller(self) -> None:
+        polled = self._tell(lambda: self.controller.poll.remote())
+        if polled is not None:
+            status, rows = polled
             self.console.status(status)
+            if self._trainer and status["trainer/incarnation"] == self.plan.incarnation:
+                self._is_back("trainer")
             for row in rows:
                 self._count(row)
+
+    def _tell(self, call: Callable[[], Any]) -> Any:
+        """A call to the controller; None while it is down: its successor asks for itself."""
+        if not self._controller_is_up:
+            return None
+        try:
+            return self._get(call(), "controller", timeout_s=_ANSWER_S)
+        except Late as late:
+            processes = [(self._pids["controller"], self.plan.run.logs / "controller.log")]
+            self._stuck("controller", str(late), processes)
+            ray.kill(self.controller)  # its watch starts it again
+        except EngineError as error:
+            if not isinstance(error.__cause__, RayActorError):
+                raise  # else its watch is about to say so
+        return None
+
+    def _look_at_the_clock(self) -> None:
+        """A trainer that makes no step is shown, and ended when it makes none for as long again."""
+        limit_s = self.plan.config.trainer.step_timeout_s
+        waited_s = time.monotonic() - self._stepped
+        if self._trainer is None or waited_s < limit_s:
+            return
+        if not self._is_late:
+            self._is_late = True
+            what = f"no step for {waited_s:.0f} s, trainer.step_timeout_s = {limit_s:g}"
+            self._stuck("trainer", what, self._ranks())
+        elif waited_s > 2 * limit_s:
+            self._trainer.kill()
+
+    def _ranks(self) -> list[tuple[int, Path]]:
+        """Processes of the gang and where each writes."""
+        assert self._trainer is not None, "there is a gang"
+        found = []
+        for process in psutil.Process(self._trainer.pid).children():
+            with contextlib.suppress(psutil.Error):
+                rank = process.environ().get("RANK", "0")
+                found.append((process.pid, self.plan.run.logs / f"trainer-{rank}.log"))
+        return found
+
+    def _stuck(self, name: str, what: str, processes: list[tuple[int, Path]]) -> None:
+        log.error("%s: %s\n%s", name, what, stacks(processes))
+        self.console.event(f"{name}: {what}; its stacks are in {self.plan.run.logs / 'root.log'}")
 
     def _count(self, row: dict[str, Any]) -> None:
         """A new step: the trainer is up, and earlier deaths are forgiven."""
@@ -166,10 +247,14 @@ class Supervisor:
         self.console.step(row)
         if row["step"] >= self._steps:
             self._steps = row["step"] + 1
+            self._stepped, self._is_late = time.monotonic(), False
             self._restarts.clear()
 
     def _look_at_watches(self, timeout_s: float) -> None:
         """Raises the failure of the first process that ended and is not started again."""
+        if not self._watches:  # all that are watched are being started again
+            time.sleep(timeout_s)
+            return
         ready, _ = ray.wait(list(self._watches), timeout=timeout_s)
         for ref in ready:
             name = self._watches.pop(ref)
@@ -177,9 +262,13 @@ class Supervisor:
                 self._get(ref, name)
                 raise EngineError(f"{name} ended without a cause")
             except EngineError as error:
-                if not name.startswith("engine "):
+                if name.startswith("engine "):
+                    self._engine_died(int(name.removeprefix("engine ")), error)
+                elif isinstance(error.__cause__, RayActorError):
+                    self._controller_is_up = False
+                    self._schedule("controller", error, self._start_controller_again)
+                else:
                     raise
-                self._engine_died(int(name.removeprefix("engine ")), error)
 
     def _look_at_starts(self) -> None:
         """Engines that are up again join; those that failed to start are tried again."""
@@ -193,19 +282,42 @@ class Supervisor:
                 continue
             engine = self.engines[index]
             self._watches[engine.watch.remote()] = f"engine {index}"
-            self._get(self.controller.engine_back.remote(index, engine), "controller")
-            self.console.ready(f"engine {index}")
+            self._tell(
+                lambda index=index, engine=engine: self.controller.engine_back.remote(index, engine)
+            )
+            self._is_back(f"engine {index}")
             self._write_pids()
 
     def _engine_died(self, index: int, error: EngineError) -> None:
         self._schedule(f"engine {index}", error, lambda: self._start_engine_again(index))
-        self._get(self.controller.engine_lost.remote(index), "controller")
+        self._tell(lambda: self.controller.engine_lost.remote(index))
         if isinstance(error.__cause__, RayActorError):  # the host itself, not only its server
             self.engines[index] = place(EngineActor, self.plan, index)
 
     def _start_engine_again(self, index: int) -> None:
         self.console.wait(f"engine {index}")
         self._starts[self.engines[index].start.remote(PolicyVersion(0, 0))] = index
+
+    def _start_controller_again(self) -> None:
+        """At the same endpoint, beside trainer and engines, from the journal."""
+        self.console.wait("controller")
+        lost = [i for i in range(len(self.engines)) if self._is_down(i)]
+        self.controller = place(ControllerActor, self.plan, self.engines, self.scorer)
+        try:
+            opened: Any = self.controller.open.remote(self._endpoint, lost)
+            self._get(opened, "controller", timeout_s=_START_S)
+        except EngineError as error:
+            ray.kill(self.controller)
+            self._schedule("controller", error, self._start_controller_again)
+            return
+        self._controller_is_up = True
+        self._watches[self.controller.watch.remote()] = "controller"
+        self._tell(lambda: self.controller.engines_started.remote())
+        self._is_back("controller")
+        self._write_pids()
+
+    def _is_down(self, index: int) -> bool:
+        return index in self._starts.values() or f"engine {index}" in self._due
 
     def _look_at_trainer(self) -> bool:
         """True when the gang ended well; raises TrainerError when its end is the run's.
@@ -221,8 +333,13 @@ class Supervisor:
             return code == 0
         for ref, name in self._watches.items():
             if name == "controller":  # the gang may have told the controller why
-                with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                try:
                     self._get(ref, name, timeout_s=1.0)
+                except Late:
+                    pass
+                except EngineError as error:
+                    if not isinstance(error.__cause__, RayActorError):
+                        raise  # else it died as well, which its watch will say
         ending = f"signal {-code}" if code < 0 else f"exit status {code}"
         cause = f"the trainer ended with {ending}: {self._trainer_cause()}"
         self._schedule("trainer", TrainerError(cause), self._start_trainer_again)
@@ -248,6 +365,7 @@ class Supervisor:
         self._restarts[name] += 1
         pause_s = supervision.backoff_s * 2 ** (self._restarts[name] - 1)
         self._due[name] = (time.monotonic() + pause_s, restart)
+        self._down.setdefault(name, time.time())
         log.error("%s died, restart %d: %s", name, self._restarts[name], error)
         self.console.event(
             f"{name} died, restart {self._restarts[name]} of {supervision.max_restarts} "
@@ -258,7 +376,21 @@ class Supervisor:
         for name, (when, restart) in list(self._due.items()):
             if time.monotonic() >= when:
                 del self._due[name]
+                self._restarted[name] = time.time()
                 restart()
+
+    def _is_back(self, name: str) -> None:
+        """How long something was away, and how long of that its start took."""
+        self.console.ready(name)
+        if name not in self._down:
+            return
+        died, now = self._down.pop(name), time.time()
+        start_s = now - self._restarted[name]
+        self._tracer.add(f"{name} down", died, now, starting_s=start_s)
+        log.info("%s is back after %.1f s, its start took %.1f s", name, now - died, start_s)
+        self.console.event(
+            f"{name} is back after {now - died:.1f} s, its start took {start_s:.1f} s"
+        )
 
     def _trainer_cause(self) -> str:
         path = self.plan.run.logs / "trainer.log"
@@ -275,7 +407,7 @@ class Supervisor:
         if rates:
             numbers["engine tokens/s while training"] = sum(rates) / len(rates)
         seconds = self.plan.config.observe.engine_alone_s
-        if seconds > 0:
+        if seconds > 0 and self._controller_is_up:
             self.console.wait("engine alone, measured")
             numbers["engine tokens/s alone"] = self._get(
                 self.controller.measure_engines.remote(seconds), "controller"
@@ -295,8 +427,8 @@ class Supervisor:
             raise EngineError(f"{name}: {type(cause).__name__}: {cause}") from error
         except RayActorError as error:
             raise EngineError(f"the process of {name} died") from error
-        except ray.exceptions.GetTimeoutError:
-            raise
+        except GetTimeoutError as error:
+            raise Late(f"{name} did not answer within {timeout_s:g} s") from error
         except RayError as error:
             raise EngineError(f"{name}: {error}") from error
 

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ def train(config: Config, *, resume: bool, scratch: Path) -> int:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     with _only_one(run), _own_output(run) as (out, err):
-        plan = prepare(config, run, resume=resume, scratch=scratch)
+        plan = prepare(config, run, resume=resume)
         save_config(plan.config, run.config)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
@@ -59,13 +60,31 @@ def train(config: Config, *, resume: bool, scratch: Path) -> int:
             cause = ""
         end_descendants(grace_s=_GRACE_S)
         supervisor.close()
-        return _close(plan, console, summary, cause, err)
+        kept = _tidy(supervisor.plan, is_done=not cause, has_steps=bool(read_rows(run.metrics)))
+        return _close(plan, console, summary, cause, kept, err)
+
+
+def _tidy(plan: RunPlan, *, is_done: bool, has_steps: bool) -> str:
+    """Remove journal and blobs of a run that nobody will continue; else say what is kept where."""
+    if plan.records is not None:
+        return ""
+    if is_done or not has_steps:
+        shutil.rmtree(plan.journal_dir or plan.run.journal, ignore_errors=True)
+        shutil.rmtree(plan.blob_dir, ignore_errors=True)
+        return ""
+    num_bytes = sum(path.stat().st_size for path in plan.blob_dir.glob("*"))
+    return f"{num_bytes / 2**20:.1f} MiB of finished rollouts wait in {plan.blob_dir}"
 
 
 def _close(
-    plan: RunPlan, console: Console, numbers: dict[str, float], cause: str, err: IO[str]
+    plan: RunPlan,
+    console: Console,
+    numbers: dict[str, float],
+    cause: str,
+    kept: str,
+    err: IO[str],
 ) -> int:
-    """Report and last words."""
+    """Report and last words.  kept: what a resume would find, in a sentence."""
     run = plan.run
     write_report(run, plan.config, numbers)
     rows = read_rows(run.metrics)
@@ -79,6 +98,8 @@ def _close(
     console.close(words)
     if cause:
         print(f"moerl: {cause}", file=err)
+        if kept:
+            print(f"moerl: {kept}", file=err)
         print(
             f"moerl: logs are in {run.logs}; continue with: moerl train --resume {run.root}",
             file=err,

@@ -6,7 +6,9 @@ group generated again; a group that cannot be scored, or teaches nothing, makes 
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -15,18 +17,20 @@ from dataclasses import dataclass, replace
 from moerl.algorithms.selection import resample_correct
 from moerl.blob import BlobStore
 from moerl.config import Config
-from moerl.errors import ConfigError, EngineError, RecordError, ScoreError
+from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.protocols import Scorer
 from moerl.rollout.assemble import PartialRollout, blob_uris
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.history import History
+from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
-from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
+from moerl.types import Episode, EpisodeGroup, Prompt, Rollout, Score, Turn, check
 
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
+_SCORER_START_S = 120.0  # a scorer that died is started again meanwhile
 _MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
 
 
@@ -52,12 +56,14 @@ class Admission:
         blobs: BlobStore,
         buffer: GroupBuffer,
         history: History,
+        journal: Journal,
         ledger: Ledger,
         loops: Loops,
     ) -> None:
         self.config, self.facts, self.scorer, self.decode = config, facts, scorer, decode
         self.finishing = 0  # groups being checked and scored
-        self._blobs, self._buffer, self._history = blobs, buffer, history
+        self._blobs, self._buffer = blobs, buffer
+        self._history, self._journal = history, journal
         self._ledger, self._loops = ledger, loops
         self._dropped = 0  # groups of equal rewards since the last plan
         self._score_errors = 0  # in a row
@@ -113,7 +119,7 @@ class Admission:
         ]
         texts = [self.decode(r.token_ids[r.prompt_len :].tolist()) for r in rollouts]
         try:
-            scores = await self.scorer.score(prompt, episodes, texts)
+            scores = await self._score(prompt, episodes, texts)
         except ScoreError as error:
             self._drop_unscored(group_id, partials, error)
             return
@@ -125,13 +131,41 @@ class Admission:
             replace(episode, score=place_steps(score, episode, self.decode))
             for episode, score in zip(episodes, scores, strict=True)
         ]
-        self._attempts.pop(group_id, None)
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored))
-        if self._history.holds_all(group):
-            self._buffer.admit(group)
-        else:
+        try:
+            await self._admit(group)
+        except JournalError as error:
+            self.refuse(group_id, partials, RecordError("journal", str(error)))
+
+    async def _score(
+        self, prompt: Prompt, episodes: list[Episode], texts: list[str]
+    ) -> list[Score]:
+        """One finite score per episode, in time.  Raises ScoreError."""
+        limit_s = self.config.task.score_timeout_s * len(episodes) + _SCORER_START_S
+        try:
+            async with asyncio.timeout(limit_s):
+                scores = await self.scorer.score(prompt, episodes, texts)
+        except TimeoutError as error:
+            raise ScoreError(f"prompt {prompt.index}: no scores within {limit_s:g} s") from error
+        if len(scores) != len(episodes):
+            raise ScoreError(f"{len(scores)} scores for {len(episodes)} episodes")
+        wrong = [score.reward for score in scores if not math.isfinite(score.reward)]
+        if wrong:
+            raise ScoreError(f"prompt {prompt.index}: non-finite reward {wrong[0]}")
+        return scores
+
+    async def _admit(self, group: EpisodeGroup) -> None:
+        """Into the journal, then into the line."""
+        if self._journal.ships:
+            await asyncio.to_thread(self._journal.ship, group)
+        if not self._history.holds_all(group):
+            self._journal.left([group.group_id])
             self.drop_branch(group)
-            self._buffer.abandon(group_id)
+            self._buffer.abandon(group.group_id)
+            return
+        self._journal.admitted(group)
+        self._attempts.pop(group.group_id, None)
+        self._buffer.admit(group)
 
     def _checked(self, partial: PartialRollout) -> Rollout:
         rollout, is_replayed = partial.rollout(), self.config.replay.routing == "R3"
@@ -141,6 +175,12 @@ class Admission:
             num_moe_layers=self.facts.num_moe_layers if is_replayed else 0,
             top_k_experts=self.facts.top_k_experts,
         )
+        for span in rollout.versions:
+            if not self._history.knows(span.version, self._buffer.next_step):
+                raise RecordError(
+                    "version",
+                    f"{rollout.rollout_id}: tokens of {span.version}, which nobody published",
+                )
         return rollout
 
     def _drop_unscored(
@@ -191,6 +231,7 @@ class Admission:
     def _discard(self, group_id: int, partials: list[PartialRollout]) -> None:
         self._delete(partials)
         self._attempts.pop(group_id, None)
+        self._journal.dropped(group_id)
         self._buffer.discard(group_id)
 
     def _delete(self, partials: list[PartialRollout]) -> None:

@@ -57,16 +57,35 @@ class GroupBuffer:
 
     def restart(
         self, next_step: int, consumed: tuple[int, ...], planned: Iterable[EpisodeGroup] = ()
-    ) -> None:
+    ) -> list[EpisodeGroup]:
         """Go on from a checkpoint in which exactly `consumed` are trained.
 
-        planned: groups taken for steps that were not finished; they are ready again.  Groups of
-        steps that the checkpoint does not hold are generated once more.
+        planned: groups taken for steps that the checkpoint does not hold; they are ready again.
+        Other groups of such steps are generated once more.  Returns groups that are consumed and
+        were believed to be ready (by a journal that lost its end).
         """
+        spent = set(consumed)
         self.next_step = next_step
         self._ready |= {group.group_id: group for group in planned}
-        self._redo(self._consumed - set(consumed) - set(self._ready))
-        self._consumed = set(consumed)
+        twice = [self._ready.pop(group_id) for group_id in spent & set(self._ready)]
+        self._again = [group_id for group_id in self._again if group_id not in spent]
+        self._redo(self._consumed - spent - set(self._ready))
+        self._consumed = spent
+        return twice
+
+    def restore(
+        self,
+        next_step: int,
+        consumed: Iterable[int],
+        dropped: Iterable[int],
+        ready: Iterable[EpisodeGroup],
+    ) -> None:
+        """Go on where a controller ended; ids that are none of these are generated again."""
+        self.next_step, self._consumed = next_step, set(consumed)
+        self._ready = {group.group_id: group for group in ready}
+        known = self._consumed | set(dropped) | set(self._ready)
+        self._cursor = max(known, default=-1) + 1
+        self._again = sorted(set(range(self._cursor)) - known)
 
     def evict(self, is_bad: Callable[[EpisodeGroup], bool]) -> list[EpisodeGroup]:
         """Take these groups out of the line; they are generated again under their own ids."""

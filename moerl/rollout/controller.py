@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,10 @@ from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.evaluation import Evaluator
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.history import History
+from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
+from moerl.rollout.past import Past, spread, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.types import EpisodeGroup, PolicyVersion, SamplingParams
 
@@ -81,18 +83,23 @@ class Controller:
         held_out: PromptSource | None = None,
         decode: Callable[[Sequence[int]], str],
         blobs: BlobStore,
+        journal: Journal,
         records: Path | None,
+        saved_steps: Callable[[], int],
         on_step: Callable[[StepReport], None],
         on_rewind: Callable[[int], None],
+        gang_lives: bool = False,
     ) -> None:
         """held_out: prompts of evaluations, needed with evaluation.every.
 
         records: where headers of trained groups go, or None to drop them and their blobs.
 
-        on_rewind: a restarted trainer goes on from this step; rows of later ones are void.
+        saved_steps: optimizer steps inside the newest checkpoint, the one a restart begins with.
+        on_rewind: the run goes on from this step; rows of later ones are void.
+        gang_lives: a controller died beside its trainer and engines; `rejoin` comes before `run`.
         """
         self.config = config
-        self.decode, self.records = decode, records
+        self.decode, self.records, self.saved_steps = decode, records, saved_steps
         self.on_step, self.on_rewind = on_step, on_rewind
         rollout = config.rollout
         self.buffer = GroupBuffer(
@@ -111,6 +118,7 @@ class Controller:
             blobs,
             self.buffer,
             self._history,
+            journal,
             self.ledger,
             self._loops,
         )
@@ -136,11 +144,47 @@ class Controller:
             self.ledger,
             self._loops,
         )
-        self._blobs = blobs
+        self._blobs, self._journal = blobs, journal
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
+        self._trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
+        self._done = self._dp_size = 0
+        self._go_on_from(journal.load(), gang_lives)
 
     # --- life -------------------------------------------------------------------------------
+    def _go_on_from(self, past: Past, gang_lives: bool) -> None:
+        """Take over what the journal holds.
+
+        Beside a living gang plans stay planned.  A journal that lost anything cannot say what that
+        gang has trained: it is refused until it started again from its checkpoint.
+        """
+        facts = past.facts
+        for version in facts.begins:
+            self._history.begin(version)
+        planned = {group.group_id for groups in past.planned.values() for group in groups}
+        self._planned = past.planned
+        self._trained = {group.group_id: group for group in past.trained}
+        self._done, self._dp_size = facts.done, facts.dp_size
+        self.buffer.restore(
+            max([facts.done, *(step + 1 for step in past.planned)]),
+            past.consumed | planned,
+            spread(facts.dropped),
+            past.ready,
+        )
+        self.producer.life = facts.lives - 1
+        adopted = [*past.ready, *past.trained, *(g for gs in past.planned.values() for g in gs)]
+        self.ledger.journal_adopted, self.ledger.journal_lost = len(adopted), past.lost
+        if self.records is None:
+            self._blobs.sweep(uri for group in adopted for uri in uris_of(group))
+        if gang_lives and past.is_whole and facts.begins:
+            self.fleet.incarnation = facts.begins[-1].incarnation
+            self.on_rewind(facts.done)
+        log.info("%d groups are taken over, %d were lost", len(adopted), past.lost)
+
+    async def rejoin(self, lost: Collection[int]) -> None:
+        """Ask the engines what they serve; lost: those that are being started again."""
+        await self.fleet.look(lost, is_new_run=not self._done)
+
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""
         self.producer.start()
@@ -160,6 +204,7 @@ class Controller:
 
     async def stop(self) -> None:
         await self._loops.stop()
+        self._journal.close()
 
     def status(self) -> dict[str, float]:
         """For the live panel, between steps; names of docs/metrics.md."""
@@ -168,6 +213,9 @@ class Controller:
         return {
             "async/buffer_depth": float(self.buffer.num_ready),
             "async/in_flight": float(self.buffer.num_started * siblings),
+            "trainer/incarnation": float(
+                -1 if self.fleet.incarnation is None else self.fleet.incarnation
+            ),
         } | {f"refused/{reason}": float(n) for reason, n in self.ledger.refused.items()}
 
     async def measure_engines(self, seconds: float) -> float:
@@ -218,23 +266,32 @@ class Controller:
 
     async def _hello(self, message: Hello) -> Message:
         await self._engines_up.wait()
-        is_first = self.fleet.incarnation is None
-        self._dp_size = message.dp_size
+        consumed = set(message.consumed)
+        self._journal.began(message.version, message.dp_size, consumed)
+        self._dp_size, self._done = message.dp_size, message.version.step
         self.fleet.incarnation = message.version.incarnation
         self._history.begin(message.version)
-        planned = [group for groups in self._planned.values() for group in groups]
+        again = [group for groups in self._planned.values() for group in groups]
+        again += [group for group_id, group in self._trained.items() if group_id not in consumed]
+        spent = [group for group_id, group in self._trained.items() if group_id in consumed]
         self._planned.clear()
-        self.buffer.restart(message.version.step, message.consumed, planned)
-        for group in self.buffer.evict(lambda group: not self._history.holds_all(group)):
+        self._trained.clear()
+        spent += self.buffer.restart(message.version.step, message.consumed, again)
+        self._let_go(spent)
+        branch = self.buffer.evict(lambda group: not self._history.holds_all(group))
+        self._journal.left(group.group_id for group in branch)
+        for group in branch:
             self.admission.drop_branch(group)
-        if not is_first:
-            self.on_rewind(message.version.step)
+        self.on_rewind(message.version.step)
         self._loops.notify()
         return Ok()
 
     async def _take_plan(self, message: TakePlan) -> Message:
         if message.step >= self.config.run.steps:
             return Stop(f"all {self.config.run.steps} steps are done")
+        self._expect_gang()
+        if message.step in self._planned:  # the reply was lost with a controller
+            return self._plan(message.step)
         if message.step != self.buffer.next_step:
             raise ProtocolError(f"plan {message.step} asked, plan {self.buffer.next_step} is next")
         begin, incarnation = time.monotonic(), self.fleet.incarnation
@@ -251,48 +308,83 @@ class Controller:
             if waited > message.timeout_s:
                 raise ProtocolError(
                     f"no batch of {self.config.rollout.groups_per_step} groups after "
-                    f"{waited:.0f} s: {self.buffer.num_ready} ready, "
-                    f"{self.buffer.num_started} in generation"
+                    f"{waited:.0f} s: {self.buffer.num_ready} ready, {self.buffer.num_started} "
+                    f"in generation, {self.admission.finishing} being scored; "
+                    f"{self.fleet.describe()}"
                 )
             await self._loops.wait_change(min(1.0, message.timeout_s))
         self.admission.planned()
         self.ledger.trainer_wait_s += time.monotonic() - begin
-        plan = plan_batch(
-            message.step,
-            PolicyVersion(self.fleet.incarnation or 0, message.step),
-            groups,
-            dp_size=self._dp_size,
-            max_tokens_per_microbatch=self.config.trainer.max_tokens_per_microbatch,
-            packed=self.config.trainer.packing,
-        )
         self._planned[message.step] = groups
+        self._journal.planned(message.step, [group.group_id for group in groups])
         self._loops.notify()
-        return Plan(plan)
+        return self._plan(message.step)
+
+    def _plan(self, step: int) -> Plan:
+        return Plan(
+            plan_batch(
+                step,
+                PolicyVersion(self.fleet.incarnation or 0, step),
+                self._planned[step],
+                dp_size=self._dp_size,
+                max_tokens_per_microbatch=self.config.trainer.max_tokens_per_microbatch,
+                packed=self.config.trainer.packing,
+            )
+        )
+
+    def _expect_gang(self) -> None:
+        if self.fleet.incarnation is None:
+            raise ProtocolError(
+                "the journal lost what this gang has trained: it has to start from its checkpoint"
+            )
 
     def _drop_stale(self) -> None:
-        for group in self.buffer.evict_stale():
+        stale = self.buffer.evict_stale()
+        self._journal.left(group.group_id for group in stale)
+        for group in stale:
             self.ledger.dropped_stale += 1
             self.admission.forget(group)
 
     async def _step_done(self, message: StepDone) -> Message:
+        engines = await self.fleet.statuses()  # from here on nothing else gets between
+        self._expect_gang()
         if message.version.incarnation != self.fleet.incarnation:
             raise ProtocolError(f"step {message.step} of {message.version}: that gang is gone")
-        groups = self._planned.pop(message.step)
-        engines = await self.fleet.statuses()
+        if message.step < self._done:
+            return Ok()  # said before: the reply was lost with a controller
+        groups = self._planned[message.step]
         metrics = dict(message.metrics)
         metrics |= self.ledger.row(groups, message.step, engines)
         metrics["async/buffer_depth"] = float(self.buffer.num_ready)
         self.on_step(
             StepReport(message.step, message.version, metrics, self._samples(groups, message.step))
         )
-        if self.records is None:
-            for group in groups:
-                self.admission.forget(group)
-        else:
+        if self.records is not None:
             self.records.mkdir(parents=True, exist_ok=True)
             path = self.records / f"step-{message.step:06d}.msgpack"
             path.write_bytes(encode_value(groups))
+        self._finish_step(message.step)
         return Ok()
+
+    def _finish_step(self, step: int) -> None:
+        """Its groups are consumed; those that a restart could train again are kept until saved."""
+        saved, groups = self.saved_steps(), self._planned[step]
+        kept = [group for group in groups if group.newest.step <= saved]
+        self._journal.done(step, [group.group_id for group in kept])
+        del self._planned[step]
+        self._done = step + 1
+        self._trained |= {group.group_id: group for group in kept}
+        self._let_go([group for group in groups if group.group_id not in self._trained])
+        held = self._journal.saved(saved)
+        for group in held:
+            self._trained.pop(group.group_id, None)
+        self._let_go(held)
+
+    def _let_go(self, groups: Iterable[EpisodeGroup]) -> None:
+        """Trained groups leave; kept records keep their blobs."""
+        if self.records is None:
+            for group in groups:
+                self.admission.forget(group)
 
     def _samples(self, groups: list[EpisodeGroup], step: int) -> list[dict[str, object]]:
         """Text and reward of one rollout per step, as long as the report has room for it."""

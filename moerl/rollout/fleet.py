@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -91,9 +91,30 @@ class Fleet:
             return False
         return member.version.incarnation == self.incarnation
 
+    def describe(self) -> str:
+        """Who is waited for, in words."""
+        return "; ".join(
+            f"engine {index} is {member.state} at {member.version}, {member.generating} groups"
+            for index, member in enumerate(self.members)
+        )
+
     @property
     def any_behind(self) -> bool:
         return any(member.behind for member in self.members)
+
+    async def look(self, lost: Collection[int], is_new_run: bool) -> None:
+        """Ask every engine what it serves: for a controller that takes over a running fleet."""
+        for index, member in enumerate(self.members):
+            if index in lost:
+                member.state = State.LOST
+                continue
+            try:
+                member.version = (await member.engine.status()).version
+            except EngineError:
+                self.rest(index)
+                continue
+            member.behind = member.version == _MODEL_FOLDER and not is_new_run
+            await self._ask_fitness(index)
 
     def rest(self, index: int) -> None:
         """The engine failed a call: if it does not die of it, it is used again after a while."""
@@ -145,6 +166,8 @@ class Fleet:
         exact = config.fixed_lag >= 0
 
         def unsettled() -> int:
+            if member.state != State.UP:
+                return 0  # it failed, and what it had goes on elsewhere
             return member.generating + (self._to_come(member.version) if exact else 0)
 
         member.draining = not exact

@@ -16,8 +16,18 @@ class History:
         self._begins: list[PolicyVersion] = []
 
     def begin(self, version: PolicyVersion) -> None:
-        """A gang starts with these weights."""
-        self._begins.append(version)
+        """A gang starts with these weights; saying so again changes nothing."""
+        if version not in self._begins:
+            self._begins.append(version)
+
+    def knows(self, version: PolicyVersion, newest_step: int) -> bool:
+        """Whether some gang may have published this version, given-up branches included."""
+        return any(
+            begin.incarnation == version.incarnation
+            and begin.step <= version.step
+            and (begin != self._begins[-1] or version.step <= newest_step)
+            for begin in self._begins
+        )
 
     def holds(self, version: PolicyVersion) -> bool:
         later = (b.step for b in self._begins if b.incarnation > version.incarnation)

@@ -32,6 +32,8 @@ class Ledger:
         self.score_failures = 0
         self.engines_suspended = 0
         self.dropped_zero_variance = 0
+        self.journal_adopted = 0
+        self.journal_lost = 0
         self.pauses: list[float] = []
         self.evaluation: dict[str, float] = {}  # metrics of one that ended
         self.evaluations_given_up = 0
@@ -60,6 +62,8 @@ class Ledger:
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "scorer/failed": float(self.score_failures),
             "async/engines_suspended": float(self.engines_suspended),
+            "journal/adopted_groups": float(self.journal_adopted),
+            "journal/lost_groups": float(self.journal_lost),
         }
         row |= self.evaluation
         if self.evaluations_given_up:

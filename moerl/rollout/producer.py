@@ -53,6 +53,7 @@ class Producer:
         self._buffer, self._fleet, self._loops = buffer, fleet, loops
         self._ledger = ledger
         self._on_finished, self._on_refused = on_finished, on_refused
+        self.life = 0  # controllers before this one: their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._in_flight = 0  # groups in a call
         self._siblings = config.rollout.group_size * config.rollout.oversample
@@ -133,7 +134,7 @@ class Producer:
             while groups:
                 pending = [p for group in groups.values() for p in group if not p.finished]
                 try:
-                    replies = await member.engine.generate([p.request() for p in pending])
+                    replies = await self._ask(index, pending)
                 except EngineError as error:
                     self._rescue(index, groups, error)
                     return
@@ -148,6 +149,21 @@ class Producer:
             member.generating -= count
             self._loops.notify()
 
+    async def _ask(self, index: int, pending: Partials) -> Sequence[Segment | RecordError]:
+        """One engine call.  Raises EngineError: it failed, was late, or answered something else."""
+        limit_s, requests = self.config.rollout.request_timeout_s, [p.request() for p in pending]
+        try:
+            async with asyncio.timeout(limit_s):
+                replies = await self._fleet.members[index].engine.generate(requests)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine {index} did not answer {len(requests)} requests within "
+                f"rollout.request_timeout_s = {limit_s:g} s"
+            ) from error
+        if len(replies) != len(requests):
+            raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
+        return replies
+
     def _rescue(self, index: int, groups: dict[int, Partials], error: EngineError) -> None:
         """Keep what an engine had finished; another engine, or the same one later, goes on."""
         if not self.config.supervision.max_restarts:
@@ -158,10 +174,11 @@ class Producer:
 
     def _partials(self, group_id: int) -> Partials:
         prompt = self.prompts.prompt(group_id)
-        redone = self._buffer.redone[group_id]  # blobs of an earlier try may still exist
+        # blobs of an earlier try, of this controller or of one that died, may still exist
+        tries = self.life, self._buffer.redone[group_id]
         return [
             PartialRollout(
-                f"{group_id}.{sibling}" + (f".r{redone}" if redone else ""),
+                f"{group_id}.{sibling}" + (".r{}-{}".format(*tries) if any(tries) else ""),
                 prompt,
                 self.sampling,
                 audit=self.config.replay.audit,

@@ -1,8 +1,12 @@
 """The controller's door for the trainer: one ZeroMQ ROUTER on the private interface.
 
-Frames of a request: [identity, token, message]; of a reply: [identity, message].  Each request is
-answered by a task of its own, so a publish is served while a plan is awaited.  A wrong token is
-answered with Refused and changes nothing.
+Frames of a request: [identity, token, name, message]; of a reply: [identity, name, message].  Each
+request is answered by a task of its own, so a publish is served while a plan is awaited.  A wrong
+token is answered with Refused and changes nothing.
+
+A trainer repeats a request until it is answered, because a controller may die in between.  The name
+is the same every time: what is being worked on is not begun twice, and the answer goes to whoever
+asked last (a connection that was made again is another identity).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 import zmq
@@ -21,34 +26,60 @@ from moerl.rollout.controller import cause_of
 
 log = logging.getLogger(__name__)
 
+_KEPT_ANSWERS = 64  # for a request that was repeated while its answer was on its way
+_KEPT_BYTES = 65536  # a longer answer, a plan, is made again: asking twice gives the same one
+
 
 class TrainerServer:
     """Binds a free port of `address` at construction; `serve` runs until cancelled."""
 
     def __init__(
-        self, address: str, token: str, handle: Callable[[Message], Awaitable[Message]]
+        self,
+        address: str,
+        token: str,
+        handle: Callable[[Message], Awaitable[Message]],
+        endpoint: str = "",
     ) -> None:
+        """endpoint: where an earlier server of this run was; empty = any free port of `address`."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._token, self._handle = token.encode(), handle
         self._tasks: set[asyncio.Task[None]] = set()
-        self.endpoint = f"tcp://{address}:{self._socket.bind_to_random_port(f'tcp://{address}')}"
+        self._asking: dict[bytes, bytes] = {}  # name of a request -> identity to answer
+        self._answers: OrderedDict[bytes, bytes] = OrderedDict()  # the last few, by name
+        if endpoint:
+            self._socket.bind(endpoint)
+            self.endpoint = endpoint
+        else:
+            # below the ports of outgoing connections: nobody else gets it while nobody listens
+            port = self._socket.bind_to_random_port(f"tcp://{address}", 20000, 32000, 1000)
+            self.endpoint = f"tcp://{address}:{port}"
 
     async def serve(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
-            task = asyncio.get_running_loop().create_task(self._answer(frames))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            identity, *rest = await self._socket.recv_multipart()
+            if len(rest) != 3 or not hmac.compare_digest(rest[0], self._token):
+                refused = encode(Refused("the run's token is missing or wrong"))
+                await self._socket.send_multipart([identity, rest[1] if rest[1:] else b"", refused])
+                continue
+            _, name, data = rest
+            if name in self._answers:
+                await self._socket.send_multipart([identity, name, self._answers[name]])
+            elif name in self._asking:
+                self._asking[name] = identity
+            else:
+                self._asking[name] = identity
+                task = asyncio.get_running_loop().create_task(self._answer(name, data))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, frames: list[bytes]) -> None:
-        identity, *rest = frames
-        reply: Message
-        if len(rest) != 2 or not hmac.compare_digest(rest[0], self._token):
-            reply = Refused("the run's token is missing or wrong")
-        else:
-            reply = await self._reply(rest[1])
-        await self._socket.send_multipart([identity, encode(reply)])
+    async def _answer(self, name: bytes, data: bytes) -> None:
+        answer = encode(await self._reply(data))
+        if len(answer) <= _KEPT_BYTES:
+            self._answers[name] = answer
+        if len(self._answers) > _KEPT_ANSWERS:
+            self._answers.popitem(last=False)
+        await self._socket.send_multipart([self._asking.pop(name), name, answer])
 
     async def _reply(self, data: bytes) -> Message:
         try:

@@ -1,13 +1,16 @@
 """The trainer's side of the control socket: one request, one reply, with a deadline.
 
-Frames of a request are [token, message], of a reply [message].  A request that is not answered in
-time is an error and the socket is not used again: a late reply must never answer a later question.
-The training loop and the publishing thread each hold a client of their own (ZeroMQ sockets are not
-shared between threads).
+Frames of a request are [token, name, message], of a reply [name, message].  A request is repeated
+under its name until it is answered, since a controller may die and be started again at the same
+endpoint; a late reply to an earlier name is dropped.  A request that is not answered in time is an
+error.  The training loop and the publishing thread each hold a client of their own (ZeroMQ sockets
+are not shared between threads).
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from typing import TypeVar
 
 import zmq
@@ -17,6 +20,8 @@ from moerl.protocols import Message, Refused, decode, encode
 
 Reply = TypeVar("Reply")
 
+_REPEAT_S = 2.0
+
 
 class ControllerClient:
     """Talks to the controller at `endpoint` (tcp://HOST:PORT)."""
@@ -25,6 +30,7 @@ class ControllerClient:
         """timeout_s: longest wait for a reply, unless the call says otherwise."""
         self.endpoint, self.timeout_s = endpoint, timeout_s
         self._token = token.encode()
+        self._name, self._asked = secrets.token_bytes(8), 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.connect(endpoint)
@@ -32,17 +38,33 @@ class ControllerClient:
     def ask(self, message: Message, timeout_s: float | None = None) -> Message:
         """Send and wait.  Raises TrainerError when refused, ProtocolError when late or unknown."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
-        self._socket.send_multipart([self._token, encode(message)])
-        if not self._socket.poll(int(wait_s * 1000)):
-            self.close()
-            raise ProtocolError(
-                f"the controller at {self.endpoint} did not answer {type(message).__name__} "
-                f"in {wait_s:g} s"
-            )
-        reply = decode(self._socket.recv_multipart()[-1])
-        if isinstance(reply, Refused):
-            raise TrainerError(f"{type(message).__name__} was refused: {reply.cause}")
-        return reply
+        self._asked += 1
+        name, data = self._name + self._asked.to_bytes(8, "big"), encode(message)
+        deadline = time.monotonic() + wait_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._socket.send_multipart([self._token, name, data])
+            answer = self._receive(name, min(left_s, _REPEAT_S))
+            if answer is None:
+                continue
+            reply = decode(answer)
+            if isinstance(reply, Refused):
+                raise TrainerError(f"{type(message).__name__} was refused: {reply.cause}")
+            return reply
+        self.close()
+        raise ProtocolError(
+            f"the controller at {self.endpoint} did not answer {type(message).__name__} "
+            f"in {wait_s:g} s"
+        )
+
+    def _receive(self, name: bytes, wait_s: float) -> bytes | None:
+        """The reply to the request of this name; None when it does not come."""
+        deadline = time.monotonic() + wait_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._socket.poll(max(1, int(left_s * 1000))):
+                replied, answer = self._socket.recv_multipart()
+                if replied == name:
+                    return answer
+        return None
 
     def expect(
         self, message: Message, reply_type: type[Reply], timeout_s: float | None = None

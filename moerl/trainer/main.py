@@ -24,6 +24,7 @@ from moerl.config.load import load_saved
 from moerl.errors import MoerlError
 from moerl.kernels.library import describe
 from moerl.rundir import RunDir
+from moerl.stacks import write_on_request
 from moerl.trainer import platform
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def main() -> None:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    write_on_request(run.logs / f"trainer-{os.environ.get('RANK', '0')}.log")
     signal.signal(signal.SIGTERM, _leave)
     config = load_saved(run.config)
     torch.set_num_threads(config.trainer.cpu_threads)

@@ -165,8 +165,8 @@ def plan_of(run: Run) -> RunPlan:
         hf_config={},
         token="",
         incarnation=0,
-        node="local-0",
-        blob_dir=run.dir.records / "0" / "blobs",
+        node="local",
+        blob_dir=run.dir.records / "blobs",
         checkpoint=None,
         records=None,
     )

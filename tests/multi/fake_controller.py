@@ -103,6 +103,7 @@ class FakeController:
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
         self.failed: list[Failed] = []
+        self._answers: dict[bytes, bytes] = {}  # by name of the request
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -118,10 +119,12 @@ class FakeController:
     def _serve(self) -> None:
         while not self._stopping.is_set():
             if self.socket.poll(50):
-                identity, token, data = self.socket.recv_multipart()
-                wrong = token.decode() != self.token
-                reply = Refused("wrong token") if wrong else self._answer(decode(data))
-                self.socket.send_multipart([identity, encode(reply)])
+                identity, token, name, data = self.socket.recv_multipart()
+                if token.decode() != self.token:
+                    self._answers[name] = encode(Refused("wrong token"))
+                elif name not in self._answers:  # a slow answer is asked for again
+                    self._answers[name] = encode(self._answer(decode(data)))
+                self.socket.send_multipart([identity, name, self._answers[name]])
 
     def _answer(self, message: Message) -> Message:
         match message:

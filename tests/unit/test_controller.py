@@ -25,7 +25,9 @@ from moerl.errors import (
     TrainerError,
 )
 from moerl.protocols import (
+    AskEngine,
     CloseUpdate,
+    EngineHolds,
     EngineStatus,
     Failed,
     Hello,
@@ -43,6 +45,7 @@ from moerl.protocols import (
 )
 from moerl.rollout.admission import ModelFacts
 from moerl.rollout.controller import Controller, StepReport
+from moerl.rollout.journal import Journal
 from moerl.rollout.server import TrainerServer
 from moerl.types import (
     Episode,
@@ -74,6 +77,7 @@ class StubEngine:
         self.requests: list[GenerateRequest] = []
         self.cut = 0  # replies that an update interrupted
         self.dead = self.dies_in_update = False
+        self.finishes = True  # else every reply is empty and to be asked for again
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         await self.open.wait()
@@ -93,6 +97,8 @@ class StubEngine:
             return RecordError("routing_rows", "too few")
         left = request.sampling.max_new_tokens
         count = min(2, left) if self.interrupt.is_set() else left
+        if not self.finishes:
+            count = 0
         self.tokens += count
         self.cut += count < left
         return Segment(
@@ -119,6 +125,9 @@ class StubEngine:
     async def close_update(self, message: CloseUpdate) -> UpdateClosed:
         return UpdateClosed(pause_s=0.001, aborted=1)
 
+    async def session(self, message: AskEngine) -> EngineHolds:
+        return EngineHolds(self.version, "")
+
     async def status(self) -> EngineStatus:
         return EngineStatus(0, self.version, 1, 0, self.tokens, 0.1)
 
@@ -142,6 +151,7 @@ class Prompts:
 
 def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     reports: list[StepReport] = []
+    blobs = BlobStore(tmp_path / "blobs", "n")
     controller = Controller(
         config,
         facts=ModelFacts(vocab_size=10, num_moe_layers=0, top_k_experts=0, stop_token_ids=()),
@@ -150,10 +160,13 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         prompts=Prompts(),
         held_out=kwargs.get("held_out"),
         decode=lambda ids: " ".join(map(str, ids)),
-        blobs=BlobStore(tmp_path / "blobs", "n"),
+        blobs=blobs,
+        journal=Journal(tmp_path / "journal", blobs),
         records=kwargs.get("records"),
+        saved_steps=kwargs.get("saved_steps", lambda: 0),
         on_step=reports.append,
         on_rewind=kwargs.get("on_rewind", lambda step: None),
+        gang_lives=kwargs.get("gang_lives", False),
     )
     controller.engines_started()
     return controller, reports
@@ -310,9 +323,9 @@ def test_drain_finishes_what_runs_before_an_update(tmp_path: Path) -> None:
 def test_a_drain_that_never_ends_is_an_error(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
-        config = with_rollout(in_flight_mode="drain", request_timeout_s=0.05)
+        config = with_rollout(in_flight_mode="drain", request_timeout_s=0.5)
         controller, _ = make(tmp_path, engine, config)
-        engine.open.clear()  # requests hang
+        engine.finishes = False
 
         async def work() -> None:
             await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
@@ -429,7 +442,7 @@ def test_a_restarted_trainer_makes_one_history(tmp_path: Path) -> None:
             return [first[0], *again]
 
         plans = await running(controller, work())
-        assert rewinds == [1]
+        assert rewinds == [0, 1]
         assert [p.step for p in plans] == [0, 1, 2, 3]
         ids = [g.group_id for p in plans for g in p.groups]
         assert sorted(ids) == list(range(8)), "a group is lost, or trained twice"
@@ -579,7 +592,7 @@ def test_the_door_requires_the_token(token: str) -> None:
         serving = asyncio.create_task(server.serve())
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         socket.connect(server.endpoint)
-        await socket.send_multipart([token.encode(), encode(TakePlan(0, 1.0))])
+        await socket.send_multipart([token.encode(), b"1", encode(TakePlan(0, 1.0))])
         async with asyncio.timeout(5):
             reply = decode((await socket.recv_multipart())[-1])
         assert isinstance(reply, Ok if token == "right" else Refused)

@@ -1,0 +1,332 @@
+"""What must outlive the controller: admitted groups, plans, finished steps, and the history.
+
+A SQLite database on node-local disk (write-ahead log), written before the effect it records can be
+seen: blobs are sealed before a header is admitted, a plan is written before the trainer gets it, a
+step before its reply.  Intents need no rows: an id that is neither consumed, dropped nor in the
+line is generated again.
+
+`facts` has one row with everything that is small; `groups` one per group in the line or trained
+since the newest checkpoint.  Both carry digests.  SQLite cuts a torn tail of its log by itself;
+other damage is found by its own check and by the digests, set aside and left out: such groups are
+generated again, and unless everything is whole the trainer has to start again from its checkpoint,
+which knows what is consumed (`Past.is_whole`).
+
+Durability `node`: survives SIGKILL of every process; headers and blobs are where they were.
+`shared` (with `Segments`): each admitted group, blobs included, is also one sealed file in the run
+directory, so it survives the node.
+
+Rejected: LMDB (a dependency more, its file never shrinks), an append-only log of our own (a store's
+recovery written again), SQLite on a network file system (its locks do not hold there).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from moerl.blob import BlobStore
+from moerl.errors import JournalError
+from moerl.protocols import decode_value, encode_value
+from moerl.rollout.past import Facts, Past, digest_of, ranges, spread, uris_of
+from moerl.rollout.segments import Segments
+from moerl.types import EpisodeGroup, PolicyVersion
+
+log = logging.getLogger(__name__)
+
+_SCHEMA = """
+pragma auto_vacuum = full;
+pragma journal_mode = wal;
+pragma synchronous = normal;
+pragma wal_autocheckpoint = 200;  -- pages of 4 KiB
+create table if not exists facts(body blob not null, digest text not null);
+create table if not exists groups(
+    id integer primary key,
+    state text not null,      -- ready | planned | trained
+    step integer not null,    -- that plans it; -1 while ready
+    header blob,              -- null once trained and of no use for a restart
+    header_digest text not null,
+    digest text not null      -- of id, state, step and header_digest
+);
+"""
+_READY, _PLANNED, _TRAINED = "ready", "planned", "trained"
+
+
+class Journal:
+    """One run's journal; one process writes it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        blobs: BlobStore,
+        segments: Segments | None = None,
+        settings: str = "",
+    ) -> None:
+        """segments: ships every admitted group to the run directory (durability `shared`).
+
+        settings: fingerprint of what defines a group; those made under another one are left out.
+        """
+        self._folder, self._blobs, self._segments = folder, blobs, segments
+        self._settings = settings
+        self._path = folder / "journal.sqlite"
+        self._facts = Facts()
+        self._db: sqlite3.Connection | None = None
+
+    def load(self) -> Past:
+        """Open the journal, cut what is damaged, and say what it holds; once, first."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        is_new = not self._path.exists()
+        damage = ""
+        try:
+            self._open()
+            (answer,) = self._query("pragma quick_check").fetchone()
+            damage = "" if answer == "ok" else str(answer)
+        except sqlite3.DatabaseError as error:
+            damage = str(error)
+        past, cause = self._read()
+        damage = damage or cause
+        if past.facts.settings not in ("", self._settings):
+            damage = "its groups were made under other settings"
+            count = len(past.ready) + len(past.trained) + sum(map(len, past.planned.values()))
+            past = Past(past.facts, consumed=past.consumed, lost=count)
+            if self._segments is not None:
+                self._segments.clear()
+        if damage:
+            past.is_whole = False
+            log.error("not all of the journal %s can be used: %s", self._path, damage)
+            self._set_aside()
+        if self._segments is not None and (is_new or damage):
+            self._segments.restore(past, self._blobs)
+        if is_new or damage:
+            self._write_all(past)
+        self._leave_out_missing(past)
+        lives = past.facts.lives + 1 if past.is_whole else int(time.time())
+        past.facts = replace(past.facts, lives=lives, settings=self._settings)
+        self._write(past.facts)
+        return past
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    # --- written before the effect can be seen ------------------------------------------------
+    def began(self, version: PolicyVersion, dp_size: int, consumed: Iterable[int]) -> None:
+        """A gang starts with these weights; groups of steps it does not hold are ready again."""
+        consumed, facts = set(consumed), self._facts
+        begins = facts.begins if facts.begins[-1:] == (version,) else (*facts.begins, version)
+        trained = self._ids(_TRAINED)
+        again = sorted(trained - consumed)
+        facts = replace(
+            facts, begins=begins, dp_size=dp_size, consumed=ranges(consumed), done=version.step
+        )
+        with self._transaction() as db:
+            self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)
+            db.executemany("delete from groups where id = ?", [(i,) for i in consumed])
+            db.execute("delete from groups where header is null")
+            self._write(facts, db)
+        if self._segments is not None:
+            self._segments.keep_facts(facts)
+
+    @property
+    def ships(self) -> bool:
+        """Durability `shared`: a group is shipped before it is admitted."""
+        return self._segments is not None
+
+    def ship(self, group: EpisodeGroup) -> None:
+        """Put the group and its blobs into the run directory; may take long, any thread.
+
+        Raises JournalError when that file system is full.
+        """
+        if self._segments is not None:
+            self._segments.ship(group, self._blobs)
+
+    def admitted(self, group: EpisodeGroup) -> None:
+        header = encode_value(group)
+        row = (group.group_id, _READY, -1, header, digest_of(header))
+        with self._transaction() as db:
+            db.execute("insert or replace into groups values (?, ?, ?, ?, ?, '')", row)
+            self._move(db, [group.group_id], _READY, -1)
+
+    def planned(self, step: int, group_ids: Iterable[int]) -> None:
+        with self._transaction() as db:
+            self._move(db, group_ids, _PLANNED, step)
+
+    def done(self, step: int, kept: Iterable[int]) -> None:
+        """A step is trained; headers of `kept` stay for a trainer that restarts before it."""
+        gone = self._ids(_PLANNED, step) - set(kept)
+        with self._transaction() as db:
+            self._move(db, self._ids(_PLANNED, step), _TRAINED, step)
+            ids = [(i,) for i in gone]
+            db.executemany("update groups set header = null where id = ?", ids)
+            self._write(replace(self._facts, done=step + 1), db)
+        self._unship(gone)
+
+    def saved(self, steps: int) -> list[EpisodeGroup]:
+        """A checkpoint holds so many steps: prune them; returns groups whose blobs may go."""
+        rows = self._query(
+            "select id, header from groups where state = ? and step < ?", (_TRAINED, steps)
+        ).fetchall()
+        if not rows:
+            return []
+        ids = [row[0] for row in rows]
+        facts = replace(self._facts, consumed=ranges({*spread(self._facts.consumed), *ids}))
+        with self._transaction() as db:
+            db.executemany("delete from groups where id = ?", [(i,) for i in ids])
+            self._write(facts, db)
+        self._unship(ids)
+        return [decode_value(header, EpisodeGroup) for _, header in rows if header is not None]
+
+    def left(self, group_ids: Iterable[int]) -> None:
+        """These groups left the line unused and are generated again."""
+        group_ids = list(group_ids)
+        if group_ids:
+            with self._transaction() as db:
+                db.executemany("delete from groups where id = ?", [(i,) for i in group_ids])
+            self._unship(group_ids)
+
+    def dropped(self, group_id: int) -> None:
+        """This id is given up for good."""
+        dropped = ranges({*spread(self._facts.dropped), group_id})
+        self._write(replace(self._facts, dropped=dropped))
+
+    # --- reading ------------------------------------------------------------------------------
+    def _read(self) -> tuple[Past, str]:
+        """What is whole, and what is wrong with the rest ("" = nothing)."""
+        past, damage = Past(Facts()), ""
+        try:
+            rows = self._query("select body, digest from facts").fetchall()
+            if any(digest_of(body) != digest for body, digest in rows) or len(rows) > 1:
+                return past, "the facts do not match their digest"
+            if rows:
+                past.facts = decode_value(rows[0][0], Facts)
+            for row in self._query("select * from groups order by id"):
+                if not self._take(row, past):
+                    past.lost += 1
+                    damage = f"the row of group {row[0]} does not match its digest"
+        except (sqlite3.DatabaseError, msgspec.MsgspecError) as error:
+            damage = str(error)
+        if not past.facts.begins:  # without the history nobody can say which tokens are legal
+            past = Past(past.facts, lost=past.lost + len(past.ready))
+        past.consumed |= set(spread(past.facts.consumed))
+        return past, damage
+
+    @staticmethod
+    def _take(row: tuple[int, str, int, bytes | None, str, str], past: Past) -> bool:
+        group_id, state, step, header, header_digest, digest = row
+        if _row_digest(group_id, state, step, header_digest) != digest:
+            return False
+        if header is not None and digest_of(header) != header_digest:
+            return False
+        group = None if header is None else decode_value(header, EpisodeGroup)
+        if state == _TRAINED:
+            past.consumed.add(group_id)
+            past.trained += [group] if group is not None else []
+        elif state == _PLANNED and group is not None:
+            past.planned.setdefault(step, []).append(group)
+        elif group is not None:
+            past.ready.append(group)
+        return True
+
+    def _leave_out_missing(self, past: Past) -> None:
+        """A group whose blobs are not all there is generated again."""
+
+        def split(groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[int]]:
+            whole = [group for group in groups if self._blobs.has_all(uris_of(group))]
+            return whole, [group.group_id for group in groups if group not in whole]
+
+        past.ready, gone = split(past.ready)
+        past.trained, unused = split(past.trained)
+        for step, groups in list(past.planned.items()):
+            past.planned[step], missing = split(groups)
+            if missing:
+                past.is_whole = False  # the trainer may have this plan, which cannot be given again
+                gone += missing
+        if gone:
+            log.error("%d journaled groups lack blobs and are generated again", len(gone))
+        past.lost += len(gone)
+        self.left(gone)
+        with self._transaction() as db:
+            db.executemany("update groups set header = null where id = ?", [(i,) for i in unused])
+
+    # --- plumbing -----------------------------------------------------------------------------
+    def _open(self) -> None:
+        self._db = sqlite3.connect(self._path, isolation_level=None)
+        self._db.create_function("row_digest", 4, _row_digest, deterministic=True)
+        self._db.executescript(_SCHEMA)
+
+    def _set_aside(self) -> None:
+        """Begin a new database; the other one is kept for a person, one at most."""
+        self.close()
+        self._path.replace(self._path.with_suffix(".aside"))
+        for suffix in ("-wal", "-shm"):
+            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+        self._open()
+
+    def _write_all(self, past: Past) -> None:
+        planned = [(step, group) for step, groups in past.planned.items() for group in groups]
+        rows = [(group, _READY, -1) for group in past.ready]
+        rows += [(group, _PLANNED, step) for step, group in planned]
+        rows += [(group, _TRAINED, past.facts.done - 1) for group in past.trained]
+        for group, state, step in rows:
+            self.admitted(group)
+            with self._transaction() as db:
+                self._move(db, [group.group_id], state, step)
+        self._write(replace(past.facts, consumed=ranges(past.consumed)))
+
+    def _query(self, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
+        if self._db is None:
+            raise sqlite3.DatabaseError("it could not be opened")
+        return self._db.execute(sql, values)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing.  Raises JournalError: a full disk, or one that fails."""
+        assert self._db is not None, "load comes first"
+        try:
+            self._db.execute("begin immediate")
+            yield self._db
+            self._db.execute("commit")
+        except BaseException as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("rollback")
+            if isinstance(error, sqlite3.Error):
+                raise JournalError(f"{self._path} could not be written: {error}") from error
+            raise
+
+    def _move(self, db: sqlite3.Connection, ids: Iterable[int], state: str, step: int) -> None:
+        db.executemany(
+            "update groups set state = ?, step = ?, "
+            "digest = row_digest(id, ?, ?, header_digest) where id = ?",
+            [(state, step, state, step, group_id) for group_id in ids],
+        )
+
+    def _write(self, facts: Facts, db: sqlite3.Connection | None = None) -> None:
+        if db is None:
+            with self._transaction() as own:
+                self._write(facts, own)
+            return
+        body = encode_value(facts)
+        db.execute("delete from facts")
+        db.execute("insert into facts values (?, ?)", (body, digest_of(body)))
+        self._facts = facts
+
+    def _ids(self, state: str, step: int | None = None) -> set[int]:
+        sql, values = "select id from groups where state = ?", (state,)
+        if step is None:
+            return {row[0] for row in self._query(sql, values)}
+        return {row[0] for row in self._query(f"{sql} and step = ?", (*values, step))}
+
+    def _unship(self, ids: Iterable[int]) -> None:
+        if self._segments is not None:
+            self._segments.remove(ids)
+
+
+def _row_digest(group_id: int, state: str, step: int, header_digest: str) -> str:
+    return digest_of(f"{group_id} {state} {step} {header_digest}".encode())

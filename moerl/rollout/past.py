@@ -1,0 +1,65 @@
+"""What a controller goes on from: the records that the journal and its segments keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import xxhash
+
+from moerl.rollout.assemble import blob_uris
+from moerl.types import EpisodeGroup, PolicyVersion
+
+Ranges = tuple[tuple[int, int], ...]  # begin and end (exclusive), ascending and apart
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The small part."""
+
+    begins: tuple[PolicyVersion, ...] = ()  # first weights of each gang
+    dp_size: int = 0  # of the newest gang
+    consumed: Ranges = ()  # group ids trained before the rows below
+    dropped: Ranges = ()  # ids given up for good
+    done: int = 0  # optimizer steps finished in this history
+    lives: int = 0  # controllers so far; names what they generate
+    settings: str = ""  # fingerprint of what the groups were made with
+
+
+@dataclass(slots=True)
+class Past:
+    """What a controller goes on from."""
+
+    facts: Facts
+    ready: list[EpisodeGroup] = field(default_factory=list)
+    planned: dict[int, list[EpisodeGroup]] = field(default_factory=dict)
+    trained: list[EpisodeGroup] = field(default_factory=list)  # with blobs; useful after a restart
+    consumed: set[int] = field(default_factory=set)  # trained ids, with or without a header
+    lost: int = 0  # groups left out: damaged row, or a blob is missing
+    is_whole: bool = True  # False: what is consumed is known to the trainer's checkpoint only
+
+
+def ranges(ids: Iterable[int]) -> Ranges:
+    """{0, 1, 2, 7} -> ((0, 3), (7, 8))."""
+    found: list[tuple[int, int]] = []
+    for one in sorted(set(ids)):
+        if found and found[-1][1] == one:
+            found[-1] = (found[-1][0], one + 1)
+        else:
+            found.append((one, one + 1))
+    return tuple(found)
+
+
+def spread(parts: Ranges) -> Iterator[int]:
+    """Inverse of `ranges`."""
+    return (one for begin, end in parts for one in range(begin, end))
+
+
+def uris_of(group: EpisodeGroup) -> list[str]:
+    """Every blob behind a group."""
+    return sorted({uri for rollout in group.rollouts() for uri in blob_uris(rollout)})
+
+
+def digest_of(data: bytes) -> str:
+    """16 characters."""
+    return xxhash.xxh3_64_hexdigest(data)

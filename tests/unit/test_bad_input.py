@@ -1,0 +1,228 @@
+"""Engines and scorers that misbehave: refused or asked again under a counted reason, never trained.
+
+What only a real engine's reply can hold (routes cut short, NaN in JSON, a damaged payload) is in
+test_engine_records.py; here a reply that passed, or bypassed, that door is wrong all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moerl.blob import BlobStore
+from moerl.errors import BlobError, EngineError, RecordError, ScoreError
+from moerl.rollout.controller import Controller
+from moerl.types import (
+    Episode,
+    GenerateRequest,
+    PolicyVersion,
+    Prompt,
+    Score,
+    Segment,
+)
+from tests.unit.test_controller import CONFIG, StubEngine, StubScorer, make, running, train
+
+
+class Wrong(StubEngine):
+    """Spoils its first replies."""
+
+    def __init__(self, spoil: Callable[[Segment], object], times: int = 2) -> None:
+        super().__init__()
+        self.spoil, self.times = spoil, times
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        replies = await super().generate(requests)
+        if self.times > 0:
+            self.times -= 1
+            spoiled = self.spoil(replies[0])
+            replies = replies[1:] if spoiled is None else [spoiled, *replies[1:]]
+        return replies
+
+
+def trained_once(plans: list) -> bool:
+    return sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda s: replace(s, logprobs=np.full_like(s.logprobs, np.nan)), "logprob_finite"),
+        (lambda s: replace(s, logprobs=np.full_like(s.logprobs, 0.5)), "logprob_sign"),
+        (lambda s: replace(s, logprobs=s.logprobs[:-1]), "length"),
+        (lambda s: replace(s, output_ids=s.output_ids + 100), "token_range"),
+        (lambda s: replace(s, rollout_id="99.0"), "rollout_id"),
+        (lambda s: replace(s, version=PolicyVersion(7, 7)), "version"),
+        (lambda s: RecordError("routing_rows", "cut short"), "routing_rows"),
+    ],
+    ids=["nan", "positive", "short", "tokens", "id", "version", "routes"],
+)
+def test_a_bad_reply_is_refused_and_generated_again(
+    tmp_path: Path, spoil: Callable[[Segment], object], reason: str
+) -> None:
+    async def body() -> None:
+        controller, reports = make(tmp_path, Wrong(spoil))
+        plans = await running(controller, train(controller, 4))
+        assert trained_once(plans)
+        assert reports[-1].metrics[f"refused/{reason}"] == 2
+        for rollout in (r for p in plans for g in p.groups for r in g.rollouts()):
+            assert np.isfinite(rollout.logprobs).all()
+            assert rollout.versions[-1].version.incarnation == 0
+
+    asyncio.run(body())
+
+
+def test_replies_that_are_missing_are_a_failed_call(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = Wrong(lambda segment: None, times=1)
+        controller, _ = make(tmp_path, engine)
+        plans = await running(controller, train(controller, 4))
+        assert trained_once(plans)
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """Its groups go on when it answers again."""
+
+    async def body() -> None:
+        engine = StubEngine()
+        engine.open.clear()
+        rollout = replace(CONFIG.rollout, request_timeout_s=0.2)
+        controller, _ = make(tmp_path, engine, replace(CONFIG, rollout=rollout))
+        asyncio.get_running_loop().call_later(0.5, engine.open.set)
+        assert trained_once(await running(controller, train(controller, 4)))
+
+    asyncio.run(body())
+
+
+class BadScorer(StubScorer):
+    """Scores the first groups in a way of its own."""
+
+    def __init__(self, bad: Callable[[list[Score]], list[Score]], times: int = 2) -> None:
+        super().__init__()
+        self.bad, self.times = bad, times
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[Score]:
+        scores = await super().score(prompt, episodes, texts)
+        if self.times == 0:
+            return scores
+        self.times -= 1
+        return self.bad(scores)
+
+
+def raise_error(scores: list[Score]) -> list[Score]:
+    raise ScoreError("it raised")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda scores: [Score(float("inf")) for _ in scores],
+        lambda scores: [Score(float("nan")) for _ in scores],
+        lambda scores: scores[:-1],
+        raise_error,
+    ],
+    ids=["infinite", "nan", "missing", "raises"],
+)
+def test_a_bad_score_drops_its_group(tmp_path: Path, bad: Callable[..., list[Score]]) -> None:
+    async def body() -> None:
+        config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="drop"))
+        controller, reports = make(tmp_path, StubEngine(), config, scorer=BadScorer(bad))
+        plans = await running(controller, train(controller, 4))
+        rewards = [e.score.reward for p in plans for g in p.groups for e in g.episodes]
+        assert np.isfinite(rewards).all()
+        assert len(rewards) == 16
+        assert sum(r.metrics["scorer/failed"] for r in reports) == 2
+
+    asyncio.run(body())
+
+
+def test_a_scorer_that_hangs_drops_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moerl.rollout.admission._SCORER_START_S", 0.0)
+
+    class Hangs(StubScorer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.times = 1
+
+        async def score(self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]):
+            if self.times:
+                self.times -= 1
+                await asyncio.sleep(60)
+            return await super().score(prompt, episodes, texts)
+
+    async def body() -> None:
+        task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.1)
+        controller, reports = make(
+            tmp_path, StubEngine(), replace(CONFIG, task=task), scorer=Hangs()
+        )
+        await running(controller, train(controller, 4))
+        assert sum(r.metrics["scorer/failed"] for r in reports) == 1
+
+    asyncio.run(body())
+
+
+def fill_after_hello(controller: Controller) -> Callable[[], None]:
+    """No write to the journal works once the trainer said hello; returns what ends that."""
+    began = controller._journal.began
+
+    def fill(*args) -> None:
+        began(*args)
+        controller._journal._db.execute("pragma query_only = on")
+
+    controller._journal.began = fill
+    return lambda: controller._journal._db.execute("pragma query_only = off")
+
+
+def test_a_journal_without_room_admits_nothing_until_there_is_some(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, reports = make(tmp_path, StubEngine())
+        make_room = fill_after_hello(controller)
+        refuse = controller.admission.refuse
+
+        def refused(*args) -> None:
+            assert not controller.buffer.num_ready
+            refuse(*args)
+            make_room()
+
+        controller.admission.refuse = refused
+        assert trained_once(await running(controller, train(controller, 4)))
+        assert reports[-1].metrics["refused/journal"] >= 1
+
+    asyncio.run(body())
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, reports = make(tmp_path, StubEngine())
+        fill_after_hello(controller)
+        with pytest.raises(EngineError, match=r"was refused 3 times.*journal.*not be written"):
+            await running(controller, train(controller, 4))
+        assert reports == []
+
+    asyncio.run(body())
+
+
+def test_a_blob_that_finds_no_room_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlobStore(tmp_path / "blobs", "n")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(BlobError, match="No space left on device"):
+        store.seal("0.0-s0", [np.zeros(8, np.uint8)])
+    assert list(store.root.iterdir()) == []

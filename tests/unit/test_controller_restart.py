@@ -1,0 +1,206 @@
+"""A controller that dies: its successor goes on from the journal beside trainer and engines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from moerl.errors import ProtocolError
+from moerl.protocols import Hello, Ok, Plan, StepDone, TakePlan, decode, encode
+from moerl.rollout.controller import Controller
+from moerl.rollout.server import TrainerServer
+from moerl.types import PolicyVersion
+from tests.unit.test_controller import StubEngine, make, publish, running, train
+
+
+def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):
+    """A controller after one that was killed: nothing was closed, nobody was told."""
+    for task in list(dead._loops._tasks):
+        task.cancel()
+    return make(tmp_path, engine, **kwargs)
+
+
+async def at_step(controller: Controller, step: int) -> list[int]:
+    """Take the plan of a step; its group ids."""
+    reply = await controller.handle(TakePlan(step, 5.0))
+    assert isinstance(reply, Plan), reply
+    return [group.group_id for group in reply.plan.groups]
+
+
+def test_a_controller_that_dies_loses_nothing(tmp_path: Path) -> None:
+    """Killed with step 1 planned and other groups ready: the trainer repeats what it asked."""
+
+    async def body() -> None:
+        engine, rewinds = StubEngine(), []
+        first, _ = make(tmp_path, engine)
+        loops = asyncio.create_task(first.run())
+        trained = [g.group_id for p in await train(first, 1) for g in p.groups]
+        planned = await at_step(first, 1)
+        while not first.buffer.num_ready:
+            await asyncio.sleep(0.01)
+        ready = {g.group_id: g.episodes[0].episode_id for g in first.buffer._ready.values()}
+        asked = len(engine.requests)
+        second, rows = successor(tmp_path, engine, first, gang_lives=True, on_rewind=rewinds.append)
+        loops.cancel()
+        assert rewinds == [1], "rows of unfinished steps are cut"
+        await second.rejoin([])
+
+        async def work() -> list[int]:
+            assert await at_step(second, 1) == planned, "another plan for a step that was planned"
+            done = StepDone(1, PolicyVersion(0, 2), {}, "")
+            assert await second.handle(done) == Ok()
+            assert await second.handle(done) == Ok(), "said twice"
+            await publish(second, PolicyVersion(0, 2))
+            ids = []
+            for step in (2, 3):
+                ids += await at_step(second, step)
+                await second.handle(StepDone(step, PolicyVersion(0, step + 1), {}, ""))
+                await publish(second, PolicyVersion(0, step + 1))
+            return ids
+
+        rest = await running(second, work())
+        assert sorted(trained + planned + rest) == list(range(8)), "lost, or trained twice"
+        assert [r.step for r in rows] == [1, 2, 3]
+        assert rows[0].metrics["journal/adopted_groups"] >= len(ready) + len(planned)
+        again = {int(r.rollout_id.split(".")[0]) for r in engine.requests[asked:]}
+        assert not again & set(ready), "an admitted group was generated again"
+
+    asyncio.run(body())
+
+
+def test_a_step_whose_reply_was_lost_counts_once(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        first, _ = make(tmp_path, engine)
+        loops = asyncio.create_task(first.run())
+        await train(first, 2)
+        second, rows = successor(tmp_path, engine, first, gang_lives=True)
+        loops.cancel()
+        await second.rejoin([])
+
+        async def work() -> None:
+            assert await second.handle(StepDone(1, PolicyVersion(0, 2), {}, "")) == Ok()
+            await at_step(second, 2)
+
+        await running(second, work())
+        assert rows == []
+
+    asyncio.run(body())
+
+
+def test_after_damage_the_trainer_starts_again(tmp_path: Path) -> None:
+    """What it trained since its checkpoint is not known any more: nothing may be planned."""
+
+    async def body() -> None:
+        engine = StubEngine()
+        first, _ = make(tmp_path, engine)
+        loops = asyncio.create_task(first.run())
+        held = [g.group_id for p in await train(first, 2) for g in p.groups]
+        first._journal.close()
+        path = tmp_path / "journal" / "journal.sqlite"
+        path.write_bytes(path.read_bytes()[:5000])
+        second, _ = successor(tmp_path, engine, first, gang_lives=True)
+        loops.cancel()
+        await second.rejoin([])
+
+        async def work() -> list:
+            for message in (TakePlan(2, 1.0), StepDone(1, PolicyVersion(0, 2), {}, "")):
+                with pytest.raises(ProtocolError, match="it has to start from its checkpoint"):
+                    await second.handle(message)
+            return await train(second, 4, tuple(held), PolicyVersion(1, 2))
+
+        plans = await running(second, work())
+        assert sorted(g.group_id for p in plans for g in p.groups) == [4, 5, 6, 7]
+
+    asyncio.run(body())
+
+
+def test_a_resume_keeps_finished_groups_that_are_legal(tmp_path: Path) -> None:
+    """Everything died; the checkpoint holds step 1 of 2."""
+
+    async def body() -> None:
+        engine = StubEngine()
+        first, _ = make(tmp_path, engine)
+        loops = asyncio.create_task(first.run())
+        plans = await train(first, 2)
+        held = [g.group_id for g in plans[0].groups]
+        while first.buffer.num_ready < 2:
+            await asyncio.sleep(0.01)
+        legal = [g for g in first.buffer._ready.values() if g.newest <= PolicyVersion(0, 1)]
+        loops.cancel()
+        fresh = StubEngine()
+        second, _ = successor(tmp_path, fresh, first)
+        rest = await running(second, train(second, 4, tuple(held), PolicyVersion(1, 1)))
+        ids = [g.group_id for p in [plans[0], *rest] for g in p.groups]
+        assert sorted(ids) == list(range(8))
+        again = {int(r.rollout_id.split(".")[0]) for r in fresh.requests}
+        assert not again & {g.group_id for g in legal}
+        for plan in rest:
+            for span in (s for g in plan.groups for r in g.rollouts() for s in r.versions):
+                assert span.version.incarnation == 1 or span.version.step <= 1
+
+    asyncio.run(body())
+
+
+def test_trained_groups_wait_for_the_checkpoint_that_holds_them(tmp_path: Path) -> None:
+    """Groups of version 0.0 can be trained again by a trainer that starts from the beginning."""
+
+    async def body() -> None:
+        engine, saved = StubEngine(), [0]
+        controller, _ = make(tmp_path, engine, saved_steps=lambda: saved[0])
+
+        async def work() -> None:
+            plans = await train(controller, 2)
+            first = {g.group_id for p in plans for g in p.groups if g.newest.step == 0}
+            assert set(controller._trained) == first
+            asked = len(engine.requests)
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
+            await publish(controller, PolicyVersion(1, 0))
+            assert set(await at_step(controller, 0)) == set(sorted(first)[:2])
+            again = {int(r.rollout_id.split(".")[0]) for r in engine.requests[asked:]}
+            assert not again & first, "what could be trained again was generated again"
+            saved[0] = 1
+            await controller.handle(StepDone(0, PolicyVersion(1, 1), {}, ""))
+            assert controller._trained == {}
+
+        await running(controller, work())
+
+    asyncio.run(body())
+
+
+def test_a_repeated_request_is_served_once() -> None:
+    """The trainer repeats itself, also over a new connection; the answer goes to the last one."""
+
+    async def body() -> None:
+        served: list[object] = []
+        go = asyncio.Event()
+
+        async def handle(message):
+            served.append(message)
+            await go.wait()
+            return Ok()
+
+        server = TrainerServer("127.0.0.1", "t", handle)
+        serving = asyncio.create_task(server.serve())
+        sockets = [zmq.asyncio.Context.instance().socket(zmq.DEALER) for _ in range(2)]
+        frames = [b"t", b"name", encode(TakePlan(0, 1.0))]
+        for socket in sockets:
+            socket.connect(server.endpoint)
+            await socket.send_multipart(frames)
+            await asyncio.sleep(0.1)
+        go.set()
+        async with asyncio.timeout(5):
+            assert (await sockets[1].recv_multipart())[0] == b"name"
+            await sockets[0].send_multipart(frames)
+            assert decode((await sockets[0].recv_multipart())[1]) == Ok()
+        assert len(served) == 1
+        serving.cancel()
+        server.close()
+        for socket in sockets:
+            socket.close(0)
+
+    asyncio.run(body())

@@ -1,0 +1,300 @@
+"""The journal: what it holds survives its process, and damage costs groups, never correctness."""
+
+from __future__ import annotations
+
+import sqlite3
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.blob import BlobStore
+from moerl.errors import JournalError
+from moerl.rollout.journal import Journal
+from moerl.rollout.past import Past, ranges, spread
+from moerl.rollout.segments import Segments
+from moerl.types import (
+    Episode,
+    EpisodeGroup,
+    Finish,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RoutingBlob,
+    SamplingParams,
+    Score,
+    Turn,
+    VersionSpan,
+)
+
+START = PolicyVersion(0, 0)
+
+
+def group_of(group_id: int, blobs: BlobStore, version: PolicyVersion = START) -> EpisodeGroup:
+    """One episode of two prompt and two sampled tokens, its routes sealed."""
+    (ref,) = blobs.seal(f"{group_id}.0-s0", [np.full((2, 3, 2), group_id % 256, np.uint8)])
+    rollout = Rollout(
+        rollout_id=f"{group_id}.0",
+        token_ids=np.array([1, 2, 3, 4], np.int32),
+        loss_mask=np.array([False, False, True, True]),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        versions=(VersionSpan(0, version),),
+        routing=(RoutingBlob(ref, 0, 3, version, (0, 1), 8),),
+        sampling_mask=(),
+        finish=Finish.LENGTH,
+        sampling=SamplingParams(2),
+        engine=0,
+    )
+    prompt = Prompt(group_id, (1, 2), "p", {"a": 1}, {})
+    episode = Episode(f"{group_id}.0", (Turn(rollout),), Score(float(group_id), {"why": "so"}))
+    return EpisodeGroup(group_id, prompt, (episode,))
+
+
+class World:
+    """A journal that is killed and opened again; `close` would write its log back."""
+
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
+        self.folder = folder
+        self.blobs = BlobStore(folder / "blobs", "n")
+        self.segments = Segments(folder / "run") if shared else None
+        self.open()
+
+    def open(self) -> Past:
+        self.journal = Journal(self.folder / "journal", self.blobs, self.segments)
+        self.past = self.journal.load()
+        return self.past
+
+    def admit(self, *group_ids: int) -> None:
+        for group_id in group_ids:
+            group = group_of(group_id, self.blobs)
+            self.journal.ship(group)
+            self.journal.admitted(group)
+
+    @property
+    def database(self) -> Path:
+        return self.folder / "journal" / "journal.sqlite"
+
+    def close(self) -> None:
+        """Everything into the database file, so that it can be damaged there."""
+        self.journal.close()
+
+
+def ids(groups: list[EpisodeGroup]) -> list[int]:
+    return sorted(group.group_id for group in groups)
+
+
+def some_history(world: World) -> None:
+    """Steps 0 and 1 trained, 2 planned; 6 is ready, 7 given up."""
+    world.journal.began(START, 2, ())
+    world.admit(0, 1, 2, 3, 4, 5, 6)
+    for step in range(3):
+        world.journal.planned(step, [2 * step, 2 * step + 1])
+    world.journal.done(0, kept=[0])
+    world.journal.done(1, kept=[])
+    world.journal.dropped(7)
+
+
+def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    past = world.open()
+    assert past.is_whole
+    assert past.lost == 0
+    assert ids(past.ready) == [6]
+    assert {step: ids(groups) for step, groups in past.planned.items()} == {2: [4, 5]}
+    assert ids(past.trained) == [0]
+    assert past.consumed == {0, 1, 2, 3}
+    assert past.facts.begins == (START,)
+    assert (past.facts.dp_size, past.facts.done, past.facts.lives) == (2, 2, 2)
+    assert list(spread(past.facts.dropped)) == [7]
+    group, again = group_of(8, world.blobs), past.ready[0]
+    assert again.episodes[0].score == Score(6.0, {"why": "so"})
+    one, other = again.rollouts()[0], group.rollouts()[0]
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.logprobs.dtype == np.float32
+    assert world.blobs.load(one.routing[0].ids)[0, 0, 0] == 6
+
+
+def test_a_new_gang_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    world.journal.began(PolicyVersion(1, 0), 2, ())
+    past = world.open()
+    assert ids(past.ready) == [0, 4, 5, 6], "1, 2 and 3 have no header any more"
+    assert past.consumed == set()
+    assert past.facts.begins == (START, PolicyVersion(1, 0))
+
+
+def test_a_checkpoint_prunes(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    assert ids(world.journal.saved(2)) == [0], "its blobs may go now"
+    assert world.journal.saved(2) == []
+    past = world.open()
+    assert past.trained == []
+    assert past.consumed == {0, 1, 2, 3}
+
+
+def test_disk_use_is_bounded(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.journal.began(START, 1, ())
+    sizes = []
+    for step in range(400):
+        world.admit(step)
+        world.journal.planned(step, [step])
+        world.journal.done(step, kept=[])
+        if step % 10 == 9:
+            world.journal.saved(step + 1)
+            files = (tmp_path / "journal").iterdir()
+            sizes.append(sum(file.stat().st_size for file in files))
+    assert max(sizes[20:]) <= max(sizes[:20]) + 8192
+    assert world.open().facts.consumed == ((0, 400),)
+
+
+def test_groups_that_left_are_generated_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    world.journal.left([6])
+    assert world.open().ready == []
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.2, 0.5, 0.9, 0.999])
+def test_a_torn_log_is_cut(tmp_path: Path, keep: float) -> None:
+    """The write-ahead log loses its end: what was committed before is all there."""
+    world = World(tmp_path)
+    world.journal.began(START, 1, ())
+    world.admit(*range(20))
+    log = world.database.with_name(world.database.name + "-wal")
+    copy = World(tmp_path / "copy")
+    copy.close()
+    copy.database.write_bytes(world.database.read_bytes())
+    copy.database.with_name(log.name).write_bytes(
+        log.read_bytes()[: int(log.stat().st_size * keep)]
+    )
+    for blob in world.blobs.root.iterdir():
+        (copy.blobs.root / blob.name).write_bytes(blob.read_bytes())
+    past = copy.open()
+    count = len(past.ready)
+    assert ids(past.ready) == list(range(count)), "a group in the middle is missing"
+    assert keep < 0.5 or count > 0
+    copy.journal.began(START, 1, ())
+    copy.admit(*range(20, 23))
+    assert len(copy.open().ready) == count + 3
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "header", "facts", "not a database"])
+def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    world.admit(*range(8, 40))
+    world.close()
+    data = bytearray(world.database.read_bytes())
+    if how == "truncated":
+        world.database.write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        at = np.random.default_rng(0).integers(4096, len(data), 64)
+        for one in at:
+            data[one] ^= 0xFF
+        world.database.write_bytes(data)
+    elif how == "not a database":
+        world.database.write_bytes(b"x" * 10000)
+    else:
+        db = sqlite3.connect(world.database)
+        sql = {
+            "header": "update groups set header = x'00' where id = 20",
+            "facts": "update facts set body = x'00'",
+        }[how]
+        with db:
+            db.execute(sql)
+        db.close()
+    past = world.open()
+    assert not past.is_whole, "the trainer would not be asked to start again"
+    assert world.database.with_suffix(".aside").exists()
+    if how == "header":
+        assert past.lost == 1
+        assert ids(past.ready) == [6, *range(8, 20), *range(21, 40)]
+        assert {step: ids(groups) for step, groups in past.planned.items()} == {2: [4, 5]}
+    if how in ("facts", "not a database"):
+        assert past.ready == [], "nobody knows which tokens are legal"
+    world.journal.began(PolicyVersion(1, 0), 2, ())
+    world.admit(100)
+    again = world.open()
+    assert again.is_whole
+    assert 100 in ids(again.ready)
+
+
+def test_a_missing_blob_costs_its_group(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    world.blobs.delete("blob://n/6.0-s0")
+    past = world.open()
+    assert past.is_whole
+    assert (past.lost, past.ready) == (1, [])
+    world.blobs.delete("blob://n/4.0-s0")
+    past = world.open()
+    assert not past.is_whole, "the plan of step 2 cannot be given again"
+    assert ids(past.planned[2]) == [5]
+
+
+def test_shared_survives_the_node(tmp_path: Path) -> None:
+    world = World(tmp_path, shared=True)
+    some_history(world)
+    other = World(tmp_path / "other")
+    other.segments = world.segments
+    other.journal.close()
+    other.database.unlink()
+    past = other.open()
+    assert ids(past.ready) == [0, 4, 5, 6], "0 could be trained again; 1, 2 and 3 are trained"
+    assert past.facts.begins == (START,)
+    assert not past.is_whole
+    assert other.blobs.load(past.ready[-1].rollouts()[0].routing[0].ids)[0, 0, 0] == 6
+    files = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert files == ["0.group", "4.group", "5.group", "6.group", "facts"]
+
+
+def test_a_damaged_segment_is_left_out(tmp_path: Path) -> None:
+    world = World(tmp_path, shared=True)
+    some_history(world)
+    path = tmp_path / "run" / "6.group"
+    path.write_bytes(path.read_bytes()[:-1])
+    world.journal.close()
+    world.database.unlink()
+    past = world.open()
+    assert past.lost == 1
+    assert 6 not in ids(past.ready)
+
+
+def test_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    world.close()
+    for settings, adopted in (("b", [6]), ("b", [6]), ("c", [])):
+        journal = Journal(tmp_path / "journal", world.blobs, settings=settings)
+        past = journal.load()
+        assert ids(past.ready) == adopted
+        journal.close()
+    assert past.lost == 4
+    assert past.consumed == {0, 1, 2, 3}
+    assert past.facts.begins == (START,)
+    assert not past.is_whole
+
+
+def test_a_full_disk_is_said_and_changes_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    some_history(world)
+    assert world.journal._db is not None
+    (pages,) = world.journal._db.execute("pragma page_count").fetchone()
+    world.journal._db.execute(f"pragma max_page_count = {pages}")
+    with pytest.raises(JournalError, match="database or disk is full"):
+        world.admit(*range(10, 400))
+    assert {6, 10} - set(ids(world.open().ready)) <= {10}
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_are_lossless(numbers: set[int]) -> None:
+    parts = ranges(numbers)
+    assert set(spread(parts)) == numbers
+    assert all(a[1] < b[0] for a, b in pairwise(parts))
