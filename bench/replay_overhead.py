@@ -31,7 +31,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import numpy as np
 
 from moerl.blob import BlobStore
-from moerl.config.schema import Config, ParallelConfig, RunConfig, TrainerConfig
+from moerl.config.schema import Config, ObserveConfig, ParallelConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.synthetic import random_rollout
 from moerl.layout import ModelSpec
@@ -137,6 +137,7 @@ def learners(store: BlobStore) -> list[Any]:
     config = Config(
         run=RunConfig(steps=1000),
         trainer=TrainerConfig(parallel=ParallelConfig(), max_tokens_per_microbatch=2048),
+        observe=ObserveConfig(full_entropy=False),  # a metric, not part of replay
     )
     gang = parallel.start(config.trainer.parallel, platform, timeout_s=600)
     from moerl.trainer.model import build
