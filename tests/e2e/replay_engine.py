@@ -104,7 +104,7 @@ class World:
             weight_version=str(version),
             flush_cache=True,
         )
-        self.host._version = version
+        self.host._updates.version = version
 
     # --- scenario --------------------------------------------------------------------------------
     async def play(self) -> None:

@@ -81,7 +81,7 @@ class Stage:
     async def publish(self, mode: str) -> None:
         version = VERSIONS[self._next]
         self._next += 1
-        if version == self.world.host._version:
+        if version == self.world.host._updates.version:
             return
         await self.publisher.stage(version)
         closed = await self.publisher.commit(version)

@@ -91,7 +91,7 @@ def two(shared: World) -> World:
     if shared.gang is None or shared.gang.ended:
         shared.start_gang()
     for engine in range(2):
-        if shared.hosts[engine]._ended.is_set():
+        if shared.hosts[engine]._gate.ended.is_set():
             shared.restart_engine(engine)
     publish = shared.publish()
     shared.done(publish)

@@ -13,6 +13,7 @@ import pytest
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.engine import gate as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.client import BadRequest
 from moerl.engine.host import EngineHost
@@ -112,7 +113,8 @@ def play(
     """Run one scenario against a started host."""
     monkeypatch.setattr(host_module, "EngineServer", ScriptedServer)
     monkeypatch.setattr(host_module, "EngineClient", ScriptedClient)
-    monkeypatch.setattr(host_module, "_WATCH_S", 0.01)
+    for module in (host_module, gate_module):
+        monkeypatch.setattr(module, "WATCH_S", 0.01)
     run = RunDir(tmp_path)
     run.create()
 

@@ -58,9 +58,9 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
     host = EngineHost(0, EngineConfig(), tmp_path, facts, ReplayConfig(), store, run, "token")
     client = ScriptedClient()
     server: Any = SimpleNamespace(doors=[socket_path(tmp_path, 0)], death=lambda: None, pid=1)
-    host._server, host._client, host._cause = server, client, None  # type: ignore[assignment]
-    host._admit.set()
-    host._idle.set()
+    host._updates.attach(server, client, V0)  # type: ignore[arg-type]
+    host._client = client  # type: ignore[assignment]
+    host._gate.open()
     return host, client
 
 
@@ -72,7 +72,7 @@ def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Pa
         with pytest.raises(BadRequest):
             await host.session(COMMIT)
         assert await host.session(AskEngine(0)) == EngineHolds(V0, "")
-        assert host._admit.is_set()
+        assert host._gate.admit.is_set()
         client.error = EngineError("the connection broke")
         with pytest.raises(EngineError, match=r"the commit of 0\.1 failed"):
             await host.session(COMMIT)

@@ -1,0 +1,111 @@
+"""Whether requests may be sent to an engine, and why not.
+
+`admit` is set while requests may be sent (cleared during an update); `idle` is set while none is in
+flight; `cause` says why the engine is unusable.  An engine that is *broken* (its server died, or a
+broadcast update failed half-way) stays so until it is started again.  One that is *suspended* (it
+did not answer in time, or a commit failed) serves nothing until a whole publish session succeeded,
+which writes every byte of its weights.  One event loop owns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from moerl.engine.client import BadRequest
+from moerl.errors import EngineError
+
+WATCH_S = 0.5  # between looks at the server process
+
+T = TypeVar("T")
+
+
+class Gate:
+    """One engine's.  `usable` and `guard` raise EngineError with the cause."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.cause: str | None = "it was not started"
+        self.broken = asyncio.Event()  # calls fail; also while suspended
+        self.ended = asyncio.Event()  # broken for good
+        self.admit, self.idle = asyncio.Event(), asyncio.Event()
+        self.running = 0  # requests
+        self._calls = 0
+        self._busy_s = self._busy_since = 0.0
+
+    # --- usable, suspended, broken ---------------------------------------------------------------
+    def open(self) -> None:
+        """A new server is up, and nothing is in flight."""
+        self.cause, self.broken, self.ended = None, asyncio.Event(), asyncio.Event()
+        self.admit.set()
+        self.idle.set()
+
+    def reopen(self) -> None:
+        """A whole session succeeded: also what was suspended serves again."""
+        if self.cause is not None:
+            self.cause, self.broken = None, asyncio.Event()
+        self.admit.set()
+
+    def close(self, cause: str) -> None:
+        """Make every pending and later call fail; the first cause of a break stays."""
+        if self.cause is None or not self.ended.is_set():
+            self.cause = cause
+        self.admit.clear()
+        self.broken.set()
+        self.ended.set()
+
+    def suspend(self, cause: str) -> EngineError:
+        """Fail what is in flight and admit nothing until a publish session succeeds."""
+        self.cause = self.cause or cause
+        self.admit.clear()
+        self.broken.set()
+        return self.failure()
+
+    def failure(self) -> EngineError:
+        return EngineError(f"engine {self.index} is not usable: {self.cause}")
+
+    def usable(self) -> None:
+        if self.cause is not None:
+            raise self.failure()
+
+    async def guard(self, work: Awaitable[T], until: asyncio.Event | None = None) -> T:
+        """Await work, or raise as soon as the engine breaks (`until`: as soon as that is set)."""
+        event = until or self.broken
+        task, broken = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self.failure()
+            return await task
+        except BadRequest:
+            raise
+        except EngineError as error:
+            # The connection to a dying server breaks before the watch has seen the cause.
+            await asyncio.wait((broken,), timeout=2 * WATCH_S)
+            raise (self.failure() if event.is_set() else error) from error
+        finally:
+            broken.cancel()
+            task.cancel()
+
+    # --- calls in flight -------------------------------------------------------------------------
+    @property
+    def busy_s(self) -> float:
+        """Seconds with a call in flight, so far."""
+        now = time.monotonic() - self._busy_since if self._calls else 0.0
+        return self._busy_s + now
+
+    def enter(self, requests: int) -> None:
+        if self._calls == 0:
+            self._busy_since = time.monotonic()
+        self._calls += 1
+        self.running += requests
+        self.idle.clear()
+
+    def leave(self, requests: int) -> None:
+        self._calls -= 1
+        self.running -= requests
+        if self._calls == 0:
+            self._busy_s += time.monotonic() - self._busy_since
+            self.idle.set()
