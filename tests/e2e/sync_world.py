@@ -82,6 +82,7 @@ class World:
         ]
         self.known: dict[PolicyVersion, Checksums] = {}
         self.gang: Gang | None = None
+        self.logged = 0  # characters of rank 0's log when a test began
         self._incarnation = -1
         self._asked = 0
         self.run(self._start())
