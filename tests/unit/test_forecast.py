@@ -95,7 +95,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "moerl", "plan", *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=ROOT,
     )
 
