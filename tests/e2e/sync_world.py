@@ -38,7 +38,7 @@ from tests.e2e.sync_gang import Order
 
 ROOT = Path(__file__).resolve().parents[2]
 START = PolicyVersion(0, 0)
-_LATE_S = 420.0  # nothing here may take longer, however slow the machine
+_LATE_S = 600.0  # nothing here may take longer, however slow the machine
 _POLL_S = 0.05
 
 Checksums = list[dict[str, str]]  # by rank of an engine: SGLang's own, of each tensor
@@ -62,7 +62,9 @@ class World:
         self.run_dir.create()
         (self.run_dir.root / "orders").mkdir()
         model = tiny.save(root / "model", 0, moe_ffn=64)
-        engine = EngineConfig(count=engines, tp=tp, platform="cpu", max_total_tokens=8192)
+        engine = EngineConfig(
+            count=engines, tp=tp, platform="cpu", max_total_tokens=8192, start_timeout_s=_LATE_S
+        )
         config = Config(
             model=ModelConfig(path=str(model)),
             engine=engine,

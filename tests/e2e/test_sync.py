@@ -20,7 +20,7 @@ from moerl.types import PolicyVersion
 from tests.e2e.sync_world import Publish, World
 from tests.multi.transport_peer import mooncake_missing
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture
