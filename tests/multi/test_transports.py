@@ -1,9 +1,9 @@
 """Every transport against a peer process: what it promises, and how it fails.
 
 The table says what each transport guarantees.  `nccl` needs two GPUs and is not here, `cuda_ipc`
-one (tests/unit/test_cuda_ipc.py, tests/gpu/test_cuda_ipc_gpu.py).  `mooncake` runs where its library
-can be loaded; elsewhere its cases are skipped with the library's own complaint, while its refusal
-is always tested.
+one (tests/unit/test_cuda_ipc.py, tests/gpu/test_cuda_ipc_gpu.py).  `mooncake` runs where its
+library can be loaded; elsewhere its cases are skipped with the library's own complaint, while its
+refusal is always tested.
 """
 
 from __future__ import annotations
