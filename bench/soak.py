@@ -75,6 +75,9 @@ def main() -> int:
         if process.poll() is None:
             process.terminate()
             process.wait(30)
+    if not watch.files:
+        print(f"no step was made; see {folder / 'output.txt'}")
+        return 1
     found = watch.findings(args.warm) | {"status": process.returncode, "load": os.getloadavg()[1]}
     print(json.dumps(found) if args.json else describe(found))
     whole = [row["step"] for row in read_rows(run.metrics)] == list(range(args.publishes))

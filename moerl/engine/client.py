@@ -63,7 +63,14 @@ class EngineClient:
 
         Raises BadRequest when the server refuses the batch, EngineError otherwise.
         """
-        return await self._post("/generate", body)
+        replies = await self._post("/generate", body)
+        wanted = len(body["rid"])
+        if not isinstance(replies, list) or len(replies) != wanted:
+            kind = f"{len(replies)}" if isinstance(replies, list) else type(replies).__name__
+            raise EngineError(
+                f"engine /generate: {kind} for {wanted} requests; want one reply each"
+            )
+        return replies
 
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"abort_all": True})
@@ -130,7 +137,10 @@ class EngineClient:
         async with self._session.request(method, path, json=body) as reply:
             data = await reply.read()
             if reply.status == 200:
-                return orjson.loads(data) if data[:1] in (b"{", b"[") else {}
+                try:
+                    return orjson.loads(data) if data[:1] in (b"{", b"[") else {}
+                except orjson.JSONDecodeError as error:
+                    raise EngineError(f"engine {path}: the answer is no JSON: {error}") from error
             kind = BadRequest if reply.status == 400 else EngineError
             raise kind(f"engine {path}: HTTP {reply.status}: {_message(data)}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import gate as gate_module
 from moerl.engine import host as host_module
-from moerl.engine.client import BadRequest
+from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.records import ModelFacts
@@ -141,6 +143,55 @@ def ask(name: str, length: int = 4, num_sampled: int = 0) -> GenerateRequest:
 
 def script(host: EngineHost) -> Any:
     return host._client
+
+
+def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(host: EngineHost) -> None:
+        def full(*args: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", full)
+            (refused,) = await host.generate([ask("a")])
+        assert isinstance(refused, RecordError)
+        assert refused.reason == "blob"
+        assert "No space left on device" in str(refused)
+        assert (await host.status()).refused == {"blob": 1}
+        (segment,) = await host.generate([ask("a")])
+        assert isinstance(segment, Segment), "there is room again"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"[{}]", "1 for 2 requests"),
+        (b"{}", "dict for 2 requests"),
+        (b"not json", "dict for 2 requests"),
+        (b'[{"output_ids": [1', "the answer is no JSON"),
+    ],
+)
+def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, said: str) -> None:
+    """Over a real socket: nothing of it is taken for a reply."""
+
+    async def body() -> None:
+        async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            await writer.drain()
+
+        server = await asyncio.start_server(answers, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = EngineClient(f"http://127.0.0.1:{port}", "t")
+        try:
+            with pytest.raises(EngineError, match=said):
+                await client.generate({"rid": ["a", "b"]})
+        finally:
+            await client.close()
+            server.close()
+
+    asyncio.run(body())
 
 
 def test_results_keep_the_order_of_requests(play: Any) -> None:
