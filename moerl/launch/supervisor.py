@@ -85,6 +85,8 @@ class Supervisor:
         self._restarted: dict[str, float] = {}  # and at which the start began that followed
         self._stepped = time.monotonic()  # the last step, or start of the trainer
         self._is_late = False  # and its lateness was shown
+        self._rank_died = 0.0  # unix time at which a rank of this gang was seen dead; 0 = none
+        self._most_ranks = 0  # of this gang that were alive at once
         self._tracer = Tracer(plan.run.trace, "supervisor")
 
     def run(self) -> dict[str, float]:
@@ -128,6 +130,7 @@ class Supervisor:
     def _start_trainer(self) -> None:
         self.console.wait("trainer")
         self._stepped, self._is_late = time.monotonic(), False
+        self._rank_died, self._most_ranks = 0.0, 0
         self.close()
         self._log = (self.plan.run.logs / "trainer.log").open("ab")
         self._trainer = subprocess.Popen(
@@ -228,13 +231,14 @@ class Supervisor:
             self._trainer.kill()
 
     def _ranks(self) -> list[tuple[int, Path]]:
-        """Processes of the gang and where each writes."""
+        """Living processes of the gang, and where each writes."""
         assert self._trainer is not None, "there is a gang"
         found = []
-        for process in psutil.Process(self._trainer.pid).children():
-            with contextlib.suppress(psutil.Error):
-                rank = process.environ().get("RANK", "0")
-                found.append((process.pid, self.plan.run.logs / f"trainer-{rank}.log"))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._trainer.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if rank := process.environ().get("RANK"):  # a dead one has no environment
+                        found.append((process.pid, self.plan.run.logs / f"trainer-{rank}.log"))
         return found
 
     def _stuck(self, name: str, what: str, processes: list[tuple[int, Path]]) -> None:
@@ -329,6 +333,8 @@ class Supervisor:
         if self._trainer is None:
             return False  # its restart is due soon
         code = self._trainer.poll()
+        if code is None:
+            self._look_for_dead_ranks()
         if code is None or code == 0:
             return code == 0
         for ref, name in self._watches.items():
@@ -345,6 +351,13 @@ class Supervisor:
         self._schedule("trainer", TrainerError(cause), self._start_trainer_again)
         self._trainer = None
         return False
+
+    def _look_for_dead_ranks(self) -> None:
+        """A rank's death is seen at once; torchrun ends the others before it ends itself."""
+        alive = len(self._ranks())
+        if alive < self._most_ranks and not self._rank_died:
+            self._rank_died = time.time()
+        self._most_ranks = max(alive, self._most_ranks)
 
     def _start_trainer_again(self) -> None:
         end_descendants(_GRACE_S, mark=(GANG, str(self.plan.incarnation)))
@@ -365,7 +378,7 @@ class Supervisor:
         self._restarts[name] += 1
         pause_s = supervision.backoff_s * 2 ** (self._restarts[name] - 1)
         self._due[name] = (time.monotonic() + pause_s, restart)
-        self._down.setdefault(name, time.time())
+        self._down.setdefault(name, (name == "trainer" and self._rank_died) or time.time())
         log.error("%s died, restart %d: %s", name, self._restarts[name], error)
         self.console.event(
             f"{name} died, restart {self._restarts[name]} of {supervision.max_restarts} "
