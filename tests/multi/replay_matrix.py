@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -31,7 +31,7 @@ PLACE = platform.prepare("cpu")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from replay_records import Records, make_records  # noqa: E402
+from replay_records import V0, Records, make_records  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
@@ -44,6 +44,7 @@ from moerl.config.schema import (  # noqa: E402
     ReplayConfig,
     TrainerConfig,
 )
+from moerl.data.batching import plan_batch  # noqa: E402
 from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
 from moerl.trainer import checkpoint, forward, parallel, probe  # noqa: E402
@@ -53,7 +54,7 @@ from moerl.trainer.model import Model, build, equal_shapes, layout_of  # noqa: E
 from moerl.trainer.parallel import Parallel  # noqa: E402
 from moerl.trainer.replay import Mode  # noqa: E402
 from moerl.trainer.step import Learner  # noqa: E402
-from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
+from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 
 Rows = dict[int, torch.Tensor]
 
@@ -111,8 +112,9 @@ def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
     learner, records = make_learner(work, case, ranks)
     plan = records.plan(ranks.dp_size)
     found: dict[str, Any] = {}
-    if case.get("minibatches"):
-        found = several_steps(learner, plan)
+    other = OTHER.get(case.get("does", "gradients"))
+    if other is not None:
+        found = other(work, case, learner, records)
         if ranks.is_first:
             torch.save(found, work / f"{case['name']}.pt")
         return
@@ -140,12 +142,15 @@ def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
         torch.save(found, work / f"{case['name']}.pt")
 
 
-def several_steps(learner: Learner, plan: BatchPlan) -> dict[str, Any]:
+def several_steps(
+    _work: Path, _case: dict[str, Any], learner: Learner, records: Records
+) -> dict[str, Any]:
     """A batch in several optimizer steps: what came out, and experts of the passes compared.
 
     Forwards of a layer come in order: first all minibatches of the proximal pass, then those of
     training, with the same microbatches.
     """
+    plan = records.plan(learner.parallel.dp_size)
     before = gather_tensors(learner, lambda t: t.detach())
     asked = probe.probe(learner.model, plan, learner.config, learner.parallel, learner.store)
     with watching(learner, None) as seen:
@@ -169,6 +174,63 @@ def several_steps(learner: Learner, plan: BatchPlan) -> dict[str, Any]:
         "moved": moved,
         "probe": asked,
     }
+
+
+@torch.no_grad()
+def record_live(
+    work: Path, case: dict[str, Any], learner: Learner, records: Records
+) -> dict[str, Any]:
+    """One rank leaves what an engine with these weights would record, for cases that probe."""
+    model, live = learner.model, {}
+    assert model.replay is not None
+    batch = pack_microbatch(one_microbatch(records.groups, 1), 0, 0, learner.store)
+    logits = forward.logits(model, model.module, batch, 0, Mode.RECORD)
+    logprob = forward.sampled_logprobs(model, logits, batch, learner.parallel).logprob
+    ids = torch.stack([choice.ids for choice in model.replay.take_live(0).values()]).byte()
+    for row, rollout in enumerate(batch.rollouts):
+        mine = ids[:, row :: len(batch.tokens)][:, : rollout.num_tokens - 1]
+        live[rollout.rollout_id] = (mine.clone(), logprob[batch.seq == row])
+    torch.save(live, work / f"live.{case['model']}.pt")
+    return {}
+
+
+def probed(work: Path, case: dict[str, Any], learner: Learner, records: Records) -> dict[str, Any]:
+    """The probe over right records, and over the same ones with each row at the next token."""
+    live = torch.load(work / f"live.{case['model']}.pt", weights_only=True)
+    found = {}
+    for name, shift in (("right", 0), ("shifted", 1)):
+
+        def recorded(rollout: Rollout, name: str = name, shift: int = shift) -> Rollout:
+            ids, logprob = live[rollout.rollout_id]
+            rows = ids.roll(shift, 1).contiguous().numpy()
+            (ref,) = learner.store.seal(f"{name}.{rollout.rollout_id}", [rows])
+            whole = replace(rollout.routing[0], ids=ref, row_begin=0, row_end=rows.shape[1])
+            return replace(rollout, routing=(whole,), logprobs=logprob.numpy())
+
+        groups = [
+            replace(
+                group,
+                episodes=tuple(
+                    replace(episode, turns=(Turn(recorded(episode.turns[0].rollout)),))
+                    for episode in group.episodes
+                ),
+            )
+            for group in records.groups
+        ]
+        plan = one_microbatch(groups, learner.parallel.dp_size)
+        found[name] = probe.probe(
+            learner.model, plan, learner.config, learner.parallel, learner.store
+        )
+    return found
+
+
+def one_microbatch(groups: Sequence[EpisodeGroup], dp_size: int) -> BatchPlan:
+    plan = plan_batch(0, V0, groups, dp_size=dp_size, max_tokens_per_microbatch=10**6)
+    assert plan.num_microbatches == 1
+    return plan
+
+
+OTHER = {"several_steps": several_steps, "record_live": record_live, "probed": probed}
 
 
 def resumed(

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from moerl.observe.console import alerts
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(1000)
 GATE = 1e-5
@@ -47,12 +49,13 @@ LOSSES = {
 }
 SEVERAL = {
     "r2": {
+        "does": "several_steps",
         "router_losses": LOSSES,
         "minibatches": 2,
         "routing": "R2",
         "algorithm": PROXIMAL | {"corrections": ["m2"], "m2_limit": 0.5},
     },
-    "r3": {"minibatches": 2, "routing": "R3", "algorithm": PROXIMAL},
+    "r3": {"does": "several_steps", "minibatches": 2, "routing": "R3", "algorithm": PROXIMAL},
 }
 Case = dict[str, Any]
 Found = dict[str, Any]
@@ -120,6 +123,15 @@ STEPS = [  # batches in two optimizer steps, by default
     case("tp2-etp2", "qwen", True, "full", several="r2"),
     case("pp2-ep2", "deepseek", True, "full", several="r3"),
 ]
+PROBED = [
+    case(layout, "qwen", packing, "none") | {"does": "probed", "name": f"probe-{layout}"}
+    for layout, packing in (
+        ("pp2-vpp2", True),
+        ("cp2", True),
+        ("tp2-etp2", False),
+        ("pp2-ep2", False),
+    )
+]
 WHOLE_STEPS = [  # every layout with both, packed and padded, for one model or the other
     case(layout, model, packing, "full" if packing else "none", several=several)
     for layout in LAYOUTS
@@ -162,6 +174,7 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
     alone = [
         [
             {"name": model, "model": model, "controls": model == "qwen"},
+            {"name": f"{model}-live", "model": model, "does": "record_live"},
             *(kind | {"name": f"{model}-{name}", "model": model} for name, kind in SEVERAL.items()),
         ]
         for model in ("qwen", "deepseek")
@@ -227,7 +240,7 @@ def start_workers(work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cover(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS + STEPS)
+    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS + STEPS + PROBED)
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +308,20 @@ def test_two_optimizer_steps_are_those_of_one_rank(name: str, cover: dict[str, F
     (chosen,) = (c for c in STEPS if c["name"] == name)
     reference = cover[f"{chosen['model']}-{chosen['several']}"]
     compare_steps(cover[name], reference, LAYOUTS[chosen["layout"]].get("dp", 1) == 1)
+
+
+@pytest.mark.parametrize("name", [c["name"] for c in PROBED])
+def test_the_probe_tells_right_records_from_wrong_ones_in_every_layout(
+    name: str, cover: dict[str, Found]
+) -> None:
+    right, shifted = cover[name]["right"], cover[name]["shifted"]
+    assert alerts(right) == []
+    assert right["probe/exact_abs_dlogp_max"] <= GATE
+    assert right["probe/live_agree_frac"] == right["probe/live_agree_same_input_frac"] == 1.0
+    assert right["probe/k3_live"] <= 1e-8
+    every = ["alert/replay_exact", "alert/replay_routes", "alert/replay_worth"]
+    assert alerts(shifted) == every
+    assert shifted["probe/exact_tokens"] == right["probe/exact_tokens"] > 32
 
 
 def test_the_reference_replays_its_record(cover: dict[str, Found]) -> None:
