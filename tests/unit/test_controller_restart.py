@@ -9,8 +9,22 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from moerl.errors import ProtocolError
-from moerl.protocols import Hello, Ok, Plan, StepDone, TakePlan, decode, encode
+from moerl.errors import EngineError, ProtocolError
+from moerl.protocols import (
+    AskEngine,
+    CommitUpdate,
+    EngineHolds,
+    Hello,
+    Ok,
+    Plan,
+    StepDone,
+    TakePlan,
+    UpdateClosed,
+    UpdateVerified,
+    VerifyUpdate,
+    decode,
+    encode,
+)
 from moerl.rollout.controller import Controller
 from moerl.rollout.server import TrainerServer
 from moerl.types import PolicyVersion
@@ -168,6 +182,54 @@ def test_trained_groups_wait_for_the_checkpoint_that_holds_them(tmp_path: Path) 
             assert controller._trained == {}
 
         await running(controller, work())
+
+    asyncio.run(body())
+
+
+class SessionEngine(StubEngine):
+    """Keeps a publish session in its host, as a real engine does, beyond any controller."""
+
+    verified: PolicyVersion | None = None
+
+    async def session(self, message):
+        match message:
+            case AskEngine():
+                return EngineHolds(self.version, "")
+            case VerifyUpdate():
+                self.verified = message.version
+                return UpdateVerified(((),), "d")
+            case CommitUpdate() if self.verified == message.version:
+                self.version, self.verified = message.version, None
+                return UpdateClosed(0.0, 0)
+        raise EngineError("nothing was verified")
+
+
+@pytest.mark.parametrize("died", ["before the commit", "after it"])
+def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> None:
+    """It goes on, or is refused and done again; what the engine serves is never guessed."""
+
+    async def body() -> None:
+        engine, target = SessionEngine(), PolicyVersion(0, 1)
+        verify = VerifyUpdate(0, target, (), 1.0)
+        commit = CommitUpdate(0, target, 1.0)
+        first, _ = make(tmp_path, engine)
+        loops = asyncio.create_task(first.run())
+        await first.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+        await first.handle(verify)
+        if died == "after it":
+            await first.handle(commit)
+        second, _ = successor(tmp_path, engine, first, gang_lives=True)
+        loops.cancel()
+        await second.rejoin([])
+        assert second.fleet.members[0].version == engine.version
+        if died == "after it":
+            with pytest.raises(EngineError, match="nothing was verified"):
+                await second.handle(commit)
+            assert second.fleet.serves(0), "a refused commit leaves the engine as it was"
+            await second.handle(verify)
+        await second.handle(commit)
+        assert second.fleet.members[0].version == engine.version == target
+        await second.stop()
 
     asyncio.run(body())
 
