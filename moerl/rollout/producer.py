@@ -56,6 +56,7 @@ class Producer:
         self.life = 0  # controllers before this one: their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._in_flight = 0  # groups in a call
+        self._turn = asyncio.Lock()  # an update interrupts thousands of calls: one after another
         self._siblings = config.rollout.group_size * config.rollout.oversample
 
     def start(self) -> None:
@@ -106,6 +107,7 @@ class Producer:
                 self._in_flight += len(groups)
                 member.generating += len(groups)
                 self._loops.spawn(self._generate(index, groups))
+                await asyncio.sleep(0)  # thousands may start at once: others must get a turn
             else:
                 await self._loops.wait_change(1.0)
 
@@ -151,7 +153,10 @@ class Producer:
 
     async def _ask(self, index: int, pending: Partials) -> Sequence[Segment | RecordError]:
         """One engine call.  Raises EngineError: it failed, was late, or answered something else."""
-        limit_s, requests = self.config.rollout.request_timeout_s, [p.request() for p in pending]
+        limit_s = self.config.rollout.request_timeout_s
+        async with self._turn:
+            await asyncio.sleep(0)
+            requests = [p.request() for p in pending]
         try:
             async with asyncio.timeout(limit_s):
                 replies = await self._fleet.members[index].engine.generate(requests)
