@@ -1,4 +1,4 @@
-"""The command line: `moerl train`, `sft`, `mismatch`, `check-layout` and `plan`.
+"""The command line: `moerl train`, `sft`, `mismatch`, `check-layout`, `plan` and `trace`.
 
 Heavy packages are imported only when a command that needs them runs.
 """
@@ -50,6 +50,10 @@ def train(
     resume: Annotated[
         str, typer.Option(metavar="RUN", help="Continue runs/RUN (or a path) from its checkpoint.")
     ] = "",
+    reset_optimizer: Annotated[
+        bool,
+        typer.Option("--reset-optimizer", help="With --resume: begin with fresh optimizer state."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Resolve and check everything, start nothing.")
     ] = False,
@@ -65,10 +69,14 @@ def train(
       moerl train --resume mine
 
       moerl train --resume mine run.steps=400
+
+      moerl train --resume mine trainer.parallel.dp=4 trainer.parallel.ep=4
     """
     if resume:
         changed = [item for item in (recipe, *(overrides or [])) if item]
-        raise typer.Exit(_resume(_run_folder(resume), changed))
+        raise typer.Exit(_resume(_run_folder(resume, "--resume"), changed, reset_optimizer))
+    if reset_optimizer:
+        raise ConfigError("--reset-optimizer", True, "a new run has no optimizer state yet")
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
     settings = list(overrides or [])
@@ -258,9 +266,19 @@ def plan(
     direct: Annotated[
         int, typer.Option(help="Engines the trainer serves itself; 0 = the fastest number.")
     ] = 0,
+    costs: Annotated[
+        str,
+        typer.Option(
+            metavar="train_s=..,token_s=..",
+            help="Measured or guessed seconds; then the number of engines, buffer depth and "
+            "in-flight mode are advised (docs/operations.md).",
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Forecast one publish of a recipe: bytes, traffic against a broadcast, seconds, buffers.
+
+    With --costs also the pace of the whole run: how many engines, what depth, which mode.
 
     Reads the model's config.json and nothing else, for up to thousands of ranks.
 
@@ -269,22 +287,43 @@ def plan(
       moerl plan kimi-k2
 
       moerl plan qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
+
+      moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.launch import sync_plan
+    from moerl.launch import pace_plan, sync_plan
     from moerl.layout.forecast import Links, forecast
 
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
-    layouts = sync_plan.planned_layouts(resolve(load_config(recipe, list(overrides or []))))
+    config = resolve(load_config(recipe, list(overrides or [])))
+    layouts = sync_plan.planned_layouts(config)
     links = Links(nic_gb_s, ranks_per_node)
     found = forecast(*layouts, links, direct=direct)
-    if as_json:
-        typer.echo(json.dumps(sync_plan.as_json(found, links, efficiency)))
-    else:
-        typer.echo(sync_plan.describe(found, links, layouts, efficiency))
+    report = sync_plan.as_json(found, links, efficiency)
+    text = sync_plan.describe(found, links, layouts, efficiency)
+    if costs:
+        named = _named("--costs", costs, list(pace_plan.NAMES))
+        advice = pace_plan.pace(config, named, found.planned_s / (efficiency or 1.0))
+        report["pace"] = pace_plan.as_json(advice)
+        text += "\n" + pace_plan.describe(advice, config)
+    typer.echo(json.dumps(report) if as_json else text)
+
+
+@app.command()
+def trace(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+) -> None:
+    """Join the timelines of all processes of a run, also one that goes on, in RUN/trace.json.
+
+    Open it at ui.perfetto.dev or in chrome://tracing; both read it on this machine.
+    """
+    from moerl.observe.perfetto import write_trace
+    from moerl.rundir import RunDir
+
+    typer.echo(write_trace(RunDir(_run_folder(run, "RUN"))))
 
 
 def _checked(
@@ -306,7 +345,7 @@ def _checked(
     return config
 
 
-def _resume(folder: Path, overrides: list[str]) -> int:
+def _resume(folder: Path, overrides: list[str], reset_optimizer: bool) -> int:
     from moerl.config import resolve
     from moerl.config.checks import check, check_model
     from moerl.config.load import load_saved
@@ -314,14 +353,15 @@ def _resume(folder: Path, overrides: list[str]) -> int:
     config = resolve(load_saved(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
-    return _guarded({"resume": str(folder), "recipe": "", "overrides": overrides})
+    request = {"resume": str(folder), "overrides": overrides, "reset_optimizer": reset_optimizer}
+    return _guarded(request)
 
 
-def _run_folder(name: str) -> Path:
+def _run_folder(name: str, option: str) -> Path:
     for folder in (Path(name), Path("runs") / name):
         if (folder / "config.yaml").is_file():
             return folder
-    raise ConfigError("--resume", name, "no config.yaml there; give a run's name or its folder")
+    raise ConfigError(option, name, "no config.yaml there; give a run's name or its folder")
 
 
 def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:

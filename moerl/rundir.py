@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class RunDir:
         return self.root / "trace"
 
     @property
+    def perfetto(self) -> Path:
+        """The spans of `trace` in one file, for Perfetto and chrome://tracing."""
+        return self.root / "trace.json"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 
@@ -74,3 +81,18 @@ class RunDir:
             if path.name.removeprefix("step-").isdigit()
         ]
         return max(found, default=None)
+
+    def best_checkpoint(self) -> tuple[int, Path] | None:
+        """Finished steps and folder of the best checkpoint by `checkpoint.best`, if it is there."""
+        named = self.checkpoints / "best.json"
+        if not named.exists():
+            return None
+        step = int(json.loads(named.read_text())["step"])
+        folder = self.checkpoint(step)
+        return (step, folder) if folder.is_dir() else None
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself: layout, version, time, score (docs/operations.md)."""
+    found: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
+    return found

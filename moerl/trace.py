@@ -1,25 +1,44 @@
-"""Timeline spans: every process appends its own to one file of the run; the report joins them."""
+"""Timeline spans: every process appends its own to one file of the run; the report joins them.
+
+A file is bounded: when it has grown to half of the limit it becomes the older half, so a run of
+weeks keeps its newest spans.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+_LIMIT_BYTES = 128 * 2**20  # of one process
 
 
 class Tracer:
-    """Appends one JSON object per span: {"process", "name", "start_s", "end_s", ...}, unix time."""
+    """Appends one JSON object per span: {"process", "name", "start_s", "end_s", ...}, unix time.
 
-    def __init__(self, folder: Path, process: str) -> None:
+    Counters are lines {"process", "counter", "time_s", "value"}.  May be used from any thread.
+    """
+
+    def __init__(self, folder: Path, process: str, limit_bytes: int = _LIMIT_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.process = process
-        self._file = (folder / f"{process}.jsonl").open("a", buffering=1)
+        self._path, self._limit_bytes = folder / f"{process}.jsonl", limit_bytes
+        self._file = self._path.open("a", buffering=1)
+        self._lock = threading.Lock()
 
     def add(self, name: str, start_s: float, end_s: float, **fields: float | str) -> None:
         span = {"process": self.process, "name": name, "start_s": start_s, "end_s": end_s}
-        self._file.write(json.dumps(span | fields) + "\n")
+        self._write({**span, **fields})
+
+    def count(self, counter: str, value: float) -> None:
+        """The value of a counter from now on."""
+        self._write(
+            {"process": self.process, "counter": counter, "time_s": time.time(), "value": value}
+        )
 
     @contextmanager
     def span(self, name: str, **fields: float | str) -> Iterator[None]:
@@ -29,14 +48,31 @@ class Tracer:
         finally:
             self.add(name, start, time.time(), **fields)
 
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._lock:
+            self._file.write(json.dumps(line) + "\n")
+            if self._file.tell() > self._limit_bytes // 2:
+                self._file.close()
+                self._path.rename(self._path.with_suffix(".older.jsonl"))
+                self._file = self._path.open("a", buffering=1)
+
 
 def read_spans(folder: Path) -> list[dict]:
     """All spans of a run, by start time.  A torn last line (a killed process) is dropped."""
-    spans = []
+    spans = [line for line in _read_lines(folder) if "start_s" in line]
+    return sorted(spans, key=lambda span: span["start_s"])
+
+
+def read_counters(folder: Path) -> list[dict]:
+    """All counter values of a run, by time."""
+    values = [line for line in _read_lines(folder) if "counter" in line]
+    return sorted(values, key=lambda value: value["time_s"])
+
+
+def _read_lines(folder: Path) -> Iterator[dict]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:
-                spans.append(json.loads(line))
+                yield json.loads(line)
             except json.JSONDecodeError:
                 continue
-    return sorted(spans, key=lambda span: span["start_s"])

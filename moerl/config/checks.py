@@ -34,6 +34,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
     "sync.transport": ("broadcast", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"),
     "sync.every": (1,),
+    "checkpoint.best_is": ("highest", "lowest"),
 }
 # Published modes that are not choices here, and why: (field, value) -> one clause.
 _REFUSED: dict[tuple[str, Any], str] = {

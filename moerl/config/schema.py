@@ -235,7 +235,9 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 50  # batches; 0 = only at the end
-    keep: int = 2
+    keep: int = 2  # newest
+    best: str = ""  # metric by whose mean since the one before the best checkpoint is kept as well
+    best_is: str = "highest"  # highest | lowest
     keep_versions: bool = False  # also save HF weights of every published version (audit)
 
 

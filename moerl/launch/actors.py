@@ -34,6 +34,7 @@ from moerl.protocols import (
 from moerl.rollout.controller import Controller, StepReport
 from moerl.rollout.server import TrainerServer
 from moerl.stacks import write_on_request
+from moerl.trace import Tracer
 from moerl.types import (
     Episode,
     GenerateRequest,
@@ -154,7 +155,7 @@ class ScorerActor:
     def __init__(self, plan: RunPlan) -> None:
         log_to(plan.run.logs / "scorer.log")
         log.info("the scorer is process %d", os.getpid())
-        self._scorer = plan.scorer()
+        self._scorer, self._tracer = plan.scorer(), Tracer(plan.run.trace, "scorer")
 
     async def pid(self) -> int:
         return os.getpid()
@@ -162,7 +163,8 @@ class ScorerActor:
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
     ) -> list[Score]:
-        return await self._scorer.score(prompt, episodes, texts)
+        with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
+            return await self._scorer.score(prompt, episodes, texts)
 
     async def close(self) -> None:
         self._scorer.close()
@@ -193,6 +195,7 @@ class ControllerActor:
         self._plan, self._engines = plan, [RemoteEngine(actor) for actor in engines]
         self._scorer = RemoteScorer(scorer)
         self._rows: list[dict[str, Any]] = []
+        self._tracer = Tracer(plan.run.trace, "controller")
 
     async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
         """Bind the trainer's door; returns its endpoint.  Must be called once, first.
@@ -221,7 +224,7 @@ class ControllerActor:
         if endpoint:
             await self._controller.rejoin(lost)
         self._server = TrainerServer(
-            plan.config.cluster.address, plan.token, self._controller.handle, endpoint
+            plan.config.cluster.address, plan.token, self._handle, endpoint
         )
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint
@@ -245,7 +248,10 @@ class ControllerActor:
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Status for the panel, and the rows of metrics.jsonl since the last call."""
         rows, self._rows = self._rows, []
-        return self._controller.status(), rows
+        status = self._controller.status()
+        for name in ("async/buffer_depth", "async/in_flight"):
+            self._tracer.count(name, status[name])
+        return status, rows
 
     async def measure_engines(self, seconds: float) -> float:
         """Tokens/s of the engines with nothing else running, both replays on."""
@@ -256,6 +262,10 @@ class ControllerActor:
         self._serving.cancel()
         self._server.close()
         self._metrics.close()
+
+    async def _handle(self, message: Message) -> Message:
+        with self._tracer.span(type(message).__name__):
+            return await self._controller.handle(message)
 
     def _on_rewind(self, step: int) -> None:
         self._metrics.rewind(step)
@@ -268,3 +278,5 @@ class ControllerActor:
             for sample in report.samples:
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._rows.append(row)
+        for name in ("async/lag_mean", "async/lag_max"):
+            self._tracer.count(name, row[name])

@@ -47,6 +47,7 @@ class RunPlan:
     checkpoint: Path | None  # resume from here
     records: Path | None  # headers of trained groups, with rollout.keep_records
     journal_dir: Path | None = None  # None = in the run directory
+    reset_optimizer: bool = False  # of the checkpoint, take weights and place only
     _tokenizer: Any = field(default=None, repr=False)
 
     def blobs(self) -> BlobStore:
@@ -153,6 +154,8 @@ def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
     command += ["--blob-dir", str(plan.blob_dir), "--blob-node", plan.node]
     if plan.checkpoint is not None:
         command += ["--checkpoint", str(plan.checkpoint)]
+    if plan.reset_optimizer:
+        command += ["--reset-optimizer"]
     return command
 
 

@@ -14,19 +14,21 @@ import xxhash
 
 from moerl.config import Config, resolve
 from moerl.config.checks import check, check_model
+from moerl.config.resume import check_resume
 from moerl.engine.args import check_args
 from moerl.errors import ConfigError
 from moerl.launch.plan import RunPlan
-from moerl.rundir import RunDir
+from moerl.rundir import RunDir, read_manifest
 
 _NETWORK = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
 ) | {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph"}
 
 
-def prepare(config: Config, run: RunDir, *, resume: bool) -> RunPlan:
+def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False) -> RunPlan:
     """Check everything that can be checked, make the tiny model if asked, cut the metrics.
 
+    reset_optimizer: with resume, begin with fresh optimizer state.
     Raises ConfigError before any process is started.
     """
     from moerl.observe.metrics import truncate_after
@@ -36,8 +38,10 @@ def prepare(config: Config, run: RunDir, *, resume: bool) -> RunPlan:
     check_args(config.engine.args, replay=config.replay.routing == "R3")
     config = _with_model(config, run)
     hf_config = check_model(config)
-    incarnation = next_incarnation(run, resume=resume)
     step, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
+    if checkpoint is not None:
+        check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
+    incarnation = next_incarnation(run, resume=resume)
     if resume:
         truncate_after(run.metrics, step)
         truncate_after(run.samples, step)
@@ -63,6 +67,7 @@ def prepare(config: Config, run: RunDir, *, resume: bool) -> RunPlan:
         journal_dir=journal_dir,
         checkpoint=checkpoint,
         records=run.records / f"{incarnation}" if keeps else None,
+        reset_optimizer=reset_optimizer and checkpoint is not None,
     )
     plan.spec()  # refuses an unknown family before anything starts
     plan.prompts().prompt(0)  # and a task that cannot give a prompt

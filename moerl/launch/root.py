@@ -42,7 +42,8 @@ def _run(request: dict[str, Any]) -> int:
     scratch = Path(request["scratch"])
     if request["resume"]:
         config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
-        return train(config, resume=True, scratch=scratch)
+        reset = request["reset_optimizer"]
+        return train(config, resume=True, reset_optimizer=reset, scratch=scratch)
     config = load_config(request["recipe"], request["overrides"])
     return train(config, resume=False, scratch=scratch)
 

@@ -362,10 +362,13 @@ class Supervisor:
     def _start_trainer_again(self) -> None:
         end_descendants(_GRACE_S, mark=(GANG, str(self.plan.incarnation)))
         found = self.plan.run.latest_checkpoint()
+        newest = found[1] if found else None
         self.plan = replace(
             self.plan,
             incarnation=next_incarnation(self.plan.run, resume=True),
-            checkpoint=found[1] if found else None,
+            checkpoint=newest,
+            # a checkpoint of this start has this layout's optimizer state already
+            reset_optimizer=self.plan.reset_optimizer and newest == self.plan.checkpoint,
         )
         self._start_trainer()
         self._write_pids()

@@ -24,6 +24,7 @@ from moerl.launch.processes import end_descendants
 from moerl.launch.supervisor import INTERRUPT, Supervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
+from moerl.observe.perfetto import write_trace
 from moerl.observe.report import reward_gain, write_report
 from moerl.rollout.controller import cause_of
 from moerl.rundir import RunDir
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 
 
-def train(config: Config, *, resume: bool, scratch: Path) -> int:
+def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool = False) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
     scratch: a folder of this start alone, for Ray's sockets; the caller removes it.
@@ -46,7 +47,7 @@ def train(config: Config, *, resume: bool, scratch: Path) -> int:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     with _only_one(run), _own_output(run) as (out, err):
-        plan = prepare(config, run, resume=resume)
+        plan = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
         save_config(plan.config, run.config)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
@@ -87,6 +88,7 @@ def _close(
     """Report and last words.  kept: what a resume would find, in a sentence."""
     run = plan.run
     write_report(run, plan.config, numbers)
+    write_trace(run)
     rows = read_rows(run.metrics)
     words: dict[str, object] = {}
     if gain := reward_gain(rows):
@@ -94,7 +96,7 @@ def _close(
     words |= {name: f"{value:,.0f}" for name, value in numbers.items()}
     if not cause:
         words["trained model"] = run.hf
-    words["report"] = run.report
+    words |= {"report": run.report, "timeline (ui.perfetto.dev)": run.perfetto}
     console.close(words)
     if cause:
         print(f"moerl: {cause}", file=err)

@@ -334,7 +334,8 @@ def panel_rows(board: _Board, width: int, ascii_only: bool) -> list[tuple[str, T
             "buffer",
             Text(
                 f"{show('async/buffer_depth', '.0f')} groups ready   "
-                f"{show('async/in_flight', '.0f')} rollouts in flight"
+                f"{show('async/in_flight', '.0f')} rollouts in flight   "
+                f"oldest taken {show('async/buffer_age_max_s', '.1f')} s"
             ),
         ),
         (

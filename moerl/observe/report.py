@@ -151,7 +151,28 @@ SECTIONS = (
                 ),
                 share=True,
             ),
+            Chart(
+                "Tokens by lag",
+                "share of tokens",
+                (
+                    Line("async/lag_frac/lag_0", "0"),
+                    Line("async/lag_frac/lag_1", "1"),
+                    Line("async/lag_frac/lag_2_3", "2-3"),
+                    Line("async/lag_frac/lag_4_7", "4-7"),
+                    Line("async/lag_frac/lag_8", "8 and more"),
+                ),
+                share=True,
+            ),
             Chart("Buffer depth", "groups", (Line("async/buffer_depth", "groups"),), zero=True),
+            Chart(
+                "Buffer age",
+                "seconds",
+                (
+                    Line("async/buffer_age_max_s", "oldest group taken"),
+                    Line("async/buffer_age_mean_s", "mean"),
+                ),
+                zero=True,
+            ),
             Chart(
                 "Requests aborted and resumed",
                 "requests",
@@ -165,11 +186,18 @@ SECTIONS = (
                 zero=True,
             ),
             Chart(
-                "Weight update",
+                "Rollouts of several versions",
+                "share of rollouts",
+                (Line("async/partial_frac", "share"),),
+                share=True,
+            ),
+            Chart(
+                "Weight update and checkpoint",
                 "seconds",
                 (
                     Line("async/sync_transfer_s", "transfer"),
                     Line("async/sync_pause_s", "engine pause"),
+                    Line("checkpoint/pause_s", "trainer, for a checkpoint"),
                 ),
                 zero=True,
             ),

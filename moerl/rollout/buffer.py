@@ -19,6 +19,7 @@ Which ready groups a step takes (`selection`):
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -40,6 +41,8 @@ class GroupBuffer:
         self._again: list[int] = []  # ids to start once more, ascending
         self._started: set[int] = set()
         self._ready: dict[int, EpisodeGroup] = {}
+        self._admitted: dict[int, float] = {}  # monotonic seconds; of ready groups
+        self.ages_s: list[float] = []  # of the groups taken last, since they were admitted
         self._consumed: set[int] = set()
 
     @property
@@ -92,6 +95,7 @@ class GroupBuffer:
         bad = [group for group in self._ready.values() if is_bad(group)]
         for group in bad:
             del self._ready[group.group_id]
+            self._admitted.pop(group.group_id, None)
         self._redo(group.group_id for group in bad)
         return bad
 
@@ -130,6 +134,7 @@ class GroupBuffer:
         assert group.group_id in self._started, f"group {group.group_id} was not started"
         self._started.discard(group.group_id)
         self._ready[group.group_id] = group
+        self._admitted[group.group_id] = time.monotonic()
 
     def evict_stale(self) -> list[EpisodeGroup]:
         """Take out groups whose oldest token would exceed max_lag; they are started again."""
@@ -144,6 +149,8 @@ class GroupBuffer:
             return None
         self.next_step += 1
         self._consumed.update(chosen)
+        now = time.monotonic()
+        self.ages_s = [now - self._admitted.pop(group_id, now) for group_id in chosen]
         return [self._ready.pop(group_id) for group_id in chosen]
 
     def oldest(self) -> list[int]:

@@ -150,6 +150,7 @@ class Controller:
         self._trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
         self._done = self._dp_size = 0
         self._go_on_from(journal.load(), gang_lives)
+        self._ages_s: list[float] = []  # of the groups planned last, in the buffer
 
     # --- life -------------------------------------------------------------------------------
     def _go_on_from(self, past: Past, gang_lives: bool) -> None:
@@ -315,7 +316,7 @@ class Controller:
             await self._loops.wait_change(min(1.0, message.timeout_s))
         self.admission.planned()
         self.ledger.trainer_wait_s += time.monotonic() - begin
-        self._planned[message.step] = groups
+        self._planned[message.step], self._ages_s = groups, self.buffer.ages_s
         self._journal.planned(message.step, [group.group_id for group in groups])
         self._loops.notify()
         return self._plan(message.step)
@@ -354,7 +355,7 @@ class Controller:
             return Ok()  # said before: the reply was lost with a controller
         groups = self._planned[message.step]
         metrics = dict(message.metrics)
-        metrics |= self.ledger.row(groups, message.step, engines)
+        metrics |= self.ledger.row(groups, message.step, engines, self._ages_s)
         metrics["async/buffer_depth"] = float(self.buffer.num_ready)
         self.on_step(
             StepReport(message.step, message.version, metrics, self._samples(groups, message.step))

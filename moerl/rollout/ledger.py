@@ -6,11 +6,22 @@ Sums and counts only; names are those of docs/metrics.md.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from moerl.protocols import EngineStatus, UpdateClosed
 from moerl.types import EpisodeGroup, Finish
+
+# of the histogram of lags, as those of the mismatch: name, first and last lag
+_LAG_BINS = (
+    ("lag_0", 0, 0),
+    ("lag_1", 1, 1),
+    ("lag_2_3", 2, 3),
+    ("lag_4_7", 4, 7),
+    ("lag_8", 8, sys.maxsize),
+)
 
 
 class Ledger:
@@ -44,9 +55,16 @@ class Ledger:
         self.recomputed_tokens += closed.recomputed
 
     def row(
-        self, groups: list[EpisodeGroup], step: int, engines: list[EngineStatus]
+        self,
+        groups: list[EpisodeGroup],
+        step: int,
+        engines: list[EngineStatus],
+        ages_s: Sequence[float] = (),
     ) -> dict[str, float]:
-        """Metrics of one step; call once per step.  Absent, never 0, when not measurable."""
+        """Metrics of one step; call once per step.  Absent, never 0, when not measurable.
+
+        ages_s: how long each group lay in the buffer, finished.
+        """
         now = time.monotonic()
         elapsed = max(now - self._last, 1e-9)
         self._last = now
@@ -70,6 +88,9 @@ class Ledger:
             row["eval/given_up"] = float(self.evaluations_given_up)
         if self.pauses:
             row["async/sync_pause_s"] = sum(self.pauses)
+        if ages_s:
+            row["async/buffer_age_mean_s"] = statistics.fmean(ages_s)
+            row["async/buffer_age_max_s"] = max(ages_s)
         row |= self._engines(engines, elapsed)
         for reason, count in self.refused.items():
             row[f"refused/{reason}"] = float(count)
@@ -96,6 +117,7 @@ def _samples(groups: list[EpisodeGroup]) -> dict[str, float]:
     rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
     flat = [reward for group in rewards for reward in group]
     lengths = [r.num_sampled for r in rollouts]
+    segments = [len(r.versions) for r in rollouts]
     return {
         "reward/mean": statistics.fmean(flat),
         "reward/std": statistics.pstdev(flat),
@@ -103,7 +125,9 @@ def _samples(groups: list[EpisodeGroup]) -> dict[str, float]:
         "sample/length_mean": statistics.fmean(lengths),
         "sample/length_max": float(max(lengths)),
         "sample/truncated_frac": statistics.fmean(r.finish == Finish.LENGTH for r in rollouts),
-        "async/segments_mean": statistics.fmean(len(r.versions) for r in rollouts),
+        "async/segments_mean": statistics.fmean(segments),
+        "async/segments_max": float(max(segments)),
+        "async/partial_frac": statistics.fmean(count > 1 for count in segments),
     }
 
 
@@ -115,6 +139,9 @@ def _lags(groups: list[EpisodeGroup], step: int) -> dict[str, float]:
             lags[step - span.version.step] += end - span.first
     total = sum(lags.values())
     return {
+        f"async/lag_frac/{name}": sum(lags[lag] for lag in lags if low <= lag <= high) / total
+        for name, low, high in _LAG_BINS
+    } | {
         "async/lag_min": float(min(lags)),
         "async/lag_mean": sum(lag * count for lag, count in lags.items()) / total,
         "async/lag_max": float(max(lags)),

@@ -1,49 +1,54 @@
 """Checkpoints for resume: model, optimizer, schedule, random state and what the run has consumed.
 
-Format: megatron-core's torch_dist.  A checkpoint is written to a hidden folder and renamed when all
-ranks are done, so a folder that is called step-NNNNNN is whole; the oldest beyond `keep` go.
+Format: megatron-core's torch_dist, in global coordinates: tensors are cut anew for the layout that
+loads them.  `moerl.trainer.checkpoint_writer` writes them while training goes on.
 
 The set of consumed groups is inside the checkpoint: a restart redoes the steps after it, and the
 controller never plans a consumed group again (design: exactly once in the surviving history).
 
-Traps of 0.16.1: psutil must be installed (the forked writer dies without it and the parent hangs);
-loading a distributed optimizer asserts until torch Adam has state, so a step with zero gradients
-and rate 0 comes first; EP = 1 and EP > 1 keep differently chained optimizers, so a checkpoint is
-resumed with the layout it was written with.
+Traps of 0.16.1: loading a distributed optimizer asserts until torch Adam has state, so a step with
+zero gradients and rate 0 comes first; EP = 1 and EP > 1 keep differently chained optimizers, so a
+resume on the other side needs fresh optimizer state (`moerl.config.resume` refuses it otherwise).
 """
 
 from __future__ import annotations
 
+import logging
 import random
-import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from moerl.config.resume import resume_facts
 from moerl.errors import TrainerError
+from moerl.rundir import read_manifest
+from moerl.trainer.checkpoint_writer import METADATA, CheckpointWriter
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.step import Learner
 from moerl.types import PolicyVersion
 
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
-_PREFIX = "step-"
-_CRITIC = "critic."
+log = logging.getLogger(__name__)
+
+_PREFIX = "critic."
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a resumed run continues from."""
+    """What a resumed run continues from.
+
+    The data cursor is in `consumed`: prompt i belongs to group i, and a resumed run goes on with
+    the lowest that is not there.
+    """
 
     version: PolicyVersion  # weights in the checkpoint; version.step optimizer steps are inside
     consumed: tuple[int, ...]  # group ids trained so far, ascending
@@ -51,94 +56,114 @@ class Progress:
 
 
 def save(
-    folder: Path, learner: Learner, progress: Progress, parallel: Parallel, *, keep: int
-) -> Path:
-    """Write folder/step-NNNNNN, collective over all ranks; returns its path."""
-    name = f"{_PREFIX}{progress.version.step:06d}"
-    fresh, target = folder / f".{name}.writing", folder / name
-    if parallel.is_first:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-    dist.barrier(parallel.control)
+    writer: CheckpointWriter, learner: Learner, progress: Progress, parallel: Parallel
+) -> None:
+    """Freeze everything that a resume needs and begin to write it, collective over all ranks."""
     state = _state(learner, parallel, is_loading=False)
-    state["moerl"] = asdict(progress) | {"parallel": asdict(parallel.sizes)}
-    dist_checkpointing.save(state, str(fresh), content_metadata=_METADATA)
-    dist.barrier(parallel.control)
-    if parallel.is_first:
-        if target.exists():  # a step that was redone after a crash
-            shutil.rmtree(target)
-        fresh.rename(target)
-        for old in sorted(folder.glob(f"{_PREFIX}*"))[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier(parallel.control)
-    return target
+    state["moerl"] = asdict(progress)
+    manifest = resume_facts(learner.config) | {
+        "version": str(progress.version),
+        "step": progress.version.step,
+        "consumed_groups": len(progress.consumed),
+        "saved_s": time.time(),
+    }
+    writer.save(progress.version.step, state, manifest)
 
 
-def load(path: Path, learner: Learner, parallel: Parallel) -> Progress:
-    """Restore everything `save` wrote, collective over all ranks.
+def load(
+    path: Path, learner: Learner, parallel: Parallel, *, reset_optimizer: bool = False
+) -> Progress:
+    """Restore what `save` wrote, collective over all ranks, on any layout `check_resume` allows.
 
-    Raises TrainerError for a missing folder or one written with another parallel layout.
+    reset_optimizer: take weights and schedule, begin with fresh optimizer state.  Random states
+    come back on the layout they were saved with; on another one they go on as they began.
+    Raises TrainerError for a folder that is not a whole checkpoint.
     """
     if not (path / "metadata.json").exists():
         raise TrainerError(f"{path} is not a whole checkpoint")
-    common = dist_checkpointing.load_common_state_dict(str(path))["moerl"]
-    if common["parallel"] != asdict(parallel.sizes):
-        raise TrainerError(
-            f"{path} was written with trainer.parallel {common['parallel']}; resume with the same"
-        )
-    if learner.config.trainer.optimizer.distributed:
-        _give_adam_state(learner.ddp, learner.optimizer)
-        if learner.critic is not None:
-            _give_adam_state(learner.critic.ddp, learner.critic.optimizer)
-    state = dist_checkpointing.load(_state(learner, parallel, is_loading=True), str(path))
-    for chunk in learner.model.chunks:
-        chunk.gpt.load_state_dict(state[f"model{chunk.index}"])
-    learner.optimizer.load_state_dict(state["optimizer"])
-    _unshare_adam_steps(learner.optimizer)
-    learner.schedule.load_state_dict(state["schedule"])
-    if (critic := learner.critic) is not None:
-        critic.model.gpt.load_state_dict(state["critic_model"])
-        critic.optimizer.load_state_dict(state["critic_optimizer"])
-        _unshare_adam_steps(critic.optimizer)
-        critic.schedule.load_state_dict(state["critic_schedule"])
-    _restore_random(state["random"])
+    saved = read_manifest(path)
+    same = saved["parallel"] == asdict(parallel.sizes)
+    if learner.config.trainer.optimizer.distributed and not reset_optimizer:
+        for ddp, optimizer, _ in _trained(learner):
+            _give_adam_state(ddp, optimizer)
+    wanted = _state(learner, parallel, is_loading=True, with_optimizer=not reset_optimizer)
+    if not same:
+        del wanted["random"]
+        log.warning("%s: of layout %s, random states go on as they began", path, saved["parallel"])
+    if reset_optimizer:
+        log.warning("%s: the optimizer begins anew, its moments are not used", path)
+    state = dist_checkpointing.load(wanted, str(path))
+    _restore(learner, state, reset_optimizer=reset_optimizer)
+    if same:
+        _restore_random(state["random"])
+    progress = state["moerl"]
     return Progress(
-        version=PolicyVersion(**common["version"]),
-        consumed=tuple(common["consumed"]),
-        metrics_rows=common["metrics_rows"],
+        version=PolicyVersion(**progress["version"]),
+        consumed=tuple(progress["consumed"]),
+        metrics_rows=progress["metrics_rows"],
     )
 
 
-def _state(learner: Learner, parallel: Parallel, *, is_loading: bool) -> dict[str, Any]:
+def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) -> None:
+    for chunk in learner.model.chunks:
+        chunk.gpt.load_state_dict(state[f"model{chunk.index}"])
+    if (critic := learner.critic) is not None:
+        critic.model.gpt.load_state_dict(state["critic_model"])
+    for (_, optimizer, schedule), role in zip(_trained(learner), ("", "critic_"), strict=False):
+        if reset_optimizer:
+            optimizer.reload_model_params()
+        else:
+            optimizer.load_state_dict(state[role + "optimizer"])
+            _unshare_adam_steps(optimizer)
+        schedule.load_state_dict(state[role + "schedule"])
+
+
+def _trained(
+    learner: Learner,
+) -> list[tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler]]:
+    """The policy's wrapped model, optimizer and schedule, then the critic's."""
+    trained = [(learner.ddp, learner.optimizer, learner.schedule)]
+    if (critic := learner.critic) is not None:
+        trained.append((critic.ddp, critic.optimizer, critic.schedule))
+    return trained
+
+
+def _state(
+    learner: Learner, parallel: Parallel, *, is_loading: bool, with_optimizer: bool = True
+) -> dict[str, Any]:
+    """The sharded state: what is read of it is written, what is loaded goes into its tensors.
+
+    with_optimizer: False leaves optimizers untouched, which asking for their state would not.
+    """
     model = {
-        f"model{chunk.index}": chunk.gpt.sharded_state_dict(metadata=_METADATA)
+        f"model{chunk.index}": chunk.gpt.sharded_state_dict(metadata=dict(METADATA))
         for chunk in learner.model.chunks
     }
-    return _critic_state(learner, is_loading=is_loading) | {
-        **model,
-        "optimizer": learner.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata=_METADATA
-        ),
+    state = model | {
         "schedule": learner.schedule.state_dict(),
         "random": ShardedObject(
             "random", _random_state(), (parallel.world_size,), (parallel.rank,), replica_id=0
         ),
     }
+    if with_optimizer:
+        state["optimizer"] = _optimizer_state(learner.optimizer, model, is_loading)
+    if (critic := learner.critic) is not None:
+        # keys of a folder are global: the critic's tensors have a prefix of their own there
+        model = critic.model.gpt.sharded_state_dict(prefix=_PREFIX, metadata=dict(METADATA))
+        state["critic_model"] = {key.removeprefix(_PREFIX): part for key, part in model.items()}
+        state["critic_schedule"] = critic.schedule.state_dict()
+        if with_optimizer:
+            state["critic_optimizer"] = _optimizer_state(critic.optimizer, model, is_loading)
+    return state
 
 
-def _critic_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
-    """Keys of a folder are global: the critic's tensors have a prefix of their own there."""
-    if (critic := learner.critic) is None:
-        return {}
-    model = critic.model.gpt.sharded_state_dict(prefix=_CRITIC, metadata=_METADATA)
-    optimizer = critic.optimizer.sharded_state_dict(
-        model, is_loading=is_loading, metadata=_METADATA
+def _optimizer_state(
+    optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool
+) -> dict[str, Any]:
+    state: dict[str, Any] = optimizer.sharded_state_dict(
+        model, is_loading=is_loading, metadata=dict(METADATA)
     )
-    return {
-        "critic_model": {key.removeprefix(_CRITIC): value for key, value in model.items()},
-        "critic_optimizer": optimizer,
-        "critic_schedule": critic.schedule.state_dict(),
-    }
+    return state
 
 
 def _random_state() -> dict[str, Any]:
@@ -146,6 +171,7 @@ def _random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
         "python": random.getstate(),
+        "tracker": get_cuda_rng_tracker().get_states(),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -156,6 +182,7 @@ def _restore_random(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 

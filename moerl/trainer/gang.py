@@ -45,6 +45,7 @@ from moerl.protocols import (
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer import checkpoint, probe
+from moerl.trainer.checkpoint_writer import CheckpointWriter
 from moerl.trainer.client import ControllerClient
 from moerl.trainer.critic import Critic
 from moerl.trainer.hf_folder import HfFolder, load_hf
@@ -68,6 +69,7 @@ class Post:
     incarnation: int
     blobs: BlobStore
     checkpoint: Path | None  # resume from here
+    reset_optimizer: bool = False  # of that checkpoint, take weights and place only
 
 
 class Outlet(Protocol):
@@ -123,6 +125,7 @@ class Gang:
         self.version = PolicyVersion(post.incarnation, 0)
         self.consumed: list[int] = []
         self.saved_step = -1  # optimizer steps inside the newest checkpoint
+        self.writer = CheckpointWriter(post.run, config.checkpoint, parallel, self.tracer)
         self.client: ControllerClient | None = None
         self.outlet: Outlet | None = None
         if parallel.is_first:
@@ -149,13 +152,19 @@ class Gang:
         if self.saved_step != self.version.step:
             self._checkpoint()
         self._save_hf(self.post.run.hf)
+        self.writer.finish()
         dist.barrier(self.parallel.control)
 
     def _resume(self) -> None:
         if self.post.checkpoint is None:
             return
         with self.tracer.span("load"):
-            progress = checkpoint.load(self.post.checkpoint, self.learner, self.parallel)
+            progress = checkpoint.load(
+                self.post.checkpoint,
+                self.learner,
+                self.parallel,
+                reset_optimizer=self.post.reset_optimizer,
+            )
         self.consumed = list(progress.consumed)
         self.saved_step = progress.version.step
         self.version = PolicyVersion(self.post.incarnation, progress.version.step)
@@ -212,6 +221,7 @@ class Gang:
         self.consumed += [group.group_id for group in plan.groups]
         if self.version.step < self.config.run.steps:
             metrics |= self._publish()
+        metrics |= self.writer.metrics()
         if self.config.checkpoint.keep_versions:
             self._keep_version()
         if self.client is not None:
@@ -254,21 +264,14 @@ class Gang:
             save_hf(folder, with_untrained(tensors, self.source), self.source.path)
 
     def _checkpoint(self) -> None:
-        self._settle()  # megatron forks its writers: no other thread should be at work
+        progress = checkpoint.Progress(
+            version=self.version,
+            consumed=tuple(sorted(self.consumed)),
+            metrics_rows=self.version.step,
+        )
         with self.tracer.span("checkpoint", step=self.version.step):
-            checkpoint.save(
-                self.post.run.checkpoints,
-                self.learner,
-                checkpoint.Progress(
-                    version=self.version,
-                    consumed=tuple(sorted(self.consumed)),
-                    metrics_rows=self.version.step,
-                ),
-                self.parallel,
-                keep=self.config.checkpoint.keep,
-            )
+            checkpoint.save(self.writer, self.learner, progress, self.parallel)
         self.saved_step = self.version.step
-        self._serve_late()
 
     def _open_outlet(self, on_failure: Callable[[BaseException], None]) -> Outlet:
         config, post, parallel = self.config, self.post, self.parallel

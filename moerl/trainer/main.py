@@ -63,6 +63,7 @@ def main() -> None:
         incarnation=args.incarnation,
         blobs=BlobStore(args.blob_dir, args.blob_node),
         checkpoint=args.checkpoint,
+        reset_optimizer=args.reset_optimizer,
     )
 
     def end(error: BaseException) -> None:
@@ -92,6 +93,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")
     parser.add_argument("--incarnation", type=int, required=True, help="starts before this one")
     parser.add_argument("--checkpoint", type=Path, help="continue from this folder")
+    parser.add_argument(
+        "--reset-optimizer", action="store_true", help="fresh optimizer state after --checkpoint"
+    )
     parser.add_argument("--blob-dir", type=Path, required=True, help="where records are sealed")
     parser.add_argument("--blob-node", required=True, help="name of this node's blobs")
     return parser.parse_args()
@@ -101,5 +105,5 @@ def _leave(_signum: int, _frame: FrameType | None) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-if __name__ == "__main__":  # the checkpoint's writer processes import this module again
+if __name__ == "__main__":
     main()

@@ -30,7 +30,7 @@ from moerl.types import (
     Turn,
 )
 
-VOCAB, LAYERS, EXPERTS, TOP_K = 67, 3, 8, 2
+VOCAB, LAYERS, EXPERTS, TOP_K = 67, 4, 8, 2
 SHAPE = RecordShape(VOCAB, tuple(range(LAYERS)), EXPERTS, TOP_K)
 UNUSED_EXPERT = 5  # named by no route of a plan that asks for it
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,59 @@
+"""What a checkpoint and the configuration that resumes it must agree on, without torch.
+
+The facts lie in the checkpoint's manifest, so a resume that cannot work is refused before any
+process is started.  Tensors are saved in global coordinates and fit every layout; optimizers of
+megatron-core 0.16.1 do not: with expert parallelism they are a chain of two, without it one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from moerl.config.schema import Config
+from moerl.errors import ConfigError
+
+
+def resume_facts(config: Config) -> dict[str, Any]:
+    """What `check_resume` compares, as plain JSON."""
+    trainer = config.trainer
+    return {
+        "parallel": asdict(trainer.parallel),
+        "distributed_optimizer": trainer.optimizer.distributed,
+        "dtype": trainer.dtype,
+        "critic": config.algorithm.advantage == "gae",
+    }
+
+
+def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: bool) -> None:
+    """Raises ConfigError for a checkpoint that this configuration cannot continue from.
+
+    saved: the checkpoint's manifest.  reset_optimizer: only its weights and its place are used.
+    """
+    trainer = config.trainer
+    if trainer.dtype != saved["dtype"]:
+        raise ConfigError(
+            "trainer.dtype", trainer.dtype, f"the checkpoint holds {saved['dtype']} weights; use it"
+        )
+    if config.algorithm.advantage == "gae" and not saved["critic"]:
+        raise ConfigError("algorithm.advantage", "gae", "the checkpoint holds no critic")
+    if reset_optimizer:
+        return
+    ep, saved_ep = trainer.parallel.ep, saved["parallel"]["ep"]
+    if (ep > 1) != (saved_ep > 1):
+        raise ConfigError(
+            "trainer.parallel.ep",
+            ep,
+            f"the checkpoint was written with ep {saved_ep}, and megatron-core keeps the optimizer "
+            "of ep 1 in another form than that of ep > 1; stay on that side, or give "
+            "--reset-optimizer to begin with fresh optimizer state",
+        )
+    distributed = trainer.optimizer.distributed
+    if distributed != saved["distributed_optimizer"]:
+        raise ConfigError(
+            "trainer.optimizer.distributed",
+            distributed,
+            f"the checkpoint was written with {saved['distributed_optimizer']}, and the two keep "
+            "their state in different forms; use that, or give --reset-optimizer",
+        )

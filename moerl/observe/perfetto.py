@@ -1,0 +1,114 @@
+"""trace.json: all processes of a run on one time axis, for Perfetto and chrome://tracing.
+
+Made from the trace folder alone (`moerl.trace`), so it can be made for a run that goes on or that
+died.  Times are microseconds since the first span; several nodes agree as well as their clocks do.
+Spans of one process may overlap (requests, threads): each is laid on the first lane that is free,
+so that a viewer nests or stacks them as they were.
+
+Format: the JSON object of the Trace Event Format, with complete events (X), counters (C) and names
+(M).  Perfetto's protobuf was rejected: a person can read this one, and so can a test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moerl.rundir import RunDir
+from moerl.trace import read_counters, read_spans
+
+MAX_EVENTS = 500_000  # newest are kept; viewers slow down beyond
+_ORDER = ("controller", "engine", "scorer", "trainer")  # of processes, top to bottom
+_SPAN_KEYS = ("process", "name", "start_s", "end_s")
+
+Event = dict[str, Any]
+
+
+def write_trace(run: RunDir) -> Path:
+    """Write trace.json of a run in any state; returns its path."""
+    events = trace_events(read_spans(run.trace), read_counters(run.trace))
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
+    unfinished = run.perfetto.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(document))
+    unfinished.replace(run.perfetto)
+    return run.perfetto
+
+
+def trace_events(
+    spans: Sequence[Mapping[str, Any]], counters: Sequence[Mapping[str, Any]] = ()
+) -> list[Event]:
+    """Events of spans and counters as `moerl.trace` reads them."""
+    spans, counters = spans[-MAX_EVENTS:], counters[-MAX_EVENTS:]
+    starts = [span["start_s"] for span in spans] + [value["time_s"] for value in counters]
+    zero = min(starts, default=0.0)
+    names = {str(line["process"]) for line in (*spans, *counters)}
+    pids = {name: pid for pid, name in enumerate(sorted(names, key=_rank), start=1)}
+    events: list[Event] = []
+    for name, pid in pids.items():
+        own = [span for span in spans if span["process"] == name]
+        events += _names(name, pid, own)
+        events += _complete(own, pid, zero)
+    for value in counters:
+        events.append(
+            {
+                "ph": "C",
+                "name": value["counter"],
+                "pid": pids[value["process"]],
+                "tid": 0,
+                "ts": _microseconds(value["time_s"] - zero),
+                "args": {"value": value["value"]},
+            }
+        )
+    return events
+
+
+def _complete(spans: Iterable[Mapping[str, Any]], pid: int, zero: float) -> Iterable[Event]:
+    for span, lane in _laid(spans):
+        yield {
+            "ph": "X",
+            "name": span["name"],
+            "cat": str(span["name"]).split()[0],
+            "pid": pid,
+            "tid": lane,
+            "ts": _microseconds(span["start_s"] - zero),
+            "dur": max(0, _microseconds(span["end_s"] - span["start_s"])),
+            "args": {key: value for key, value in span.items() if key not in _SPAN_KEYS},
+        }
+
+
+def _laid(spans: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], int]]:
+    """Each span with its lane: the first one where it lies inside what is open, or after it."""
+    lanes: list[list[float]] = []  # ends of the open spans of a lane, outermost first
+    for span in sorted(spans, key=lambda span: (span["start_s"], -span["end_s"])):
+        for ends in lanes:
+            while ends and ends[-1] <= span["start_s"]:
+                ends.pop()
+        fits = (i for i, ends in enumerate(lanes) if not ends or span["end_s"] <= ends[-1])
+        lane = next(fits, len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane].append(span["end_s"])
+        yield span, lane
+
+
+def _names(name: str, pid: int, spans: Sequence[Mapping[str, Any]]) -> list[Event]:
+    def named(kind: str, tid: int, **args: Any) -> Event:
+        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+    lanes = {lane for _, lane in _laid(spans)}
+    return [
+        named("process_name", 0, name=name),
+        named("process_sort_index", 0, sort_index=pid),
+        *(named("thread_name", lane, name=f"{name} {lane}") for lane in sorted(lanes)),
+    ]
+
+
+def _rank(name: str) -> tuple[int, str]:
+    kind = next((at for at, head in enumerate(_ORDER) if name.startswith(head)), len(_ORDER))
+    return kind, name
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

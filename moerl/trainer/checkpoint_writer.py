@@ -1,0 +1,333 @@
+"""Checkpoints written while training goes on: freeze a copy, write it in a thread, rename last.
+
+`save` stops training only while the state is planned and copied to buffers in host memory, which
+are kept between checkpoints.  A thread of each rank then writes its own file, rank 0's joins the
+results, writes the manifest last and renames the folder.  At most one checkpoint is in flight.  A
+crash at any moment leaves a hidden folder, which the next writer removes, and the checkpoints
+before it as they were.  A write that fails, a full disk for example, does the same and is counted.
+
+Megatron's own writers fork the trainer, with its sockets, threads and CUDA context, and pass
+results through a manager process; torch's want a process group that training uses as well.
+Rejected for that: here is one thread, and one gloo group of its own.
+
+Idea of the split in plan, frozen copy and finalisation: megatron-core's and torch's asynchronous
+checkpointing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from moerl.config.schema import CheckpointConfig
+from moerl.errors import TrainerError
+from moerl.rundir import RunDir, read_manifest
+from moerl.trace import Tracer
+from moerl.trainer.parallel import Parallel
+
+log = logging.getLogger(__name__)
+
+METADATA = {  # the optimizer state is cut independently of the layout; megatron adds to copies
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+_BACKEND, _FORMAT = "torch_dist", 1
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one gang; every rank has one, all calls are collective."""
+
+    def __init__(
+        self, run: RunDir, config: CheckpointConfig, parallel: Parallel, tracer: Tracer
+    ) -> None:
+        self._shelf = Shelf(run, config)
+        self._parallel, self._tracer = parallel, tracer
+        self._group = dist.new_group(backend="gloo")
+        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._ended: dict[str, float] = {}  # metrics of the write that ended last
+        self._error = ""  # of that write
+        self._failed = 0
+        self._is_checked = False
+        if parallel.is_first:
+            self._shelf.clean()
+
+    def save(self, step: int, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
+        """Freeze `state` (Megatron's sharded form) and begin to write it; it may change afterwards.
+
+        manifest: what can be read without torch (`moerl.rundir.read_manifest`).  Waits for the
+        checkpoint before this one.
+        """
+        self.wait()
+        begin = time.time()
+        hidden = self._shelf.hidden(step)
+        if self._parallel.is_first:
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.mkdir(parents=True)
+        dist.barrier(self._group)
+        strategy = _Frozen(self._group, self._buffers)
+        dist_checkpointing.save(
+            state,
+            str(hidden),
+            strategy,
+            # the structure of the state never changes: its integrity is asked once
+            validate_access_integrity=not self._is_checked,
+            async_sharded_save=True,
+            content_metadata=dict(METADATA),
+        )
+        self._is_checked = True
+        frozen = time.time()
+        self._tracer.add("checkpoint freeze", begin, frozen, step=step)
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(step, strategy, dict(manifest), frozen - begin),
+            name="checkpoint",
+            daemon=True,  # a rank that dies does not wait for it
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last checkpoint that ended, once; empty while it is being written."""
+        if self._thread is not None and self._thread.is_alive():
+            return {}
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def finish(self) -> None:
+        """Wait; raises TrainerError when the last checkpoint could not be written."""
+        self.wait()
+        if self._error:
+            raise TrainerError(f"the last checkpoint was not written: {self._error}")
+
+    def _write(self, step: int, strategy: _Frozen, manifest: dict[str, Any], pause: float) -> None:
+        begin = time.time()
+        results: list[WriteResult] | str
+        try:
+            results = strategy.writer.write()
+        except OSError as error:
+            results = str(error)
+        try:
+            self._error = self._commit(step, strategy, manifest, results)
+        except Exception as error:  # a peer is gone: the gang ends, the older checkpoint stays
+            log.exception("the checkpoint of step %d", step)
+            self._error = str(error)
+        end = time.time()
+        self._tracer.add("checkpoint write", begin, end, step=step)
+        self._failed += bool(self._error)
+        self._ended = {
+            "checkpoint/pause_s": pause,
+            "checkpoint/write_s": end - begin,
+            "checkpoint/failed": float(self._failed),
+        }
+        if self._error:
+            log.error("the checkpoint of step %d was not written: %s", step, self._error)
+
+    def _commit(
+        self,
+        step: int,
+        strategy: _Frozen,
+        manifest: dict[str, Any],
+        results: list[WriteResult] | str,
+    ) -> str:
+        """Join what all ranks wrote; returns why there is no checkpoint, or an empty string."""
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, results, group=self._group)
+        verdict = [next((text for text in every if isinstance(text, str)), "")]
+        if self._parallel.is_first:
+            try:
+                if not verdict[0]:
+                    assert strategy.metadata is not None, "rank 0 has the plan of all"
+                    strategy.writer.finish(strategy.metadata, every)
+                    self._shelf.publish(step, manifest)
+            except OSError as error:
+                verdict = [str(error)]
+            if verdict[0]:
+                shutil.rmtree(self._shelf.hidden(step), ignore_errors=True)
+        dist.broadcast_object_list(verdict, src=0, group=self._group)
+        return str(verdict[0])
+
+
+@dataclass(slots=True)
+class Shelf:
+    """The folder of finished checkpoints: which appear, which go, which one is the best."""
+
+    run: RunDir
+    config: CheckpointConfig
+    _read_bytes: int = 0  # of metrics.jsonl
+
+    def hidden(self, step: int) -> Path:
+        """Where the checkpoint of `step` is while it is being written."""
+        path = self.run.checkpoint(step)
+        return path.with_name(f".{path.name}.writing")
+
+    def clean(self) -> None:
+        """Remove what writers that died have left."""
+        for path in self.run.checkpoints.glob(".step-*.writing"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def publish(self, step: int, manifest: dict[str, Any]) -> None:
+        """Make the hidden folder a checkpoint, and remove those that are not kept."""
+        hidden, target = self.hidden(step), self.run.checkpoint(step)
+        save_config(CheckpointingConfig(_BACKEND, _FORMAT), str(hidden))
+        score = self._score()
+        if score is not None:
+            manifest[self.config.best] = score
+        _write_json(hidden / "manifest.json", manifest)
+        if target.exists():  # a step that was redone after a crash
+            shutil.rmtree(target)
+        hidden.rename(target)
+        _sync_folder(target.parent)
+        self._choose_best(step, score)
+        best = self.run.best_checkpoint()
+        finished = sorted(self.run.checkpoints.glob("step-*"))
+        for old in finished[: -self.config.keep]:
+            if best is None or old != best[1]:
+                shutil.rmtree(old)
+
+    def _score(self) -> float | None:
+        """Mean of the named metric over the rows since the checkpoint before; None without one."""
+        if not self.config.best or not self.run.metrics.exists():
+            return None
+        with self.run.metrics.open("rb") as file:
+            file.seek(self._read_bytes)
+            lines = file.read().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        self._read_bytes += sum(map(len, whole))
+        values = [
+            row[self.config.best] for row in map(json.loads, whole) if self.config.best in row
+        ]
+        return sum(values) / len(values) if values else None
+
+    def _choose_best(self, step: int, score: float | None) -> None:
+        if score is None:
+            return
+        found = self.run.best_checkpoint()
+        sign = 1.0 if self.config.best_is == "highest" else -1.0
+        before = read_manifest(found[1]).get(self.config.best) if found else None
+        if before is None or sign * score > sign * before:
+            _write_json(self.run.checkpoints / "best.json", {"step": step, self.config.best: score})
+
+
+class _Frozen(TorchDistSaveShardedStrategy):
+    """Megatron's strategy with our writer: plans over our group, freezes, writes nothing yet."""
+
+    def __init__(self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor]) -> None:
+        super().__init__(_BACKEND, _FORMAT, thread_count=1)
+        self._group, self._buffers = group, buffers
+        self.metadata: Metadata | None = None  # of all ranks, on rank 0
+        self.writer: _Writer
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+        """Called by `dist_checkpointing.save`; what it returns is not used."""
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        self.writer = _Writer(checkpoint_dir, self._buffers)
+        planned = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(state, False),
+            self.writer,
+            self._group,
+            0,
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+        self.metadata = planned[0][1]
+        return AsyncRequest(None, (), [])
+
+
+class _Writer(FileSystemWriterAsync):
+    """Copies what its rank has to write, and writes it to one file when it is told to."""
+
+    def __init__(self, folder: Any, buffers: dict[MetadataIndex, Tensor]) -> None:
+        super().__init__(folder, thread_count=1)
+        self._buffers = buffers
+        self._frozen: list[tuple[WriteItem, Any]] = []
+        self._name = ""
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """The frozen moment: objects are pickled, tensors are copied to host buffers."""
+        self._name = f"{plan.storage_data.prefix}0.distcp"
+        self._frozen = []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            self._frozen.append(
+                (item, self._copy(item, data) if isinstance(data, Tensor) else data)
+            )
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # copies to pinned memory do not wait
+
+    def _copy(self, item: WriteItem, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        buffer = self._buffers.get(item.index)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available()
+            )
+            self._buffers[item.index] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def write(self) -> list[WriteResult]:
+        """Write the frozen copy.  Raises OSError, for a full disk for example."""
+        if not self._frozen:
+            return []
+        path = Path(self.checkpoint_dir) / self._name
+        with path.open("wb") as stream:
+            results = [
+                _write_item(
+                    self.transforms, stream, data, item, self._name, SerializationFormat.TORCH_SAVE
+                )
+                for item, data in self._frozen
+            ]
+            stream.flush()
+            os.fsync(stream.fileno())
+        return results
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make a rename in the folder outlive the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

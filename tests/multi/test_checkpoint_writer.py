@@ -1,0 +1,161 @@
+"""Checkpoints beside training: frozen, at most one in flight, whole or absent, best kept.
+
+One rank, a state of one tensor and one object; layouts are test_resume_layouts' subject.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moerl.trainer import platform
+
+if "megatron" not in sys.modules:  # the patches are for other tests; these do without
+    platform.prepare("cpu")
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from moerl.config.schema import CheckpointConfig
+from moerl.errors import TrainerError
+from moerl.rundir import RunDir, read_manifest
+from moerl.trace import Tracer
+from moerl.trainer import checkpoint_writer
+from moerl.trainer.checkpoint_writer import CheckpointWriter
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    return run
+
+
+def _writer(run: RunDir, **config: Any) -> CheckpointWriter:
+    first: Any = SimpleNamespace(is_first=True)
+    return CheckpointWriter(run, CheckpointConfig(**config), first, Tracer(run.trace, "trainer-0"))
+
+
+def _state(weights: torch.Tensor, note: int) -> dict[str, Any]:
+    return {"weights": ShardedTensor.from_rank_offsets("weights", weights), "note": note}
+
+
+def _load(run: RunDir, step: int) -> tuple[torch.Tensor, int]:
+    wanted = _state(torch.zeros(1000), 0)
+    state = dist_checkpointing.load(wanted, str(run.checkpoint(step)))
+    return state["weights"], state["note"]
+
+
+class _Gate:
+    """Holds the writing thread until it is opened, or lets it fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.error = threading.Event(), None
+        original = checkpoint_writer._Writer.write
+
+        def write(writer: Any) -> Any:
+            assert self.open.wait(60)
+            if self.error is not None:
+                raise self.error
+            return original(writer)
+
+        monkeypatch.setattr(checkpoint_writer._Writer, "write", write)
+
+
+def test_what_is_written_is_what_was_frozen(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, writer = _Gate(monkeypatch), _writer(run)
+    weights = torch.arange(1000.0)
+    writer.save(4, _state(weights, 4), {"step": 4})
+    weights.zero_()  # training goes on
+    assert run.latest_checkpoint() is None
+    assert writer.metrics() == {}
+    gate.open.set()
+    writer.finish()
+    found, note = _load(run, 4)
+    assert torch.equal(found, torch.arange(1000.0))
+    assert note == read_manifest(run.checkpoint(4))["step"] == 4
+    metrics = writer.metrics()
+    assert set(metrics) == {"checkpoint/pause_s", "checkpoint/write_s", "checkpoint/failed"}
+    assert metrics["checkpoint/failed"] == 0.0
+    assert writer.metrics() == {}
+
+
+def test_one_is_in_flight_at_most(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, writer = _Gate(monkeypatch), _writer(run)
+    writer.save(1, _state(torch.full((1000,), 1.0), 1), {})
+    second = threading.Thread(
+        target=writer.save, args=(2, _state(torch.full((1000,), 2.0), 2), {}), daemon=True
+    )
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()  # waits: its copy would overwrite what is being written
+    gate.open.set()
+    second.join(60)
+    writer.finish()
+    assert _load(run, 1)[0].unique().tolist() == [1.0]
+    assert _load(run, 2)[0].unique().tolist() == [2.0]
+
+
+def test_a_full_disk_costs_one_checkpoint(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, writer = _Gate(monkeypatch), _writer(run)
+    gate.open.set()
+    writer.save(1, _state(torch.ones(1000), 1), {})
+    writer.wait()
+    gate.error = OSError(28, "No space left on device")
+    writer.save(2, _state(torch.ones(1000), 2), {})
+    writer.wait()
+    assert writer.metrics()["checkpoint/failed"] == 1.0
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+    with pytest.raises(TrainerError, match="No space left"):
+        writer.finish()
+    gate.error = None
+    writer.save(3, _state(torch.ones(1000), 3), {})
+    writer.finish()
+    assert run.latest_checkpoint() == (3, run.checkpoint(3))
+
+
+def test_a_writer_that_was_killed_leaves_the_one_before(run: RunDir) -> None:
+    writer = _writer(run)
+    writer.save(1, _state(torch.ones(1000), 1), {})
+    writer.finish()
+    hidden = run.checkpoints / ".step-000002.writing"  # as a kill leaves it
+    hidden.mkdir()
+    (hidden / "__0_0.distcp").write_bytes(b"half")
+    assert run.latest_checkpoint() == (1, run.checkpoint(1))
+    _writer(run)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize(("best_is", "best"), [("highest", 2), ("lowest", 3)])
+def test_the_newest_are_kept_and_the_best(run: RunDir, best_is: str, best: int) -> None:
+    writer = _writer(run, keep=2, best="reward/mean", best_is=best_is)
+    assert run.best_checkpoint() is None
+    for step, rewards in enumerate([(0.4, 0.6), (0.9, 0.8), (0.1, 0.2), (0.5,), ()], start=1):
+        with run.metrics.open("a") as file:
+            for reward in rewards:
+                file.write(json.dumps({"step": 0, "reward/mean": reward}) + "\n")
+            file.write('{"step": 9, "loss/pg": 1.0}\n')  # a row without the metric
+        writer.save(step, _state(torch.ones(1000), step), {"step": step})
+        writer.finish()
+    kept = sorted(path.name for path in run.checkpoints.glob("step-*"))
+    assert kept == sorted({f"step-{step:06d}" for step in (best, 4, 5)})
+    assert run.best_checkpoint() == (best, run.checkpoint(best))
+    assert read_manifest(run.checkpoint(4))["reward/mean"] == 0.5
+    assert "reward/mean" not in read_manifest(run.checkpoint(5))

@@ -1,0 +1,109 @@
+"""Worker of test_resume_layouts: one gang takes several layouts in turn, phases from a JSON file.
+
+    torchrun ... trainer_resume.py --model DIR --work DIR --phases FILE
+
+A phase builds the gang anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
+"reset": false, "until": 2, "save": true, "out": FILE or ""}.  It trains the steps from where it
+stands up to `until`; `out` gets loss and gradient norm of the last step and the weights after it,
+in Hugging Face coordinates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moerl.trainer import platform
+
+PLACE = platform.prepare("cpu")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from trainer_support import make_plan  # noqa: E402
+
+from moerl.blob.store import BlobStore  # noqa: E402
+from moerl.config.schema import (  # noqa: E402
+    CheckpointConfig,
+    Config,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
+from moerl.rundir import RunDir  # noqa: E402
+from moerl.trace import Tracer  # noqa: E402
+from moerl.trainer import checkpoint, parallel  # noqa: E402
+from moerl.trainer.checkpoint_writer import CheckpointWriter  # noqa: E402
+from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.hf_gather import HfGather  # noqa: E402
+from moerl.trainer.model import build, layout_of  # noqa: E402
+from moerl.trainer.step import Learner  # noqa: E402
+from moerl.types import PolicyVersion  # noqa: E402
+
+rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name
+_MEET = rendezvous._create_c10d_store
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--model", "--work", "--phases"):
+        parser.add_argument(name, type=Path, required=True)
+    options = parser.parse_args()
+    for number, phase in enumerate(json.loads(options.phases.read_text())):
+        _meet_apart(f"phase{number}")
+        ranks = parallel.start(ParallelConfig(**phase["parallel"]), PLACE, timeout_s=60)
+        run_phase(options, phase, ranks)
+        parallel.stop()
+
+
+def _meet_apart(prefix: str) -> None:
+    """The gang's next rendezvous must not find the addresses of the one before in its store."""
+    rendezvous._create_c10d_store = lambda *args, **kwargs: dist.PrefixStore(
+        prefix, _MEET(*args, **kwargs)
+    )
+
+
+def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: parallel.Parallel) -> None:
+    """One gang: load, train, save."""
+    # eps far above the gradients would hide the moments: a small one, as in real runs
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay_style="linear", decay_steps=4)
+    optimizer = replace(optimizer, distributed=phase["distributed"], eps=1e-4)
+    trainer = TrainerConfig(parallel=ranks.sizes, optimizer=optimizer)
+    config = Config(trainer=trainer)
+    folder = HfFolder(options.model)
+    model = build(folder.spec, trainer, ranks, with_replay=True)
+    load_hf(model.tensors, model.tiles, folder)
+    store = BlobStore(Path(tempfile.mkdtemp(dir=options.work)), "n0")
+    learner = Learner(model, ranks, config, store)
+    step = 0
+    if phase["load"]:
+        path = Path(phase["load"])
+        step = checkpoint.load(path, learner, ranks, reset_optimizer=phase["reset"]).version.step
+    metrics: dict[str, float] = {}
+    for index in range(step, phase["until"]):
+        metrics = learner.step(make_plan(store, seed=index, step=index, dp_size=ranks.dp_size))
+    if phase["save"]:
+        run = RunDir(Path(phase["save"]))
+        if ranks.is_first:
+            run.create()
+        writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"))
+        progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), (1, 2), 2)
+        checkpoint.save(writer, learner, progress, ranks)
+        learner.step(make_plan(store, seed=9, step=9, dp_size=ranks.dp_size))  # while it is written
+        writer.finish()
+    if phase["out"]:
+        weights = HfGather(
+            lambda: model.tensors, model.spec, layout_of(ranks.sizes), ranks.rank, "local",
+            ranks.control,
+        ).gather()  # fmt: skip
+        if ranks.is_first:
+            found = {"loss": metrics["loss/pg"], "norm": metrics["loss/grad_norm"]}
+            torch.save(found | {"weights": weights}, phase["out"])
+
+
+if __name__ == "__main__":
+    main()
