@@ -1,12 +1,13 @@
 """What asynchrony buys: one workload run synchronously and at buffer depths 1, 2 and 4.
 
-    python bench/async_speedup.py [--work DIR] [--steps 20] [--repeats 3] [--quick]
+    python bench/async_speedup.py [--work DIR] [--steps 16] [--repeats 3] [--quick]
 
 Real runs of `moerl train`: one SGLang engine pinned to one core, one trainer rank to the other (the
 rest runs beside the engine, where its CPU time counts against asynchrony).  Every run trains the
-same number of steps of the same model on the same prompts.  Lengths are heavy-tailed by the tiny
-model's own end-of-text probabilities; every group waits for a tool, a sleep drawn from a Pareto
-distribution by its prompt.  A calibration run scales the waits to `--wait-share` of a step's work.
+same number of steps of the same model on the same prompts.  Lengths are long-tailed by the tiny
+model's own end-of-text probabilities, which differ by prompt; every group waits for a tool, a sleep
+drawn from a Pareto distribution by its prompt.  A calibration run scales the waits to
+`--wait-share` of a step's work.
 Repetitions are interleaved, so that a noisy machine hits all alike.
 
 Wall time is counted from the trainer's first request for a batch to the end of the last step: the
@@ -203,7 +204,7 @@ def measure(run: RunDir) -> Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "async_speedup")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--wait-share", type=float, default=0.5, help="of a step's work")
     parser.add_argument("--quick", action="store_true", help="once, 8 steps, depths 0 and 2")
@@ -242,9 +243,11 @@ def calibrate(folder: Path, wait_share: float) -> float:
         max(min(12.0, draw.paretovariate(1.3)) for _ in range(GROUPS)) for _ in range(500)
     )
     scale_s = round(wait_share * work_s / longest, 4)
+    engine_s, trainer_s = found["engine_busy_s"] / 6, found["trainer_busy_s"] / 6
     print(
-        f"calibration: engine {found['engine_busy_s'] / 6:.2f} s and trainer "
-        f"{found['trainer_busy_s'] / 6:.2f} s of work per step; waits are scaled by {scale_s:.3f} s"
+        f"calibration: engine {engine_s:.2f} s and trainer {trainer_s:.2f} s of work per step; "
+        f"waits are scaled by {scale_s:.3f} s",
+        flush=True,
     )
     return scale_s
 

@@ -1,0 +1,119 @@
+"""How long training stands still for a checkpoint: frozen and written beside it, or synchronously.
+
+    python bench/checkpoint_pause.py [--repeats 5] [--hidden 256] [--folder DIR]
+
+One trainer rank saves the same state both ways in turn: with `moerl.trainer.checkpoint_writer`,
+whose pause is planning and a copy to host buffers, and with megatron-core's own synchronous save,
+which forks writers and waits for the disk.  The first repetition, which allocates, is shown apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
+os.environ.setdefault("MASTER_PORT", "29417")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+from moerl.blob import BlobStore
+from moerl.config.schema import CheckpointConfig, Config, ParallelConfig, TrainerConfig
+from moerl.layout import ModelSpec
+from moerl.rundir import RunDir
+from moerl.trace import Tracer
+from moerl.trainer import platform
+from moerl.types import PolicyVersion
+
+SPEC = ModelSpec(
+    family="qwen3_moe",
+    vocab_size=32000,
+    hidden=256,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    experts=16,
+    experts_per_token=4,
+    moe_ffn=128,
+    moe_layers=(0, 1, 2, 3),
+    tied=False,
+    norm_topk_prob=True,
+    rms_eps=1e-6,
+    rope_theta=1e6,
+    max_positions=4096,
+    dtype="float32",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        run(folder, args.repeats, replace(SPEC, hidden=args.hidden))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(folder: Path, repeats: int, spec: ModelSpec) -> None:
+    place = platform.prepare("cpu")
+    from megatron.core import dist_checkpointing
+
+    from moerl.trainer import checkpoint, parallel
+    from moerl.trainer.checkpoint_writer import METADATA, CheckpointWriter
+    from moerl.trainer.model import build
+    from moerl.trainer.step import Learner
+
+    ranks = parallel.start(ParallelConfig(), place, timeout_s=60)
+    config = Config(trainer=TrainerConfig())
+    model = build(spec, config.trainer, ranks, with_replay=True)
+    learner = Learner(model, ranks, config, BlobStore(folder / "blobs", "n0"))
+    checkpoint._give_adam_state(learner.ddp, learner.optimizer)
+    parameters = sum(p.numel() for p in model.gpt.parameters())
+    directory = RunDir(folder / "run")
+    directory.create()
+    writer = CheckpointWriter(directory, CheckpointConfig(), ranks, Tracer(directory.trace, "t"))
+    pauses: list[float] = []
+    writes: list[float] = []
+    synchronous: list[float] = []
+    for step in range(repeats + 1):
+        progress = checkpoint.Progress(PolicyVersion(0, step), tuple(range(1000)), step)
+        begin = time.perf_counter()
+        checkpoint.save(writer, learner, progress, ranks)
+        pauses.append(time.perf_counter() - begin)
+        writer.finish()
+        writes.append(time.perf_counter() - begin - pauses[-1])
+        plain = folder / f"plain{step}"
+        plain.mkdir()
+        begin = time.perf_counter()
+        state = checkpoint._state(learner, ranks, is_loading=False)
+        dist_checkpointing.save(state, str(plain), content_metadata=dict(METADATA))
+        synchronous.append(time.perf_counter() - begin)
+        shutil.rmtree(plain)
+    print(f"{parameters / 1e6:.1f} M parameters, {parameters * 12 / 2**20:.0f} MiB of state")
+    for name, seconds in (
+        ("pause, written beside training", pauses),
+        ("of it in the background", writes),
+        ("pause, synchronous", synchronous),
+    ):
+        later = seconds[1:]
+        print(
+            f"{name:<32} first {seconds[0]:6.2f} s, then median {statistics.median(later):6.2f} s "
+            f"({min(later):.2f}-{max(later):.2f})"
+        )
+    parallel.stop()
+
+
+if __name__ == "__main__":
+    main()
