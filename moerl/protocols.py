@@ -395,6 +395,10 @@ class Scorer(Protocol):
         self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
     ) -> list[Score]: ...
 
+    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+        """The environment's answer to a turn, given the policy's turns so far; empty: it ends."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:

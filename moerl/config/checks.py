@@ -47,6 +47,7 @@ _AT_LEAST: dict[str, float] = {
     "task.digits": 1,
     "task.max_prompt_tokens": 1,
     "task.scorer_workers": 1,
+    "task.max_turns": 1,
     "sampling.max_new_tokens": 1,
     "rollout.groups_per_step": 1,
     "rollout.group_size": 1,
@@ -355,6 +356,12 @@ def _check_task(config: Config) -> None:
             raise ConfigError(
                 "task.reward", "", "use exact_match, math_verify or package.module:function"
             )
+    if (task.max_turns > 1) != bool(task.environment):
+        raise ConfigError(
+            "task.environment",
+            task.environment,
+            "task.max_turns > 1 needs an environment that answers, and one turn needs none",
+        )
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
 

@@ -49,6 +49,9 @@ class TaskConfig:
     scorer_workers: int = 1
     score_timeout_s: float = 10.0
     on_score_error: str = "stop"  # stop | drop: replace the group and count it
+    # check_digits | package.module:function; what answers between turns, with max_turns > 1
+    environment: str = ""
+    max_turns: int = 1  # of the policy in one episode
 
 
 @dataclass(frozen=True)

@@ -126,20 +126,27 @@ def _reasoning_gym(config: TaskConfig) -> Callable[[Prompt, str], float]:
 
 
 def _dotted(path: str) -> Reward:
-    """A user's `package.module:function`, looked up from the working directory too."""
-    allowed = f"use {', '.join([*NAMED, *PROCESS])} or package.module:function"
-    module, colon, name = path.partition(":")
-    if not (colon and module and name):
-        raise ConfigError("task.reward", path, allowed)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        function: UserReward = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("task.reward", path, f"{error}; {allowed}") from error
+    function: UserReward = look_up("task.reward", path, [*NAMED, *PROCESS])
     return lambda prompt, response: _read(
         function(prompt.text, prompt.answer, response, prompt.extra)
     )
+
+
+def look_up(field: str, path: str, named: list[str]) -> Any:
+    """A user's `package.module:function`, looked up from the working directory too.
+
+    Raises ConfigError naming `field` and what else it may be.
+    """
+    allowed = f"use {', '.join(named)} or package.module:function"
+    module, colon, name = path.partition(":")
+    if not (colon and module and name):
+        raise ConfigError(field, path, allowed)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(field, path, f"{error}; {allowed}") from error
 
 
 def _read(said: float | Mapping[str, Any]) -> Score:

@@ -166,6 +166,9 @@ class ScorerActor:
         with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
             return await self._scorer.score(prompt, episodes, texts)
 
+    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+        return await self._scorer.reply(prompt, said)
+
     async def close(self) -> None:
         self._scorer.close()
 
@@ -184,6 +187,9 @@ class RemoteScorer:
     ) -> list[Score]:
         bare = [Episode(episode.episode_id, ()) for episode in episodes]
         return await call(self._actor.score.remote(prompt, bare, list(texts)))
+
+    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+        return str(await call(self._actor.reply.remote(prompt, list(said))))
 
 
 class ControllerActor:
@@ -213,6 +219,7 @@ class ControllerActor:
             prompts=plan.prompts(),
             held_out=plan.held_out() if plan.config.evaluation.every else None,
             decode=plan.decode,
+            encode=plan.encode,
             blobs=plan.blobs(),
             journal=plan.journal(),
             records=plan.records,

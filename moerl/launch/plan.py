@@ -122,7 +122,10 @@ class RunPlan:
         from moerl.data.tasks import PromptStream
 
         task, path = self.config.task, self.config.evaluation.path
-        held_out = replace(task, path=path or task.path, shuffle=False)
+        args = dict(task.dataset_args)
+        if "seed" in args:  # it stands for the run's
+            args["seed"] += _HELD_OUT_SEED
+        held_out = replace(task, path=path or task.path, dataset_args=args, shuffle=False)
         return PromptStream(held_out, self.tokenizer(), self.config.run.seed + _HELD_OUT_SEED)
 
     def tokenizer(self) -> Any:
@@ -135,6 +138,10 @@ class RunPlan:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer().decode(token_ids, skip_special_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Text between turns; special tokens in it count as such, none is added."""
+        return list(self.tokenizer().encode(text, add_special_tokens=False))
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence, sent with every request rather than left to the engine."""

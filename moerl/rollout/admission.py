@@ -19,8 +19,9 @@ from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.protocols import Scorer
-from moerl.rollout.assemble import PartialRollout, blob_uris
+from moerl.rollout.assemble import blob_uris
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.episodes import PartialEpisode, text_of
 from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
@@ -69,7 +70,7 @@ class Admission:
         self._score_errors = 0  # in a row
         self._attempts: dict[int, int] = {}
 
-    def finish(self, group_id: int, partials: list[PartialRollout]) -> None:
+    def finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
         """Check, score and admit a generated group, beside everything else."""
         self.finishing += 1
         self._loops.spawn(self._finish(group_id, partials))
@@ -78,7 +79,7 @@ class Admission:
         """A batch is complete: dropping groups of equal rewards starts from zero."""
         self._dropped = 0
 
-    def refuse(self, group_id: int, partials: list[PartialRollout], error: RecordError) -> None:
+    def refuse(self, group_id: int, partials: list[PartialEpisode], error: RecordError) -> None:
         """Count the refusal and generate the group again; three times in a row ends the run."""
         self._ledger.refused[error.reason] += 1
         log.warning("group %d: %s", group_id, error)
@@ -100,28 +101,30 @@ class Admission:
             for uri in blob_uris(rollout):
                 self._blobs.delete(uri)
 
-    async def _finish(self, group_id: int, partials: list[PartialRollout]) -> None:
+    async def _finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
         try:
             await self._check_and_score(group_id, partials)
         finally:
             self.finishing -= 1
             self._loops.notify()
 
-    async def _check_and_score(self, group_id: int, partials: list[PartialRollout]) -> None:
+    async def _check_and_score(self, group_id: int, partials: list[PartialEpisode]) -> None:
         try:
-            rollouts = [self._checked(partial) for partial in partials]
+            episodes = [
+                Episode(f"{group_id}.{i}", self._checked(partial))
+                for i, partial in enumerate(partials)
+            ]
         except RecordError as error:
             self.refuse(group_id, partials, error)
             return
         prompt = partials[0].prompt
-        episodes = [
-            Episode(f"{group_id}.{i}", (Turn(rollout),)) for i, rollout in enumerate(rollouts)
-        ]
-        texts = [self.decode(r.token_ids[r.prompt_len :].tolist()) for r in rollouts]
+        for uri in (uri for partial in partials for uri in partial.wasted_uris()):
+            self._blobs.delete(uri)
+        texts = [text_of(episode.turns[-1].rollout, self.decode) for episode in episodes]
         try:
             scores = await self._score(prompt, episodes, texts)
         except ScoreError as error:
-            self._drop_unscored(group_id, partials, error)
+            self.drop_unscored(group_id, partials, error)
             return
         self._score_errors = 0
         if self._drops_equal(scores):
@@ -167,8 +170,15 @@ class Admission:
         self._attempts.pop(group.group_id, None)
         self._buffer.admit(group)
 
-    def _checked(self, partial: PartialRollout) -> Rollout:
-        rollout, is_replayed = partial.rollout(), self.config.replay.routing == "R3"
+    def _checked(self, partial: PartialEpisode) -> tuple[Turn, ...]:
+        """Each turn follows the one before.  Raises RecordError."""
+        rollouts = [turn.rollout() for turn in partial.turns]
+        for rollout in rollouts:
+            self._check(rollout)
+        return tuple(Turn(r, (i - 1,) if i else ()) for i, r in enumerate(rollouts))
+
+    def _check(self, rollout: Rollout) -> None:
+        is_replayed = self.config.replay.routing == "R3"
         check(
             rollout,
             vocab_size=self.facts.vocab_size,
@@ -181,10 +191,9 @@ class Admission:
                     "version",
                     f"{rollout.rollout_id}: tokens of {span.version}, which nobody published",
                 )
-        return rollout
 
-    def _drop_unscored(
-        self, group_id: int, partials: list[PartialRollout], error: ScoreError
+    def drop_unscored(
+        self, group_id: int, partials: list[PartialEpisode], error: ScoreError
     ) -> None:
         """Another group takes its place, if so configured and if scoring works at all."""
         self._score_errors += 1
@@ -228,13 +237,13 @@ class Admission:
                 self._blobs.delete(uri)
         return tuple(chosen)
 
-    def _discard(self, group_id: int, partials: list[PartialRollout]) -> None:
+    def _discard(self, group_id: int, partials: list[PartialEpisode]) -> None:
         self._delete(partials)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
         self._buffer.discard(group_id)
 
-    def _delete(self, partials: list[PartialRollout]) -> None:
+    def _delete(self, partials: list[PartialEpisode]) -> None:
         for uri in (uri for partial in partials for uri in partial.blob_uris()):
             self._blobs.delete(uri)
 

@@ -46,6 +46,7 @@ from moerl.protocols import (
 )
 from moerl.rollout.admission import Admission, ModelFacts
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.episodes import Environment
 from moerl.rollout.evaluation import Evaluator
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.history import History
@@ -82,6 +83,7 @@ class Controller:
         prompts: PromptSource,
         held_out: PromptSource | None = None,
         decode: Callable[[Sequence[int]], str],
+        encode: Callable[[str], list[int]],
         blobs: BlobStore,
         journal: Journal,
         records: Path | None,
@@ -122,6 +124,7 @@ class Controller:
             self.ledger,
             self._loops,
         )
+        environment = Environment(scorer, decode, encode)
         self.producer = Producer(
             config,
             sampling_of(config, facts),
@@ -130,7 +133,9 @@ class Controller:
             self.fleet,
             self._loops,
             self.ledger,
+            environment=environment,
             on_finished=self.admission.finish,
+            on_unscored=self.admission.drop_unscored,
             on_refused=self.admission.refuse,
         )
         self._evaluator = held_out and Evaluator(
@@ -143,6 +148,8 @@ class Controller:
             self.fleet,
             self.ledger,
             self._loops,
+            environment,
+            config.task.max_turns,
         )
         self._blobs, self._journal = blobs, journal
         self._engines_up = asyncio.Event()

@@ -13,6 +13,7 @@ the short ones), engines that only evaluate (they idle most of the time).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import statistics
 import time
@@ -23,7 +24,7 @@ from moerl.blob import BlobStore
 from moerl.config.schema import EvaluationConfig
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.protocols import Scorer
-from moerl.rollout.assemble import PartialRollout
+from moerl.rollout.episodes import Environment, PartialEpisode, text_of
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
@@ -47,11 +48,14 @@ class Evaluator:
         fleet: Fleet,
         ledger: Ledger,
         loops: Loops,
+        environment: Environment,
+        max_turns: int,
     ) -> None:
         """sampling: of training, whose limits and stop tokens hold here too."""
         self.config, self.sampling = config, sampling_of(config, sampling)
         self._held_out, self._scorer, self._decode = held_out, scorer, decode
         self._blobs, self._fleet, self._ledger, self._loops = blobs, fleet, ledger, loops
+        self._environment, self._max_turns = environment, max_turns
         self._last: PolicyVersion | None = None  # evaluated, or given up
 
     def start(self) -> None:
@@ -96,11 +100,12 @@ class Evaluator:
         """Raises EngineError, RecordError or ScoreError when no clean figure comes of it."""
         count, samples = self.config.prompts, self.config.samples
         partials = [
-            PartialRollout(
+            PartialEpisode(
                 f"eval-{version}-{place}.{sample}",
                 self._held_out.prompt(place),
                 self.sampling,
                 audit=False,
+                max_turns=self._max_turns,
             )
             for place in range(count)
             for sample in range(samples)
@@ -116,7 +121,8 @@ class Evaluator:
                 self._blobs.delete(uri)
         best = [max(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
         lengths = [partial.num_sampled for partial in partials]
-        cut = [partial.segments[-1].finish == Finish.LENGTH for partial in partials]
+        ends = [partial.turns[-1].segments[-1].finish for partial in partials]
+        cut = [finish == Finish.LENGTH for finish in ends]
         return {
             "eval/step": float(version.step),
             "eval/reward_mean": statistics.fmean(rewards),
@@ -127,24 +133,28 @@ class Evaluator:
         }
 
     async def _ask(
-        self, index: int, version: PolicyVersion, partials: Sequence[PartialRollout]
+        self, index: int, version: PolicyVersion, partials: Sequence[PartialEpisode]
     ) -> None:
-        requests = [partial.request() for partial in partials]
-        replies = await self._fleet.members[index].engine.generate(requests)
-        for partial, reply in zip(partials, replies, strict=True):
-            if not isinstance(reply, Segment):
-                raise reply
-            partial.add(reply)
-            if not partial.finished or {piece.version for piece in reply.pieces} != {version}:
-                raise EngineError(f"engine {index} took an update while it was evaluated")
+        while pending := [partial for partial in partials if not partial.finished]:
+            requests = [partial.request() for partial in pending]
+            replies = await self._fleet.members[index].engine.generate(requests)
+            for partial, reply in zip(pending, replies, strict=True):
+                if not isinstance(reply, Segment):
+                    raise reply
+                partial.add(reply)
+                was_cut = not partial.turns[-1].finished
+                if was_cut or {piece.version for piece in reply.pieces} != {version}:
+                    raise EngineError(f"engine {index} took an update while it was evaluated")
+            listening = [partial for partial in pending if partial.listens]
+            await asyncio.gather(*map(self._environment.answer, listening))
 
-    async def _score(self, partials: Sequence[PartialRollout], samples: int) -> list[float]:
+    async def _score(self, partials: Sequence[PartialEpisode], samples: int) -> list[float]:
         rewards = []
         for begin in range(0, len(partials), samples):
             group = partials[begin : begin + samples]
-            rollouts = [partial.rollout() for partial in group]
+            rollouts = [partial.turns[-1].rollout() for partial in group]
             episodes = [Episode(r.rollout_id, (Turn(r),)) for r in rollouts]
-            texts = [self._decode(r.token_ids[r.prompt_len :].tolist()) for r in rollouts]
+            texts = [text_of(rollout, self._decode) for rollout in rollouts]
             scores = await self._scorer.score(group[0].prompt, episodes, texts)
             rewards += [score.reward for score in scores]
         return rewards

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from moerl.blob import BlobStore
 from moerl.config import Config
-from moerl.errors import EngineError, RecordError
-from moerl.rollout.assemble import PartialRollout
+from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.episodes import Environment, PartialEpisode
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
@@ -24,7 +24,7 @@ from moerl.types import Prompt, SamplingParams, Segment
 
 log = logging.getLogger(__name__)
 
-Partials = list[PartialRollout]
+Partials = list[PartialEpisode]
 
 
 class PromptSource(Protocol):
@@ -46,12 +46,15 @@ class Producer:
         loops: Loops,
         ledger: Ledger,
         *,
+        environment: Environment,
         on_finished: Callable[[int, Partials], None],
+        on_unscored: Callable[[int, Partials, ScoreError], None],
         on_refused: Callable[[int, Partials, RecordError], None],
     ) -> None:
         self.config, self.sampling, self.prompts = config, sampling, prompts
         self._buffer, self._fleet, self._loops = buffer, fleet, loops
         self._ledger = ledger
+        self._environment, self._on_unscored = environment, on_unscored
         self._on_finished, self._on_refused = on_finished, on_refused
         self.life = 0  # controllers before this one: their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
@@ -76,7 +79,7 @@ class Producer:
 
         async def once(engine: int, first: int) -> int:
             partials = [
-                PartialRollout(
+                PartialEpisode(
                     f"measure-{first + i}-{j}",
                     self.prompts.prompt(first + i),
                     self.sampling,
@@ -144,6 +147,7 @@ class Producer:
                 refused = _join(pending, replies)
                 for group_id in refused:
                     self._on_refused(group_id, groups.pop(group_id), refused[group_id])
+                await self._converse(groups)
                 for group_id in [g for g, ps in groups.items() if all(p.finished for p in ps)]:
                     self._on_finished(group_id, groups.pop(group_id))
         finally:
@@ -169,6 +173,18 @@ class Producer:
             raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
         return replies
 
+    async def _converse(self, groups: dict[int, Partials]) -> None:
+        """Where a turn ended the environment answers, or ends the episode; all at once."""
+
+        async def answer(group_id: int, partials: Partials) -> None:
+            listening = [partial for partial in partials if partial.listens]
+            try:
+                await asyncio.gather(*map(self._environment.answer, listening))
+            except ScoreError as error:
+                self._on_unscored(group_id, groups.pop(group_id), error)
+
+        await asyncio.gather(*(answer(*item) for item in list(groups.items())))
+
     def _rescue(self, index: int, groups: dict[int, Partials], error: EngineError) -> None:
         """Keep what an engine had finished; another engine, or the same one later, goes on."""
         if not self.config.supervision.max_restarts:
@@ -182,17 +198,18 @@ class Producer:
         # blobs of an earlier try, of this controller or of one that died, may still exist
         tries = self.life, self._buffer.redone[group_id]
         return [
-            PartialRollout(
+            PartialEpisode(
                 f"{group_id}.{sibling}" + (".r{}-{}".format(*tries) if any(tries) else ""),
                 prompt,
                 self.sampling,
                 audit=self.config.replay.audit,
+                max_turns=self.config.task.max_turns,
             )
             for sibling in range(self._siblings)
         ]
 
 
-def _recomputed(partial: PartialRollout, reply: Segment | RecordError) -> int:
+def _recomputed(partial: PartialEpisode, reply: Segment | RecordError) -> int:
     return 0 if isinstance(reply, RecordError) else partial.recomputed(reply)
 
 

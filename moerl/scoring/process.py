@@ -23,11 +23,13 @@ from collections.abc import Sequence
 from pebble import ProcessExpired, ProcessPool
 
 from moerl.config.schema import TaskConfig
+from moerl.data.environments import Environment, make_environment
 from moerl.data.rewards import Reward, make_reward
 from moerl.errors import ScoreError
 from moerl.types import Episode, Prompt, Score
 
 _reward: Reward | None = None  # set once in each worker by `_prepare`
+_environment: Environment | None = None
 
 
 class ProcessScorer:
@@ -36,6 +38,8 @@ class ProcessScorer:
     def __init__(self, task: TaskConfig, workers: int, timeout_s: float) -> None:
         """Raises ConfigError when the task's reward cannot be made.  Workers start on first use."""
         make_reward(task)
+        make_environment(task)
+        self._environment = task.environment
         self._name = task.reward or task.dataset or task.name
         self._timeout_s = timeout_s
         self._pool = ProcessPool(
@@ -62,6 +66,20 @@ class ProcessScorer:
         assert len(episodes) == len(texts), f"{len(episodes)} episodes, {len(texts)} texts"
         return await asyncio.gather(*(self._one(prompt, text) for text in texts))
 
+    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+        """Of task.environment, with the deadline of a reward.  Raises ScoreError."""
+        future = self._pool.schedule(_reply, args=(prompt, list(said)), timeout=self._timeout_s)
+        failure: str | None = None
+        try:
+            answer, failure = await asyncio.wrap_future(future)
+        except TimeoutError:
+            failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
+        except ProcessExpired as error:
+            failure = f"ended its process with exit code {error.exitcode}"
+        if failure is not None:
+            raise ScoreError(f"environment {self._environment} {failure} for prompt {prompt.index}")
+        return str(answer)
+
     def close(self) -> None:
         """End all workers, running rewards included."""
         self._pool.stop()
@@ -83,9 +101,9 @@ class ProcessScorer:
 
 
 def _prepare(task: TaskConfig, parent: int) -> None:
-    global _reward
+    global _reward, _environment
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _reward = make_reward(task)
+    _reward, _environment = make_reward(task), make_environment(task)
 
 
 def _end_with(parent: int) -> None:
@@ -114,3 +132,12 @@ def _evaluate(prompt: Prompt, text: str) -> Score | str:
         return _reward(prompt, text)
     except (Exception, SystemExit) as error:
         return f"raised {type(error).__name__}: {error}"
+
+
+def _reply(prompt: Prompt, said: list[str]) -> tuple[str, str | None]:
+    """The environment's answer, and what went wrong in words."""
+    assert _environment is not None, "worker used before _prepare, or without task.environment"
+    try:
+        return _environment(prompt, said), None
+    except (Exception, SystemExit) as error:
+        return "", f"raised {type(error).__name__}: {error}"

@@ -143,6 +143,9 @@ class StubScorer:
             raise self.error
         return [Score(float(i)) for i, _ in enumerate(episodes)]
 
+    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+        raise AssertionError("nothing is asked of an environment")
+
 
 class Prompts:
     def prompt(self, index: int) -> Prompt:
@@ -160,6 +163,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         prompts=Prompts(),
         held_out=kwargs.get("held_out"),
         decode=lambda ids: " ".join(map(str, ids)),
+        encode=lambda text: [int(word) for word in text.split()],
         blobs=blobs,
         journal=Journal(tmp_path / "journal", blobs),
         records=kwargs.get("records"),

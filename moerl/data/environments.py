@@ -1,0 +1,38 @@
+"""What answers the policy between turns: (prompt, what it said so far) -> text, empty = the end.
+
+Environments run in the scorer's worker processes, with the same deadline as a reward.  The text is
+put behind the turn as it is: markup that the model expects around it is the environment's to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moerl.config.schema import TaskConfig
+from moerl.data.rewards import look_up
+from moerl.types import Prompt
+
+Environment = Callable[[Prompt, Sequence[str]], str]
+# What a user writes: function(prompt text, answer, turns so far, extra fields) -> text.
+UserEnvironment = Callable[[str, Any, Sequence[str], dict[str, Any]], str]
+
+
+def make_environment(config: TaskConfig) -> Environment | None:
+    """The environment of a task, if it has one.  Raises ConfigError for an unknown one."""
+    if not config.environment:
+        return None
+    if config.environment in NAMED:
+        return NAMED[config.environment]
+    function: UserEnvironment = look_up("task.environment", config.environment, list(NAMED))
+    return lambda prompt, said: function(prompt.text, prompt.answer, said, prompt.extra)
+
+
+def check_digits(prompt: Prompt, said: Sequence[str]) -> str:
+    """Says how many positions are right and asks again, until all are."""
+    want = str(prompt.answer)
+    right = sum(a == b for a, b in zip(want, said[-1], strict=False))
+    return "" if said[-1] == want else f"\n{right} of {len(want)}\n{prompt.text}"
+
+
+NAMED: dict[str, Environment] = {"check_digits": check_digits}
