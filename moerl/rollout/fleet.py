@@ -98,6 +98,19 @@ class Fleet:
             for index, member in enumerate(self.members)
         )
 
+    def is_least_busy(self, index: int) -> bool:
+        """Whether no engine on weights as new as this one's has fewer groups to generate.
+
+        Engines on older weights do not count: they may have no room left to start anything.
+        """
+        member = self.members[index]
+        rivals = (
+            other.generating
+            for place, other in enumerate(self.members)
+            if self.serves(place) and other.version >= member.version
+        )
+        return member.generating <= min(rivals, default=0)
+
     @property
     def any_behind(self) -> bool:
         return any(member.behind for member in self.members)

@@ -110,6 +110,7 @@ class Producer:
                 self._in_flight += len(groups)
                 member.generating += len(groups)
                 self._loops.spawn(self._generate(index, groups))
+                self._loops.notify()  # another engine may be the least busy one now
                 await asyncio.sleep(0)  # thousands may start at once: others must get a turn
             else:
                 await self._loops.wait_change(1.0)
@@ -124,6 +125,8 @@ class Producer:
         left = [g for g, ps in self._orphans.items() if all(p.newest <= version for p in ps)]
         if left:
             return {group_id: self._orphans.pop(group_id) for group_id in sorted(left)[:room]}
+        if not self._fleet.is_least_busy(index):
+            return {}
         count = max(0, min(room, self.wanted(version.step)))
         return {(group_id := self._buffer.start()): self._partials(group_id) for _ in range(count)}
 

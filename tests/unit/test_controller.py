@@ -158,7 +158,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     controller = Controller(
         config,
         facts=ModelFacts(vocab_size=10, num_moe_layers=0, top_k_experts=0, stop_token_ids=()),
-        engines=[engine],
+        engines=[engine, *kwargs.get("more_engines", ())],
         scorer=kwargs.get("scorer", StubScorer()),
         prompts=Prompts(),
         held_out=kwargs.get("held_out"),
@@ -605,3 +605,33 @@ def test_the_door_requires_the_token(token: str) -> None:
         socket.close(0)
 
     asyncio.run(body())
+
+
+def test_groups_go_to_the_least_busy_engine(tmp_path: Path) -> None:
+    """The first engine to look does not take all; a full one does not block another."""
+
+    class Slow(StubEngine):
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list:
+            self.requests += requests
+            await asyncio.sleep(3600)
+            return []
+
+    async def scenario() -> None:
+        engines = [Slow(), Slow(), Slow()]
+        rollout = replace(CONFIG.rollout, groups_per_request=1, buffer_depth=2)
+        config = replace(CONFIG, rollout=rollout)
+        controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
+        assert await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ())) == Ok()
+        loops = asyncio.create_task(controller.run())
+        await asyncio.sleep(0.3)
+        assert [len(engine.requests) for engine in engines] == [4, 4, 4]  # 6 groups of 2
+        # newer weights: the other engines, less busy but older, are not waited for
+        controller.fleet.members[0].version = PolicyVersion(0, 1)
+        assert controller.fleet.is_least_busy(0)
+        assert controller.fleet.is_least_busy(1)
+        controller.fleet.members[0].generating = 0
+        assert not controller.fleet.is_least_busy(1)
+        await controller.stop()
+        await loops
+
+    asyncio.run(scenario())
