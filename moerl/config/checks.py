@@ -14,7 +14,7 @@ from typing import Any
 
 from moerl.config.algorithms import check_algorithm
 from moerl.config.clusters import check_cluster
-from moerl.config.schema import Config, ParallelConfig
+from moerl.config.schema import Config, ParallelConfig, RolloutConfig
 from moerl.errors import ConfigError
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -56,6 +56,8 @@ _AT_LEAST: dict[str, float] = {
     "rollout.buffer_depth": 0,
     "rollout.fixed_lag": -1,
     "rollout.max_drop_batches": 0,
+    "rollout.slice_tokens": 0,
+    "rollout.group_quorum": 0,
     "rollout.groups_per_request": 1,
     "rollout.max_groups_in_flight": 1,
     "engine.count": 1,
@@ -152,6 +154,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_task(config)
     _check_sync(config)
     _check_evaluation(config)
+    _check_rollout(config.rollout)
     check_cluster(config)
     check_algorithm(config, folders=starts)
 
@@ -298,6 +301,22 @@ def _check_evaluation(config: Config) -> None:
             )
         if Path(evaluation.path).resolve() == Path(task.path).resolve():
             raise ConfigError("evaluation.path", evaluation.path, "use another file than task.path")
+
+
+def _check_rollout(rollout: RolloutConfig) -> None:
+    quorum = rollout.group_quorum
+    if not quorum:
+        return
+    if not 2 <= quorum <= rollout.group_size or rollout.oversample > 1:
+        raise ConfigError(
+            "rollout.group_quorum",
+            quorum,
+            f"use 0, or 2..group_size = {rollout.group_size} with rollout.oversample=1",
+        )
+    if not rollout.slice_tokens:
+        raise ConfigError(
+            "rollout.slice_tokens", 0, "a group can only close between calls: use at least 1"
+        )
 
 
 def _check_parallel(p: ParallelConfig) -> None:

@@ -79,6 +79,8 @@ class RolloutConfig:
     in_flight_mode: str = "abort_resume"
     selection: str = "oldest"  # what a step trains: oldest | freshest | strict (prompt order)
     fixed_lag: int = -1  # exactly this lag (resolve then sets how); -1 = bounded by max_lag
+    slice_tokens: int = 0  # most tokens of a rollout in one engine call; 0 = up to its end
+    group_quorum: int = 0  # a group closes with so many siblings done, others are dropped; 0 = all
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
     max_drop_batches: int = 4  # after so many batches dropped for one step, groups are kept
     keep_records: bool = False  # keep headers and blobs of trained groups in the run directory

@@ -37,15 +37,20 @@ class PartialRollout:
         *,
         audit: bool,
         known: tuple[RoutingBlob, ...] = (),
+        slice_tokens: int = 0,
     ) -> None:
-        """known: rows of leading prompt tokens from an earlier turn, in order, of one version."""
+        """known: rows of leading prompt tokens from an earlier turn, in order, of one version.
+
+        slice_tokens: the most that one call samples; 0 = no limit but sampling's own.
+        """
         self.rollout_id, self.prompt, self.sampling, self.audit = (
             rollout_id,
             prompt,
             sampling,
             audit,
         )
-        self.known = known
+        self.known, self._slice = known, slice_tokens
+        self._asked = 0  # tokens that the last request allowed
         self.segments: list[Segment] = []
         self._calls = 0
 
@@ -63,15 +68,15 @@ class PartialRollout:
         return bool(self.segments) and self.segments[-1].finish != Finish.ABORT
 
     def request(self) -> GenerateRequest:
-        """The next call: everything so far is fed, what is left may be sampled."""
+        """The next call: everything so far is fed, what is left (of a slice) may be sampled."""
+        left = self.sampling.max_new_tokens - self.num_sampled
+        self._asked = min(left, self._slice or left)
         request = GenerateRequest(
             rollout_id=self.rollout_id,
             segment=self._calls,
             token_ids=self._token_ids(),
             num_sampled=self.num_sampled,
-            sampling=replace(
-                self.sampling, max_new_tokens=self.sampling.max_new_tokens - self.num_sampled
-            ),
+            sampling=replace(self.sampling, max_new_tokens=self._asked),
             audit=self.audit,
             rows_known=self.known[-1].row_end if self.known else 0,
         )
@@ -99,6 +104,21 @@ class PartialRollout:
         """
         for piece in segment.pieces:
             self._add(piece)
+        if segment.pieces[-1].finish == Finish.LENGTH:
+            self._end_slice()
+
+    def _end_slice(self) -> None:
+        """The call ended at its slice's limit, not at that of the rollout: it goes on.
+
+        The engine looks at the limit first, so the last token may be a stop token all the same.
+        """
+        if self._asked == self.sampling.max_new_tokens or not self._slice:
+            return
+        last, stops = int(self.segments[-1].output_ids[-1]), self.sampling.stop_token_ids
+        if last in stops and not self.sampling.ignore_eos:
+            self.segments[-1] = replace(self.segments[-1], finish=Finish.STOP)
+        elif self.num_sampled < self.sampling.max_new_tokens:
+            self.segments[-1] = replace(self.segments[-1], finish=Finish.ABORT)
 
     def _add(self, segment: Segment) -> None:
         if segment.rollout_id != self.rollout_id:

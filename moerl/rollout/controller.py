@@ -133,6 +133,7 @@ class Controller:
             self.fleet,
             self._loops,
             self.ledger,
+            blobs=blobs,
             environment=environment,
             on_finished=self.admission.finish,
             on_unscored=self.admission.drop_unscored,

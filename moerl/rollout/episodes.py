@@ -37,9 +37,14 @@ class PartialEpisode:
         *,
         audit: bool,
         max_turns: int = 1,
+        slice_tokens: int = 0,
     ) -> None:
+        """slice_tokens: the most that one engine call samples of a turn; 0 = no limit."""
+        self._slice = slice_tokens
         self.episode_id, self.prompt, self.max_turns = episode_id, prompt, max_turns
-        self.turns = [PartialRollout(episode_id, prompt, sampling, audit=audit)]
+        self.turns = [
+            PartialRollout(episode_id, prompt, sampling, audit=audit, slice_tokens=slice_tokens)
+        ]
         self._wasted: list[str] = []  # blobs of turns that were asked for once more
         self._ended = max_turns == 1
 
@@ -74,7 +79,11 @@ class PartialEpisode:
                 raise
             self._wasted += blob_uris_of(segment)
             self.turns[-1] = PartialRollout(
-                f"{turn.rollout_id}.own", turn.prompt, turn.sampling, audit=turn.audit
+                f"{turn.rollout_id}.own",
+                turn.prompt,
+                turn.sampling,
+                audit=turn.audit,
+                slice_tokens=self._slice,
             )
 
     def recomputed(self, segment: Segment) -> int:
@@ -106,6 +115,7 @@ class PartialEpisode:
                 before.sampling,
                 audit=before.audit,
                 known=known,
+                slice_tokens=self._slice,
             )
         )
         self._ended = number + 1 == self.max_turns

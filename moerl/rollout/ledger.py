@@ -48,6 +48,7 @@ class Ledger:
         self.pauses: list[float] = []
         self.evaluation: dict[str, float] = {}  # metrics of one that ended
         self.evaluations_given_up = 0
+        self.dropped_siblings = 0
 
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
@@ -78,6 +79,7 @@ class Ledger:
             "async/engine_restarts": float(self.engine_restarts),
             "async/dropped_branch_groups": float(self.dropped_branch),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
+            "async/dropped_siblings": float(self.dropped_siblings),
             "scorer/failed": float(self.score_failures),
             "async/engines_suspended": float(self.engines_suspended),
             "journal/adopted_groups": float(self.journal_adopted),

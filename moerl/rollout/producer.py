@@ -17,7 +17,7 @@ from moerl.config import Config
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import Environment, PartialEpisode
-from moerl.rollout.fleet import Fleet
+from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.types import Prompt, SamplingParams, Segment
@@ -46,6 +46,7 @@ class Producer:
         loops: Loops,
         ledger: Ledger,
         *,
+        blobs: BlobStore,
         environment: Environment,
         on_finished: Callable[[int, Partials], None],
         on_unscored: Callable[[int, Partials, ScoreError], None],
@@ -54,6 +55,7 @@ class Producer:
         self.config, self.sampling, self.prompts = config, sampling, prompts
         self._buffer, self._fleet, self._loops = buffer, fleet, loops
         self._ledger = ledger
+        self._blobs = blobs
         self._environment, self._on_unscored = environment, on_unscored
         self._on_finished, self._on_refused = on_finished, on_refused
         self.life = 0  # controllers before this one: their calls may still seal blobs
@@ -137,7 +139,8 @@ class Producer:
 
     async def _generate(self, index: int, groups: dict[int, Partials]) -> None:
         """Generate groups in one engine call, resuming what a weight update interrupts."""
-        count, member = len(groups), self._fleet.members[index]
+        member = self._fleet.members[index]
+        left = len(groups)  # of what this call counts as in flight
         try:
             while groups:
                 pending = [p for group in groups.values() for p in group if not p.finished]
@@ -151,12 +154,33 @@ class Producer:
                 for group_id in refused:
                     self._on_refused(group_id, groups.pop(group_id), refused[group_id])
                 await self._converse(groups)
-                for group_id in [g for g, ps in groups.items() if all(p.finished for p in ps)]:
-                    self._on_finished(group_id, groups.pop(group_id))
+                for group_id in [g for g, partials in groups.items() if self._closes(partials)]:
+                    self._close(group_id, groups.pop(group_id))
+                self._leave(member, left - len(groups))
+                left = len(groups)
         finally:
-            self._in_flight -= count
-            member.generating -= count
+            self._leave(member, left)
+
+    def _leave(self, member: Member, count: int) -> None:
+        """Groups are no longer in a call: others may start."""
+        self._in_flight -= count
+        member.generating -= count
+        if count:
             self._loops.notify()
+
+    def _closes(self, partials: Partials) -> bool:
+        quorum = self.config.rollout.group_quorum or len(partials)
+        return sum(partial.finished for partial in partials) >= quorum
+
+    def _close(self, group_id: int, partials: Partials) -> None:
+        """A group ends with those of its siblings that are done."""
+        late = [partial for partial in partials if not partial.finished]
+        self._ledger.dropped_siblings += len(late)
+        done = [partial for partial in partials if partial.finished]
+        kept = {uri for partial in done for uri in partial.blob_uris()}
+        for uri in {uri for partial in late for uri in partial.blob_uris()} - kept:
+            self._blobs.delete(uri)
+        self._on_finished(group_id, done)
 
     async def _ask(self, index: int, pending: Partials) -> Sequence[Segment | RecordError]:
         """One engine call.  Raises EngineError: it failed, was late, or answered something else."""
@@ -207,6 +231,7 @@ class Producer:
                 self.sampling,
                 audit=self.config.replay.audit,
                 max_turns=self.config.task.max_turns,
+                slice_tokens=self.config.rollout.slice_tokens,
             )
             for sibling in range(self._siblings)
         ]

@@ -67,6 +67,13 @@ def test_broadcast_interrupts_requests() -> None:
         check(load_config("quickstart", bad))
 
 
+def test_a_quorum_needs_slices() -> None:
+    with pytest.raises(ConfigError, match="only close between calls"):
+        check(load_config("quickstart", ["rollout.group_quorum=4"]))
+    with pytest.raises(ConfigError, match=r"group_quorum = 9 .*group_size = 8"):
+        check(load_config("quickstart", ["rollout.group_quorum=9", "rollout.slice_tokens=2"]))
+
+
 def test_ranks_must_divide_the_model() -> None:
     hf = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 16}
     check_divides(ParallelConfig(tp=2, ep=4, dp=4), 2, hf)

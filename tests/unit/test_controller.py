@@ -635,3 +635,34 @@ def test_groups_go_to_the_least_busy_engine(tmp_path: Path) -> None:
         await loops
 
     asyncio.run(scenario())
+
+
+class Unequal(StubEngine):
+    """Sibling 0 needs four tokens, sibling 1 eight, others never end."""
+
+    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
+        reply = super()._reply(request, version)
+        sibling = int(request.rollout_id.split(".")[1])
+        assert isinstance(reply, Segment)
+        done = request.num_sampled + len(reply.output_ids) >= 4 * (sibling + 1)
+        ends = done and sibling < 2 and reply.finish == Finish.LENGTH
+        return replace(reply, finish=Finish.STOP) if ends else reply
+
+
+def test_a_group_closes_when_enough_siblings_are_done(tmp_path: Path) -> None:
+    """The stragglers are dropped, and the true size of the group is what is trained."""
+
+    async def scenario() -> None:
+        rollout = replace(CONFIG.rollout, group_size=4, group_quorum=2, slice_tokens=4)
+        sampling = replace(CONFIG.sampling, max_new_tokens=4000)
+        config = replace(CONFIG, rollout=rollout, sampling=sampling)
+        controller, reports = make(tmp_path, Unequal(), config)
+        plans = await running(controller, train(controller, 3))
+        for plan in plans:
+            for group in plan.groups:
+                lengths = [episode.turns[0].rollout.num_sampled for episode in group.episodes]
+                assert len(lengths) == 2
+                assert max(lengths) <= 12  # two slices, one more where an update cut them short
+        assert sum(report.metrics["async/dropped_siblings"] for report in reports) >= 3 * 2 * 2
+
+    asyncio.run(scenario())

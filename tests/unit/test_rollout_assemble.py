@@ -172,3 +172,39 @@ def test_a_later_turn_continues_the_rows_of_an_earlier_one() -> None:
     late = PartialRollout("1.0.t2", prompt, SAMPLING, audit=False, known=known)
     with pytest.raises(RecordError, match="known_rows"):
         late.add(reply(late.request(), [4, 5], 5, Finish.STOP))
+
+
+# --- slices ---------------------------------------------------------------------------------------
+def sliced() -> PartialRollout:
+    sampling = replace(SAMPLING, stop_token_ids=(2,))
+    return PartialRollout("3.0", PROMPT, sampling, audit=False, slice_tokens=4)
+
+
+def test_a_slice_goes_on_where_it_ended() -> None:
+    partial = sliced()
+    request = partial.request()
+    assert request.sampling.max_new_tokens == 4
+    partial.add(reply(request, [7, 8, 9, 6], 1, Finish.LENGTH))
+    assert not partial.finished
+    request = partial.request()
+    assert (request.sampling.max_new_tokens, request.num_sampled) == (2, 4)
+    partial.add(reply(request, [5, 4], 1, Finish.LENGTH))
+    assert partial.finished
+    rollout = partial.rollout()
+    assert rollout.finish == Finish.LENGTH
+    assert [span.first for span in rollout.versions] == [0]
+    check(rollout, vocab_size=VOCAB, num_moe_layers=LAYERS, top_k_experts=TOP_K)
+
+
+@pytest.mark.parametrize(("last", "finish"), [(2, Finish.STOP), (3, Finish.LENGTH)])
+def test_a_stop_token_at_the_end_of_a_slice_ends_the_rollout(last: int, finish: Finish) -> None:
+    """The engine looks at the limit first; going on would sample beyond the end."""
+    partial = sliced()
+    partial.add(reply(partial.request(), [7, 8, 9, last], 1, Finish.LENGTH))
+    assert partial.finished == (finish == Finish.STOP)
+
+
+def test_an_aborted_slice_asks_for_a_whole_one() -> None:
+    partial = sliced()
+    partial.add(reply(partial.request(), [7], 1, Finish.ABORT))
+    assert partial.request().sampling.max_new_tokens == 4
