@@ -71,7 +71,7 @@ class Stage:
             )
             world.pace_s = asyncio.get_running_loop().time() - begin
         for mode, how in MODES.items():
-            world.host._mode = how
+            world.host._mode = world.host._updates._mode = how
             await self.publish(mode)
             await self.mode(mode)
         await self.prefixes()
