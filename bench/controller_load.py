@@ -245,6 +245,7 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
             scorer=StubScorer(),
             prompts=Prompts(),
             decode=lambda ids: "",
+            encode=lambda text: list(text.encode()),
             blobs=blobs,
             journal=Journal(Path(folder) / "journal", blobs),
             records=None,
