@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2": {"tp": 2, "etp": 2},
     "pp2": {"pp": 2},
     "ep2": {"dp": 2, "ep": 2},
+    "ep2-tp2": {"tp": 2, "ep": 2},
     "ep4": {"dp": 4, "ep": 4},
     "ep2-dp2": {"dp": 4, "ep": 2},
     "tp2-ep2": {"tp": 2, "dp": 2, "ep": 2},
@@ -48,18 +49,35 @@ def _run(model: Path, work: Path, ranks: int, phases: list[dict[str, Any]]) -> N
     )
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All phases: two ranks write, two and four ranks continue."""
-    work = tmp_path_factory.mktemp("resume")
+# side and kind of optimizer that write; layouts of two ranks, then of four, that continue
+Plan = tuple[str, str, tuple[str, ...], tuple[str, ...]]
+SHORT: tuple[Plan, ...] = (
+    ("dp2", "distributed", ("pp2",), ()),
+    ("ep2", "distributed", ("ep2-tp2",), ()),
+)
+WIDE = ("ep4", "ep2-dp2", "tp2-ep2", "pp2-ep2")
+LONG: tuple[Plan, ...] = (
+    ("dp2", "plain", ("tp2", "pp2", "dp2"), ()),
+    ("dp2", "distributed", ("tp2", "dp2"), ()),
+    ("ep2", "plain", ("ep2",), WIDE),
+    ("ep2", "distributed", (), WIDE),
+)
+
+
+def _cases(plans: tuple[Plan, ...]) -> list[tuple[str, str]]:
+    return [
+        (f"{side}-{kind}", layout)
+        for side, kind, others, wider in plans
+        for layout in (*others, *wider)
+    ]
+
+
+def _work(work: Path, plans: tuple[Plan, ...], resets: dict[str, str]) -> Path:
+    """Run all phases; resets: layouts that continue from dp2 with fresh optimizer state."""
     model = make_model(work / "model")
-    two, four = [], []
-    for side, kind, others, wider in (
-        ("dp2", "plain", ("tp2", "pp2", "dp2"), ()),
-        ("dp2", "distributed", ("tp2", "pp2", "dp2"), ()),
-        ("ep2", "plain", ("ep2",), ("ep4", "ep2-dp2", "tp2-ep2", "pp2-ep2")),
-        ("ep2", "distributed", (), ("ep4", "ep2-dp2", "tp2-ep2", "pp2-ep2")),
-    ):
+    two: list[dict[str, Any]] = []
+    four: list[dict[str, Any]] = []
+    for side, kind, others, wider in plans:
         save, distributed = f"{side}-{kind}", kind == "distributed"
         two.append(_phase(side, work, distributed=distributed, until=2, save=save))
         two.append(_phase(side, work, distributed=distributed, out=f"{save}.whole.pt"))
@@ -68,19 +86,23 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 _phase(layout, work, distributed=distributed, load=save, out=f"{save}.{layout}.pt")
                 for layout in group
             ]
-    two.append(_phase("dp2", work, load="dp2-plain", reset=True, out="same-reset.pt"))
-    two.append(_phase("ep2", work, load="dp2-plain", reset=True, out="across-reset.pt"))
+    source = f"{plans[0][0]}-{plans[0][1]}"
+    for name, layout in resets.items():
+        two.append(_phase(layout, work, load=source, reset=True, out=f"{name}.pt"))
     _run(model, work, 2, two)
-    _run(model, work, 4, four)
+    if four:
+        _run(model, work, 4, four)
     return work
 
 
-CASES = [
-    *(("dp2-plain", layout) for layout in ("tp2", "pp2", "dp2")),
-    *(("dp2-distributed", layout) for layout in ("tp2", "pp2", "dp2")),
-    *(("ep2-plain", layout) for layout in ("ep2", "ep4", "ep2-dp2", "tp2-ep2", "pp2-ep2")),
-    *(("ep2-distributed", layout) for layout in ("ep4", "ep2-dp2", "tp2-ep2", "pp2-ep2")),
-]
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _work(tmp_path_factory.mktemp("short"), SHORT, {"across": "ep2"})
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _work(tmp_path_factory.mktemp("long"), LONG, {"same": "dp2", "across": "ep2"})
 
 
 def _gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -89,18 +111,38 @@ def _gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((one[n] - other[n]).abs().max() / other[n].abs().max()) for n in other)
 
 
-@pytest.mark.parametrize(("saved", "layout"), CASES)
-def test_another_layout_continues_exactly(work: Path, saved: str, layout: str) -> None:
+def _check_continued(work: Path, saved: str, layout: str) -> None:
     whole, found = torch.load(work / f"{saved}.whole.pt"), torch.load(work / f"{saved}.{layout}.pt")
     assert abs(found["loss"] - whole["loss"]) <= LIMIT * max(abs(whole["loss"]), 1e-3)
     assert abs(found["norm"] - whole["norm"]) <= 10 * LIMIT * whole["norm"]
-    if saved.startswith(layout):
+    if saved.startswith(f"{layout}-"):
         assert _gap(found["weights"], whole["weights"]) == 0.0
     assert _gap(found["weights"], whole["weights"]) <= 10 * LIMIT
 
 
-@pytest.mark.parametrize("name", ["same-reset", "across-reset"])
-def test_fresh_optimizer_state_keeps_the_weights_and_moves_elsewhere(work: Path, name: str) -> None:
-    whole, found = torch.load(work / "dp2-plain.whole.pt"), torch.load(work / f"{name}.pt")
+def _check_reset(work: Path, name: str, source: str) -> None:
+    """The weights are those of the checkpoint, so is the loss; the step after it goes elsewhere."""
+    whole, found = torch.load(work / f"{source}.whole.pt"), torch.load(work / f"{name}.pt")
     assert abs(found["loss"] - whole["loss"]) <= LIMIT * max(abs(whole["loss"]), 1e-3)
     assert _gap(found["weights"], whole["weights"]) > 100 * LIMIT
+
+
+@pytest.mark.parametrize(("saved", "layout"), _cases(SHORT))
+def test_another_layout_continues_exactly(short: Path, saved: str, layout: str) -> None:
+    _check_continued(short, saved, layout)
+
+
+def test_fresh_optimizer_state_crosses_the_boundary_and_moves_elsewhere(short: Path) -> None:
+    _check_reset(short, "across", "dp2-distributed")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("saved", "layout"), _cases(LONG))
+def test_every_layout_continues_exactly(long: Path, saved: str, layout: str) -> None:
+    _check_continued(long, saved, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["same", "across"])
+def test_a_reset_keeps_the_weights_and_moves_elsewhere(long: Path, name: str) -> None:
+    _check_reset(long, name, "dp2-plain")
