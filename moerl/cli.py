@@ -326,6 +326,60 @@ def trace(
     typer.echo(write_trace(RunDir(_run_folder(run, "RUN"))))
 
 
+@app.command()
+def manifest(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    run: Annotated[str, typer.Option(help="Name of the run directory below run.root.")] = "",
+) -> None:
+    """Print Kubernetes objects of a run (KubeRay and an indexed Job); applies nothing.
+
+    Example:
+
+      moerl manifest qwen3-30b-a3b cluster=kuberay run.root=/runs --run mine | kubectl apply -f -
+    """
+    from moerl.launch.manifest import manifest as objects
+
+    if not recipe:
+        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
+    config = _checked(recipe, list(overrides or []), starts=False)
+    config = replace(config, run=replace(config.run, name=run or config.run.name))
+    typer.echo(objects(config, [recipe, *(overrides or []), "--run", config.run.name]))
+
+
+@app.command()
+def doctor(
+    cluster: Annotated[
+        str, typer.Argument(metavar="[CLUSTER]", help="A name under configs/clusters, or a recipe.")
+    ] = "laptop",
+    overrides: Overrides = None,
+) -> None:
+    """Look at every node before a run does: versions, network, disks, ports, clocks, model, links.
+
+    Exit status 1 when something is wrong; every such row says what to do.
+
+    Examples:
+
+      moerl doctor
+
+      moerl doctor qwen3-30b-a3b model.path=/data/Qwen3-30B-A3B run.root=/shared/runs
+    """
+    from moerl.config import load_config, resolve
+    from moerl.config.checks import check
+    from moerl.config.load import CONFIG_ROOT
+    from moerl.launch.doctor import describe, examine
+
+    settings = list(overrides or [])
+    if (CONFIG_ROOT / "clusters" / f"{cluster}.yaml").is_file():
+        config = resolve(load_config("quickstart", [f"cluster={cluster}", *settings]))
+    else:
+        config = resolve(load_config(cluster, settings))
+    check(config, starts=False)
+    found = examine(config)
+    typer.echo(describe(found))
+    raise typer.Exit(int(any(finding.remedy for finding in found)))
+
+
 def _checked(
     recipe: str, overrides: list[str], checkpoint: str = "", *, starts: bool = True
 ) -> Any:

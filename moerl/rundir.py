@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from moerl.errors import ConfigError, TrainerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,11 @@ class RunDir:
         return self.root / "trace.json"
 
     @property
+    def board(self) -> Board:
+        """Where nodes of a cluster meet."""
+        return Board(self.root / "board")
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 
@@ -96,3 +106,121 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of itself: layout, version, time, score (docs/operations.md)."""
     found: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A folder on the shared file system by which trainer nodes find the controller.
+
+    Only its owner may read it: it holds the run's token.  `start` is the name of one opening, so
+    that marks of an earlier one count for nothing.
+    """
+
+    folder: Path
+
+    def open(self, controller: str, token: str) -> None:
+        """Post where the controller listens; removes the marks of earlier starts."""
+        self._secret("token", token)
+        for mark in ("done.json", "given_up.json"):
+            (self.folder / mark).unlink(missing_ok=True)
+        start = secrets.token_hex(8)
+        _write(self.folder / "controller.json", {"controller": controller, "start": start})
+
+    def close(self) -> None:
+        """Nobody listens any more; trainer nodes wait for the next opening, or end."""
+        for name in ("controller.json", "token"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def post_ray(self, address: str, token: str) -> None:
+        """Post Ray's head for the other engine nodes."""
+        self._secret("ray-token", token)
+        _write(self.folder / "ray.json", {"address": address})
+
+    def close_ray(self) -> None:
+        for name in ("ray.json", "ray-token"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def read_ray(self, timeout_s: float) -> tuple[str, str]:
+        """(HOST:PORT, token) of Ray's head.  Raises TrainerError when none is posted in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                address = json.loads((self.folder / "ray.json").read_text())["address"]
+                return address, (self.folder / "ray-token").read_text()
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise TrainerError(
+                        f"{self.folder} names no Ray head after {timeout_s:g} s"
+                    ) from None
+                time.sleep(0.2)
+
+    def names_ray(self, address: str, token: str) -> bool:
+        """Whether this head is still the run's."""
+        try:
+            return self.read_ray(0.0) == (address, token)
+        except TrainerError:
+            return False
+
+    def _secret(self, name: str, text: str) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self.folder.chmod(0o700)
+        (self.folder / name).touch(mode=0o600)
+        (self.folder / name).write_text(text)
+
+    def read(self, timeout_s: float) -> tuple[str, str, str]:
+        """(endpoint, token, start).  Raises TrainerError when nothing is posted in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                found = json.loads((self.folder / "controller.json").read_text())
+                token = (self.folder / "token").read_text()
+                return found["controller"], token, found["start"]
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise TrainerError(
+                        f"{self.folder} names no controller after {timeout_s:g} s"
+                    ) from None
+                time.sleep(0.2)
+
+    def done(self, start: str) -> None:
+        """The gang trained the last step and saved the model."""
+        _write(self.folder / "done.json", {"start": start})
+
+    def is_done(self) -> bool:
+        return self._marked("done.json") is not None
+
+    def give_up(self, cause: str) -> None:
+        """A trainer node will not try again."""
+        _, _, start = self.read(0.0)
+        _write(self.folder / "given_up.json", {"start": start, "cause": cause})
+
+    def given_up(self) -> str:
+        """Why, in a sentence; empty while trainer nodes try."""
+        return str((self._marked("given_up.json") or {"cause": ""})["cause"])
+
+    def _marked(self, name: str) -> dict[str, str] | None:
+        """What a mark of this start says; None without one."""
+        try:
+            found: dict[str, str] = json.loads((self.folder / name).read_text())
+            now = json.loads((self.folder / "controller.json").read_text())
+        except FileNotFoundError:
+            return None
+        return found if found["start"] == now["start"] else None
+
+
+def next_incarnation(run: RunDir, *, resume: bool) -> int:
+    """How often a trainer of this run was started before; kept in state.json."""
+    path = run.root / "state.json"
+    started = int(json.loads(path.read_text())["starts"]) if path.exists() else 0
+    if started and not resume:
+        raise ConfigError(
+            "run.name", run.root.name, f"{run.root} exists; choose another --run or use --resume"
+        )
+    _write(path, {"starts": started + 1, "time_s": time.time()})
+    return started
+
+
+def _write(path: Path, value: dict[str, object]) -> None:
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(value))
+    fresh.rename(path)

@@ -18,9 +18,13 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from moerl.config.clusters import is_local, placement
 from moerl.errors import EngineError, MoerlError, RecordError
 from moerl.launch.plan import RunPlan
+from moerl.launch.ray_nodes import ENGINE_SEAT, this_node
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
 from moerl.protocols import (
     CloseUpdate,
@@ -56,14 +60,37 @@ def log_to(path: Path) -> None:
 
 
 def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
-    """Put an instance of a plain class on an actor; many calls may be open at once.
+    """Put an instance of a plain class on an actor here; many calls may be open at once.
 
     restarts: Ray starts it again so often (-1 = always) and repeats the calls it owed: for one
     without a state.
     """
     actor: Any = ray.remote(plain)
-    options = {"max_restarts": restarts, "max_task_retries": restarts} if restarts else {}
-    return actor.options(num_cpus=0, max_concurrency=64, **options).remote(*args)
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64}
+    options["scheduling_strategy"] = this_node()
+    if restarts:
+        options |= {"max_restarts": restarts, "max_task_retries": restarts}
+    return actor.options(**options).remote(*args)
+
+
+def place_engine(plan: RunPlan, index: int) -> ActorHandle:
+    """An engine host where its server's ranks have room: all of them on one node.
+
+    Nodes offer `engine` seats and, where they have them, GPUs; a placement group takes a seat and
+    all GPUs of one engine together, from one node.
+    """
+    if is_local(plan.config.cluster):
+        return place(EngineActor, plan, index)
+    actor: Any = ray.remote(EngineActor)
+    devices = len(placement(plan.config).engines[index].devices)
+    bundle: dict[str, float] = {ENGINE_SEAT: 1.0}
+    if devices:
+        bundle["GPU"] = devices
+    group = placement_group([bundle], strategy="STRICT_PACK")
+    where = PlacementGroupSchedulingStrategy(group)
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64, "num_gpus": devices}
+    options |= {"resources": {ENGINE_SEAT: 1}, "scheduling_strategy": where}
+    return actor.options(**options).remote(plan, index)
 
 
 async def call(remote: Any) -> Any:
@@ -84,6 +111,10 @@ class EngineActor:
 
     def __init__(self, plan: RunPlan, index: int) -> None:
         log_to(plan.run.logs / f"engine-{index}.host.log")
+        if not is_local(plan.config.cluster):
+            os.environ["GLOO_SOCKET_IFNAME"] = plan.config.cluster.interface
+            os.environ["NCCL_SOCKET_IFNAME"] = plan.config.cluster.interface
+        os.environ |= plan.config.cluster.environment
         self._host = plan.engine_host(index)
 
     async def pid(self) -> int:
@@ -231,7 +262,10 @@ class ControllerActor:
         if endpoint:
             await self._controller.rejoin(lost)
         self._server = TrainerServer(
-            plan.config.cluster.address, plan.token, self._handle, endpoint
+            plan.config.cluster.address,
+            plan.token,
+            self._handle,
+            endpoint or plan.door(),
         )
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint

@@ -129,7 +129,7 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
     if not is_local(config.cluster):
         for name, commands in node_commands(config, placed, recipe).items():
             lines += [f"  {name}: {command}" for command in commands]
-        gang = torchrun(config, placed, placed.trainers[0], "python")
+        gang = torchrun(config, placed, placed.trainers[0])
         lines += ["the first torchrun.sh runs:", f"  {shlex.join(gang)}"]
     lines.append("each engine: python -m moerl.engine.launch, its job on standard input:")
     lines.append(f"  {_engine_job(config)}")

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from moerl.blob import BlobStore
+from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.config import Config
+from moerl.config.clusters import is_local, placement
+from moerl.config.network import here, own_address
 from moerl.layout import ModelSpec, model_spec
 from moerl.rundir import RunDir
 
@@ -51,7 +54,26 @@ class RunPlan:
     _tokenizer: Any = field(default=None, repr=False)
 
     def blobs(self) -> BlobStore:
-        return BlobStore(self.blob_dir, self.node)
+        """As the controller uses them; on several nodes they lie beside the engines."""
+        if is_local(self.config.cluster):
+            return BlobStore(self.blob_dir, self.node)
+        return ClusterBlobs(self.blob_dir, "", self.token, timeout_s=self.config.sync.timeout_s)
+
+    def serve_blobs(self, index: int) -> BlobStore:
+        """Where an engine seals its records; on several nodes a range server is started here."""
+        if is_local(self.config.cluster):
+            return self.blobs()
+        folder = self.blob_dir / f"engine-{index}"
+        port = self.config.cluster.ports.blobs + index
+        server = RangeServer(folder, own_address(self.config.cluster), port, self.token)
+        return ClusterBlobs(folder, server.node, self.token)
+
+    def door(self) -> str:
+        """Where the controller listens for the gang; empty = any free port of cluster.address."""
+        cluster = self.config.cluster
+        if is_local(cluster):
+            return ""
+        return f"tcp://{own_address(cluster)}:{cluster.ports.controller}"
 
     def journal(self) -> Journal:
         from moerl.rollout.journal import Journal
@@ -95,11 +117,11 @@ class RunPlan:
         )
         return EngineHost(
             index,
-            self.config.engine,
+            here(self.config).engine,
             self.model_path,
             facts,
             self.config.replay,
-            self.blobs(),
+            self.serve_blobs(index),
             self.run,
             self.token,
             update_timeout_s=self.config.sync.timeout_s,
@@ -154,7 +176,13 @@ class RunPlan:
 
 
 def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
-    """The torchrun line of the trainer gang; the token travels in the environment."""
+    """The torchrun line of the trainer gang; the token travels in the environment.
+
+    On a cluster trainer nodes run torchrun (`moerl.launch.commands`) and this node watches.
+    """
+    if not is_local(plan.config.cluster):
+        watch = [sys.executable, "-m", "moerl.launch.gang_watch"]
+        return [*watch, "--run-dir", str(plan.run.root), "--controller", endpoint]
     command = _torchrun(plan, plan.config.trainer.parallel.world_size)
     command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
     command += ["--controller", endpoint, "--incarnation", str(plan.incarnation)]
@@ -186,13 +214,20 @@ def _torchrun(plan: RunPlan, ranks: int) -> list[str]:
 
 def trainer_environment(plan: RunPlan) -> dict[str, str]:
     """Launcher settings of a rank; nothing here changes what is computed."""
-    return dict(os.environ) | {
-        "MOERL_TOKEN": plan.token,
-        GANG: str(plan.incarnation),
-        "OMP_NUM_THREADS": str(plan.config.trainer.cpu_threads),
-        "GLOO_SOCKET_IFNAME": plan.config.cluster.interface,
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    devices = placement(plan.config).trainers[0].devices
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+    return (
+        dict(os.environ)
+        | plan.config.cluster.environment
+        | visible
+        | {
+            "MOERL_TOKEN": plan.token,
+            GANG: str(plan.incarnation),
+            "OMP_NUM_THREADS": str(plan.config.trainer.cpu_threads),
+            "GLOO_SOCKET_IFNAME": plan.config.cluster.interface,
+            "TORCHDYNAMO_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )

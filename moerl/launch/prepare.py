@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import xxhash
 
 from moerl.config import Config, resolve
 from moerl.config.checks import check, check_model
+from moerl.config.clusters import is_local
 from moerl.config.resume import check_resume
 from moerl.engine.args import check_args
 from moerl.errors import ConfigError
 from moerl.launch.plan import RunPlan
-from moerl.rundir import RunDir, read_manifest
-
-_NETWORK = frozenset(
-    ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
-) | {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph"}
+from moerl.launch.probe import NETWORK_FILE_SYSTEMS, file_system
+from moerl.rundir import RunDir, next_incarnation, read_manifest
 
 
 def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False) -> RunPlan:
@@ -36,6 +31,10 @@ def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool 
     config = resolve(config)
     check(config)
     check_args(config.engine.args, replay=config.replay.routing == "R3")
+    if reset_optimizer and not is_local(config.cluster):
+        raise ConfigError(
+            "--reset-optimizer", True, "a gang on nodes of its own does not learn of it yet"
+        )
     config = _with_model(config, run)
     hf_config = check_model(config)
     step, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
@@ -55,6 +54,8 @@ def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool 
     if not resume:  # left by a run of this name that was removed
         for folder in (journal_dir, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
+    run.board.close()  # of an earlier start that was killed
+    run.board.close_ray()
     plan = RunPlan(
         config=config,
         run=run,
@@ -84,19 +85,12 @@ def outside_name(run: RunDir) -> str:
 def _refuse_network(folder: Path) -> None:
     """SQLite's locks and its shared memory do not hold on network file systems."""
     kind = file_system(folder)
-    if kind in _NETWORK:
+    if kind in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
             "rollout.journal_dir",
             str(folder),
             f"{kind} is a network file system; name a local folder",
         )
-
-
-def file_system(folder: Path) -> str:
-    """Type of the file system that holds a folder, which need not exist yet: ext4, nfs4, ..."""
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    folder = folder.resolve()
-    return next((mounts[one] for one in (folder, *folder.parents) if one in mounts), "")
 
 
 def _with_model(config: Config, run: RunDir) -> Config:
@@ -109,17 +103,3 @@ def _with_model(config: Config, run: RunDir) -> Config:
     if not folder.is_dir():
         make_tiny_model(folder, config.model.tiny, config.run.seed)
     return replace(config, model=replace(config.model, path=str(folder)))
-
-
-def next_incarnation(run: RunDir, *, resume: bool) -> int:
-    """How often a trainer of this run was started before; kept in state.json."""
-    path = run.root / "state.json"
-    started = int(json.loads(path.read_text())["starts"]) if path.exists() else 0
-    if started and not resume:
-        raise ConfigError(
-            "run.name", run.root.name, f"{run.root} exists; choose another --run or use --resume"
-        )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"starts": started + 1, "time_s": time.time()}))
-    temporary.rename(path)
-    return started

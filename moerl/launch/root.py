@@ -34,9 +34,11 @@ def _run(request: dict[str, Any]) -> int:
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # the report is written after Ray has ended; its client would end this process meanwhile
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one that `cluster.ray` needs
     from moerl.launch.train import train
 
     scratch = Path(request["scratch"])

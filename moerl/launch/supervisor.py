@@ -39,12 +39,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moerl.errors import EngineError, MoerlError, TrainerError
-from moerl.launch.actors import ControllerActor, EngineActor, ScorerActor, place
+from moerl.launch.actors import ControllerActor, ScorerActor, place, place_engine
 from moerl.launch.plan import GANG, RunPlan, trainer_command, trainer_environment
-from moerl.launch.prepare import next_incarnation
 from moerl.launch.processes import end_descendants
+from moerl.launch.ray_nodes import start_ray
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
+from moerl.rundir import next_incarnation
 from moerl.stacks import stacks
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
@@ -97,7 +98,7 @@ class Supervisor:
         self._start_ray()
         self._catch_signals()
         plan = self.plan
-        self.engines = [place(EngineActor, plan, i) for i in range(plan.config.engine.count)]
+        self.engines = [place_engine(plan, i) for i in range(plan.config.engine.count)]
         restarts = -1 if plan.config.supervision.max_restarts else 0
         self.scorer = place(ScorerActor, plan, restarts=restarts)
         self.controller = place(ControllerActor, plan, self.engines, self.scorer)
@@ -116,15 +117,7 @@ class Supervisor:
     # --- start --------------------------------------------------------------------------------
     def _start_ray(self) -> None:
         self.console.wait("ray")
-        ray.init(
-            address="local",  # never another run's cluster
-            num_cpus=0,
-            include_dashboard=False,
-            object_store_memory=80 * 2**20,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(self.scratch / "ray"),
-        )
+        start_ray(self.plan.config, self.plan.run, self.scratch)
         self.console.ready("ray")
 
     def _start_trainer(self) -> None:
@@ -296,7 +289,7 @@ class Supervisor:
         self._schedule(f"engine {index}", error, lambda: self._start_engine_again(index))
         self._tell(lambda: self.controller.engine_lost.remote(index))
         if isinstance(error.__cause__, RayActorError):  # the host itself, not only its server
-            self.engines[index] = place(EngineActor, self.plan, index)
+            self.engines[index] = place_engine(self.plan, index)
 
     def _start_engine_again(self, index: int) -> None:
         self.console.wait(f"engine {index}")

@@ -59,6 +59,7 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
             cause, summary = cause_of(error), {}
         else:
             cause = ""
+        run.board.close_ray()
         end_descendants(grace_s=_GRACE_S)
         supervisor.close()
         kept = _tidy(supervisor.plan, is_done=not cause, has_steps=bool(read_rows(run.metrics)))

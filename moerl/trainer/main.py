@@ -2,6 +2,9 @@
 
     torchrun ... -m moerl.trainer.main --run-dir runs/X --controller tcp://127.0.0.1:PORT ...
 
+On nodes of its own the gang gets `--run-dir` alone and finds the rest on the run's board
+(`moerl.trainer.enlist`).
+
 The gang knows nothing of Ray.  A failure on any rank is told to the controller in one sentence and
 the process ends at once: its peers may hang in a collective, torchrun ends them.
 """
@@ -21,6 +24,7 @@ import torch
 
 from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
+from moerl.config.network import here
 from moerl.errors import MoerlError
 from moerl.kernels.library import describe
 from moerl.rundir import RunDir
@@ -44,7 +48,7 @@ def main() -> None:
     )
     write_on_request(run.logs / f"trainer-{os.environ.get('RANK', '0')}.log")
     signal.signal(signal.SIGTERM, _leave)
-    config = load_saved(run.config)
+    config = here(load_saved(run.config))
     torch.set_num_threads(config.trainer.cpu_threads)
     try:
         place = platform.prepare(
@@ -54,17 +58,23 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe(place.name))
     from moerl.trainer import parallel  # the platform comes before anything that imports megatron
+    from moerl.trainer.enlist import bind, enlist, read_board
     from moerl.trainer.gang import Gang, Post, report_failure
 
-    post = Post(
-        run=run,
-        controller=args.controller,
-        token=os.environ.pop("MOERL_TOKEN", ""),
-        incarnation=args.incarnation,
-        blobs=BlobStore(args.blob_dir, args.blob_node),
-        checkpoint=args.checkpoint,
-        reset_optimizer=args.reset_optimizer,
-    )
+    start = ""
+    if args.controller:
+        post = Post(
+            run=run,
+            controller=args.controller,
+            token=os.environ.pop("MOERL_TOKEN", ""),
+            incarnation=args.incarnation,
+            blobs=BlobStore(args.blob_dir, args.blob_node),
+            checkpoint=args.checkpoint,
+            reset_optimizer=args.reset_optimizer,
+        )
+    else:
+        bind(config)
+        post, start = read_board(run, config)
 
     def end(error: BaseException) -> None:
         cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
@@ -75,13 +85,14 @@ def main() -> None:
         os._exit(1)
 
     try:
-        gang = Gang(
-            config,
-            post,
-            parallel.start(config.trainer.parallel, place, timeout_s=config.trainer.step_timeout_s),
-            end,
+        ranks = parallel.start(
+            config.trainer.parallel, place, timeout_s=config.trainer.step_timeout_s
         )
-        gang.run()
+        if start:
+            post = enlist(post, ranks)
+        Gang(config, post, ranks, end).run()
+        if start and ranks.is_first:
+            run.board.done(start)
         parallel.stop()
     except BaseException as error:
         end(error)
@@ -90,14 +101,14 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True, help="runs/NAME, with config.yaml")
-    parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")
-    parser.add_argument("--incarnation", type=int, required=True, help="starts before this one")
+    parser.add_argument("--controller", default="", help="tcp://HOST:PORT; empty: see the board")
+    parser.add_argument("--incarnation", type=int, default=0, help="starts before this one")
     parser.add_argument("--checkpoint", type=Path, help="continue from this folder")
     parser.add_argument(
         "--reset-optimizer", action="store_true", help="fresh optimizer state after --checkpoint"
     )
-    parser.add_argument("--blob-dir", type=Path, required=True, help="where records are sealed")
-    parser.add_argument("--blob-node", required=True, help="name of this node's blobs")
+    parser.add_argument("--blob-dir", type=Path, help="where records are sealed")
+    parser.add_argument("--blob-node", help="name of this node's blobs")
     return parser.parse_args()
 
 

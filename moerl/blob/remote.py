@@ -1,0 +1,286 @@
+"""Sealed bytes of other nodes: a range server beside every engine, and the reader that asks it.
+
+The node of a URI is where its server listens (blob://10.9.0.1:17101/NAME), so a header says all
+that a reader needs; local blobs are read from their file as ever.  One request fetches the digest
+table and every chunk that the asked runs touch, as plain concatenated bytes; the reader verifies
+them exactly as `BlobStore` does.  Each request carries the run's token.  A server that does not
+answer is asked again until a deadline, because a link may be down for a while; a blob that it says
+it has not is an error at once.
+
+Rejected: multipart/byteranges replies (a parser for nothing, both ends are ours); one request per
+run (a pipeline stage asks for hundreds); deleting from the controller's event loop (a dead node
+would stall it: a thread sends deletions in batches, and drops those that fail, since the node's
+folder goes with it).
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import http.server
+import json
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from moerl.blob.store import _FORMAT, BlobStore, Run, _spans, _table_bytes, _verify
+from moerl.errors import BlobError
+from moerl.types import Array, BlobRef
+
+log = logging.getLogger(__name__)
+
+_TRY_S = 10.0  # one request; then it is repeated
+_PAUSE_S = 0.2
+_BATCH = 256  # deletions of one request
+
+
+class RangeServer:
+    """Serves the blobs below one folder on a thread, until `close`."""
+
+    def __init__(self, root: Path, host: str, port: int, token: str) -> None:
+        """Raises OSError when the port is taken."""
+        root.mkdir(parents=True, exist_ok=True)
+        handler = type("Handler", (_Handler,), {"root": root, "token": token})
+        self._server = http.server.ThreadingHTTPServer((host, port), handler)
+        self._server.daemon_threads = True
+        self.node = f"{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="blobs", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive); POST /delete and /has with names."""
+
+    protocol_version = "HTTP/1.1"
+    root: Path
+    token: str
+
+    def do_GET(self) -> None:
+        path = self._path(self.path[1:])
+        if not self._may() or path is None:
+            return
+        try:
+            with path.open("rb", buffering=0) as file:
+                parts = []
+                for span in self.headers["Range"].removeprefix("bytes=").split(","):
+                    begin, _, end = span.partition("-")
+                    file.seek(int(begin))
+                    parts.append(_read(file, int(end) - int(begin)))
+        except FileNotFoundError:
+            return self._answer(404)
+        except (AttributeError, ValueError):
+            return self._answer(400)
+        self._answer(206, b"".join(parts))
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if not self._may():
+            return
+        paths = [path for name in json.loads(body) if (path := self._path(name)) is not None]
+        if self.path == "/delete":
+            for path in paths:
+                path.unlink(missing_ok=True)
+        self._answer(200, json.dumps(all(path.exists() for path in paths)).encode())
+
+    def _may(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        allowed = hmac.compare_digest(given.encode(), self.token.encode())
+        if not allowed:
+            self._answer(401)
+        return allowed
+
+    def _path(self, name: str) -> Path | None:
+        """A plain file of the folder; anything else is answered like a missing one."""
+        if not name or name != Path(name).name or name.startswith("."):
+            self._answer(404)
+            return None
+        return self.root / name
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a line per request would fill the log."""
+
+
+class ClusterBlobs(BlobStore):
+    """The blobs of all nodes; seals below `root` when this node serves blobs itself."""
+
+    def __init__(self, root: Path, node: str, token: str, *, timeout_s: float = 120.0) -> None:
+        """node: of this process's own range server; empty = it only reads what others sealed."""
+        self.root, self.node, self.bytes_read = root, node, 0
+        self._token, self._timeout_s = token, timeout_s
+        self._lines = threading.local()
+        self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._deleter: threading.Thread | None = None
+        if node:
+            root.mkdir(parents=True, exist_ok=True)
+
+    def __getstate__(self) -> tuple[Path, str, str, float]:
+        return self.root, self.node, self._token, self._timeout_s
+
+    def __setstate__(self, state: tuple[Path, str, str, float]) -> None:
+        root, node, token, timeout_s = state
+        self.__init__(root, node, token, timeout_s=timeout_s)  # type: ignore[misc]
+
+    def load(self, ref: BlobRef) -> Array:
+        if self._is_here(ref.uri):
+            return super().load(ref)
+        whole = self.read_runs(ref, [(0, ref.num_bytes)])
+        return whole.view(ref.dtype).reshape(ref.shape)
+
+    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
+        if self._is_here(ref.uri):
+            return super().read_runs(ref, runs)
+        for begin, end in runs:
+            if not 0 <= begin <= end <= ref.num_bytes:
+                raise BlobError(
+                    f"{ref.uri}: bytes {begin}..{end} asked for, 0..{ref.num_bytes} exist"
+                )
+        spans = [((low, min(high, ref.num_bytes)), pieces) for (low, high), pieces in _spans(runs)]
+        wanted = [(ref.num_bytes, ref.num_bytes + _table_bytes(ref)), *(span for span, _ in spans)]
+        data = self._fetch(ref, wanted)
+        table, at = data[: _table_bytes(ref)], _table_bytes(ref)
+        if _FORMAT + xxhash.xxh3_64_hexdigest(table) != ref.digest:
+            raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest")
+        joined = np.empty(sum(end - begin for begin, end in runs), np.uint8)
+        for (low, high), pieces in spans:
+            chunk = data[at : at + high - low]
+            _verify(chunk, table, low, ref)
+            source = np.frombuffer(chunk, np.uint8)
+            for (begin, end), place in pieces:
+                joined[place : place + end - begin] = source[begin - low : end - low]
+            at += high - low
+        return joined
+
+    def delete(self, uri: str) -> None:
+        """As ever on this node; elsewhere soon, or never when the node is gone."""
+        if self._is_here(uri):
+            return super().delete(uri)
+        if self._deleter is None:
+            self._deleter = threading.Thread(target=self._delete, name="deletions", daemon=True)
+            self._deleter.start()
+        self._gone.put(uri)
+
+    def has_all(self, uris: Iterable[str]) -> bool:
+        """Whether the nodes say that these blobs are sealed there; False when one is gone."""
+        by_node: dict[str, list[str]] = defaultdict(list)
+        for uri in uris:
+            node, name = _split(uri)
+            by_node[node].append(name)
+        try:
+            return all((self.root / name).exists() for name in by_node.pop(self.node, [])) and all(
+                self._post(node, "/has", names) for node, names in by_node.items()
+            )
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def sweep(self, uris: Iterable[str]) -> int:
+        """Of this node's own blobs only: other nodes' folders end with their engines."""
+        return super().sweep(uris) if self.node else 0
+
+    def _is_here(self, uri: str) -> bool:
+        return _split(uri)[0] == self.node
+
+    def _fetch(self, ref: BlobRef, spans: Sequence[Run]) -> bytes:
+        """The bytes of the spans, counted from the array's start, one after the other."""
+        node, name = _split(ref.uri)
+        ranges = ",".join(f"{ref.offset + begin}-{ref.offset + end}" for begin, end in spans)
+        size = sum(end - begin for begin, end in spans)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                data = self._get(node, name, f"bytes={ranges}", ref.uri)
+                break
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up(node)
+                if time.monotonic() > deadline:
+                    raise BlobError(
+                        f"{ref.uri} could not be read within {self._timeout_s:g} s: {error}"
+                    ) from error
+                time.sleep(_PAUSE_S)
+        if len(data) != size:
+            raise BlobError(f"{ref.uri}: {len(data)} bytes came, {size} asked for")
+        self.bytes_read += size
+        return data
+
+    def _get(self, node: str, name: str, ranges: str, uri: str) -> bytes:
+        line = self._line(node)
+        headers = {"Range": ranges, "Authorization": f"Bearer {self._token}"}
+        line.request("GET", f"/{name}", headers=headers)
+        reply = line.getresponse()
+        data = reply.read()
+        if reply.status != 206:
+            raise BlobError(f"{uri}: its node answered {reply.status}")
+        return data
+
+    def _post(self, node: str, path: str, names: list[str]) -> bool:
+        line = self._line(node)
+        headers = {"Authorization": f"Bearer {self._token}"}
+        line.request("POST", path, body=json.dumps(names), headers=headers)
+        reply = line.getresponse()
+        data = reply.read()
+        return reply.status == 200 and bool(json.loads(data))
+
+    def _delete(self) -> None:
+        while True:
+            by_node: dict[str, list[str]] = defaultdict(list)
+            uri = self._gone.get()
+            for _ in range(_BATCH):
+                node, name = _split(uri)
+                by_node[node].append(name)
+                if self._gone.empty():
+                    break
+                uri = self._gone.get()
+            for node, names in by_node.items():
+                try:
+                    self._post(node, "/delete", names)
+                except (OSError, http.client.HTTPException) as error:
+                    self._hang_up(node)
+                    log.warning("%d blobs stay on %s: %s", len(names), node, error)
+
+    def _line(self, node: str) -> http.client.HTTPConnection:
+        """This thread's connection to a node."""
+        lines: dict[str, http.client.HTTPConnection] = self._lines.__dict__.setdefault("open", {})
+        if node not in lines:
+            log.info("reads blobs of node %s", node)
+            host, _, port = node.rpartition(":")
+            lines[node] = http.client.HTTPConnection(host, int(port), timeout=_TRY_S)
+        return lines[node]
+
+    def _hang_up(self, node: str) -> None:
+        line = self._lines.__dict__.get("open", {}).pop(node, None)
+        if line is not None:
+            line.close()
+
+
+def _split(uri: str) -> tuple[str, str]:
+    scheme, _, rest = uri.partition("://")
+    node, _, name = rest.partition("/")
+    if scheme != "blob" or not name or "/" in name:
+        raise BlobError(f"{uri!r} is not blob://NODE/NAME")
+    return node, name
+
+
+def _read(file: object, size: int) -> bytes:
+    parts, left = [], size
+    while left > 0:
+        part = file.read(left)  # type: ignore[attr-defined]
+        if not part:
+            raise ValueError("the file ends before the range")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,393 @@
+"""`moerl doctor [CLUSTER]`: looks at every node before a run does, and says what to do.
+
+Each node answers `moerl.launch.probe`; this file compares the answers with each other and with the
+configuration, one rule per function, then sends bytes along every link (`moerl.launch.link`).  A
+node is reached by `cluster.remote` ("ssh {host}", "srun ... --nodelist={host}"), which is also what
+tests replace.  All nodes are asked at once, each with a deadline, so the whole takes less than a
+minute however many there are.
+
+Rejected: a daemon on the nodes (nothing to install, nothing to forget); starting Ray for it (what
+is broken then breaks the doctor too).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from moerl.config import Config
+from moerl.config.clusters import Node, Placement, is_local, placement
+from moerl.launch.probe import NETWORK_FILE_SYSTEMS, Facts, Request, read_facts
+
+_ANSWER_S = 25.0
+_LINK_S = 25.0
+_SKEW_S = 2.0
+_SHARED = "runs (shared)"
+_JOURNAL = "journal (local)"
+_BLOBS = "records (local)"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row of the table.  A finding without a remedy is good news."""
+
+    check: str
+    node: str
+    what: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    node: Node
+    facts: Facts | None
+    error: str  # why there are none
+    skew_s: float  # its clock less ours, beyond what the call took
+
+
+Rule = Callable[[Config, Sequence[Answer]], Iterator[Finding]]
+
+
+def examine(config: Config) -> list[Finding]:
+    """All findings, bad ones too; starts nothing that stays."""
+    placed = placement(config)
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(lambda node: _ask(config, placed, node), placed.nodes))
+    present = [answer for answer in answers if answer.facts is not None]
+    found = [finding for rule in RULES for finding in rule(config, answers)]
+    if len(present) == len(answers) > 1:
+        found += _links(config, placed, present)
+    return found
+
+
+def describe(found: Sequence[Finding]) -> str:
+    """A table: what is wrong first."""
+    table = Table(title="moerl doctor")
+    for column in ("", "check", "node", "found", "do"):
+        table.add_column(column)
+    for finding in sorted(found, key=lambda one: not one.remedy):
+        mark = "!!" if finding.remedy else "ok"
+        table.add_row(mark, finding.check, finding.node, finding.what, finding.remedy)
+    out = io.StringIO()
+    Console(file=out, width=140, force_terminal=False, color_system=None).print(table)
+    return out.getvalue()
+
+
+# --- asking --------------------------------------------------------------------------------------
+def _ask(config: Config, placed: Placement, node: Node) -> Answer:
+    request = json.dumps(asdict(_request(config, placed, node)))
+    begin = time.time()
+    try:
+        done = subprocess.run(
+            on_node(config, node, ["-m", "moerl.launch.probe", request]),
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            check=False,
+        )
+        facts = read_facts(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return Answer(node, None, f"no answer in {_ANSWER_S:g} s", 0.0)
+    except (OSError, ValueError, TypeError, KeyError, IndexError):
+        lines = done.stderr.strip().splitlines() if "done" in locals() else []
+        return Answer(node, None, lines[-1] if lines else "no readable answer", 0.0)
+    end = time.time()
+    early, late = facts.time_s - begin, facts.time_s - end
+    return Answer(node, facts, "", early if early < 0 else max(0.0, late))
+
+
+def on_node(config: Config, node: Node, arguments: Sequence[str]) -> list[str]:
+    """This Python, with arguments, on a node."""
+    command = [sys.executable, *arguments]
+    if is_local(config.cluster) or not config.cluster.remote:
+        return command
+    host = node.address or node.name
+    return [*shlex.split(config.cluster.remote.format(host=host)), *command]
+
+
+def _request(config: Config, placed: Placement, node: Node) -> Request:
+    ports, folders = {}, {_SHARED: config.run.root}
+    numbers = config.cluster.ports
+    if node.has("engine"):
+        folders[_BLOBS] = config.cluster.blob_dir
+    if node is placed.controller:
+        folders[_JOURNAL] = _journal_dir(config)
+    if not is_local(config.cluster):
+        if node is placed.controller:
+            ports = {"controller": numbers.controller, "Ray": numbers.ray}
+        for seat in placed.engines:
+            if seat.node is node:
+                ports[f"records of engine {seat.engine}"] = numbers.blobs + seat.engine
+        if node is placed.trainers[0].node:
+            ports["rendezvous"] = numbers.rendezvous
+    return Request(config.cluster.interface, folders, ports, config.model.path)
+
+
+def _journal_dir(config: Config) -> str:
+    return config.rollout.journal_dir or config.run.root
+
+
+# --- rules ---------------------------------------------------------------------------------------
+def _reachable(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    for answer in answers:
+        if answer.facts is None:
+            yield Finding(
+                "answers",
+                answer.node.name,
+                answer.error,
+                f"try by hand: {shlex.join(on_node(config, answer.node, ['--version']))}",
+            )
+    yield Finding("answers", "", f"{sum(a.facts is not None for a in answers)} of {len(answers)}")
+
+
+def _versions(_config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """What most nodes have is right."""
+    present = _present(answers)
+    names = sorted({name for facts in present.values() for name in facts.versions})
+    for name in names:
+        counts = Counter(facts.versions.get(name, "missing") for facts in present.values())
+        common = counts.most_common(1)[0][0]
+        for node, facts in present.items():
+            if (found := facts.versions.get(name, "missing")) != common:
+                yield Finding(
+                    "versions",
+                    node,
+                    f"{name} {found}, the others have {common}",
+                    f"install {name} {common} there, or use one environment on a shared disk",
+                )
+        if common == "missing":
+            yield Finding(
+                "versions", "", f"{name} is installed nowhere", "run tools/setup.sh on each node"
+            )
+    yield Finding("versions", "", _list(next(iter(present.values())).versions) if present else "-")
+
+
+def _interfaces(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    name = config.cluster.interface
+    for node, facts in _present(answers).items():
+        if name not in facts.addresses:
+            yield Finding(
+                "interface",
+                node,
+                f"no IPv4 address on {name}; there are {', '.join(facts.addresses)}",
+                "set cluster.interface to the one that the nodes reach each other by",
+            )
+        else:
+            yield Finding("interface", node, f"{name} {facts.addresses[name]}")
+
+
+def _cards(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """GPUs and RDMA cards that the cluster file promises."""
+    for answer in answers:
+        if (facts := answer.facts) is None:
+            continue
+        group, node = answer.node.group, answer.node.name
+        if facts.gpus < group.devices:
+            yield Finding(
+                "GPUs",
+                node,
+                f"{facts.gpus} of {group.devices}",
+                "see nvidia-smi there, or lower cluster.nodes.*.devices",
+            )
+        down = [card for card in group.rdma if "ACTIVE" not in facts.rdma.get(card, "missing")]
+        if down:
+            yield Finding(
+                "RDMA",
+                node,
+                f"{', '.join(down)}: not active ({_list(facts.rdma) or 'no card'})",
+                "see ibstat there, or leave the card out of cluster.nodes.*.rdma",
+            )
+        elif config.sync.transport in ("nccl", "mooncake"):
+            yield Finding("RDMA", node, _list(facts.rdma) or "no card: TCP is used")
+        if config.sync.transport == "mooncake" and facts.rdma and facts.locked_memory >= 0:
+            yield Finding(
+                "RDMA",
+                node,
+                f"ulimit -l is {facts.locked_memory} bytes",
+                "set it to unlimited: RDMA cannot pin its buffers otherwise",
+            )
+
+
+def _variables(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Variables that steer NCCL must be those of the cluster file, and equal everywhere."""
+    for node, facts in _present(answers).items():
+        foreign = {
+            name: value
+            for name, value in facts.environment.items()
+            if config.cluster.environment.get(name, value) != value
+            or (
+                (name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"))
+                and value != config.cluster.interface
+            )
+        }
+        if foreign:
+            yield Finding(
+                "variables",
+                node,
+                _list(foreign),
+                "unset them there: cluster.environment and cluster.interface decide",
+            )
+
+
+def _disks(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    for node, facts in _present(answers).items():
+        for purpose, disk in facts.disks.items():
+            where = f"{purpose} {disk.path} on {disk.kind}"
+            if disk.error:
+                yield Finding("disk", node, f"{where}: {disk.error}", "make it writable")
+            elif disk.free < _room(config, purpose):
+                yield Finding(
+                    "disk",
+                    node,
+                    f"{where}: {disk.free / 1e9:.2f} GB free, {_room(config, purpose) / 1e9:.2f} "
+                    "are needed",
+                    "remove what is not needed, or name another folder (run.root, "
+                    "cluster.blob_dir, rollout.journal_dir)",
+                )
+            elif purpose in (_JOURNAL, _BLOBS) and disk.kind in NETWORK_FILE_SYSTEMS:
+                yield Finding(
+                    "disk",
+                    node,
+                    f"{where}: a network file system",
+                    "name a folder on a disk of the node: databases and shared memory do not "
+                    "survive there",
+                )
+            else:
+                yield Finding("disk", node, f"{where}: {disk.free / 1e9:.1f} GB free")
+
+
+def _room(config: Config, purpose: str) -> float:
+    """Bytes that a folder should have left before a start."""
+    tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+    rows = config.rollout.groups_per_step * config.rollout.group_size * tokens
+    return 1e9 if purpose == _SHARED else 0.2e9 + 64 * rows
+
+
+def _ports(_config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    for node, facts in _present(answers).items():
+        for purpose, why in facts.ports_taken.items():
+            yield Finding(
+                "ports",
+                node,
+                f"{purpose}, {why}",
+                "end what listens there (ss -ltnp), or set cluster.ports",
+            )
+    taken = sum(len(facts.ports_taken) for facts in _present(answers).values())
+    yield Finding("ports", "", f"{taken} taken")
+
+
+def _clocks(_config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    for answer in answers:
+        if answer.facts is not None and abs(answer.skew_s) > _SKEW_S:
+            yield Finding(
+                "clock",
+                answer.node.name,
+                f"{answer.skew_s:+.1f} s",
+                "start chrony or ntpd there: traces and deadlines compare clocks",
+            )
+    yield Finding("clock", "", f"largest skew {max(abs(a.skew_s) for a in answers):.1f} s")
+
+
+def _memory(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    for answer in answers:
+        if (facts := answer.facts) is None:
+            continue
+        free, wanted = facts.memory_free / 1e9, 0.7 * answer.node.group.memory_gb
+        if free < wanted or free < 1:
+            yield Finding(
+                "memory",
+                answer.node.name,
+                f"{free:.1f} GB free, {max(1.0, wanted):.0f} expected",
+                "end what uses it: another job, or processes that one left behind",
+            )
+        else:
+            yield Finding("memory", answer.node.name, f"{free:.1f} GB free")
+
+
+def _model(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    if not config.model.path:
+        return
+    present = _present(answers)
+    names = sorted({name for facts in present.values() for name in facts.model})
+    for name in names:
+        sums = Counter(facts.model.get(name, "missing") for facts in present.values())
+        common = next((c for c, _ in sums.most_common() if c != "missing"), "missing")
+        for node, facts in present.items():
+            found = facts.model.get(name, "missing")
+            if found == "missing" or found.startswith("unreadable"):
+                what = f"{config.model.path}/{name}: {found}"
+                yield Finding("model", node, what, "copy the file again, or mount the folder")
+            elif found != common:
+                what = f"{config.model.path}/{name} differs from the other nodes'"
+                yield Finding("model", node, what, "copy the file again from a node that is right")
+    yield Finding("model", "", f"{len(names)} files of {config.model.path}")
+
+
+RULES: tuple[Rule, ...] = (
+    _reachable,
+    _versions,
+    _interfaces,
+    _cards,
+    _variables,
+    _disks,
+    _ports,
+    _clocks,
+    _memory,
+    _model,
+)
+
+
+def _present(answers: Sequence[Answer]) -> dict[str, Facts]:
+    return {answer.node.name: answer.facts for answer in answers if answer.facts is not None}
+
+
+def _list(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+# --- links ---------------------------------------------------------------------------------------
+def _links(config: Config, placed: Placement, answers: Sequence[Answer]) -> list[Finding]:
+    """One all-reduce over all nodes and a transfer along each link of a ring through them."""
+    interface = config.cluster.interface
+    addresses = [a.facts.addresses.get(interface, "") for a in answers if a.facts is not None]
+    if not all(addresses):
+        return []
+    nodes = [answer.node for answer in answers]
+    command = ["-m", "moerl.launch.link", "--world", str(len(nodes)), "--interface", interface]
+    command += ["--master", f"{addresses[0]}:{config.cluster.ports.rendezvous}"]
+    command += ["--wait-s", str(_LINK_S)]
+    children = [
+        subprocess.Popen(
+            on_node(config, node, [*command, "--rank", str(rank)]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, node in enumerate(nodes)
+    ]
+    found, deadline = [], time.monotonic() + _LINK_S
+    for node, after, child in zip(nodes, [*nodes[1:], nodes[0]], children, strict=True):
+        link = f"{node.name} -> {after.name}"
+        try:
+            out, err = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            speed = json.loads(out.splitlines()[-1])
+            what = f"all-reduce {speed['reduce_ms']:.1f} ms, {speed['gb_s']:.2f} GB/s"
+            found.append(Finding("link", link, what))
+        except (subprocess.TimeoutExpired, ValueError, IndexError, KeyError):
+            child.kill()
+            _, err = child.communicate()
+            lines = err.strip().splitlines() or [f"no answer in {_LINK_S:g} s"]
+            remedy = f"open the ports between the nodes on {interface}, or name another interface"
+            found.append(Finding("link", link, lines[-1][:120], remedy))
+    return found

@@ -1,0 +1,54 @@
+"""The gang of a cluster, as seen from the controller's node: `python -m moerl.launch.gang_watch`.
+
+Trainer nodes start torchrun themselves and have no Ray; what tells them where the controller is,
+and the supervisor how the gang does, is the run directory that all nodes mount.  This process
+stands for the gang on the controller's node: it posts the endpoint and the token, ends well when
+the gang has left its mark, and ends with a cause when the trainer nodes gave up.  The supervisor
+treats it exactly like a local torchrun.
+
+Rejected: a state for the gang inside the controller (it would have to survive the controller's own
+restart, and a file on the run's own file system already does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from moerl.rundir import RunDir
+
+_LOOK_S = 0.5
+
+
+def main() -> int:
+    """Exit status: 0 when the gang is done, 1 when the trainer nodes gave up."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")
+    args = parser.parse_args()
+    board = RunDir(args.run_dir).board
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        board.open(args.controller, os.environ.pop("MOERL_TOKEN", ""))
+        while True:
+            if board.is_done():
+                return 0
+            if cause := board.given_up():
+                print(f"TrainerError: {cause}", file=sys.stderr, flush=True)
+                return 1
+            time.sleep(_LOOK_S)
+    finally:
+        board.close()
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""What one node says about itself: `python -m moerl.launch.probe REQUEST`, JSON in and out.
+
+`moerl doctor` runs it on every node.  It reads and measures, changes nothing, imports neither torch
+nor Ray, and needs about a second: versions are those of the installed distributions, a model's
+shards are compared by size and by their first and last mebibyte, a port is tried by binding it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import xxhash
+
+from moerl.config.files import read_json
+from moerl.errors import ModelError
+
+PACKAGES = ("moerl", "torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
+NETWORK_FILE_SYSTEMS = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
+) | {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph"}
+_ENDS = 2**20  # bytes at each end of a shard that its checksum covers
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to look at; paths and ports of the role that the node has."""
+
+    interface: str
+    folders: dict[str, str]  # purpose: path
+    ports: dict[str, int]  # purpose: number
+    model: str = ""
+
+
+@dataclass
+class Disk:
+    path: str
+    kind: str  # of the file system: ext4, nfs4, tmpfs
+    free: int  # bytes; -1 = the folder cannot be made or written
+    error: str = ""
+
+
+@dataclass
+class Facts:
+    """Answer of one node."""
+
+    time_s: float
+    versions: dict[str, str]
+    addresses: dict[str, str]  # IPv4 by interface
+    rdma: dict[str, str]  # port state by device
+    gpus: int
+    environment: dict[str, str]  # NCCL_*, UCX_*, GLOO_*
+    memory_free: int
+    locked_memory: int  # ulimit -l, bytes; -1 = unlimited
+    disks: dict[str, Disk] = field(default_factory=dict)
+    ports_taken: dict[str, str] = field(default_factory=dict)  # purpose: why
+    model: dict[str, str] = field(default_factory=dict)  # file: checksum, or missing
+
+
+def look(request: Request) -> Facts:
+    """Everything, on this node."""
+    import resource
+
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    addresses = {
+        name: str(entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+    return Facts(
+        time_s=time.time(),
+        versions=versions(),
+        addresses=addresses,
+        rdma={path.parts[-3]: _line(path) for path in _glob("/sys/class/infiniband/*/ports/*")},
+        gpus=len(_glob("/proc/driver/nvidia/gpus/*")),
+        environment={
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NCCL_", "UCX_", "GLOO_"))
+        },
+        memory_free=psutil.virtual_memory().available,
+        locked_memory=-1 if locked == resource.RLIM_INFINITY else locked,
+        disks={name: disk(Path(path)) for name, path in request.folders.items()},
+        ports_taken=_taken(addresses.get(request.interface, ""), request.ports),
+        model=shards(Path(request.model)) if request.model else {},
+    )
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def disk(folder: Path) -> Disk:
+    """Kind and room of the file system under a folder, which need not exist yet."""
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    kind = file_system(there)
+    if not os.access(there, os.W_OK):
+        return Disk(str(folder), kind, -1, f"{there} is not writable")
+    return Disk(str(folder), kind, psutil.disk_usage(str(there)).free)
+
+
+def file_system(folder: Path) -> str:
+    """Type of the file system that holds a folder, which need not exist yet: ext4, nfs4, ..."""
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    folder = folder.resolve()
+    return next((mounts[one] for one in (folder, *folder.parents) if one in mounts), "")
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """{file: checksum} of a model folder; `missing` for what its index names and is not there."""
+    try:
+        read_json(folder / "config.json")
+    except ModelError as error:
+        return {"config.json": f"unreadable: {error}"}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        return {"*.safetensors": "missing"}
+    return {name: _checksum(folder / name) for name in ("config.json", *names)}
+
+
+def _checksum(path: Path) -> str:
+    if not path.is_file():
+        return "missing"
+    size = path.stat().st_size
+    digest = xxhash.xxh3_64(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_ENDS))
+        file.seek(max(0, size - _ENDS))
+        digest.update(file.read(_ENDS))
+    return digest.hexdigest()
+
+
+def _taken(address: str, ports: dict[str, int]) -> dict[str, str]:
+    found = {}
+    for purpose, port in ports.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                found[purpose] = f"port {port}: {error.strerror}"
+    return found
+
+
+def _glob(pattern: str) -> list[Path]:
+    return sorted(Path("/").glob(pattern.lstrip("/")))
+
+
+def _line(port: Path) -> str:
+    state = port / "state"
+    return state.read_text().strip() if state.is_file() else "unknown"
+
+
+def read_facts(data: dict[str, Any]) -> Facts:
+    disks = {name: Disk(**value) for name, value in data.pop("disks").items()}
+    return Facts(**data, disks=disks)
+
+
+def main() -> None:
+    print(json.dumps(asdict(look(Request(**json.loads(sys.argv[1]))))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Ray over the nodes of a cluster: the head beside the controller, one more node per engine node.
+
+`moerl train` starts the head inside the run, so that it ends with the run; other engine nodes join
+it with `python -m moerl.launch.engine_node RUN_DIR` (tools/launch/engine_node.sh), which finds its
+address and token on the run's board.  Where an operator owns Ray (KubeRay), `cluster.ray` names the
+cluster to join instead.  Every node offers `engine` seats; trainer nodes have no Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from moerl.config import Config
+from moerl.config.clusters import Node, is_local, placement
+from moerl.config.network import own_address
+from moerl.launch.processes import end_descendants
+from moerl.rundir import RunDir
+
+log = logging.getLogger(__name__)
+
+ENGINE_SEAT = "engine"  # a custom resource: one seat per engine that a node may hold
+_ATTEMPTS = 4
+_GRACE_S = 2.0
+_OBJECTS = 80 * 2**20  # bytes of the object store: only messages pass through Ray
+
+
+def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
+    """Start this run's own Ray, or join the one that `cluster.ray` names."""
+    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if config.cluster.ray:
+        ray.init(address=config.cluster.ray, **common)
+        return
+    common |= {
+        "address": "local",  # never another run's cluster
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": _OBJECTS,
+        "_temp_dir": str(scratch / "ray"),
+    }
+    if is_local(config.cluster):
+        _patiently(common)
+        return
+    address, port = own_address(config.cluster), config.cluster.ports.ray
+    os.environ["RAY_GCS_SERVER_PORT"] = str(port)
+    node = placement(config).controller
+    own = {"_node_ip_address": address, "resources": seats(config, node), "num_gpus": gpus(node)}
+    _patiently(common | own)
+    run.board.post_ray(f"{address}:{port}", os.environ["RAY_AUTH_TOKEN"])
+
+
+def _patiently(options: dict[str, Any]) -> None:
+    """Start Ray; on a loaded machine its 30 s for a raylet, which no setting changes, are short.
+
+    Source: ray/_private/node.py, raylet_start_wait_time_s (2.60.0).
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if attempt == _ATTEMPTS or "timed out during startup" not in str(error):
+                raise
+            log.warning("Ray did not start, attempt %d: %s", attempt, error)
+            ray.shutdown()
+            end_descendants(_GRACE_S)  # nothing else of this run was started yet
+
+
+def seats(config: Config, node: Node) -> dict[str, float]:
+    """The resources that a node of this kind offers: as many engines as it was planned for."""
+    count = sum(seat.node.name == node.name for seat in placement(config).engines)
+    return {ENGINE_SEAT: float(count)} if count else {}
+
+
+def gpus(node: Node) -> int:
+    return node.group.devices
+
+
+def this_node() -> NodeAffinitySchedulingStrategy:
+    """For actors that belong beside the supervisor: controller and scorer."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

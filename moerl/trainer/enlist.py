@@ -1,0 +1,50 @@
+"""A gang on nodes of its own finds its place: torchrun gave it the run directory and nothing else.
+
+The board of the run says where the controller is.  Rank 0 then takes the next incarnation and the
+newest checkpoint and tells the others, at every start of the gang: torchrun starts all ranks again
+when one ends or a node comes back, with the command line of the first time.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moerl.blob.remote import ClusterBlobs
+from moerl.config.schema import Config
+from moerl.rundir import RunDir, next_incarnation
+from moerl.trainer.gang import Post
+from moerl.trainer.parallel import Parallel
+
+
+def read_board(run: RunDir, config: Config) -> tuple[Post, str]:
+    """(post, name of this opening of the board); incarnation and checkpoint are still open.
+
+    Raises TrainerError when no controller is posted within trainer.step_timeout_s.
+    """
+    controller, token, start = run.board.read(config.trainer.step_timeout_s)
+    own = Path(config.cluster.blob_dir)  # nothing is sealed here
+    blobs = ClusterBlobs(own, "", token, timeout_s=config.sync.timeout_s)
+    return Post(run, controller, token, -1, blobs, None), start
+
+
+def enlist(post: Post, parallel: Parallel) -> Post:
+    """Collective: the next incarnation of the trainer, from the newest checkpoint."""
+    holder: list[Any] = [None]
+    if parallel.is_first:
+        found = post.run.latest_checkpoint()
+        holder = [(next_incarnation(post.run, resume=True), found[1] if found else None)]
+    dist.broadcast_object_list(holder, src=0, group=parallel.control)
+    incarnation, checkpoint = holder[0]
+    return replace(post, incarnation=incarnation, checkpoint=checkpoint)
+
+
+def bind(config: Config) -> None:
+    """Collectives of this process use the cluster's interface, and its NCCL and UCX settings."""
+    interface = config.cluster.interface
+    os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    os.environ |= config.cluster.environment

@@ -1,0 +1,210 @@
+"""A run over three hosts: controller and engine on one, a trainer of two ranks on the two others.
+
+The hosts are network namespaces of this machine with addresses of their own (`tests/multi/hosts`);
+everything else is real: SGLang, Ray's head, torchrun with its rendezvous, gloo across hosts for the
+gang and for the weights, records read from the engine's host by byte range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moerl.observe.metrics import read_rows
+from moerl.rundir import RunDir
+from tests.multi.hosts import Host, hosts, why_not
+
+START_S = 560.0  # of everything, on a loaded machine of two cores
+RECIPE = (
+    "cluster=hosts",
+    "run.console=lines",
+    "rollout.groups_per_step=8",
+    "rollout.group_size=4",
+    "rollout.groups_per_request=8",
+    "replay.probe=1",
+    "observe.engine_alone_s=0",
+)
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with hosts(3) as made:
+        yield made
+
+
+class ClusterRun:
+    """`moerl train` on the first host, tools/launch/torchrun.sh on the others."""
+
+    def __init__(self, made: list[Host], root: Path, *settings: str) -> None:
+        self.hosts, self.dir = made, RunDir(root / "run")
+        self.output = root / "output.txt"
+        engine, *trainers = (host.address for host in made)
+        self.processes: list[subprocess.Popen[str]] = []
+        self.log = self.output.open("w")
+        self.head = self._start(
+            made[0],
+            *(sys.executable, "-m", "moerl", "train", "quickstart", *RECIPE),
+            f"cluster.nodes.engine.hosts=[{engine}]",
+            f"cluster.nodes.trainer.hosts=[{','.join(trainers)}]",
+            *(f"run.root={root}", "--run", "run", *settings),
+        )
+        self.trainers = [
+            self._start(host, "tools/launch/torchrun.sh", str(self.dir.root), str(index))
+            for index, host in enumerate(made[1:])
+        ]
+
+    def _start(self, host: Host, *command: str) -> subprocess.Popen[str]:
+        process = host.start(command, self.log)
+        self.processes.append(process)
+        return process
+
+    def rows(self) -> list[dict]:
+        return read_rows(self.dir.metrics)
+
+    def text(self) -> str:
+        logs = [self.output, *sorted(self.dir.logs.glob("*.log"))]
+        return "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in logs)
+
+    def wait_for(self, what: Callable[[], bool], seconds: float = START_S) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert self.head.poll() is None, f"the run ended early:\n{self.text()}"
+            assert time.monotonic() < deadline, f"nothing after {seconds} s:\n{self.text()}"
+            time.sleep(0.1)
+
+    def finish(self, seconds: float = START_S) -> None:
+        deadline = time.monotonic() + seconds
+        while self.head.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.head.poll() == 0, self.text()
+        for process in self.trainers:
+            assert process.wait(60) == 0, self.text()
+
+    def members(self) -> list[psutil.Process]:
+        found = []
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                front = psutil.Process(process.pid)
+                found += [front, *front.children(recursive=True)]
+        return found
+
+    def end(self) -> None:
+        """What a failed test left."""
+        for member in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        for process in self.processes:
+            process.wait()
+        self.log.close()
+
+
+@contextlib.contextmanager
+def cluster_run(made: list[Host], root: Path, *settings: str) -> Iterator[ClusterRun]:
+    run = ClusterRun(made, root, *settings)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_a_run_over_three_hosts(three: list[Host], tmp_path: Path) -> None:
+    assert all("default" not in host.routes() for host in three), "nothing outside is reachable"
+    with cluster_run(three, tmp_path, "run.steps=3", "checkpoint.every=2") as run:
+        run.wait_for(lambda: bool(run.rows()))
+        members = run.members()
+        secrets = [(run.dir.board.folder / name).read_text() for name in ("token", "ray-token")]
+        assert no_command_line_has(secrets, members)
+        assert (run.dir.board.folder.stat().st_mode & 0o777) == 0o700
+        run.finish()
+        rows = run.rows()
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert all(
+            row["routing/replay_cover_frac"] == row["keep/cover_frac"] == 1.0 for row in rows
+        ), rows
+        assert (run.dir.hf / "config.json").is_file()
+        assert run.dir.latest_checkpoint() is not None
+        assert "10.231.17.1:17101" in blobs_of(run), "records were read from the engine's host"
+        for secret in secrets:
+            assert secret not in run.text(), "a log shows a secret"
+        assert not psutil_alive(members), "a process outlives the run"
+        assert not (run.dir.board.folder / "token").exists()
+
+
+CUT_S = 20.0
+
+
+@pytest.mark.full
+@pytest.mark.e2e
+@pytest.mark.timeout(1500)
+def test_links_that_are_cut_and_restored(three: list[Host], tmp_path: Path) -> None:
+    """The engines' host is away for 20 s, then a trainer host until its ranks start again."""
+    settings = ("run.steps=40", "checkpoint.every=2", "trainer.step_timeout_s=60")
+    more = ("supervision.max_restarts=6", "sync.timeout_s=60", "rollout.keep_records=false")
+    with cluster_run(three, tmp_path, *settings, *more) as run:
+        run.wait_for(lambda: len(run.rows()) >= 3)
+        three[0].cut()
+        before = len(run.rows())
+        time.sleep(CUT_S)
+        three[0].restore()
+        run.wait_for(lambda: len(run.rows()) > before + 2)
+
+        started = starts(run)
+        three[2].cut()
+        run.wait_for(lambda: "torchrun ended" in run.output.read_text() or gang_fell(run, started))
+        three[2].restore()
+        run.wait_for(lambda: starts(run) > started)
+        run.finish(900)
+        rows = run.rows()
+        assert [row["step"] for row in rows] == list(range(40)), "one row per surviving step"
+        for name in ("routing/replay_cover_frac", "keep/cover_frac"):
+            assert {row[name] for row in rows} == {1.0}
+        assert len({row["version"].split(".")[0] for row in rows}) >= 2, "two incarnations trained"
+        assert (run.dir.hf / "config.json").is_file()
+
+
+def starts(run: ClusterRun) -> int:
+    """How often the gang began."""
+    return int(json.loads((run.dir.root / "state.json").read_text())["starts"])
+
+
+def gang_fell(run: ClusterRun, started: int) -> bool:
+    """Its ranks ended: they say so in the log that torchrun keeps."""
+    text = "".join(p.read_text(errors="replace") for p in run.dir.logs.glob("torchrun-*.log"))
+    return "TrainerError: trainer rank" in text or starts(run) > started
+
+
+def no_command_line_has(secrets: list[str], members: list[psutil.Process]) -> bool:
+    seen = 0
+    for member in members:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            line = " ".join(member.cmdline())
+            seen += "moerl.trainer.main" in line
+            assert not any(secret in line for secret in secrets), line
+    assert seen >= 2, "the ranks are among those looked at"
+    assert all(len(secret) >= 32 for secret in secrets)
+    return True
+
+
+def psutil_alive(members: list[psutil.Process]) -> list[psutil.Process]:
+    deadline = time.monotonic() + 20
+    while True:
+        left = [m for m in members if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def blobs_of(run: ClusterRun) -> str:
+    return (run.dir.logs / "trainer-0.log").read_text()

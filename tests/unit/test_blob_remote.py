@@ -1,0 +1,110 @@
+"""Blobs of another node: the same bytes, verified, only with the token, over a broken link."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moerl.blob.remote import ClusterBlobs, RangeServer
+from moerl.blob.store import BlobStore
+from moerl.errors import BlobError
+from moerl.types import BlobRef
+
+TOKEN = "of this run"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[RangeServer, ClusterBlobs, BlobRef]]:
+    server = RangeServer(tmp_path / "node", "127.0.0.1", 0, TOKEN)
+    owner = ClusterBlobs(tmp_path / "node", server.node, TOKEN)
+    array = np.arange(50_000, dtype=np.int32)
+    (_, ref) = owner.seal("a", [np.zeros(3, np.uint8), array])
+    yield server, ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=3), ref
+    server.close()
+
+
+def test_remote_reads_equal_local_ones(served: tuple[RangeServer, ClusterBlobs, BlobRef]) -> None:
+    server, reader, ref = served
+    assert ref.uri == f"blob://{server.node}/a"
+    local = BlobStore(reader.root.parent / "node", server.node)
+    runs = [(100_000, 100_400), (0, 4), (8_000, 20_000), (7, 7), (199_996, 200_000)]
+    assert (reader.read_runs(ref, runs) == local.read_runs(ref, runs)).all()
+    assert reader.bytes_read == local.bytes_read, "only the touched chunks travel"
+    assert (reader.load(ref) == np.arange(50_000)).all()
+    assert not reader.root.exists(), "a reader makes no folder"
+    copy = pickle.loads(pickle.dumps(reader))
+    assert (copy.read_runs(ref, [(0, 8)]).view(np.int32) == [0, 1]).all()
+
+
+def test_strangers_and_strange_names_get_nothing(
+    served: tuple[RangeServer, ClusterBlobs, BlobRef], tmp_path: Path
+) -> None:
+    server, reader, ref = served
+    (tmp_path / "secret").write_text("x")
+    stranger = ClusterBlobs(tmp_path / "none", "", "a guess", timeout_s=1)
+    with pytest.raises(BlobError, match="answered 401"):
+        stranger.read_runs(ref, [(0, 4)])
+    assert not stranger.has_all([ref.uri])
+    for name in ("..%2Fsecret", ".a.tmp", "b"):
+        with pytest.raises(BlobError, match="answered 404"):
+            reader.read_runs(_renamed(ref, f"blob://{server.node}/{name}"), [(0, 4)])
+
+
+def test_altered_and_short_blobs_are_refused(
+    served: tuple[RangeServer, ClusterBlobs, BlobRef],
+) -> None:
+    _, reader, ref = served
+    path = reader.root.parent / "node" / "a"
+    data = bytearray(path.read_bytes())
+    data[ref.offset + 5000] ^= 1
+    path.write_bytes(data)
+    assert len(reader.read_runs(ref, [(0, 4096)])) == 4096, "another chunk is whole"
+    with pytest.raises(BlobError, match="does not match its digest"):
+        reader.read_runs(ref, [(4096, 4100)])
+    path.write_bytes(data[:1000])
+    with pytest.raises(BlobError, match="answered 400"):
+        reader.read_runs(ref, [(0, 4)])
+
+
+def test_a_link_that_comes_back_costs_time_only(
+    served: tuple[RangeServer, ClusterBlobs, BlobRef], tmp_path: Path
+) -> None:
+    server, reader, ref = served
+    host, _, port = server.node.partition(":")
+    server.close()
+    again: list[RangeServer] = []
+
+    def restore() -> None:
+        time.sleep(0.5)
+        again.append(RangeServer(tmp_path / "node", host, int(port), TOKEN))
+
+    thread = threading.Thread(target=restore)
+    thread.start()
+    assert (reader.read_runs(ref, [(0, 8)]).view(np.int32) == [0, 1]).all()
+    thread.join()
+    again[0].close()
+    with pytest.raises(BlobError, match="could not be read within"):
+        ClusterBlobs(tmp_path, "", TOKEN, timeout_s=0.3).read_runs(ref, [(0, 8)])
+
+
+def test_deletion_reaches_the_node(served: tuple[RangeServer, ClusterBlobs, BlobRef]) -> None:
+    server, reader, ref = served
+    assert reader.has_all([ref.uri])
+    assert not reader.has_all([ref.uri, f"blob://{server.node}/b"])
+    reader.delete(ref.uri)
+    reader.delete(f"blob://{server.node}/never")
+    deadline = time.monotonic() + 20
+    while reader.has_all([ref.uri]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(BlobError, match="answered 404"):
+        reader.read_runs(ref, [(0, 4)])
+
+
+def _renamed(ref: BlobRef, uri: str) -> BlobRef:
+    return BlobRef(uri=uri, offset=ref.offset, dtype=ref.dtype, shape=ref.shape, digest=ref.digest)

@@ -1,0 +1,110 @@
+"""The launch scripts: shellcheck finds nothing, and what they ask Python comes out right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moerl.errors import ConfigError
+from moerl.launch.slurm_job import options, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "tools/launch").iterdir())
+RECIPE = ["qwen3-30b-a3b", "engine.count=2"]
+
+
+def shellcheck(*files: Path) -> subprocess.CompletedProcess[str]:
+    binary = Path(sys.executable).with_name("shellcheck")  # of requirements/cpu.lock
+    return subprocess.run(
+        [str(binary), *map(str, files)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_shellcheck_finds_nothing() -> None:
+    assert len(SCRIPTS) >= 3
+    done = shellcheck(*SCRIPTS)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_would_find_something(tmp_path: Path) -> None:
+    """Negative control."""
+    (tmp_path / "bad.sh").write_text("#!/usr/bin/env bash\nrm -r $1\n")
+    assert "SC2086" in shellcheck(tmp_path / "bad.sh").stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_end_nothing_by_name(script: Path) -> None:
+    text = script.read_text()
+    assert "set -euo pipefail" in text
+    for word in ("pkill", "killall", "ray stop", "scancel"):
+        assert word not in text
+
+
+def test_sbatch_is_asked_for_the_recipes_nodes() -> None:
+    asked = options([*RECIPE, "cluster.slurm.partition=gpu", "--run", "a"])
+    for option in ("--nodes=4", "--gpus-per-node=8", "--requeue", "--signal=B:TERM@120"):
+        assert option in asked
+    assert "--partition=gpu" in asked
+    assert "--job-name=moerl-a" in asked
+    with pytest.raises(ConfigError, match="a requeued job must find it again"):
+        options(RECIPE)
+    with pytest.raises(ConfigError, match="add cluster=slurm"):
+        options(["quickstart", "--run", "a"])
+
+
+def test_nodes_of_the_allocation_get_their_roles(tmp_path: Path) -> None:
+    lines = plan("n1,n2,n3,n4", [*RECIPE, f"run.root={tmp_path}", "--run", "a"])
+    assert [line for line in lines if line.startswith(("engine=", "trainer="))] == [
+        "engine=n1",
+        "engine=n2",
+        "trainer=n3",
+        "trainer=n4",
+    ]
+    assert [line.removeprefix("setting=") for line in lines if "setting=" in line] == [
+        "qwen3-30b-a3b",
+        "cluster.nodes.engine.hosts=[n1,n2]",
+        "cluster.nodes.trainer.hosts=[n3,n4]",
+        "engine.count=2",
+        f"run.root={tmp_path}",
+        "--run",
+        "a",
+    ]
+    with pytest.raises(ConfigError, match="the allocation has 2 nodes"):
+        plan("n1,n2", [*RECIPE, "--run", "a"])
+
+
+def test_the_kubernetes_manifest_follows_the_cluster_file() -> None:
+    recipe = ["qwen3-30b-a3b", "cluster=kuberay", "run.root=/runs", "--run", "a"]
+    done = subprocess.run(
+        [sys.executable, "-m", "moerl", "manifest", *recipe],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=True,
+    )
+    ray, service, job = yaml.safe_load_all(done.stdout)
+    assert [one["kind"] for one in (ray, service, job)] == ["RayCluster", "Service", "Job"]
+    head, (workers,) = ray["spec"]["headGroupSpec"], ray["spec"]["workerGroupSpecs"]
+    assert (workers["replicas"], job["spec"]["parallelism"]) == (1, 2)
+    for pod in (head["template"], workers["template"], job["spec"]["template"]):
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+        env = {one["name"]: one for one in container["env"]}
+        assert env["RAY_AUTH_MODE"]["value"] == "token"
+        assert "secretKeyRef" in env["RAY_AUTH_TOKEN"]["valueFrom"], "no token in the text"
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command == ["tools/launch/torchrun.sh", "/runs/a", "$(JOB_COMPLETION_INDEX)"]
+
+
+def test_a_requeued_job_resumes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_text("{}")
+    lines = plan("n1,n2,n3,n4", [*RECIPE, f"run.root={tmp_path}", "--run", "a"])
+    settings = [line.removeprefix("setting=") for line in lines if "setting=" in line]
+    assert settings[:2] == ["--resume", f"{tmp_path}/a"]
+    assert "cluster.nodes.engine.hosts=[n1,n2]" in settings, "the nodes may be others now"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# One trainer node of a run: torchrun with this cluster's rendezvous, devices and network cards.
+#
+# usage: tools/launch/torchrun.sh RUN_DIR INDEX         (INDEX: this node among the trainer nodes)
+#
+# The run directory is on a file system that all nodes mount.  Everything else (nodes, ranks, ports,
+# interface, RDMA cards, restarts) comes from its config.yaml; the controller's address and the run's
+# token from its board, so neither is on a command line.  Ranks are started again when one ends or a
+# node comes back; this script ends when the gang is done or the run is over, and ends only what it
+# started (moerl/launch/trainer_node.py).  Ranks are bound to the cores and memory beside their GPU
+# (torchrun's --numa-binding) and to the node's RDMA cards (cluster.nodes.*.rdma).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=${MOERL_PYTHON:-.venv/bin/python}
+exec "$python" -m moerl.launch.trainer_node "$@"
