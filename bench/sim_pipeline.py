@@ -5,10 +5,10 @@
 Service times are taken from the synchronous runs alone: seconds of training, freezing, publishing
 and pausing as the timeline has them, and decode times by least squares over their steps,
 
-    generation of a step = calls * call_s + longest rollout * token_s + tokens * request_token_s
+    generation of a step = longest rollout * token_s + tokens * request_token_s
 
 because a call of a batch makes as many decode steps as its longest rollout has tokens, and each
-costs a constant and a part per running request.  Lengths are those seen, waits those of the task.
+costs a constant and a part per running request; a prompt's prefill is not told from them.  Lengths are those seen, waits those of the task.
 Every configuration is then predicted and compared with the median of its measured wall times:
 within 15%, or exit status 1.  The asynchronous runs are predictions, the synchronous one a fit.
 """
@@ -41,8 +41,8 @@ def main() -> None:
     results = {int(depth): runs for depth, runs in kept["results"].items()}
     workload, costs = workload_of(results, Path(kept["task"])), costs_of(results[0])
     print(
-        f"from the synchronous runs: train {statistics.fmean(costs.train_s):.3f} s, call "
-        f"{costs.call_s * 1e3:.1f} ms, decode step {costs.token_s * 1e3:.2f} ms + "
+        f"from the synchronous runs: train {statistics.fmean(costs.train_s):.3f} s, "
+        f"decode step {costs.token_s * 1e3:.2f} ms + "
         f"{costs.request_token_s * 1e3:.3f} ms per request, freeze {costs.freeze_s * 1e3:.0f} ms, "
         f"publish {costs.transfer_s * 1e3:.0f} ms, pause {costs.pause_s * 1e3:.0f} ms, overhead "
         f"{costs.overhead_s * 1e3:.0f} ms"
@@ -87,7 +87,7 @@ def workload_of(results: dict[int, list[Result]], task: Path) -> Workload:
 
 def costs_of(runs: list[Result]) -> Costs:
     """Service times of synchronous runs."""
-    call_s, token_s, request_token_s = fit_decode(runs)
+    token_s, request_token_s = fit_decode(runs)
     pause_s = median(runs, "pause_s")
     train_s = [seconds for run in runs for seconds in run["train_s"]]
     idle = [run["wall_s"] * (1 - run["trainer_idle"]) - run["trainer_busy_s"] for run in runs]
@@ -95,7 +95,6 @@ def costs_of(runs: list[Result]) -> Costs:
         train_s=train_s,
         token_s=token_s,
         request_token_s=request_token_s,
-        call_s=call_s,
         prefill_token_s=request_token_s,  # at most: a prompt token is cheaper than a decoded one
         freeze_s=median(runs, "freeze_s"),
         transfer_s=max(0.0, median(runs, "sync_s") - pause_s),
@@ -105,28 +104,27 @@ def costs_of(runs: list[Result]) -> Costs:
     )
 
 
-def fit_decode(runs: list[Result]) -> tuple[float, float, float]:
-    """call_s, token_s, request_token_s, none negative: the best fit over subsets of columns."""
+def fit_decode(runs: list[Result]) -> tuple[float, float]:
+    """token_s and request_token_s, none negative: the best fit over subsets of columns."""
     rows, seconds = [], []
     for run in runs:
         starts = [run["begin_s"], *run["step_ends_s"]]
         for step, (begin, end) in enumerate(itertools.pairwise(starts)):
             calls = [(a, b) for a, b in run["calls"] if begin <= a < end]
-            rows.append([GROUPS, run["longest"][step], run["tokens"][step]])
+            rows.append([run["longest"][step], run["tokens"][step]])
             seconds.append(length(calls))
     a, b = np.array(rows, float), np.array(seconds)
-    best: tuple[float, np.ndarray[Any, Any]] = (float("inf"), np.zeros(3))
-    for count in (1, 2, 3):
-        for columns in itertools.combinations(range(3), count):
-            part, *_ = np.linalg.lstsq(a[:, columns], b, rcond=None)
-            if (part < 0).any():
-                continue
-            whole = np.zeros(3)
-            whole[list(columns)] = part
-            error = float(((a @ whole - b) ** 2).sum())
-            best = min(best, (error, whole), key=lambda entry: entry[0])
-    call_s, token_s, request_token_s = best[1]
-    return float(call_s), float(token_s), float(request_token_s)
+    best: tuple[float, np.ndarray[Any, Any]] = (float("inf"), np.zeros(2))
+    for columns in ([0], [1], [0, 1]):
+        part, *_ = np.linalg.lstsq(a[:, columns], b, rcond=None)
+        if (part < 0).any():
+            continue
+        whole = np.zeros(2)
+        whole[columns] = part
+        error = float(((a @ whole - b) ** 2).sum())
+        best = min(best, (error, whole), key=lambda entry: entry[0])
+    token_s, request_token_s = best[1]
+    return float(token_s), float(request_token_s)
 
 
 def median(runs: list[Result], name: str) -> float:
