@@ -8,7 +8,8 @@ and pausing as the timeline has them, and decode times by least squares over the
     generation of a step = longest rollout * token_s + tokens * request_token_s
 
 because a call of a batch makes as many decode steps as its longest rollout has tokens, and each
-costs a constant and a part per running request; a prompt's prefill is not told from them.  Lengths are those seen, waits those of the task.
+costs a constant and a part per running request; a prompt's prefill is not told from them.  Lengths
+are those seen, waits those of the task.
 Every configuration is then predicted and compared with the median of its measured wall times:
 within 15%, or exit status 1.  The asynchronous runs are predictions, the synchronous one a fit.
 """
