@@ -137,7 +137,7 @@ def learners(store: BlobStore) -> list[Any]:
     config = Config(
         run=RunConfig(steps=1000),
         trainer=TrainerConfig(parallel=ParallelConfig(), max_tokens_per_microbatch=2048),
-        observe=ObserveConfig(full_entropy=False),  # a metric, not part of replay
+        observe=ObserveConfig(full_entropy=0),  # a metric, not part of replay
     )
     gang = parallel.start(config.trainer.parallel, platform, timeout_s=600)
     from moerl.trainer.model import build

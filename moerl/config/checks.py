@@ -104,6 +104,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 1,
     "replay.probe": 0,
     "observe.sample_rollouts": 0,
+    "observe.full_entropy": 0,
     "observe.engine_alone_s": 0,
     "trainer.parallel.tp": 1,
     "trainer.parallel.pp": 1,

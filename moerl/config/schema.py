@@ -259,7 +259,7 @@ class SupervisionConfig:
 class ObserveConfig:
     tensorboard: bool = False
     wandb_project: str = ""  # empty = off
-    full_entropy: bool = True  # beside that of the kept tokens: a pass over the logits, no graph
+    full_entropy: int = 20  # steps between looks at the entropy of the whole vocabulary; 0 = never
     sample_rollouts: int = 16  # rollouts with text kept for the report
     engine_alone_s: float = 0.0  # at the end, measure the engines alone for so long; 0 = off
 

@@ -187,7 +187,9 @@ class Learner:
             advantages=advantages,
             weights=plan_weights(self.config.algorithm, part.plan),
         )
-        step = partial(self._forward_step, sums, known)
+        every = self.config.observe.full_entropy
+        wide = every > 0 and part.plan.step % every == 0
+        step = partial(self._forward_step, sums, known, wide)
         run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, known))
         if self.router_losses is not None:
             sums.counts |= self.router_losses.values
@@ -222,24 +224,26 @@ class Learner:
         return [float(grad_norm)]
 
     def _forward_step(
-        self, sums: StepSums, known: Known, turns: Iterator[Turn], ddp: DistributedDataParallel
+        self,
+        sums: StepSums,
+        known: Known,
+        wide: bool,
+        turns: Iterator[Turn],
+        ddp: DistributedDataParallel,
     ) -> tuple[Tensor, LossOf]:
+        """wide: also the entropy over the whole vocabulary."""
         turn = take(turns)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
         output = forward.run_chunk(self.model, turn.chunk, ddp, turn.batch, turn.microbatch, mode)
         self._count_routes(sums, turn)
-        return output, partial(self._loss, turn, known, sums)
+        return output, partial(self._loss, turn, known, wide, sums)
 
     def _loss(
-        self, turn: Turn, known: Known, sums: StepSums, logits: Tensor
+        self, turn: Turn, known: Known, wide: bool, sums: StepSums, logits: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = turn.batch
         scores = forward.sampled_logprobs(
-            self.model,
-            logits,
-            batch,
-            self.parallel,
-            full_entropy=self.config.observe.full_entropy,
+            self.model, logits, batch, self.parallel, full_entropy=wide
         )
         logprob_N, device = scores.logprob, scores.logprob.device
         tokens = Tokens(
@@ -276,9 +280,7 @@ class Learner:
     def _metrics(self, total: StepSums, num_steps: int) -> dict[str, float]:
         metrics = loss_metrics(self.config.algorithm, total.loss, num_steps)
         metrics |= total.mismatch.metrics() | describe(
-            total,
-            replayed=self.model.replay is not None,
-            full_entropy=self.config.observe.full_entropy,
+            total, replayed=self.model.replay is not None
         )
         if self.router_losses is not None:
             metrics |= {f"loss/{name}": total.counts[name] / num_steps for name in NAMES}

@@ -30,7 +30,8 @@ _COUNTS = (
     "kept_singleton",
     "mask_bytes",
     "entropy",
-    "entropy_full",
+    "entropy_full",  # over the whole vocabulary
+    "sampled_full",  # tokens that it was computed of
     "router_z",  # weighted terms, as they are added
     "router_balance",
 )
@@ -90,19 +91,20 @@ class StepSums:
         self.counts["entropy"] += float(scores.entropy.sum())
         if scores.full_entropy is not None:
             self.counts["entropy_full"] += float(scores.full_entropy.sum())
+            self.counts["sampled_full"] += len(batch.sampled)
         self.counts["sampled_truncated"] += sum(
             rollout.num_sampled for rollout in batch.rollouts if rollout.sampling.truncates
         )
 
 
-def describe(sums: StepSums, *, replayed: bool, full_entropy: bool) -> dict[str, float]:
+def describe(sums: StepSums, *, replayed: bool) -> dict[str, float]:
     """Coverage and payload metrics; what could not be computed is absent."""
     counts = sums.counts
     metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
     if counts["sampled"]:
         metrics["loss/entropy"] = counts["entropy"] / counts["sampled"]
-        if full_entropy:
-            metrics["loss/entropy_full"] = counts["entropy_full"] / counts["sampled"]
+    if counts["sampled_full"]:
+        metrics["loss/entropy_full"] = counts["entropy_full"] / counts["sampled_full"]
     if replayed and counts["fed_rows"]:
         metrics["routing/replay_cover_frac"] = counts["replayed_rows"] / counts["fed_rows"]
         metrics["routing/fallback_rows"] = counts["fed_rows"] - counts["replayed_rows"]
