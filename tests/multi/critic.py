@@ -15,6 +15,7 @@ PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from saving import save_whole  # noqa: E402
 from trainer_support import make_plan, replan  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
@@ -65,7 +66,7 @@ def main() -> None:
     rows = [first.step(plan) for _ in range(6)]
     values = torch.cat([torch.from_numpy(value) for value in first.critic.values(plan)])
     progress = checkpoint.Progress(PolicyVersion(0, 6), (), 6)
-    saved = checkpoint.save(options.work / "checkpoints", first, progress, ranks, keep=1)
+    saved = save_whole(options.work / "run", first, progress, ranks)
     after = first.step(plan)
     again = learner()
     checkpoint.load(saved, again, ranks)

@@ -33,6 +33,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from replay_records import V0, Records, make_records  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from saving import save_whole  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
@@ -237,10 +238,10 @@ def resumed(
     work: Path, case: dict[str, Any], learner: Learner, plan: BatchPlan
 ) -> dict[str, tuple[float, float]]:
     """(uninterrupted, resumed) of the second step, after a checkpoint of the first."""
-    ranks, folder = learner.parallel, work / f"checkpoint.{case['name']}"
+    ranks, root = learner.parallel, work / f"run.{case['name']}"
     learner.step(plan)
     progress = checkpoint.Progress(version=PolicyVersion(0, 1), consumed=(0, 1), metrics_rows=1)
-    path = checkpoint.save(folder, learner, progress, ranks, keep=1)
+    path = save_whole(root, learner, progress, ranks)
     again, _ = make_learner(work, case | {"name": f"{case['name']}.again"}, ranks)
     assert checkpoint.load(path, again, ranks) == progress
     want, got = learner.step(plan), again.step(plan)

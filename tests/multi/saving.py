@@ -1,0 +1,26 @@
+"""One checkpoint of a gang's worker, written to its end; imported after the platform is set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moerl.config.schema import CheckpointConfig
+from moerl.rundir import RunDir
+from moerl.trace import Tracer
+from moerl.trainer import checkpoint
+from moerl.trainer.checkpoint_writer import CheckpointWriter
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.step import Learner
+
+
+def save_whole(
+    root: Path, learner: Learner, progress: checkpoint.Progress, ranks: Parallel
+) -> Path:
+    """Its folder, below the run directory `root`; collective."""
+    run = RunDir(root)
+    if ranks.is_first:
+        run.create()
+    writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"))
+    checkpoint.save(writer, learner, progress, ranks)
+    writer.finish()
+    return run.checkpoint(progress.version.step)
