@@ -6,7 +6,6 @@ One rank, a state of one tensor and one object; layouts are test_resume_layouts'
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from moerl.trainer import platform
-
-if "megatron" not in sys.modules:  # the patches are for other tests; these do without
-    platform.prepare("cpu")
-
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing

@@ -162,7 +162,7 @@ def test_a_prompt_that_is_too_long_or_empty_is_refused_at_once(
 
 # --- rewards -------------------------------------------------------------------------------------
 def reward_of(task: TaskConfig, answer: object, response: str, **extra: object) -> float:
-    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), response)
+    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), response).reward
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_reasoning_gym_uses_its_own_verifier(tokenizer: Any) -> None:
     reward, stream = make_reward(task), PromptStream(task, tokenizer, 11)
     for index in (0, 700, 3):
         prompt = stream.prompt(index)
-        assert reward(prompt, prompt.answer) == 1.0
-        assert reward(prompt, f"well, <answer>{prompt.answer}</answer>") == 1.0
-        assert reward(prompt, f"{prompt.answer}9") < 1.0
+        assert reward(prompt, prompt.answer).reward == 1.0
+        assert reward(prompt, f"well, <answer>{prompt.answer}</answer>").reward == 1.0
+        assert reward(prompt, f"{prompt.answer}9").reward < 1.0
     json.dumps(prompt.extra)  # plain data: it travels
 
 
