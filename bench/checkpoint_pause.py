@@ -24,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+from small_moe import SPEC
+
 from moerl.blob import BlobStore
 from moerl.config.schema import CheckpointConfig, Config, ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec
@@ -31,26 +33,6 @@ from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer import platform
 from moerl.types import PolicyVersion
-
-SPEC = ModelSpec(
-    family="qwen3_moe",
-    vocab_size=32000,
-    hidden=256,
-    layers=4,
-    heads=8,
-    kv_heads=2,
-    head_dim=32,
-    experts=16,
-    experts_per_token=4,
-    moe_ffn=128,
-    moe_layers=(0, 1, 2, 3),
-    tied=False,
-    norm_topk_prob=True,
-    rms_eps=1e-6,
-    rope_theta=1e6,
-    max_positions=4096,
-    dtype="float32",
-)
 
 
 def main() -> None:

@@ -29,12 +29,12 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import numpy as np
+from small_moe import SPEC
 
 from moerl.blob import BlobStore
 from moerl.config.schema import Config, ObserveConfig, ParallelConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.synthetic import random_rollout
-from moerl.layout import ModelSpec
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -48,25 +48,6 @@ from moerl.types import (
     Turn,
 )
 
-SPEC = ModelSpec(
-    family="qwen3_moe",
-    vocab_size=32000,
-    hidden=256,
-    layers=4,
-    heads=8,
-    kv_heads=2,
-    head_dim=32,
-    experts=16,
-    experts_per_token=4,
-    moe_ffn=128,
-    moe_layers=(0, 1, 2, 3),
-    tied=False,
-    norm_topk_prob=True,
-    rms_eps=1e-6,
-    rope_theta=1e6,
-    max_positions=4096,
-    dtype="float32",
-)
 PROMPT, LENGTH, KEPT_MEAN = 32, 256, 32
 START = PolicyVersion(0, 0)
 

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from omegaconf import OmegaConf
 
 from moerl.config.schema import Config
-from moerl.observe.charts import Bar, Chart, Line, draw_chart, draw_timeline
+from moerl.observe.charts import Bar, draw_chart, draw_timeline
 from moerl.observe.console import alerts, clock
 from moerl.observe.metrics import Row, read_lines, read_rows
 from moerl.observe.overlap import (
@@ -35,6 +35,7 @@ from moerl.observe.overlap import (
     subtract,
     trainer_work,
 )
+from moerl.observe.report_sections import SECTIONS, Section
 from moerl.observe.template import PAGE
 from moerl.rundir import RunDir
 from moerl.trace import read_spans
@@ -49,13 +50,6 @@ MAX_LANES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timelin
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    title: str
-    text: str
-    charts: tuple[Chart, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Tile:
     """One headline number."""
 
@@ -64,146 +58,6 @@ class Tile:
     note: str = ""
     wide: bool = False
     bad: bool = False
-
-
-SECTIONS = (
-    Section(
-        "Learning",
-        "Raw reward of the rollouts each step trained on: thin line per step, thick line a "
-        "moving mean, band one standard deviation of rewards.",
-        (
-            Chart("Reward", "reward", (Line("reward/mean", "mean", "reward/std", smooth=True),)),
-            Chart(
-                "Held-out prompts",
-                "reward",
-                (Line("eval/reward_mean", "mean \u00b1 se", "eval/reward_se"),),
-            ),
-            Chart("Response length", "tokens", (Line("sample/length_mean", "mean"),), zero=True),
-            Chart(
-                "Groups without signal, answers cut off",
-                "share",
-                (
-                    Line("reward/zero_var_frac", "all rewards equal"),
-                    Line("sample/truncated_frac", "hit the length limit"),
-                ),
-                share=True,
-            ),
-            Chart("Gradient norm", "L2, before clipping", (Line("loss/grad_norm", "norm"),)),
-        ),
-    ),
-    Section(
-        "Mismatch between trainer and engine",
-        "Trainer log-probability against the one the engine recorded when it sampled the token. "
-        "Staleness is part of it: at lag 0 with both replays only rounding is left.",
-        (
-            Chart("k3 divergence", "nats", (Line("mismatch/k3", "k3"),), log=True),
-            Chart(
-                "Absolute log-probability difference",
-                "nats",
-                (
-                    Line("mismatch/abs_dlogp_max", "max"),
-                    Line("mismatch/abs_dlogp_mean", "mean"),
-                ),
-                log=True,
-            ),
-            Chart(
-                "Mean importance ratio",
-                "ratio",
-                (Line("mismatch/ratio_mean", "mean \u00b1 4 se", "mismatch/ratio_se", 4.0),),
-                level=1.0,
-            ),
-            Chart(
-                "Replay coverage",
-                "share of tokens",
-                (
-                    Line("routing/replay_cover_frac", "routing"),
-                    Line("keep/cover_frac", "sampling mask"),
-                ),
-                share=True,
-            ),
-        ),
-    ),
-    Section(
-        "Asynchrony",
-        "Two sides work at the same time: lag is the price, idle time is what it buys back.",
-        (
-            Chart(
-                "Version lag",
-                "versions",
-                (Line("async/lag_max", "max"), Line("async/lag_mean", "mean")),
-                zero=True,
-            ),
-            Chart(
-                "Throughput",
-                "tokens/s",
-                (
-                    Line("perf/rollout_tokens_per_s", "engine, generated"),
-                    Line("perf/train_tokens_per_s", "trainer"),
-                ),
-                zero=True,
-            ),
-            Chart(
-                "Idle",
-                "share of time",
-                (
-                    Line("async/engine_idle_frac", "engine"),
-                    Line("async/trainer_wait_frac", "trainer, waiting for a batch"),
-                ),
-                share=True,
-            ),
-            Chart(
-                "Tokens by lag",
-                "share of tokens",
-                (
-                    Line("async/lag_frac/lag_0", "0"),
-                    Line("async/lag_frac/lag_1", "1"),
-                    Line("async/lag_frac/lag_2_3", "2-3"),
-                    Line("async/lag_frac/lag_4_7", "4-7"),
-                    Line("async/lag_frac/lag_8", "8 and more"),
-                ),
-                share=True,
-            ),
-            Chart("Buffer depth", "groups", (Line("async/buffer_depth", "groups"),), zero=True),
-            Chart(
-                "Buffer age",
-                "seconds",
-                (
-                    Line("async/buffer_age_max_s", "oldest group taken"),
-                    Line("async/buffer_age_mean_s", "mean"),
-                ),
-                zero=True,
-            ),
-            Chart(
-                "Requests aborted and resumed",
-                "requests",
-                (Line("async/interrupts", "requests"),),
-                zero=True,
-            ),
-            Chart(
-                "Prefilled again after an update",
-                "tokens",
-                (Line("async/recomputed_tokens", "tokens"),),
-                zero=True,
-            ),
-            Chart(
-                "Rollouts of several versions",
-                "share of rollouts",
-                (Line("async/partial_frac", "share"),),
-                share=True,
-            ),
-            Chart(
-                "Weight update and checkpoint",
-                "seconds",
-                (
-                    Line("async/sync_transfer_s", "transfer"),
-                    Line("async/sync_pause_s", "engine pause"),
-                    Line("checkpoint/pause_s", "trainer, for a checkpoint"),
-                ),
-                zero=True,
-            ),
-        ),
-    ),
-)
 
 
 def write_report(

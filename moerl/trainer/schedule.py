@@ -25,9 +25,10 @@ from moerl.config.schema import Config, TrainerConfig
 from moerl.data.packing import Microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
 from moerl.trainer import forward
-from moerl.trainer.model import Chunk, Model, equal_shapes
+from moerl.trainer.model import Chunk, Model
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
+from moerl.trainer.transformer import equal_shapes
 from moerl.types import Array, BatchPlan
 
 LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # of a chunk's output

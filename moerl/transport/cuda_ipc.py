@@ -31,7 +31,7 @@ from torch import Tensor
 from moerl.errors import TransportError
 from moerl.transport.base import Guarantees, check_range
 from moerl.transport.cuda_driver import Driver
-from moerl.transport.shm import check_memfd
+from moerl.transport.shm import check_memfd, open_memfd
 
 _GRAIN = 2 * 2**20  # a driver allocation of whole pages shares none, so no more is exported
 
@@ -144,11 +144,7 @@ class CudaLink:
             raise TransportError("refused", f"{endpoint!r} is no endpoint of cuda_ipc") from None
         self._driver, self._name = driver, target.name
         self._path = f"/proc/{target.pid}/fd/{target.fd}"
-        check_memfd(self._path, self._name)
-        try:
-            lock = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransportError("refused", f"cannot open {self._path}: {error}") from None
+        lock = open_memfd(self._path, self._name)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             check_memfd(self._path, self._name)  # not closed before the lock was taken

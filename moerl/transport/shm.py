@@ -97,11 +97,7 @@ class SharedLink:
             )
         except ValueError:
             raise TransportError("refused", f"{endpoint!r} is no endpoint of shm") from None
-        check_memfd(self._path, self._name)
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransportError("refused", f"cannot open {self._path}: {error}") from None
+        fd = open_memfd(self._path, self._name)
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_size < num_bytes:
@@ -130,6 +126,18 @@ class SharedLink:
         if time.monotonic() > deadline:
             raise TransportError("deadline", f"staging {self._name} was not written in time")
         check_memfd(self._path, self._name)
+
+
+def open_memfd(path: str, name: str) -> int:
+    """A descriptor of another process's memory file.
+
+    Raises TransportError: `peer` when it is gone, `refused` for a file of another user.
+    """
+    check_memfd(path, name)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError("refused", f"cannot open {path}: {error}") from None
 
 
 def check_memfd(path: str, name: str) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from moerl.config.load import load_saved
+from moerl.launch.plan import RunPlan
 from moerl.observe.metrics import read_rows
 from moerl.rundir import RunDir
 
@@ -32,6 +34,22 @@ class Run:
 
     def rows(self) -> list[dict]:
         return read_rows(self.dir.metrics)
+
+    def plan(self) -> RunPlan:
+        """Enough of the run's plan to score its kept records."""
+        config = load_saved(self.dir.config)
+        return RunPlan(
+            config=config,
+            run=self.dir,
+            model_path=Path(config.model.path),
+            hf_config={},
+            token="",
+            incarnation=0,
+            node="local",
+            blob_dir=self.dir.records / "blobs",
+            checkpoint=None,
+            records=None,
+        )
 
     def pids(self) -> dict[str, int]:
         return json.loads((self.dir.root / "pids.json").read_text())

@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.config.load import load_saved
 from moerl.launch.mismatch import score
-from moerl.launch.plan import RunPlan
 from moerl.observe.overlap import decode_overlap
 from moerl.protocols import decode_value
 from moerl.trace import read_spans
@@ -98,7 +96,7 @@ def test_outputs_are_long_and_some_span_versions(trained: list[tuple[int, Rollou
 def test_each_segment_matches_its_own_version(
     long_run: Run, trained: list[tuple[int, Rollout]], tmp_path: Path
 ) -> None:
-    plan = plan_of(long_run)
+    plan = long_run.plan()
     rollouts = [rollout for _, rollout in trained if len(rollout.versions) >= 2][:24]
     versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
     wrong = {}
@@ -137,7 +135,7 @@ def test_one_version_for_the_whole_rollout_fails(
     rollouts = [rollout for _, rollout in trained if len(rollout.versions) >= 2][:8]
     newest = max(span.version for rollout in rollouts for span in rollout.versions)
     job = score(
-        plan_of(long_run),
+        long_run.plan(),
         rollouts,
         tmp_path,
         variants=["both"],
@@ -153,23 +151,6 @@ def prompts(folder: Path) -> Path:
     rows = [{"prompt": f"write some digits {i}: ", "answer": ""} for i in range(64)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return path
-
-
-def plan_of(run: Run) -> RunPlan:
-    """Enough of the run's plan to score its kept records."""
-    config = load_saved(run.dir.config)
-    return RunPlan(
-        config=config,
-        run=run.dir,
-        model_path=Path(config.model.path),
-        hf_config={},
-        token="",
-        incarnation=0,
-        node="local",
-        blob_dir=run.dir.records / "blobs",
-        checkpoint=None,
-        records=None,
-    )
 
 
 def difference(path: Path) -> np.ndarray:

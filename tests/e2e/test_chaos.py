@@ -18,9 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.config.load import load_saved
 from moerl.launch.mismatch import score
-from moerl.launch.plan import RunPlan
 from moerl.protocols import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, PolicyVersion, Rollout
@@ -159,21 +157,10 @@ def check_versions(
 
 def gap(run: Run, rollouts: list[Rollout], version: PolicyVersion, folder: Path) -> float:
     """Largest difference between the engine's log-probabilities and those of saved weights."""
-    config = load_saved(run.dir.config)
-    plan = RunPlan(
-        config=config,
-        run=run.dir,
-        model_path=Path(config.model.path),
-        hf_config={},
-        token="",
-        incarnation=0,
-        node="local",
-        blob_dir=run.dir.records / "blobs",
-        checkpoint=None,
-        records=None,
-    )
     weights = run.dir.versions / str(version)
-    job = score(plan, rollouts[:16], folder, variants=["both"], dtypes=["fp32"], model=weights)
+    job = score(
+        run.plan(), rollouts[:16], folder, variants=["both"], dtypes=["fp32"], model=weights
+    )
     scores = np.load(job.out)
     return float(np.abs(scores["fp32/both"] - scores["engine"]).max())
 

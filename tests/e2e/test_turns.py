@@ -10,7 +10,7 @@ from moerl.launch.mismatch import score
 from moerl.protocols import decode_value
 from moerl.types import EpisodeGroup, Rollout
 from tests.e2e.runs import start
-from tests.e2e.test_async import difference, plan_of
+from tests.e2e.test_async import difference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -51,11 +51,11 @@ def test_every_turn_is_trained_on_its_own_rows(tmp_path: Path) -> None:
     for version in sorted({r.versions[0].version for r in whole if len(r.versions) == 1}):
         own = [r for r in whole if [s.version for s in r.versions] == [version]]
         weights = run.dir.versions / str(version)
-        job = score(plan_of(run), own, tmp_path, variants=["both"], dtypes=["fp32"], model=weights)
+        job = score(run.plan(), own, tmp_path, variants=["both"], dtypes=["fp32"], model=weights)
         gap = difference(Path(job.out))
         print(f"{len(own)} later turns of {version}: max {gap.max():.1e}, mean {gap.mean():.1e}")
         assert gap.max() <= 5e-5
         other = 0 if version.step else 1
         wrong = run.dir.versions / f"0.{other}"
-        job = score(plan_of(run), own, tmp_path, variants=["both"], dtypes=["fp32"], model=wrong)
+        job = score(run.plan(), own, tmp_path, variants=["both"], dtypes=["fp32"], model=wrong)
         assert difference(Path(job.out)).max() > 1e-3, "control: weights of another version"

@@ -51,10 +51,11 @@ from moerl.layout import hf_shapes, model_spec  # noqa: E402
 from moerl.trainer import checkpoint, forward, parallel, probe  # noqa: E402
 from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.hf_gather import HfGather  # noqa: E402
-from moerl.trainer.model import Model, build, equal_shapes, layout_of  # noqa: E402
+from moerl.trainer.model import Model, build, layout_of  # noqa: E402
 from moerl.trainer.parallel import Parallel  # noqa: E402
 from moerl.trainer.replay import Mode  # noqa: E402
 from moerl.trainer.step import Learner  # noqa: E402
+from moerl.trainer.transformer import equal_shapes  # noqa: E402
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 
 Rows = dict[int, torch.Tensor]

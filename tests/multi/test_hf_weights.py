@@ -340,7 +340,8 @@ def live_worker() -> None:
 
     from moerl.config.schema import ParallelConfig, TrainerConfig
     from moerl.layout import check_covers, padded_vocab
-    from moerl.trainer.model import layout_of, transformer_config
+    from moerl.trainer.model import layout_of
+    from moerl.trainer.transformer import transformer_config
 
     num = 0
     for axes, tied in (

@@ -330,7 +330,8 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
 
     from moerl.config.schema import ParallelConfig, TrainerConfig
     from moerl.trainer.family_modules import adapt
-    from moerl.trainer.model import gpt_model, live_tensors, transformer_config
+    from moerl.trainer.model import gpt_model, live_tensors
+    from moerl.trainer.transformer import transformer_config
 
     axes = ("tp", "pp", "ep", "etp", "dp")
     sizes = ParallelConfig(**{axis: getattr(layout, axis) for axis in axes})
