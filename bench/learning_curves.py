@@ -164,7 +164,7 @@ def missing(
     ]
 
 
-def plan_of(out: Path, line: Series, seed: int, steps: int, scratch: Path) -> RunPlan:
+def plan_of(out: Path, line: Series, seed: int, steps: int) -> RunPlan:
     """The run's own folder, begun anew."""
     run = RunDir(out / line.folder(seed))
     shutil.rmtree(run.root, ignore_errors=True)
@@ -172,7 +172,7 @@ def plan_of(out: Path, line: Series, seed: int, steps: int, scratch: Path) -> Ru
     overrides = [*SETTINGS, *line.settings, f"rollout.fixed_lag={line.lag}", f"run.steps={steps}"]
     overrides += [f"run.seed={seed}", f"run.root={out}", f"model.path={_model(out, line, seed)}"]
     config = load_config(line.recipe, overrides)
-    plan = prepare(config, run, resume=False, scratch=scratch)
+    plan = prepare(config, run, resume=False)
     save_config(plan.config, run.config)
     return plan
 
@@ -186,10 +186,10 @@ def _model(out: Path, line: Series, seed: int) -> Path:
 
 def run_all(out: Path, todo: Sequence[tuple[Series, int]], steps: int, scratch: Path) -> None:
     line, seed = todo[0]
-    bed = Bed(plan_of(out / "engine", line, seed, steps, scratch), scratch)
+    bed = Bed(plan_of(out / "engine", line, seed, steps), scratch)
     begin = time.monotonic()
     for number, (line, seed) in enumerate(todo):
-        plan = plan_of(out, line, seed, steps, scratch)
+        plan = plan_of(out, line, seed, steps)
         for row in bed.train(plan):
             _say(f"{line.name}, lag {line.lag}, seed {seed}: step {row['step'] + 1} of {steps}")
         shutil.rmtree(plan.run.checkpoints)  # metrics are the result

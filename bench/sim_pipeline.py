@@ -3,13 +3,8 @@
     python bench/async_speedup.py && python bench/sim_pipeline.py [--work DIR]
 
 Service times are taken from the synchronous runs alone: seconds of training, freezing, publishing
-and pausing as the timeline has them, and decode times by least squares over their steps,
-
-    generation of a step = longest rollout * token_s + tokens * request_token_s
-
-because a call of a batch makes as many decode steps as its longest rollout has tokens, and each
-costs a constant and a part per running request; a prompt's prefill is not told from them.  Lengths
-are those seen, waits those of the task.
+and pausing as the timeline has them, and decode times from `async_speedup.fit_decode`; a prompt's
+prefill is not told from them.  Lengths are those seen, waits those of the task.
 Every configuration is then predicted and compared with the median of its measured wall times:
 within 15%, or exit status 1.  The asynchronous runs are predictions, the synchronous one a fit.
 """
@@ -17,17 +12,13 @@ within 15%, or exit status 1.  The asynchronous runs are predictions, the synchr
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from async_speedup import GROUPS, ROOT, SCORERS, SIBLINGS, Result
+from async_speedup import GROUPS, ROOT, SCORERS, SIBLINGS, Result, fit_decode
 
 from moerl.launch.simulate import Choice, Costs, Workload, scaled, simulate
-from moerl.observe.overlap import length
 
 LIMIT = 0.15
 ENGINES = 1
@@ -103,29 +94,6 @@ def costs_of(runs: list[Result]) -> Costs:
         overhead_s=max(0.0, statistics.fmean(idle) / runs[0]["steps"]),
         scorers=SCORERS,
     )
-
-
-def fit_decode(runs: list[Result]) -> tuple[float, float]:
-    """token_s and request_token_s, none negative: the best fit over subsets of columns."""
-    rows, seconds = [], []
-    for run in runs:
-        starts = [run["begin_s"], *run["step_ends_s"]]
-        for step, (begin, end) in enumerate(itertools.pairwise(starts)):
-            calls = [(a, b) for a, b in run["calls"] if begin <= a < end]
-            rows.append([run["longest"][step], run["tokens"][step]])
-            seconds.append(length(calls))
-    a, b = np.array(rows, float), np.array(seconds)
-    best: tuple[float, np.ndarray[Any, Any]] = (float("inf"), np.zeros(2))
-    for columns in ([0], [1], [0, 1]):
-        part, *_ = np.linalg.lstsq(a[:, columns], b, rcond=None)
-        if (part < 0).any():
-            continue
-        whole = np.zeros(2)
-        whole[columns] = part
-        error = float(((a @ whole - b) ** 2).sum())
-        best = min(best, (error, whole), key=lambda entry: entry[0])
-    token_s, request_token_s = best[1]
-    return float(token_s), float(request_token_s)
 
 
 def median(runs: list[Result], name: str) -> float:
