@@ -296,7 +296,7 @@ def report(results: dict[int, list[Result]]) -> bool:
 
 
 def least_work(runs: list[Result], depth: int) -> tuple[float, float]:
-    """Seconds of trainer and of engine that no schedule of this depth avoids.  runs: synchronous."""
+    """Seconds of trainer and engine that no schedule of a depth avoids.  runs: synchronous."""
     token_s, request_token_s = fit_decode(runs)
     requests = (depth + 1) * GROUPS * SIBLINGS
     tokens = statistics.median(sum(run["tokens"]) for run in runs)
