@@ -186,6 +186,7 @@ def _model(out: Path, line: Series, seed: int) -> Path:
 
 def run_all(out: Path, todo: Sequence[tuple[Series, int]], steps: int, scratch: Path) -> None:
     line, seed = todo[0]
+    _say(f"{len(todo)} runs of {steps} steps to go; the engine starts\n")
     bed = Bed(plan_of(out / "engine", line, seed, steps), scratch)
     begin = time.monotonic()
     for number, (line, seed) in enumerate(todo):
@@ -340,7 +341,7 @@ def main() -> None:
     if todo:
         become_subreaper()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
         scratch = Path(tempfile.mkdtemp(prefix="moerl-curves-"))
         try:
             run_all(out, todo, arguments.steps, scratch)

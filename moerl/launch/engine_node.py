@@ -61,7 +61,8 @@ def _command(run: RunDir, index: int, address: str, scratch: Path) -> list[str]:
 
 
 def _environment(token: str) -> dict[str, str]:
-    return dict(os.environ) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_worker_niceness": "0"}
+    return dict(os.environ) | ray
 
 
 def _leave(_signum: int, _frame: FrameType | None) -> None:

@@ -127,6 +127,7 @@ def _pod(config: Config, name: str, node: Node, container: str) -> Object:
     env: list[Object] = [
         {"name": "RAY_AUTH_MODE", "value": "token"},
         {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
+        {"name": "RAY_worker_niceness", "value": "0"},
         *({"name": key, "value": value} for key, value in config.cluster.environment.items()),
     ]
     return {

@@ -37,6 +37,7 @@ def _run(request: dict[str, Any]) -> int:
         # the report is written after Ray has ended; its client would end this process meanwhile
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_AUTH_MODE": "token",
+        "RAY_worker_niceness": "0",  # 15 by default, and servers inherit it: engines come last
     }
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one that `cluster.ray` needs
     from moerl.launch.train import train
