@@ -20,8 +20,11 @@ from typing import Any
 
 from moerl.engine import shim
 from moerl.engine.secret import Secret
+from moerl.stacks import write_on_request
 
-shim.arm()  # at import: each process that SGLang spawns imports this module again
+# at import: each process that SGLang spawns imports this module again
+shim.arm()
+write_on_request()
 
 _PR_SET_PDEATHSIG = 1
 

@@ -21,7 +21,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -90,6 +91,25 @@ def run_guarded(command: Sequence[str], *, stop_timeout_s: float) -> int:
             flush=True,
         )
     return code if code >= 0 else 128 - code
+
+
+def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
+    """(pid, log) of what a gang may be waiting for: controller, engine hosts, SGLang's processes.
+
+    pids: as in `pids.json`, of this machine.
+    """
+    found = []
+    for name, pid in pids.items():
+        if name == "controller":
+            found.append((pid, logs / "controller.log"))
+        elif name.endswith("-host"):
+            found.append((pid, logs / f"{name.removesuffix('-host')}.host.log"))
+        elif name.startswith("engine-"):
+            with contextlib.suppress(psutil.Error):
+                server = psutil.Process(pid)
+                own = (server, *server.children(recursive=True))
+                found += [(process.pid, logs / f"{name}.log") for process in own]
+    return found
 
 
 def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:

@@ -38,10 +38,11 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from moerl.config.clusters import is_local
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.actors import ControllerActor, ScorerActor, place, place_engine
 from moerl.launch.plan import GANG, RunPlan, trainer_command, trainer_environment
-from moerl.launch.processes import end_descendants
+from moerl.launch.processes import end_descendants, serving
 from moerl.launch.ray_nodes import start_ray
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
@@ -219,7 +220,13 @@ class Supervisor:
         if not self._is_late:
             self._is_late = True
             what = f"no step for {waited_s:.0f} s, trainer.step_timeout_s = {limit_s:g}"
-            self._stuck("trainer", what, self._ranks())
+            # on several nodes the numbers of the others are not of this machine
+            others = (
+                serving(self._pids, self.plan.run.logs)
+                if is_local(self.plan.config.cluster)
+                else []
+            )
+            self._stuck("trainer", what, [*self._ranks(), *others])
         elif waited_s > 2 * limit_s:
             self._trainer.kill()
 

@@ -112,23 +112,29 @@ def the_function_that_hangs():
 
 if sys.argv[2] == "registered":
     write_on_request(Path(sys.argv[1]))
+if sys.argv[2] == "server":
+    import moerl.engine.launch  # as every process of SGLang does
 the_function_that_hangs()
 """
 
 
-@pytest.mark.parametrize("how", ["registered", "not"])
+@pytest.mark.parametrize("how", ["registered", "server", "not"])
 def test_stacks_of_a_process_that_hangs(how: str, tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("an earlier line\n")
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGS, str(log), how], stdout=subprocess.PIPE, text=True
-    )
+    with log.open("a") as errors:  # where a server's standard error goes
+        process = subprocess.Popen(
+            [sys.executable, "-c", HANGS, str(log), how],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
         text = stacks([(process.pid, log)])
         assert "an earlier line" not in text
-        assert ("the_function_that_hangs" in text) == (how == "registered"), text
+        assert ("the_function_that_hangs" in text) == (how != "not"), text
         assert process.poll() is None, "asking ended it"
     finally:
         process.kill()
