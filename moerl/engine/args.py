@@ -129,5 +129,6 @@ def server_args(
             "device": "cpu",
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
+            "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
         }
     return args | config.args
