@@ -32,7 +32,14 @@ import numpy as np
 import psutil
 
 from moerl.blob import BlobStore
-from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
+from moerl.config.schema import (
+    Config,
+    EngineConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from moerl.protocols import (
     CloseUpdate,
     EngineStatus,
@@ -233,6 +240,7 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
             max_groups_in_flight=episodes,
         ),
         sampling=SamplingConfig(max_new_tokens=MAX_TOKENS),
+        engine=EngineConfig(count=ENGINES),
         trainer=TrainerConfig(max_tokens_per_microbatch=65536),
     )
     traffic, watch = Traffic(), Watch()
@@ -241,7 +249,8 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
         controller = Controller(
             config,
             facts=ModelFacts(150_000, len(LAYERS), TOP_K, ()),
-            engines=[StubEngine(i, traffic, 2.0 * step_s) for i in range(ENGINES)],  # type: ignore[misc]
+            engines={i: StubEngine(i, traffic, 2.0 * step_s) for i in range(ENGINES)},  # type: ignore[misc]
+            sizes=dict.fromkeys(range(ENGINES), 1),
             scorer=StubScorer(),
             prompts=Prompts(),
             decode=lambda ids: "",

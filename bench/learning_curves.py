@@ -109,7 +109,7 @@ class Bed:
             configure_logging=False,
             _temp_dir=str(scratch / "ray"),
         )
-        self._engine = place(EngineActor, plan, 0)
+        self._engine = place(EngineActor, plan, 0, plan.config.engine.tp)
         self._scorer = place(ScorerActor, plan)
         ray.get(self._engine.start.remote(PolicyVersion(0, 0)))
         self._runs = 0
@@ -125,7 +125,8 @@ class Bed:
             node=bed.node,
             blob_dir=bed.blob_dir,
         )
-        controller = place(ControllerActor, plan, [self._engine], self._scorer)
+        sizes = {0: plan.config.engine.tp}
+        controller = place(ControllerActor, plan, {0: self._engine}, sizes, self._scorer)
         endpoint = ray.get(controller.open.remote())
         watch = controller.watch.remote()
         ray.get(controller.engines_started.remote())

@@ -20,6 +20,8 @@ import typer
 
 from moerl.config.files import read_model_config
 from moerl.errors import ConfigError, MoerlError
+from moerl.launch.engines_cli import engines
+from moerl.rundir import find_run
 
 if TYPE_CHECKING:
     from moerl.layout import ParallelLayout
@@ -31,6 +33,8 @@ app = typer.Typer(
     help="Asynchronous RL post-training of Mixture-of-Experts models, with Keep Routing and "
     "Keep Sampling Mask on by default.",
 )
+
+app.add_typer(engines, name="engines")
 
 Overrides = Annotated[
     list[str] | None,
@@ -74,7 +78,7 @@ def train(
     """
     if resume:
         changed = [item for item in (recipe, *(overrides or [])) if item]
-        raise typer.Exit(_resume(_run_folder(resume, "--resume"), changed, reset_optimizer))
+        raise typer.Exit(_resume(find_run(resume, "--resume"), changed, reset_optimizer))
     if reset_optimizer:
         raise ConfigError("--reset-optimizer", True, "a new run has no optimizer state yet")
     if not recipe:
@@ -323,7 +327,7 @@ def trace(
     from moerl.observe.perfetto import write_trace
     from moerl.rundir import RunDir
 
-    typer.echo(write_trace(RunDir(_run_folder(run, "RUN"))))
+    typer.echo(write_trace(RunDir(find_run(run, "RUN"))))
 
 
 @app.command()
@@ -409,13 +413,6 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool) -> int:
     check_model(config)
     request = {"resume": str(folder), "overrides": overrides, "reset_optimizer": reset_optimizer}
     return _guarded(request)
-
-
-def _run_folder(name: str, option: str) -> Path:
-    for folder in (Path(name), Path("runs") / name):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise ConfigError(option, name, "no config.yaml there; give a run's name or its folder")
 
 
 def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:

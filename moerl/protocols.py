@@ -24,7 +24,7 @@ from moerl.types import BatchPlan, Episode, GenerateRequest, PolicyVersion, Prom
 # --- trainer -> controller ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a gang.  Reply: Ok.
+    """First message of a gang.  Reply: Ok; Enlist when other engines than configured are there.
 
     consumed: group ids whose training is part of the checkpoint the gang started from; the
     controller never plans them again.
@@ -41,7 +41,8 @@ class Hello:
 class TakePlan:
     """Ask for the plan of one optimizer step.
 
-    Reply: Plan; Stop when the run is over; Refresh when an engine must be published to first.
+    Reply: Plan; Stop when the run is over; Refresh when an engine must be published to first;
+    Enlist when others are published to from here on.
     """
 
     step: int
@@ -216,6 +217,21 @@ class Refresh:
 
 
 @dataclass(frozen=True, slots=True)
+class Enlisted:
+    """An engine that versions are published to."""
+
+    engine: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enlist:
+    """Publish to exactly these engines from here on, then ask again."""
+
+    engines: tuple[Enlisted, ...]  # ascending
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateClosed:
     pause_s: float  # time the engine had no running request because of the update
     aborted: int  # requests interrupted, all of them resumed
@@ -268,6 +284,7 @@ Message = (
     | Plan
     | Stop
     | Refresh
+    | Enlist
     | UpdateClosed
     | UpdatePrepared
     | UpdateVerified
@@ -294,6 +311,7 @@ _TYPES: dict[str, type] = {
         Plan,
         Stop,
         Refresh,
+        Enlist,
         UpdateClosed,
         UpdatePrepared,
         UpdateVerified,
@@ -381,6 +399,10 @@ class Engine(Protocol):
 
     async def session(self, message: SessionMessage) -> Message:
         """One step of a publish session.  Raises EngineError: refused, late or broken."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End the running requests: each returns what it has, to be gone on with elsewhere."""
         ...
 
     async def status(self) -> EngineStatus: ...

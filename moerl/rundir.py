@@ -72,6 +72,11 @@ class RunDir:
         return Board(self.root / "board")
 
     @property
+    def desk(self) -> Path:
+        """Requests of people to a run that goes on, and their answers (`moerl.launch.desk`)."""
+        return self.root / "desk"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 
@@ -100,6 +105,14 @@ class RunDir:
         step = int(json.loads(named.read_text())["step"])
         folder = self.checkpoint(step)
         return (step, folder) if folder.is_dir() else None
+
+
+def find_run(name: str, option: str) -> Path:
+    """The folder of a run, by its name or path.  Raises ConfigError for `option`."""
+    for folder in (Path(name), Path("runs") / name):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(option, name, "no config.yaml there; give a run's name or its folder")
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

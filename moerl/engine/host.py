@@ -345,6 +345,10 @@ class EngineHost:
         self._refused[error.reason] += 1
         return error
 
+    async def interrupt(self) -> None:
+        """End the running requests: each returns what it has, to be gone on with elsewhere."""
+        await self._gate.guard(self._alive().abort_all())
+
     # --- weight updates --------------------------------------------------------------------------
     async def join_sync(self, message: JoinSync) -> None:
         await self._updates.join(message)

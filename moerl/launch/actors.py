@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +73,16 @@ def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
     return actor.options(**options).remote(*args)
 
 
-def place_engine(plan: RunPlan, index: int) -> ActorHandle:
+def place_engine(plan: RunPlan, index: int, tp: int) -> ActorHandle:
     """An engine host where its server's ranks have room: all of them on one node.
 
     Nodes offer `engine` seats and, where they have them, GPUs; a placement group takes a seat and
     all GPUs of one engine together, from one node.
     """
     if is_local(plan.config.cluster):
-        return place(EngineActor, plan, index)
+        return place(EngineActor, plan, index, tp)
     actor: Any = ray.remote(EngineActor)
-    devices = len(placement(plan.config).engines[index].devices)
+    devices = tp if any(seat.devices for seat in placement(plan.config).engines) else 0
     bundle: dict[str, float] = {ENGINE_SEAT: 1.0}
     if devices:
         bundle["GPU"] = devices
@@ -90,7 +90,7 @@ def place_engine(plan: RunPlan, index: int) -> ActorHandle:
     where = PlacementGroupSchedulingStrategy(group)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64, "num_gpus": devices}
     options |= {"resources": {ENGINE_SEAT: 1}, "scheduling_strategy": where}
-    return actor.options(**options).remote(plan, index)
+    return actor.options(**options).remote(plan, index, tp)
 
 
 async def call(remote: Any) -> Any:
@@ -109,13 +109,13 @@ async def call(remote: Any) -> Any:
 class EngineActor:
     """One engine host: starts its SGLang server, speaks HTTP to it, seals its records."""
 
-    def __init__(self, plan: RunPlan, index: int) -> None:
+    def __init__(self, plan: RunPlan, index: int, tp: int) -> None:
         log_to(plan.run.logs / f"engine-{index}.host.log")
         if not is_local(plan.config.cluster):
             os.environ["GLOO_SOCKET_IFNAME"] = plan.config.cluster.interface
             os.environ["NCCL_SOCKET_IFNAME"] = plan.config.cluster.interface
         os.environ |= plan.config.cluster.environment
-        self._host = plan.engine_host(index)
+        self._host = plan.engine_host(index, tp)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -137,6 +137,9 @@ class EngineActor:
 
     async def session(self, message: SessionMessage) -> Message:
         return await self._host.session(message)
+
+    async def interrupt(self) -> None:
+        await self._host.interrupt()
 
     async def status(self) -> EngineStatus:
         return await self._host.status()
@@ -172,6 +175,9 @@ class RemoteEngine:
 
     async def session(self, message: SessionMessage) -> Message:
         return await call(self._actor.session.remote(message))
+
+    async def interrupt(self) -> None:
+        await call(self._actor.interrupt.remote())
 
     async def status(self) -> EngineStatus:
         return await call(self._actor.status.remote())
@@ -226,10 +232,19 @@ class RemoteScorer:
 class ControllerActor:
     """The controller, its door for the trainer, and the one writer of metrics and samples."""
 
-    def __init__(self, plan: RunPlan, engines: Sequence[ActorHandle], scorer: ActorHandle) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        engines: Mapping[int, ActorHandle],
+        sizes: Mapping[int, int],
+        scorer: ActorHandle,
+        fleet_changed: bool = False,
+    ) -> None:
+        """engines, sizes: by number; fleet_changed: some joined or left since the start."""
         log_to(plan.run.logs / "controller.log")
         log.info("the controller is process %d", os.getpid())
-        self._plan, self._engines = plan, [RemoteEngine(actor) for actor in engines]
+        self._plan, self._sizes, self._fleet_changed = plan, sizes, fleet_changed
+        self._engines = {index: RemoteEngine(actor) for index, actor in engines.items()}
         self._scorer = RemoteScorer(scorer)
         self._rows: list[dict[str, Any]] = []
         self._tracer = Tracer(plan.run.trace, "controller")
@@ -246,6 +261,7 @@ class ControllerActor:
             plan.config,
             facts=plan.facts(),
             engines=self._engines,
+            sizes=self._sizes,
             scorer=self._scorer,
             prompts=plan.prompts(),
             held_out=plan.held_out() if plan.config.evaluation.every else None,
@@ -258,6 +274,7 @@ class ControllerActor:
             on_step=self._on_step,
             on_rewind=self._on_rewind,
             gang_lives=bool(endpoint),
+            fleet_changed=self._fleet_changed,
         )
         if endpoint:
             await self._controller.rejoin(lost)
@@ -285,6 +302,16 @@ class ControllerActor:
 
     async def engine_back(self, index: int, actor: ActorHandle) -> None:
         self._controller.engine_back(index, RemoteEngine(actor))
+
+    async def engine_joins(self, index: int, actor: ActorHandle, tp: int) -> None:
+        self._controller.engine_joins(index, RemoteEngine(actor), tp)
+
+    async def engine_leaves(self, index: int) -> None:
+        await self._controller.engine_leaves(index)
+
+    async def engines(self) -> list[dict[str, object]]:
+        """What each engine does."""
+        return self._controller.fleet.table()
 
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Status for the panel, and the rows of metrics.jsonl since the last call."""

@@ -162,7 +162,7 @@ def _plan(config: Config, folder: Path) -> RunPlan:
 async def _generate(plan: RunPlan, num_tokens: int) -> list[Rollout]:
     """Rollouts of fresh prompts from one engine, at least `num_tokens` sampled tokens."""
     _say("starting the engine")
-    host = plan.engine_host(0)
+    host = plan.engine_host(0, plan.config.engine.tp)
     await host.start(PolicyVersion(0, 0))
     try:
         return await _sample(plan, host, num_tokens)

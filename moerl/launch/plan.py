@@ -102,7 +102,7 @@ class RunPlan:
             stop_token_ids=self.eos_token_ids(),
         )
 
-    def engine_host(self, index: int) -> EngineHost:
+    def engine_host(self, index: int, tp: int) -> EngineHost:
         from moerl.engine.host import EngineHost
         from moerl.engine.records import ModelFacts
 
@@ -117,7 +117,7 @@ class RunPlan:
         )
         return EngineHost(
             index,
-            here(self.config).engine,
+            replace(here(self.config).engine, tp=tp),
             self.model_path,
             facts,
             self.config.replay,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -110,6 +111,25 @@ def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
                 own = (server, *server.children(recursive=True))
                 found += [(process.pid, logs / f"{name}.log") for process in own]
     return found
+
+
+def children_with(pid: int, variable: str) -> list[tuple[int, str]]:
+    """(pid, value) of the living children of a process that have an environment variable."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error):
+                if value := process.environ().get(variable):  # a dead one has no environment
+                    found.append((process.pid, value))
+    return found
+
+
+def last_error(path: Path) -> str:
+    """The last error that a gang's log names, else its last line."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = [line.strip() for line in lines if line.strip()]
+    causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
+    return (causes or lines or [f"nothing in {path}"])[-1]
 
 
 def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:

@@ -4,7 +4,8 @@ The root process starts Ray (engines, scorer, controller), then the trainer gang
 and looks at all of them twice a second.
 
 - An engine that dies is started again beside the others; what it had finished of its requests goes
-  on elsewhere, and the next publish brings it to the current version.
+  on elsewhere, and the next publish brings it to the current version.  Engines join and leave on
+  request (`membership`).
 - A trainer that dies is started again from its newest checkpoint as a new incarnation; engines and
   finished rollouts stay, the steps after the checkpoint are trained again.
 - A controller that dies is started again at its endpoint and goes on from its journal; trainer and
@@ -23,7 +24,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import time
@@ -34,15 +34,16 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-import psutil
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moerl.config.clusters import is_local
 from moerl.errors import EngineError, MoerlError, TrainerError
-from moerl.launch.actors import ControllerActor, ScorerActor, place, place_engine
+from moerl.launch.actors import ControllerActor, ScorerActor, place
+from moerl.launch.membership import Membership
 from moerl.launch.plan import GANG, RunPlan, trainer_command, trainer_environment
-from moerl.launch.processes import end_descendants, serving
+from moerl.launch.processes import children_with, end_descendants, last_error, serving
 from moerl.launch.ray_nodes import start_ray
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
@@ -99,15 +100,16 @@ class Supervisor:
         self._start_ray()
         self._catch_signals()
         plan = self.plan
-        self.engines = [place_engine(plan, i) for i in range(plan.config.engine.count)]
+        self.members = Membership(plan, self)
         restarts = -1 if plan.config.supervision.max_restarts else 0
         self.scorer = place(ScorerActor, plan, restarts=restarts)
-        self.controller = place(ControllerActor, plan, self.engines, self.scorer)
-        self._endpoint = self._get(self.controller.open.remote(), "controller", _START_S)
+        engines = self.members.present
+        self.controller = place(ControllerActor, plan, engines, self.members.sizes, self.scorer)
+        self._endpoint = self.get(self.controller.open.remote(), "controller", _START_S)
         self._watches[self.controller.watch.remote()] = "controller"
         self._start_trainer()
         self._start_engines()
-        self._write_pids()
+        self.write_pids()
         self._watch_until_trained()
         return self._measure()
 
@@ -137,36 +139,36 @@ class Supervisor:
 
     def _start_engines(self) -> None:
         starts: dict[Any, str] = {}
-        for index, engine in enumerate(self.engines):
+        for index, engine in self.members.actors.items():
             self.console.wait(f"engine {index}")
             starts[engine.start.remote(PolicyVersion(0, 0))] = f"engine {index}"
         while starts:
             ready, _ = ray.wait(list(starts), timeout=_POLL_S)
             for ref in ready:
                 name = starts.pop(ref)
-                self._get(ref, name)
+                self.get(ref, name)
                 self.console.ready(name)
             self._look_at_watches(timeout_s=0)
             self._look_at_trainer()  # before the first step its end is the run's
-        for index, engine in enumerate(self.engines):
+        for index, engine in self.members.actors.items():
             self._watches[engine.watch.remote()] = f"engine {index}"
-        self._get(self.controller.engines_started.remote(), "controller")
+        self.get(self.controller.engines_started.remote(), "controller")
         self._stepped = time.monotonic()
 
-    def _write_pids(self) -> None:
+    def write_pids(self) -> None:
         """Who is who, for a person and for the tests that end one of them."""
         pids = {"root": os.getpid()}
         asked = {"scorer": self.scorer.pid.remote()}
         if self._controller_is_up:
             asked["controller"] = self.controller.pid.remote()
         servers = {}
-        for index, engine in enumerate(self.engines):
+        for index, engine in self.members.present.items():
             if not self._is_down(index):
                 asked[f"engine-{index}-host"] = engine.pid.remote()
                 servers[f"engine-{index}"] = engine.status.remote()
         for name, ref in (asked | servers).items():
             with contextlib.suppress(EngineError):  # it just died
-                found = self._get(ref, name, timeout_s=_ANSWER_S)
+                found = self.get(ref, name, timeout_s=_ANSWER_S)
                 pids[name] = found.pid if name in servers else found
         if self._trainer is not None:
             pids["trainer"] = self._trainer.pid
@@ -181,13 +183,14 @@ class Supervisor:
         while not trained:
             self._look_at_watches(timeout_s=_POLL_S)
             self._look_at_starts()
+            self.members.look()
             trained = self._look_at_trainer()
             self._restart_what_is_due()
             self._poll_controller()
             self._look_at_the_clock()
 
     def _poll_controller(self) -> None:
-        polled = self._tell(lambda: self.controller.poll.remote())
+        polled = self.tell(lambda controller: controller.poll.remote())
         if polled is not None:
             status, rows = polled
             self.console.status(status)
@@ -196,12 +199,16 @@ class Supervisor:
             for row in rows:
                 self._count(row)
 
-    def _tell(self, call: Callable[[], Any]) -> Any:
-        """A call to the controller; None while it is down: its successor asks for itself."""
+    def ask(self, call: Callable[[ActorHandle], Any]) -> Any:
+        """A call to the controller under way; None while it is down."""
+        return call(self.controller) if self._controller_is_up else None
+
+    def tell(self, call: Callable[[ActorHandle], Any]) -> Any:
+        """The answer of the controller; None while it is down: its successor asks for itself."""
         if not self._controller_is_up:
             return None
         try:
-            return self._get(call(), "controller", timeout_s=_ANSWER_S)
+            return self.get(call(self.controller), "controller", timeout_s=_ANSWER_S)
         except Late as late:
             processes = [(self._pids["controller"], self.plan.run.logs / "controller.log")]
             self._stuck("controller", str(late), processes)
@@ -233,13 +240,8 @@ class Supervisor:
     def _ranks(self) -> list[tuple[int, Path]]:
         """Living processes of the gang, and where each writes."""
         assert self._trainer is not None, "there is a gang"
-        found = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._trainer.pid).children():
-                with contextlib.suppress(psutil.Error):
-                    if rank := process.environ().get("RANK"):  # a dead one has no environment
-                        found.append((process.pid, self.plan.run.logs / f"trainer-{rank}.log"))
-        return found
+        ranks = children_with(self._trainer.pid, "RANK")
+        return [(pid, self.plan.run.logs / f"trainer-{rank}.log") for pid, rank in ranks]
 
     def _stuck(self, name: str, what: str, processes: list[tuple[int, Path]]) -> None:
         log.error("%s: %s\n%s", name, what, stacks(processes))
@@ -263,7 +265,7 @@ class Supervisor:
         for ref in ready:
             name = self._watches.pop(ref)
             try:
-                self._get(ref, name)
+                self.get(ref, name)
                 raise EngineError(f"{name} ended without a cause")
             except EngineError as error:
                 if name.startswith("engine "):
@@ -280,45 +282,62 @@ class Supervisor:
         for ref in ready:
             index = self._starts.pop(ref)
             try:
-                self._get(ref, f"engine {index}")
+                self.get(ref, f"engine {index}")
             except EngineError as error:
-                self._engine_died(index, error)
+                if not self.members.gave_up(index, error):
+                    self._engine_died(index, error)
                 continue
-            engine = self.engines[index]
+            engine = self.members.actors[index]
             self._watches[engine.watch.remote()] = f"engine {index}"
-            self._tell(
-                lambda index=index, engine=engine: self.controller.engine_back.remote(index, engine)
-            )
+            if not self.members.joined(index):
+                self.tell(lambda controller, i=index, e=engine: controller.engine_back.remote(i, e))
             self._is_back(f"engine {index}")
-            self._write_pids()
+            self.write_pids()
 
     def _engine_died(self, index: int, error: EngineError) -> None:
-        self._schedule(f"engine {index}", error, lambda: self._start_engine_again(index))
-        self._tell(lambda: self.controller.engine_lost.remote(index))
-        if isinstance(error.__cause__, RayActorError):  # the host itself, not only its server
-            self.engines[index] = place_engine(self.plan, index)
+        if self.members.may_restart(index):
+            self._schedule(f"engine {index}", error, lambda: self.start_engine(index))
+        self.tell(lambda controller: controller.engine_lost.remote(index))
+        if isinstance(error.__cause__, RayActorError) and self.members.may_restart(index):
+            self.members.replace(index)  # the host itself died, not only its server
 
-    def _start_engine_again(self, index: int) -> None:
+    def start_engine(self, index: int) -> None:
         self.console.wait(f"engine {index}")
-        self._starts[self.engines[index].start.remote(PolicyVersion(0, 0))] = index
+        self._starts[self.members.actors[index].start.remote(PolicyVersion(0, 0))] = index
+
+    def forget_engine(self, index: int) -> None:
+        """It leaves: neither watched nor started again."""
+        name = f"engine {index}"
+        self._watches = {ref: other for ref, other in self._watches.items() if other != name}
+        self._starts = {ref: other for ref, other in self._starts.items() if other != index}
+        self._due.pop(name, None)
+        self._down.pop(name, None)
+        self.console.ready(name)
+
+    def say(self, text: str) -> None:
+        log.info("%s", text)
+        self.console.event(text)
 
     def _start_controller_again(self) -> None:
         """At the same endpoint, beside trainer and engines, from the journal."""
         self.console.wait("controller")
-        lost = [i for i in range(len(self.engines)) if self._is_down(i)]
-        self.controller = place(ControllerActor, self.plan, self.engines, self.scorer)
+        engines = self.members.present
+        lost = [index for index in engines if self._is_down(index)]
+        sizes = {index: self.members.sizes[index] for index in engines}
+        arguments = self.plan, engines, sizes, self.scorer, self.members.changed
+        self.controller = place(ControllerActor, *arguments)
         try:
             opened: Any = self.controller.open.remote(self._endpoint, lost)
-            self._get(opened, "controller", timeout_s=_START_S)
+            self.get(opened, "controller", timeout_s=_START_S)
         except EngineError as error:
             ray.kill(self.controller)
             self._schedule("controller", error, self._start_controller_again)
             return
         self._controller_is_up = True
         self._watches[self.controller.watch.remote()] = "controller"
-        self._tell(lambda: self.controller.engines_started.remote())
+        self.tell(lambda controller: controller.engines_started.remote())
         self._is_back("controller")
-        self._write_pids()
+        self.write_pids()
 
     def _is_down(self, index: int) -> bool:
         return index in self._starts.values() or f"engine {index}" in self._due
@@ -340,14 +359,14 @@ class Supervisor:
         for ref, name in self._watches.items():
             if name == "controller":  # the gang may have told the controller why
                 try:
-                    self._get(ref, name, timeout_s=1.0)
+                    self.get(ref, name, timeout_s=1.0)
                 except Late:
                     pass
                 except EngineError as error:
                     if not isinstance(error.__cause__, RayActorError):
                         raise  # else it died as well, which its watch will say
         ending = f"signal {-code}" if code < 0 else f"exit status {code}"
-        cause = f"the trainer ended with {ending}: {self._trainer_cause()}"
+        cause = f"the trainer ended with {ending}: {last_error(self.plan.run.logs / 'trainer.log')}"
         self._schedule("trainer", TrainerError(cause), self._start_trainer_again)
         self._trainer = None
         return False
@@ -371,7 +390,7 @@ class Supervisor:
             reset_optimizer=self.plan.reset_optimizer and newest == self.plan.checkpoint,
         )
         self._start_trainer()
-        self._write_pids()
+        self.write_pids()
 
     def _schedule(self, name: str, error: MoerlError, restart: Callable[[], None]) -> None:
         """Start `name` again after a pause, or raise `error` when that is not allowed any more."""
@@ -408,13 +427,6 @@ class Supervisor:
             f"{name} is back after {now - died:.1f} s, its start took {start_s:.1f} s"
         )
 
-    def _trainer_cause(self) -> str:
-        path = self.plan.run.logs / "trainer.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        lines = [line.strip() for line in lines if line.strip()]
-        causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
-        return (causes or lines or [f"nothing in {path}"])[-1]
-
     def _measure(self) -> dict[str, float]:
         """Engines alone, after training; and the same while training, from the metrics."""
         rows = read_rows(self.plan.run.metrics)
@@ -425,14 +437,14 @@ class Supervisor:
         seconds = self.plan.config.observe.engine_alone_s
         if seconds > 0 and self._controller_is_up:
             self.console.wait("engine alone, measured")
-            numbers["engine tokens/s alone"] = self._get(
+            numbers["engine tokens/s alone"] = self.get(
                 self.controller.measure_engines.remote(seconds), "controller"
             )
             self.console.ready("engine alone, measured")
         return numbers
 
     # --- plumbing -----------------------------------------------------------------------------
-    def _get(self, ref: Any, name: str, timeout_s: float | None = None) -> Any:
+    def get(self, ref: Any, name: str, timeout_s: float | None = None) -> Any:
         """The result of a remote call; a failure becomes one of our own errors."""
         try:
             return ray.get(ref, timeout=timeout_s)

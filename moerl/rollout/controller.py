@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,7 @@ from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.rollout.past import Past, spread, uris_of
 from moerl.rollout.producer import Producer, PromptSource
+from moerl.rollout.roster import Roster
 from moerl.types import EpisodeGroup, PolicyVersion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class Controller:
         config: Config,
         *,
         facts: ModelFacts,
-        engines: Sequence[Engine],
+        engines: Mapping[int, Engine],
+        sizes: Mapping[int, int],
         scorer: Scorer,
         prompts: PromptSource,
         held_out: PromptSource | None = None,
@@ -91,14 +93,18 @@ class Controller:
         on_step: Callable[[StepReport], None],
         on_rewind: Callable[[int], None],
         gang_lives: bool = False,
+        fleet_changed: bool = False,
     ) -> None:
-        """held_out: prompts of evaluations, needed with evaluation.every.
+        """sizes: tensor-parallel ranks of each engine.
+
+        held_out: prompts of evaluations, needed with evaluation.every.
 
         records: where headers of trained groups go, or None to drop them and their blobs.
 
         saved_steps: optimizer steps inside the newest checkpoint, the one a restart begins with.
         on_rewind: the run goes on from this step; rows of later ones are void.
         gang_lives: a controller died beside its trainer and engines; `rejoin` comes before `run`.
+        fleet_changed: engines have joined or left since this start of the run.
         """
         self.config = config
         self.decode, self.records, self.saved_steps = decode, records, saved_steps
@@ -112,6 +118,7 @@ class Controller:
         )
         self.ledger, self._history, self._loops = Ledger(), History(), Loops()
         self.fleet = Fleet(engines, rollout, self.ledger, self._loops, self._to_come)
+        self._roster = Roster(config.engine, sizes, changed=fleet_changed and gang_lives)
         self.admission = Admission(
             config,
             facts,
@@ -211,6 +218,21 @@ class Controller:
     def engine_back(self, index: int, engine: Engine) -> None:
         self.fleet.back(index, engine)
 
+    def engine_joins(self, index: int, engine: Engine, tp: int) -> None:
+        """A started engine: it gets requests as soon as it serves the newest weights."""
+        is_new_run = self._done == 0 and not self.fleet.incarnation
+        self.fleet.join(index, engine, is_new_run=is_new_run)
+        self._roster.join(index, tp)
+        self.producer.add(index)
+
+    async def engine_leaves(self, index: int) -> None:
+        """Returns when nothing runs on the engine and nothing is published to it."""
+        await self.fleet.drain(index)
+        self._roster.leave(index)
+        while not self._roster.is_free(index):
+            await self._loops.wait_change(1.0)
+        self.fleet.remove(index)
+
     async def stop(self) -> None:
         await self._loops.stop()
         self._journal.close()
@@ -221,6 +243,7 @@ class Controller:
         siblings = rollout.group_size * rollout.oversample
         return {
             "async/buffer_depth": float(self.buffer.num_ready),
+            "async/engines": self.fleet.num_serving,
             "async/in_flight": float(self.buffer.num_started * siblings),
             "trainer/incarnation": float(
                 -1 if self.fleet.incarnation is None else self.fleet.incarnation
@@ -293,12 +316,16 @@ class Controller:
             self.admission.drop_branch(group)
         self.on_rewind(message.version.step)
         self._loops.notify()
-        return Ok()
+        return self._roster.begin() or Ok()
 
     async def _take_plan(self, message: TakePlan) -> Message:
+        self._roster.asked()
+        self._loops.notify()
         if message.step >= self.config.run.steps:
             return Stop(f"all {self.config.run.steps} steps are done")
         self._expect_gang()
+        if news := self._roster.news():
+            return news
         if message.step in self._planned:  # the reply was lost with a controller
             return self._plan(message.step)
         if message.step != self.buffer.next_step:
@@ -311,6 +338,8 @@ class Controller:
             groups = self.buffer.take()
             if groups is not None:
                 break
+            if news := self._roster.news():
+                return news
             if self.fleet.any_behind:
                 return Refresh()
             waited = time.monotonic() - begin
@@ -365,6 +394,7 @@ class Controller:
         metrics = dict(message.metrics)
         metrics |= self.ledger.row(groups, message.step, engines, self._ages_s)
         metrics["async/buffer_depth"] = float(self.buffer.num_ready)
+        metrics["async/engines"] = self.fleet.num_serving
         self.on_step(
             StepReport(message.step, message.version, metrics, self._samples(groups, message.step))
         )

@@ -87,7 +87,7 @@ class Evaluator:
         """The engine that evaluates now."""
         able = [
             (member.generating, index)
-            for index, member in enumerate(self._fleet.members)
+            for index, member in self._fleet.members.items()
             if self._fleet.serves(index)
             and member.version.step % self.config.every == 0
             and (self._last is None or member.version > self._last)
@@ -137,7 +137,7 @@ class Evaluator:
     ) -> None:
         while pending := [partial for partial in partials if not partial.finished]:
             requests = [partial.request() for partial in pending]
-            replies = await self._fleet.members[index].engine.generate(requests)
+            replies = await self._fleet.engine(index).generate(requests)
             for partial, reply in zip(pending, replies, strict=True):
                 if not isinstance(reply, Segment):
                     raise reply

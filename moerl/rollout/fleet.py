@@ -5,6 +5,9 @@
     SUSPENDED  left itself out (a commit failed, it did not answer): a whole publish brings it back
     LOST       its process died and is started again
 
+Engines join while the run goes on (`join`) and leave it (`drain`, then `remove`); a number is never
+given twice.  One that joins gets requests once it was published to, or serves the newest weights.
+
 Whether an engine that is up also serves weights of the surviving history is asked for every request
 (`serves`): after a restart of the trainer it does not until it was published to.
 """
@@ -15,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,6 +44,7 @@ from moerl.types import PolicyVersion
 log = logging.getLogger(__name__)
 
 _REST_S = 2.0  # before an engine that failed a call and did not die is used again
+_INTERRUPT_S = 0.2  # between interrupts of an engine that leaves: a request may be on its way
 _MODEL_FOLDER = PolicyVersion(0, 0)  # what an engine serves when it starts
 
 
@@ -61,7 +65,8 @@ class Member:
     generating: int = 0  # groups in its calls
     draining: bool = False  # it starts nothing until the update that is being made
     held_until: float = 0.0  # monotonic seconds: an evaluation keeps updates waiting
-    behind: bool = False  # it was started again and not published to yet
+    behind: bool = False  # it was started, or joined, after a publish, and is to be published to
+    leaving: bool = False  # it starts nothing any more
 
 
 class Fleet:
@@ -69,7 +74,7 @@ class Fleet:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Mapping[int, Engine],
         config: RolloutConfig,
         ledger: Ledger,
         loops: Loops,
@@ -78,7 +83,7 @@ class Fleet:
         """to_come: groups beside those in a call that a version of an engine is still needed for;
         with a fixed lag an update waits for them.
         """
-        self.members = [Member(engine) for engine in engines]
+        self.members = {index: Member(engine) for index, engine in engines.items()}
         self.incarnation: int | None = None  # of the trainer; unknown until it says hello
         self._config, self._ledger, self._loops = config, ledger, loops
         self._to_come = to_come
@@ -87,15 +92,19 @@ class Fleet:
     def serves(self, index: int) -> bool:
         """Whether an engine may be sent requests: it is up, and on weights of this history."""
         member = self.members[index]
-        if member.state != State.UP or member.draining:
+        if member.state != State.UP or member.draining or member.leaving or member.behind:
             return False
         return member.version.incarnation == self.incarnation
+
+    @property
+    def num_serving(self) -> float:
+        return float(sum(map(self.serves, self.members)))
 
     def describe(self) -> str:
         """Who is waited for, in words."""
         return "; ".join(
             f"engine {index} is {member.state} at {member.version}, {member.generating} groups"
-            for index, member in enumerate(self.members)
+            for index, member in self.members.items()
         )
 
     def is_least_busy(self, index: int) -> bool:
@@ -106,18 +115,18 @@ class Fleet:
         member = self.members[index]
         rivals = (
             other.generating
-            for place, other in enumerate(self.members)
+            for place, other in self.members.items()
             if self.serves(place) and other.version >= member.version
         )
         return member.generating <= min(rivals, default=0)
 
     @property
     def any_behind(self) -> bool:
-        return any(member.behind for member in self.members)
+        return any(member.behind for member in self.members.values())
 
     async def look(self, lost: Collection[int], is_new_run: bool) -> None:
         """Ask every engine what it serves: for a controller that takes over a running fleet."""
-        for index, member in enumerate(self.members):
+        for index, member in self.members.items():
             if index in lost:
                 member.state = State.LOST
                 continue
@@ -158,11 +167,65 @@ class Fleet:
     async def statuses(self) -> list[EngineStatus]:
         """Of the engines that answer."""
         found = []
-        for member in self.members:
+        for member in list(self.members.values()):
             if member.state != State.LOST:
                 with contextlib.suppress(EngineError):
                     found.append(await member.engine.status())
         return found
+
+    # --- engines that join and leave --------------------------------------------------------------
+    def join(self, index: int, engine: Engine, *, is_new_run: bool) -> None:
+        """A started engine, which serves the model folder."""
+        assert index not in self.members, f"engine {index} is in the fleet"
+        self.members[index] = Member(engine, behind=not is_new_run)
+        self._loops.notify()
+
+    async def drain(self, index: int) -> None:
+        """Start nothing on the engine any more; returns when nothing runs on it.
+
+        What runs is interrupted, so that it goes on elsewhere with what it has; an evaluation may
+        end first, within evaluation.hold_s.
+        """
+        member = self.members[index]
+        member.leaving = True
+        self._loops.notify()
+        while (left_s := member.held_until - time.monotonic()) > 0:
+            await self._loops.wait_change(left_s)
+        while member.generating:
+            with contextlib.suppress(EngineError):  # its calls fail too, and go on elsewhere
+                await member.engine.interrupt()
+            await self._loops.wait_change(_INTERRUPT_S)
+
+    def remove(self, index: int) -> None:
+        """A drained engine that nothing is published to any more."""
+        del self.members[index]
+        self._loops.notify()
+
+    def table(self) -> list[dict[str, object]]:
+        """What each engine does, for people."""
+        return [
+            {
+                "engine": index,
+                "state": "leaving"
+                if member.leaving
+                else "behind"
+                if member.behind
+                else member.state,
+                "version": str(member.version),
+                "groups": member.generating,
+            }
+            for index, member in sorted(self.members.items())
+        ]
+
+    def engine(self, index: int) -> Engine:
+        """Raises EngineError when it left the run."""
+        return self._member(index).engine
+
+    def _member(self, index: int) -> Member:
+        if index not in self.members:
+            known = ", ".join(map(str, sorted(self.members)))
+            raise EngineError(f"engine {index} is not in this run, its engines are {known}")
+        return self.members[index]
 
     # --- weight updates -------------------------------------------------------------------------
     async def _settle(self, index: int) -> None:
@@ -171,7 +234,7 @@ class Fleet:
 
         Raises EngineError after rollout.request_timeout_s.
         """
-        member, config = self.members[index], self._config
+        member, config = self._member(index), self._config
         while (left_s := member.held_until - time.monotonic()) > 0:
             await self._loops.wait_change(left_s)
         if config.in_flight_mode != "drain" or member.state != State.UP:
@@ -207,7 +270,7 @@ class Fleet:
 
     async def session(self, message: SessionMessage) -> Message:
         """Pass a step of a publish session on; the engine itself says whether it is still fit."""
-        member = self.members[message.engine]
+        member = self._member(message.engine)
         try:
             if isinstance(message, CommitUpdate):
                 await self._settle(message.engine)
@@ -228,15 +291,16 @@ class Fleet:
         self._loops.notify()
 
     def _answering(self, index: int) -> Engine:
-        """The engine, for an update.  Raises EngineError while it is started again."""
-        if self.members[index].state == State.LOST:
+        """The engine, for an update.  Raises EngineError while it is started again, or is gone."""
+        member = self._member(index)
+        if member.state == State.LOST:
             raise EngineError(f"engine {index} is being started again")
-        return self.members[index].engine
+        return member.engine
 
     async def _ask_fitness(self, index: int) -> None:
         """An engine that suspended itself gets no requests until a commit brings it back."""
         member = self.members[index]
-        if member.state in (State.LOST, State.SUSPENDED):
+        if member.state in (State.LOST, State.SUSPENDED) or member.leaving:
             return
         with contextlib.suppress(EngineError):
             holds = await member.engine.session(AskEngine(index))

@@ -65,8 +65,12 @@ class Producer:
         self._siblings = config.rollout.group_size * config.rollout.oversample
 
     def start(self) -> None:
-        for index in range(len(self._fleet.members)):
-            self._loops.spawn(self._produce(index))
+        for index in self._fleet.members:
+            self.add(index)
+
+    def add(self, index: int) -> None:
+        """Keep an engine that joined busy, until it leaves."""
+        self._loops.spawn(self._produce(index))
 
     def wanted(self, engine_step: int) -> int:
         """Groups that an engine serving `engine_step` should still start."""
@@ -99,14 +103,15 @@ class Producer:
 
         while time.monotonic() - begin < seconds:
             step = rollout.groups_per_request
-            calls = [once(e, index + e * step) for e in range(len(self._fleet.members))]
+            busy = [e for e in self._fleet.members if self._fleet.serves(e)]
+            calls = [once(e, index + place * step) for place, e in enumerate(busy)]
             index += len(calls) * step
             tokens += sum(await asyncio.gather(*calls))
         return tokens / (time.monotonic() - begin)
 
     async def _produce(self, index: int) -> None:
         member = self._fleet.members[index]
-        while not self._loops.stopping:
+        while not (self._loops.stopping or member.leaving):
             groups = self._next_groups(index)
             if groups:
                 self._in_flight += len(groups)
@@ -158,6 +163,9 @@ class Producer:
                     self._close(group_id, groups.pop(group_id))
                 self._leave(member, left - len(groups))
                 left = len(groups)
+                if member.leaving:  # what it was interrupted in goes on elsewhere
+                    self._orphans |= groups
+                    return
         finally:
             self._leave(member, left)
 
@@ -190,7 +198,7 @@ class Producer:
             requests = [p.request() for p in pending]
         try:
             async with asyncio.timeout(limit_s):
-                replies = await self._fleet.members[index].engine.generate(requests)
+                replies = await self._fleet.engine(index).generate(requests)
         except TimeoutError as error:
             raise EngineError(
                 f"engine {index} did not answer {len(requests)} requests within "

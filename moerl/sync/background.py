@@ -28,7 +28,6 @@ class PublishThread:
     def __init__(
         self,
         publisher: Publisher,
-        num_engines: int,
         *,
         tracer: Tracer | None,
         on_failure: Callable[[BaseException], None],
@@ -36,16 +35,17 @@ class PublishThread:
     ) -> None:
         """on_failure: called on the publishing thread; it is expected to end the process."""
         self._engines_restart = engines_restart
-        self._publisher, self._num_engines = publisher, num_engines
+        self._publisher = publisher
+        self.engines: list[int] = []
         self._tracer, self._on_failure = tracer, on_failure
         self._thread: threading.Thread | None = None
         self._results: list[PublishResult] = []
 
-    def start(self, version: PolicyVersion) -> None:
-        """Publish `version` to every engine in the background; `wait` first."""
+    def start(self, version: PolicyVersion, only: Sequence[int] = ()) -> None:
+        """Publish `version` to every engine in the background, or to some; `wait` first."""
         assert self._thread is None, "a publish is in flight already"
         self._thread = threading.Thread(
-            target=self._run, args=(version,), name="publish", daemon=True
+            target=self._run, args=(version, only or self.engines), name="publish", daemon=True
         )
         self._thread.start()
 
@@ -59,9 +59,9 @@ class PublishThread:
         results, self._results = self._results, []
         return time.perf_counter() - begin, results
 
-    def _run(self, version: PolicyVersion) -> None:
+    def _run(self, version: PolicyVersion, engines: Sequence[int]) -> None:
         try:
-            for engine in range(self._num_engines):
+            for engine in engines:
                 begin = time.time()
                 try:
                     result = self._publisher.publish(engine, version)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,6 +28,7 @@ from moerl.config.schema import Config, SyncConfig
 from moerl.errors import EngineError
 from moerl.protocols import (
     CloseUpdate,
+    Enlisted,
     JoinSync,
     Ok,
     OpenUpdate,
@@ -47,18 +49,18 @@ def open_outlet(config: Config, seat: Seat) -> BroadcastOutlet:
         seat.connect(),
         config.sync,
         address=config.cluster.address,
-        engine_tp=config.engine.tp,
         backend=seat.backend,
         drain_s=config.update_wait_s,
     )
     thread = PublishThread(
         publisher,
-        config.engine.count,
         tracer=seat.tracer,
         on_failure=seat.on_failure,
         engines_restart=config.supervision.max_restarts > 0,
     )
-    return BroadcastOutlet(seat, publisher, thread, bucket_bytes=config.sync.bucket_bytes)
+    outlet = BroadcastOutlet(seat, publisher, thread, bucket_bytes=config.sync.bucket_bytes)
+    outlet.enlist([Enlisted(index, config.engine.tp) for index in range(config.engine.count)])
+    return outlet
 
 
 class BroadcastOutlet:
@@ -97,6 +99,16 @@ class BroadcastOutlet:
     def resume(self) -> None:
         """An engine that is behind cannot be served alone: it would need the others' group."""
 
+    def enlist(self, engines: Sequence[Enlisted]) -> None:
+        """An engine that joins gets the frozen version before the next plan."""
+        if self._publisher is None or self._thread is None:
+            return
+        new = self._publisher.enlist(engines)
+        self.wait()
+        self._thread.engines = [one.engine for one in engines]
+        if new and self._frozen is not None:
+            self._thread.start(self._frozen.version, new)
+
 
 class BroadcastPublisher:
     """Implements `protocols.Publisher`; used by one thread of rank 0."""
@@ -107,7 +119,6 @@ class BroadcastPublisher:
         sync: SyncConfig,
         *,
         address: str,
-        engine_tp: int,
         backend: str,
         drain_s: float = 0.0,
     ) -> None:
@@ -118,13 +129,20 @@ class BroadcastPublisher:
         self._control, self._sync = control, sync
         self._open_timeout_s = sync.timeout_s + drain_s
         self._address, self._backend = address, backend
-        self._world_size = 1 + engine_tp
+        self._sizes: dict[int, int] = {}  # tensor-parallel ranks, by engine
         self._groups: dict[int, _EngineGroup] = {}
         self._frozen: FrozenWeights | None = None
 
     def freeze(self, frozen: FrozenWeights) -> None:
         """Offer one version for publishing; the caller keeps its buffers unchanged until done."""
         self._frozen = frozen
+
+    def enlist(self, engines: Sequence[Enlisted]) -> list[int]:
+        """Publish to these engines; returns those that are new."""
+        new = [one.engine for one in engines if one.engine not in self._sizes]
+        self._sizes = {one.engine: one.tp for one in engines}
+        self._groups = {e: group for e, group in self._groups.items() if e in self._sizes}
+        return new
 
     def publish(self, engine: int, version: PolicyVersion) -> PublishResult:
         """Bring one engine to `version`.  Raises EngineError when a transfer fails or is late."""
@@ -157,6 +175,7 @@ class BroadcastPublisher:
     def _join(self, engine: int) -> _EngineGroup:
         """Open a group with one engine; the controller is told before this side waits for it."""
         timeout = timedelta(seconds=self._sync.timeout_s)
+        world_size = 1 + self._sizes[engine]
         listener = socket.create_server((self._address, 0))
         port = int(listener.getsockname()[1])
         store = dist.TCPStore(
@@ -170,12 +189,12 @@ class BroadcastPublisher:
         # unlike any group an engine that outlived an earlier gang still knows
         name = f"moerl-sync-{engine}-{port}"
         self._control.expect(
-            JoinSync(engine, self._address, port, name, self._world_size, self._backend),
+            JoinSync(engine, self._address, port, name, world_size, self._backend),
             Ok,
             self._sync.timeout_s,
         )
         try:
-            handle = _new_group(store, name, self._world_size, self._backend, timeout)
+            handle = _new_group(store, name, world_size, self._backend, timeout)
         except RuntimeError as error:
             raise EngineError(f"engine {engine} did not join the sync group: {error}") from error
         device = torch.device("cuda" if self._backend == "nccl" else "cpu")

@@ -29,6 +29,7 @@ from moerl.types import PolicyVersion
 log = logging.getLogger(__name__)
 
 _HELLO = b"hello"
+_LAST_WORDS_MS = 5000  # that a closed line may take to pass on what it was told
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +51,10 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     """The session ended badly: its staging buffers are gone."""
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The engine left the run: nothing is sent to it any more."""
+
+
 class Sent(msgspec.Struct, frozen=True, tag=True):
     moved: dict[int, Moved]  # by engine rank
 
@@ -60,7 +65,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     cause: str
 
 
-Question = Send | Resend | Drop
+Question = Send | Resend | Drop | Leave
 Answer = Sent | Broken
 _QUESTION = msgspec.msgpack.Decoder(Question)
 _ANSWER = msgspec.msgpack.Decoder(Answer)
@@ -111,11 +116,14 @@ class Line:
             answers[ranks[identity]] = answer
         return answers
 
-    def tell(self, message: Drop) -> None:
+    def tell(self, message: Drop | Leave) -> None:
         """To all ranks, without waiting."""
         body = msgspec.msgpack.encode(message)
         for identity in self._couriers.values():
             self._socket.send_multipart([identity, b"0", body])
+
+    def close(self) -> None:
+        self._socket.close(_LAST_WORDS_MS)
 
     def _receive(self, deadline: float) -> tuple[bytes, bytes, bytes] | None:
         """(courier, number, body) of the next message with the right token, or None when late."""
@@ -145,7 +153,7 @@ class Offer:
 
 
 class CourierThread(threading.Thread):
-    """Answers the line of one engine on one rank, until the process ends."""
+    """Answers the line of one engine on one rank, until the engine leaves."""
 
     def __init__(self, endpoint: str, token: str, rank: int, courier: Courier, offer: Offer):
         super().__init__(name=f"courier-{endpoint}", daemon=True)
@@ -160,11 +168,16 @@ class CourierThread(threading.Thread):
         socket.send_multipart([self._token, _HELLO, str(self._rank).encode()])
         while True:
             number, body = socket.recv_multipart()
-            answer = self._answer(_QUESTION.decode(body))
+            question = _QUESTION.decode(body)
+            if isinstance(question, Leave):
+                self._courier.drop()
+                socket.close()
+                return
+            answer = self._answer(question)
             if answer is not None:
                 socket.send_multipart([self._token, number, msgspec.msgpack.encode(answer)])
 
-    def _answer(self, question: Question) -> Answer | None:
+    def _answer(self, question: Send | Resend | Drop) -> Answer | None:
         try:
             match question:
                 case Send():

@@ -6,7 +6,7 @@ any other      every rank sends what it holds to the ranks that need it (`shards
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moerl.config.schema import Config
 from moerl.layout import Flavor, ModelSpec, ParallelLayout
-from moerl.protocols import Message
+from moerl.protocols import Enlisted, Message
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 
@@ -64,6 +64,10 @@ class Outlet(Protocol):
 
     def resume(self) -> None:
         """After `wait`, with the frozen weights unchanged: serve engines that are behind."""
+        ...
+
+    def enlist(self, engines: Sequence[Enlisted]) -> None:
+        """Publish to exactly these engines from here on; new ones get the frozen weights."""
         ...
 
 

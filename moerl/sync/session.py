@@ -41,7 +41,7 @@ from moerl.protocols import (
     VerifyUpdate,
 )
 from moerl.sync.courier import Berth, Moved
-from moerl.sync.line import Drop, Line, Resend, Send
+from moerl.sync.line import Drop, Leave, Line, Resend, Send
 from moerl.sync.outlet import Control
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
@@ -75,7 +75,7 @@ class Terms:
 
 
 class EngineSession(threading.Thread):
-    """`publish` and `settle` are called by the training thread, the rest runs on this one."""
+    """The training thread calls `publish` to `leave`, the rest runs on this one."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class EngineSession(threading.Thread):
         self._held: PolicyVersion | None = None
         self._layout = ""  # of the engine, as met at the last session
         self._behind = False
-        self._busy = self._paused = False
+        self._busy = self._paused = self._left = False
 
     # --- the training thread ----------------------------------------------------------------------
     def publish(self, version: PolicyVersion) -> None:
@@ -124,11 +124,16 @@ class EngineSession(threading.Thread):
             self._paused = False
             self._changed.notify_all()
 
+    def leave(self) -> None:
+        """The engine left the run: end, after the session under way."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
     # --- this thread ------------------------------------------------------------------------------
     def run(self) -> None:
         ready = False
-        while True:
-            version = self._next()
+        while (version := self._next()) is not None:
             try:
                 if not ready:
                     self._line.wait_for_couriers(time.monotonic() + self.terms.timeout_s)
@@ -142,14 +147,17 @@ class EngineSession(threading.Thread):
                 if not self._tried:
                     self._tried, self._result = True, result
                 self._changed.notify_all()
+        self._line.tell(Leave())
+        self._line.close()
 
-    def _next(self) -> PolicyVersion:
-        """Sleep until there is something to do, or to look after."""
+    def _next(self) -> PolicyVersion | None:
+        """Sleep until there is something to do, or to look after; None when the engine left."""
         with self._changed:
             if self._tried:  # a second look: not at once, but a new version is
-                self._changed.wait_for(lambda: not self._tried, _AGAIN_S)
-            self._changed.wait_for(self._has_work)
-            assert self._target is not None, "work is for a version"
+                self._changed.wait_for(lambda: self._left or not self._tried, _AGAIN_S)
+            self._changed.wait_for(lambda: self._left or self._has_work())
+            if self._left:
+                return None
             self._busy = True
             return self._target
 
@@ -159,8 +167,8 @@ class EngineSession(threading.Thread):
         Waits for the first session of `version`; None when that failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._tried or self._target != version)
-            return self._moved if self._held == version else None
+            self._changed.wait_for(lambda: self._left or self._tried or self._target != version)
+            return self._moved if self._held == version and not self._left else None
 
     def _has_work(self) -> bool:
         return self._target is not None and not self._paused

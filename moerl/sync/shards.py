@@ -6,7 +6,10 @@ engine (`session`); the other ranks only answer (`line`).
 
 The frozen shard is overwritten only when no session is sending: all ranks meet at a barrier after
 rank 0 has settled its sessions.  A courier that is still writing for a session given up writes into
-a staging buffer that its engine has dropped.
+a staging buffer that its engine has dropped, or whose engine has left the run and serves nobody.
+
+Engines join and leave while the run goes on (`enlist`): one that joins is served the frozen
+version at once, beside the others.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ import torch.distributed as dist
 from moerl.config.schema import Config
 from moerl.errors import EngineError
 from moerl.layout.plan import EngineLayout
-from moerl.layout.relay import TRAINER, relay_schedule
+from moerl.layout.relay import TRAINER, Hop, relay_schedule
 from moerl.layout.transfer import TransferPlan
 from moerl.layout.wire import WirePolicy
-from moerl.protocols import PublishFailure, PublishResult
+from moerl.protocols import Enlisted, PublishFailure, PublishResult
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
 from moerl.sync.outlet import Seat
@@ -39,18 +42,17 @@ class ShardOutlet:
     def __init__(
         self,
         seat: Seat,
-        sessions: Sequence[EngineSession],
-        offer: Offer,
+        ways: Ways,
         *,
         quorum: int,
         patience: int,
     ) -> None:
-        """sessions: of rank 0, one per engine; () elsewhere.
+        """patience: publishes in a row that may reach fewer than quorum engines.
 
-        patience: publishes in a row that may reach fewer than quorum engines; the first must not,
-        since what fails it (layouts that differ, a missing library) no restart repairs.
+        The first must not: what fails it (layouts that differ, a missing library) no restart
+        repairs.
         """
-        self._seat, self._sessions, self._offer = seat, sessions, offer
+        self._seat, self._ways, self._offer = seat, ways, ways.offer
         self._quorum, self._patience = quorum, patience
         self._short = patience  # publishes in a row below the quorum
         self._freeze_s = 0.0
@@ -63,14 +65,14 @@ class ShardOutlet:
             self._offer.shard.freeze(self._seat.live(), version)
             self._offer.changed.notify_all()
         self._freeze_s = time.perf_counter() - begin
-        for session in self._sessions:
+        for session in self._ways.sessions.values():
             session.publish(version)
         return metrics
 
     def wait(self) -> dict[str, float]:
         """Wait until nothing is being sent, on all ranks; metrics of that publish, once."""
         begin = time.perf_counter()
-        results = [session.settle() for session in self._sessions]
+        results = [session.settle() for session in self._ways.sessions.values()]
         dist.barrier(self._seat.control)
         waited_s = time.perf_counter() - begin
         taken = [result for result in results if result is not None]
@@ -79,8 +81,21 @@ class ShardOutlet:
 
     def resume(self) -> None:
         """After `wait`, with the frozen weights unchanged: look after the engines again."""
-        for session in self._sessions:
+        for session in self._ways.sessions.values():
             session.resume()
+
+    def enlist(self, engines: Sequence[Enlisted]) -> None:
+        """Collective, on all ranks with the same engines."""
+        for engine in self._ways.engines - {one.engine for one in engines}:
+            self._ways.close(engine)
+        new = [one for one in engines if one.engine not in self._ways.engines]
+        if not new:
+            return
+        version = self._offer.shard.version
+        for session in self._ways.open(new):
+            session.start()
+            if version is not None:
+                session.publish(version)
 
     def _check(self, results: Sequence[Result]) -> None:
         failures = [result for result in results if isinstance(result, PublishFailure)]
@@ -100,55 +115,93 @@ class ShardOutlet:
 
 
 def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
-    """Collective: plans, threads and lines of this rank."""
-    policy = WirePolicy(dtype=config.engine.dtype, bucket_bytes=config.sync.bucket_bytes)
-    engine = engine_layout(config)
-    address = config.cluster.address
-    offer = Offer(FrozenShard(), threading.Condition())
-    lines = [Line(address, seat.token, seat.world_size) for _ in _engines(config) if seat.rank == 0]
-    endpoints: list[Any] = [[line.endpoint for line in lines]]
-    dist.broadcast_object_list(endpoints, src=0, group=seat.control)
-    count = config.engine.count
-    hops = {hop.dst: hop for hop in relay_schedule(range(count), config.sync.direct or count)}
-    plan_ids = []
-    for index in _engines(config):
+    """Collective: plans, threads and lines of this rank, to the configured engines."""
+    outlet = ShardOutlet(
+        seat,
+        Ways(config, seat),
+        quorum=config.sync.quorum,
+        patience=config.supervision.max_restarts,
+    )
+    outlet.enlist([Enlisted(index, config.engine.tp) for index in range(config.engine.count)])
+    return outlet
+
+
+class Ways:
+    """This rank's couriers and, on rank 0, the sessions that direct them: one per engine."""
+
+    def __init__(self, config: Config, seat: Seat) -> None:
+        self.offer = Offer(FrozenShard(), threading.Condition())
+        self.sessions: dict[int, EngineSession] = {}  # of rank 0; {} elsewhere
+        self.engines: set[int] = set()
+        self._config, self._seat = config, seat
+        self._policy = WirePolicy(dtype=config.engine.dtype, bucket_bytes=config.sync.bucket_bytes)
+
+    def open(self, engines: Sequence[Enlisted]) -> list[EngineSession]:
+        """Collective: ways to engines that have none; the sessions are not started yet."""
+        config, seat = self._config, self._seat
+        address = config.cluster.address
+        lines = [Line(address, seat.token, seat.world_size) for _ in engines if seat.rank == 0]
+        endpoints: list[Any] = [[line.endpoint for line in lines]]
+        dist.broadcast_object_list(endpoints, src=0, group=seat.control)
+        hops = self._hops([one.engine for one in engines])
+        plans = [
+            self._courier(one, hops[one.engine], endpoints[0][place])
+            for place, one in enumerate(engines)
+        ]
+        for line, one, plan in zip(lines, engines, plans, strict=False):
+            hop = hops[one.engine]
+            source = self.sessions[hop.src] if hop.src != TRAINER else None
+            session = EngineSession(self._terms(hop, plan), line, seat.connect, seat.tracer, source)
+            self.sessions[one.engine] = session
+        self.engines |= {one.engine for one in engines}
+        return [self.sessions[one.engine] for one in engines if seat.rank == 0]
+
+    def close(self, engine: int) -> None:
+        """The engine left; its couriers hear it from its session."""
+        self.engines.remove(engine)
+        if engine in self.sessions:
+            self.sessions.pop(engine).leave()
+
+    def _hops(self, engines: Sequence[int]) -> dict[int, Hop]:
+        """Engines that join a run that goes on are served by the trainer itself."""
+        direct = 0 if self.engines else self._config.sync.direct
+        return {hop.dst: hop for hop in relay_schedule(engines, direct or len(engines))}
+
+    def _courier(self, one: Enlisted, hop: Hop, endpoint: str) -> str:
+        """Start this rank's courier to an engine; the id of its transfer plan."""
+        config, seat = self._config, self._seat
+        layout = engine_layout(config, one.tp)
         plan = TransferPlan(
-            seat.spec, seat.layout, engine, hops[index].plan_engine, policy, seat.flavor
+            seat.spec, seat.layout, layout, hop.plan_engine, self._policy, seat.flavor
         ).sender(seat.rank)
-        plan_ids.append(plan.plan_id)
-        transport = make(config.sync.transport, address=address, folder=config.sync.folder)
-        courier = Courier(plan, offer.shard, transport, delta=config.sync.delta)
-        CourierThread(endpoints[0][index], seat.token, seat.rank, courier, offer).start()
-    sessions: list[EngineSession] = []
-    for index, line in enumerate(lines):
-        terms = Terms(
-            engine=index,
-            plan_engine=hops[index].plan_engine,
-            plan=plan_ids[index],
+        address, folder = config.cluster.address, config.sync.folder
+        transport = make(config.sync.transport, address=address, folder=folder)
+        courier = Courier(plan, self.offer.shard, transport, delta=config.sync.delta)
+        CourierThread(endpoint, seat.token, seat.rank, courier, self.offer).start()
+        return plan.plan_id
+
+    def _terms(self, hop: Hop, plan: str) -> Terms:
+        config, seat = self._config, self._seat
+        return Terms(
+            engine=hop.dst,
+            plan_engine=hop.plan_engine,
+            plan=plan,
             transport=config.sync.transport,
             trainer=seat.layout,
-            policy=policy,
+            policy=self._policy,
             flavor=seat.flavor,
             timeout_s=config.sync.timeout_s,
             drain_s=config.update_wait_s,
             folder=config.sync.folder,
             delta=config.sync.delta,
         )
-        hop = hops[index]
-        source = sessions[hop.src] if hop.src != TRAINER else None
-        sessions.append(EngineSession(terms, line, seat.connect, seat.tracer, source))
-    for session in sessions:
-        session.start()
-    return ShardOutlet(
-        seat, sessions, offer, quorum=config.sync.quorum, patience=config.supervision.max_restarts
-    )
 
 
-def engine_layout(config: Config) -> EngineLayout:
+def engine_layout(config: Config, tp: int) -> EngineLayout:
     """How the engines of a run cut their weights, as planned; each engine says whether it is so."""
     args = config.engine.args
     return EngineLayout(
-        tp=config.engine.tp,
+        tp=tp,
         ep=int(args.get("ep_size", 1)),
         dp=int(args.get("attn_dp_size", 1)),
     )
@@ -180,7 +233,3 @@ def shard_metrics(results: Sequence[Result], wait_s: float, freeze_s: float) -> 
         "async/sync_resent_buckets": float(sum(result.resent for result in done)),
         "async/interrupts": float(sum(result.aborted for result in done)),
     }
-
-
-def _engines(config: Config) -> range:
-    return range(config.engine.count)

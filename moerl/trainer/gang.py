@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,8 @@ from moerl.config.schema import Config
 from moerl.errors import MoerlError, TrainerError
 from moerl.layout import Flavor
 from moerl.protocols import (
+    Enlist,
+    Enlisted,
     Failed,
     Hello,
     Message,
@@ -85,6 +87,10 @@ class Outlet(Protocol):
 
     def resume(self) -> None:
         """After `wait`, with the frozen weights unchanged: serve engines that are behind."""
+        ...
+
+    def enlist(self, engines: Sequence[Enlisted]) -> None:
+        """Publish to exactly these engines from here on; new ones get the frozen weights."""
         ...
 
 
@@ -170,6 +176,7 @@ class Gang:
         self.version = PolicyVersion(self.post.incarnation, progress.version.step)
 
     def _hello(self) -> None:
+        holder: list[bytes | None] = [None]
         if self.client is not None:
             hello = Hello(
                 token=self.post.token,
@@ -178,15 +185,22 @@ class Gang:
                 version=self.version,
                 consumed=tuple(self.consumed),
             )
-            self.client.expect(hello, Ok)
+            holder = [encode(self.client.ask(hello))]
+        self._enlist(self._shared(holder))
+
+    def _enlist(self, message: Message) -> None:
+        if isinstance(message, Enlist) and self.outlet is not None:
+            self.outlet.enlist(message.engines)
 
     def _take_plan(self) -> BatchPlan | None:
         """The next plan on every rank, or None when the run is over."""
-        while isinstance(message := self._ask_plan(), Refresh):
-            self._settle()
-            self._publish()
-            self._settle()
-            self._serve_late()
+        while isinstance(message := self._ask_plan(), Refresh | Enlist):
+            self._enlist(message)
+            if isinstance(message, Refresh):
+                self._settle()
+                self._publish()
+                self._settle()
+                self._serve_late()
         if isinstance(message, Stop):
             return None
         if not isinstance(message, Plan):
@@ -209,7 +223,11 @@ class Gang:
                     TakePlan(self.version.step, limit_s), limit_s + _REPLY_SLACK_S
                 )
                 holder = [encode(reply)]
-            dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
+            return self._shared(holder)
+
+    def _shared(self, holder: list[bytes | None]) -> Message:
+        """The controller's reply on every rank; holder: rank 0 has it."""
+        dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
         assert holder[0] is not None, "rank 0 passes the controller's reply on"
         return decode(holder[0])
 

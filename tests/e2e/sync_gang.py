@@ -104,7 +104,7 @@ class Faults:
     def arm(self, order: Order, files: Path, outlet: Any) -> None:
         self.order, self.files = order, files
         if order.fault == "plan" and self._rank == 0:
-            session = outlet._sessions[order.engine]
+            session = outlet._ways.sessions[order.engine]
             plain = session.terms
             session.terms = replace(plain, plan="0123456789abcdef")
             self._repair = lambda: setattr(session, "terms", plain)

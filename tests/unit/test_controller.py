@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from moerl.blob import BlobStore
 from moerl.config import resolve
-from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
+from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
 from moerl.errors import (
     ConfigError,
     EngineError,
@@ -71,7 +71,7 @@ class StubEngine:
 
     def __init__(self, refuse: Sequence[int] = ()) -> None:
         self.version, self.tokens = PolicyVersion(0, 0), 0
-        self.interrupt, self.open = asyncio.Event(), asyncio.Event()
+        self.interrupted, self.open = asyncio.Event(), asyncio.Event()
         self.open.set()
         self.refuse = list(refuse)  # group ids whose next reply is a refusal
         self.requests: list[GenerateRequest] = []
@@ -87,7 +87,7 @@ class StubEngine:
         self.requests += requests
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.01):
-                await self.interrupt.wait()
+                await self.interrupted.wait()
         return [self._reply(request, version) for request in requests]
 
     def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
@@ -96,7 +96,7 @@ class StubEngine:
             self.refuse.remove(group)
             return RecordError("routing_rows", "too few")
         left = request.sampling.max_new_tokens
-        count = min(2, left) if self.interrupt.is_set() else left
+        count = min(2, left) if self.interrupted.is_set() else left
         if not self.finishes:
             count = 0
         self.tokens += count
@@ -112,14 +112,14 @@ class StubEngine:
 
     async def open_update(self, message: OpenUpdate) -> None:
         self.open.clear()
-        self.interrupt.set()
+        self.interrupted.set()
         await asyncio.sleep(0.005)
         if self.dies_in_update and self.cut:
             self.dead = True
             self.open.set()
             raise EngineError("engine 0 is not usable: it was killed")
         self.version = message.version
-        self.interrupt.clear()
+        self.interrupted.clear()
         self.open.set()
 
     async def close_update(self, message: CloseUpdate) -> UpdateClosed:
@@ -127,6 +127,11 @@ class StubEngine:
 
     async def session(self, message: AskEngine) -> EngineHolds:
         return EngineHolds(self.version, "")
+
+    async def interrupt(self) -> None:
+        self.interrupted.set()
+        await asyncio.sleep(0.005)
+        self.interrupted.clear()
 
     async def status(self) -> EngineStatus:
         return EngineStatus(0, self.version, 1, 0, self.tokens, 0.1)
@@ -155,10 +160,12 @@ class Prompts:
 def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     reports: list[StepReport] = []
     blobs = BlobStore(tmp_path / "blobs", "n")
+    engines = dict(enumerate([engine, *kwargs.get("more_engines", ())]))
     controller = Controller(
-        config,
+        replace(config, engine=EngineConfig(count=len(engines))),
         facts=ModelFacts(vocab_size=10, num_moe_layers=0, top_k_experts=0, stop_token_ids=()),
-        engines=[engine, *kwargs.get("more_engines", ())],
+        engines=engines,
+        sizes=dict.fromkeys(engines, 1),
         scorer=kwargs.get("scorer", StubScorer()),
         prompts=Prompts(),
         held_out=kwargs.get("held_out"),

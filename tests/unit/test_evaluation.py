@@ -59,7 +59,7 @@ def test_an_update_waits_for_the_evaluation_and_no_longer_than_allowed(tmp_path:
     class Silent(StubEngine):
         async def generate(self, requests: Any) -> Any:
             if requests[0].rollout_id.startswith("eval"):
-                await self.interrupt.wait()
+                await self.interrupted.wait()
                 return [self._reply(request, self.version) for request in requests]
             return await super().generate(requests)
 

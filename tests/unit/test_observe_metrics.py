@@ -115,7 +115,7 @@ mismatch/extreme_frac_1p1 mismatch/extreme_frac_2 mismatch/ess_token_frac mismat
 routing/replay_cover_frac keep/cover_frac keep/size_mean perf/step_s perf/train_tokens_per_s
 perf/forward_backward_s reward/mean reward/std reward/zero_var_frac sample/length_mean
 sample/length_max sample/truncated_frac async/lag_min async/lag_mean async/lag_max
-async/buffer_depth async/in_flight async/trainer_wait_s async/trainer_wait_frac
+async/buffer_depth async/engines async/in_flight async/trainer_wait_s async/trainer_wait_frac
 async/engine_idle_frac async/dropped_stale_groups async/interrupts async/segments_mean
 async/sync_pause_s async/sync_transfer_s async/sync_bytes async/sync_wait_s async/sync_gib_per_s
 perf/rollout_tokens_per_s refused/mask_rows scorer/failed async/recomputed_tokens

@@ -1,0 +1,84 @@
+"""Requests of people to a run that goes on: a folder of small files below the run directory.
+
+`moerl engines` leaves a question and waits for its answer; the supervisor looks twice a second.
+Both need the run directory only, so it works from any node that mounts it, and who may ask is who
+may write there (0700).  Rejected: a socket of the supervisor (one more port and token to hand out).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moerl.errors import MoerlError
+from moerl.rundir import RunDir
+
+_LOOK_S = 0.1
+
+
+class Desk:
+    """The supervisor's side."""
+
+    def __init__(self, run: RunDir) -> None:
+        """Forgets what an earlier start of the run was asked."""
+        self._folder = run.desk
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700)
+
+    def take(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, question) of each request that has come, oldest first."""
+        for path in sorted(self._folder.glob("*.question"), key=lambda path: path.stat().st_mtime):
+            question = json.loads(path.read_text())
+            path.unlink()
+            yield path.stem, question
+
+    def answer(self, name: str, answer: dict[str, Any]) -> None:
+        _write(self._folder, f"{name}.answer", answer)
+
+
+def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
+    """The answer of a run that goes on.
+
+    Raises MoerlError: it does not, it does not answer in time, or it refuses, in a sentence.
+    """
+    if not _goes_on(run):
+        raise MoerlError(f"{run.root} is not being trained now")
+    name = f"{time.time():.6f}-{secrets.token_hex(4)}"
+    _write(run.desk, f"{name}.question", question)
+    answer = run.desk / f"{name}.answer"
+    deadline = time.monotonic() + timeout_s
+    while not answer.exists():
+        if time.monotonic() > deadline:
+            (run.desk / f"{name}.question").unlink(missing_ok=True)
+            raise MoerlError(f"{run.root} did not answer within {timeout_s:g} s: is it starting?")
+        time.sleep(_LOOK_S)
+    found = json.loads(answer.read_text())
+    answer.unlink()
+    if "refused" in found:
+        raise MoerlError(found["refused"])
+    return found["answer"]
+
+
+def _goes_on(run: RunDir) -> bool:
+    """Whether a process holds the run's lock, and has begun to look at its desk."""
+    if not run.desk.is_dir():
+        return False
+    with (run.root / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _write(folder: Path, name: str, value: dict[str, Any]) -> None:
+    fresh = folder / f".{name}.{os.getpid()}"
+    fresh.write_text(json.dumps(value))
+    fresh.rename(folder / name)

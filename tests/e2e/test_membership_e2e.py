@@ -1,0 +1,76 @@
+"""Engines join and leave a real run: `moerl engines`, real SGLang and Megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.runs import Run, start
+from tests.e2e.test_chaos import check_history, trained_groups
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STEPS = 30
+SETTINGS = [
+    f"run.steps={STEPS}",
+    "rollout.keep_records=true",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.groups_per_request=2",
+    "checkpoint.every=0",
+    "observe.engine_alone_s=0",
+]
+
+
+def engines(run: Run, *arguments: str) -> tuple[int, str]:
+    """(exit status, what it printed) of `moerl engines`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "moerl", "engines", *arguments],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+def test_one_joins_and_the_first_one_leaves(tmp_path: Path) -> None:
+    run = start(tmp_path, "quickstart", *SETTINGS, name="x")
+    folder = str(run.dir.root)
+    try:
+        run.wait_for(lambda: len(run.rows()) >= 2)
+        old = psutil.Process(run.pids()["engine-0"])
+        refused = engines(run, "remove", folder, "0")
+        assert refused == (2, "moerl: ENGINE = 0 is not usable: it is the last one that works: "
+                              "add another first")  # fmt: skip
+        assert engines(run, "remove", folder, "5")[0] == 2
+        assert engines(run, "add", folder)[1].startswith("engine 1 is being started")
+        run.wait_for(lambda: "engine 1 has joined" in run.text())
+        assert "engine-1" in run.pids()
+        assert engines(run, "remove", folder, "0")[1].startswith("engine 0 is leaving")
+        run.wait_for(lambda: "engine 0 has left" in run.text())
+        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+        left = len(run.rows())
+        assert "engine-1" in run.pids()
+        assert "engine-0" not in run.pids()
+        table = engines(run, "list", folder)[1].splitlines()
+        assert [line.split()[0] for line in table] == ["engine", "1"]
+        assert run.finish() == 0, run.text()
+    finally:
+        run.end()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert left < STEPS - 8, "the run ended too soon to show anything"
+    trained = trained_groups(run)
+    check_history(run, trained)  # each group once, none lost
+    by = {
+        name: {s for s, g in trained for r in g.rollouts() if r.engine == name} for name in (0, 1)
+    }
+    assert min(by[1]) > 1, "engine 1 was used before it was there"
+    assert max(by[0]) <= left + 4, "engine 0 was used after it had left"
+    assert set(range(left + 5, STEPS)) <= by[1]
+    lags = [s - r.oldest.step for s, g in trained for r in g.rollouts() if r.engine == 1]
+    assert max(lags) <= 4, "engine 1 worked before it had the run's weights"
+    assert rows[-1]["async/engines"] == 1.0
+    assert max(row["async/engines"] for row in rows) == 2.0

@@ -1,0 +1,203 @@
+"""Engines that join and leave while the controller's loops run, and requests over the desk."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moerl.config.schema import RunConfig
+from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
+from moerl.launch.desk import Desk, ask
+from moerl.launch.membership import check_removal
+from moerl.protocols import (
+    CloseUpdate,
+    Enlist,
+    Enlisted,
+    Hello,
+    Ok,
+    OpenUpdate,
+    Plan,
+    Refresh,
+    StepDone,
+    TakePlan,
+)
+from moerl.rollout.controller import Controller
+from moerl.rundir import RunDir
+from moerl.types import GenerateRequest, PolicyVersion, Segment
+from tests.unit.test_controller import CONFIG, StubEngine, make, running
+
+
+class Trainer:
+    """Publishes to the engines that it was told of, after every step."""
+
+    def __init__(self, controller: Controller, engines: tuple[int, ...] = (0,)) -> None:
+        self._controller, self.engines = controller, engines
+        self.version = PolicyVersion(0, 0)
+        self.told: list[tuple[int, ...]] = []
+        self.groups: list = []
+
+    async def hello(self) -> None:
+        assert await self._controller.handle(Hello("t", 1, 1, self.version, ())) == Ok()
+
+    async def publish(self) -> None:
+        for engine in reversed(self.engines):  # whoever is first has room to start more
+            await self._controller.handle(OpenUpdate(engine, self.version, "g", ()))
+            await self._controller.handle(CloseUpdate(engine, self.version))
+
+    async def step(self) -> None:
+        step = self.version.step
+        while not isinstance(reply := await self._controller.handle(TakePlan(step, 5.0)), Plan):
+            if isinstance(reply, Enlist):
+                self.engines = tuple(one.engine for one in reply.engines)
+                self.told.append(self.engines)
+            else:
+                assert reply == Refresh()
+            await self.publish()
+        self.groups += reply.plan.groups
+        self.version = PolicyVersion(0, step + 1)
+        await self._controller.handle(StepDone(step, self.version, {}, ""))
+        await self.publish()
+
+
+def test_an_engine_that_joins_works_on_the_newest_weights_only(tmp_path: Path) -> None:
+    async def body() -> None:
+        first, second = StubEngine(), StubEngine()
+        controller, _ = make(tmp_path, first, replace(CONFIG, run=RunConfig(steps=12)))
+        trainer = Trainer(controller)
+
+        async def work() -> None:
+            await trainer.hello()
+            await trainer.step()
+            controller.engine_joins(1, second, 1)
+            await asyncio.sleep(0.05)
+            assert not second.requests, "it was sent requests on the weights it started with"
+            assert controller.fleet.table()[1]["state"] == "behind"
+            await trainer.step()
+            assert trainer.told == [(0, 1)]
+            assert controller.fleet.table()[1]["version"] == str(trainer.version)
+            while trainer.version.step < 12:
+                await trainer.step()
+
+        await running(controller, work())
+        assert sorted(group.group_id for group in trainer.groups) == list(range(24))
+        assert trainer.told == [(0, 1)], "it was told once"
+        asked = [{r.rollout_id for r in engine.requests} for engine in (first, second)]
+        assert all(asked)
+        assert not asked[0] & asked[1]
+
+    asyncio.run(body())
+
+
+class Held(StubEngine):
+    """Answers only when it is interrupted."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        await self.interrupted.wait()
+        self.requests += requests
+        return [self._reply(request, self.version) for request in requests]
+
+
+def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Its partial rollouts are finished by the other one; no token is sampled twice."""
+
+    async def body() -> None:
+        first, second = Held(), StubEngine()
+        controller, _ = make(tmp_path, first, more_engines=(second,))
+        trainer = Trainer(controller, (0, 1))
+
+        async def work() -> None:
+            await trainer.hello()
+            member = controller.fleet.members[0]
+            while not member.generating:
+                await asyncio.sleep(0.001)
+            leaving = asyncio.create_task(controller.engine_leaves(0))
+            while member.generating:
+                await asyncio.sleep(0.001)
+            asked = len(first.requests)
+            assert first.cut == asked > 0, "nothing was interrupted: the test shows nothing"
+            await asyncio.sleep(0.05)
+            assert not leaving.done(), "the trainer may still be publishing to it"
+            await trainer.step()
+            await trainer.step()
+            await leaving
+            assert trainer.told == [(1,)]
+            with pytest.raises(EngineError, match="engine 0 is not in this run"):
+                await controller.handle(OpenUpdate(0, trainer.version, "g", ()))
+            await trainer.step()
+            await trainer.step()
+            assert len(first.requests) == asked, "it was sent requests after it left"
+
+        await running(controller, work())
+        assert sorted(group.group_id for group in trainer.groups) == list(range(8))
+        rollouts = [r for group in trainer.groups for r in group.rollouts()]
+        assert {r.num_sampled for r in rollouts} == {4}
+        assert first.tokens + second.tokens == 4 * len(rollouts), "a token was lost"
+
+    asyncio.run(body())
+
+
+def test_a_gang_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine())
+
+        async def work() -> None:
+            hello = Hello("t", 1, 1, PolicyVersion(0, 0), ())
+            assert await controller.handle(hello) == Ok(), "as configured"
+            controller.engine_joins(3, StubEngine(), 2)
+            told = await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
+            assert told == Enlist((Enlisted(0, 1), Enlisted(3, 2)))
+
+        await running(controller, work())
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("engine", "joining", "leaving", "what"),
+    [
+        (7, (), (), "ENGINE = 7 is not usable: the run's engines are 0, 1"),
+        (0, (), (0,), "leaving already"),
+        (0, (), (1,), "the last one that works: add another first"),
+        (0, (1,), (), "the last one that works: add another first"),
+    ],
+)
+def test_a_removal_that_is_refused(
+    engine: int, joining: tuple[int, ...], leaving: tuple[int, ...], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what):
+        check_removal(engine, (0, 1), joining, leaving)
+    check_removal(1, (0, 1), joining, ())
+
+
+def test_the_desk(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with pytest.raises(MoerlError, match="is not being trained now"):
+        ask(run, 1.0, do="list")
+    desk = Desk(run)
+    assert (run.desk.stat().st_mode & 0o777) == 0o700
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(MoerlError, match="did not answer within"):
+            ask(run, 0.2, do="list")
+        assert not list(desk.take()), "a question that nobody waits for is taken back"
+
+        def serve() -> None:
+            answers = [{"answer": 5}, {"refused": "no"}]
+            while answers:
+                for name, question in desk.take():
+                    assert question["do"] == "add"
+                    desk.answer(name, answers.pop(0))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ask(run, 30.0, do="add") == 5
+        with pytest.raises(MoerlError, match=r"^no$"):
+            ask(run, 30.0, do="add")
+        thread.join()
+    assert not list(run.desk.iterdir()), "questions and answers do not pile up"
