@@ -303,14 +303,19 @@ def plan(
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
     config = resolve(load_config(recipe, list(overrides or [])))
-    layouts = sync_plan.planned_layouts(config)
     links = Links(nic_gb_s, ranks_per_node)
-    found = forecast(*layouts, links, direct=direct)
-    report = sync_plan.as_json(found, links, efficiency)
-    text = sync_plan.describe(found, links, layouts, efficiency)
+    reports, texts, slowest_s = [], [], 0.0
+    for layouts in sync_plan.planned_layouts(config):
+        found = forecast(*layouts, links, direct=direct)
+        slowest_s = max(slowest_s, found.planned_s)
+        reports.append(sync_plan.as_json(found, links, efficiency))
+        texts.append(sync_plan.describe(found, links, layouts, efficiency))
+    text, report = "\n\n".join(texts), reports[0]
+    if len(reports) > 1:
+        report = {"sizes": reports}
     if costs:
         named = _named("--costs", costs, list(pace_plan.NAMES))
-        advice = pace_plan.pace(config, named, found.planned_s / (efficiency or 1.0))
+        advice = pace_plan.pace(config, named, slowest_s / (efficiency or 1.0))
         report["pace"] = pace_plan.as_json(advice)
         text += "\n" + pace_plan.describe(advice, config)
     typer.echo(json.dumps(report) if as_json else text)

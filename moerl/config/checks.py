@@ -154,6 +154,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_minibatches(config)
     _check_task(config)
     _check_sync(config)
+    _check_sizes(config)
     _check_evaluation(config)
     _check_rollout(config.rollout)
     check_cluster(config)
@@ -176,7 +177,8 @@ def check_model(config: Config) -> dict[str, Any]:
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
-    check_divides(config.trainer.parallel, config.engine.tp, hf)
+    for tp in {config.engine.tp, *config.engine.tp_each}:
+        check_divides(config.trainer.parallel, tp, hf)
     return hf
 
 
@@ -254,6 +256,24 @@ def _check_sync(config: Config) -> None:
     if sync.quorum > config.engine.count:
         raise ConfigError(
             "sync.quorum", sync.quorum, f"use at most engine.count = {config.engine.count}"
+        )
+
+
+def _check_sizes(config: Config) -> None:
+    """Engines of different sizes."""
+    engine, each = config.engine, config.engine.tp_each
+    if not each:
+        return
+    if len(each) != engine.count:
+        raise ConfigError(
+            "engine.tp_each", each, f"name one size for each of engine.count = {engine.count}"
+        )
+    cut = int(engine.args.get("ep_size") or 1)
+    if any(tp < 1 or tp % cut for tp in each):
+        raise ConfigError("engine.tp_each", each, f"every size must be a multiple of {cut}")
+    if config.sync.direct and len(set(each)) > 1:
+        raise ConfigError(
+            "sync.direct", config.sync.direct, "engines of other sizes cannot copy a version: use 0"
         )
 
 

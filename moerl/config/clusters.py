@@ -161,12 +161,12 @@ def _controller(found: tuple[Node, ...]) -> Node:
 
 
 def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSeat, ...]:
-    count, tp = config.engine.count, config.engine.tp
+    count = config.engine.count
     if count and not found:
         raise ConfigError("cluster.nodes", "no engine", "a group needs the role engine")
     free = {node.name: list(range(node.group.devices)) for node in found}
     seats = []
-    for engine in range(count):
+    for engine, tp in config.engine.sizes.items():
         fits = [n for n in found if not n.group.devices or len(free[n.name]) >= tp]
         if not fits:
             total = sum(node.group.devices for node in found)

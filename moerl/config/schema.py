@@ -108,6 +108,7 @@ class EngineConfig:
     platform: str = "auto"  # auto | cpu | cuda
     dtype: str = "float32"
     tp: int = 1
+    tp_each: list[int] = field(default_factory=list)  # of each engine, in place of tp
     max_running_requests: int = 256
     max_total_tokens: int = 65536
     mem_fraction_static: float = 0.2
@@ -117,6 +118,12 @@ class EngineConfig:
     args: dict[str, Any] = field(
         default_factory=dict
     )  # any SGLang server argument, by its field name
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Tensor-parallel ranks by engine; those that join later may differ."""
+        each = self.tp_each or [self.tp] * self.count
+        return dict(enumerate(each))
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,29 @@ def server_args(
     """
     check_args(config.args, replay=routing)
     support.check_environment(os.environ)
+    cuda = uses_cuda(config.platform)
+    return arguments(
+        config,
+        model_path,
+        routing=routing,
+        version=version,
+        port=port,
+        nccl_port=nccl_port,
+        cuda=cuda,
+    )
+
+
+def arguments(
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    routing: bool,
+    version: str,
+    port: int | str,
+    nccl_port: int | str,
+    cuda: bool,
+) -> dict[str, Any]:
+    """The same without looking at this machine, so that a dry run prints them anywhere."""
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,
@@ -120,7 +143,7 @@ def server_args(
         "skip_server_warmup": True,
         "skip_tokenizer_init": True,
     }
-    if uses_cuda(config.platform):
+    if cuda:
         # SGLang's own choice by model and GPU would pack, swap or join expert weights
         # (arg_groups/model_overrides); `moerl.engine.layout` says what is known.
         args |= {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}

@@ -8,9 +8,10 @@ from `moerl.launch.commands`: the same functions that a real start uses.
 from __future__ import annotations
 
 import io
+import json
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,21 @@ from moerl.config.clusters import Placement, is_local, placement
 from moerl.config.files import read_model_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import TinyModel
+from moerl.engine.args import arguments
 from moerl.launch.commands import host_of, node_commands, torchrun
 from moerl.launch.plan import RunPlan, trainer_command
 from moerl.launch.sync_plan import planned_layouts
+from moerl.layout import ModelSpec
 from moerl.layout.check import Spread
 from moerl.layout.memory import (
-    EngineMemory,
     Recompute,
     TrainerMemory,
     Training,
     engine_memory,
     trainer_memory,
 )
-from moerl.layout.transfer import TransferPlan
+from moerl.layout.plan import EngineLayout
+from moerl.layout.transfer import Tally, TransferPlan
 from moerl.rundir import RunDir
 
 _GB = 1e9
@@ -85,13 +88,14 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("scorer (Ray)", "", "1", "", f"rewards in {config.task.scorer_workers} worker(s)"),
         ]
     seats = [seat for seat in placed.engines if seat.node.name == name]
-    if seats:
-        if not is_local(config.cluster):
-            rows.append(("records (Ray)", "", "1", "", "serves sealed records by byte range"))
-        devices = _numbers(d for seat in seats for d in seat.devices)
-        which = _numbers(seat.engine for seat in seats)
-        what = f"tp {engine.tp}, {engine.dtype}, host and SGLang server"
-        rows.append(("engine (Ray)", which, str(len(seats)), devices, what))
+    if seats and not is_local(config.cluster):
+        rows.append(("records (Ray)", "", "1", "", "serves sealed records by byte range"))
+    for tp in sorted({engine.sizes[seat.engine] for seat in seats}):
+        alike = [seat for seat in seats if engine.sizes[seat.engine] == tp]
+        devices = _numbers(d for seat in alike for d in seat.devices)
+        which = _numbers(seat.engine for seat in alike)
+        what = f"tp {tp}, {engine.dtype}, host and SGLang server"
+        rows.append(("engine (Ray)", which, str(len(alike)), devices, what))
     for trainer in (seat for seat in placed.trainers if seat.node.name == name):
         sizes = " ".join(
             f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "pp", "cp", "dp", "ep", "etp")
@@ -131,28 +135,34 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
             lines += [f"  {name}: {command}" for command in commands]
         gang = torchrun(config, placed, placed.trainers[0])
         lines += ["the first torchrun.sh runs:", f"  {shlex.join(gang)}"]
-    lines.append("each engine: python -m moerl.engine.launch, its job on standard input:")
-    lines.append(f"  {_engine_job(config)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_engine_commands(config, placed)])
 
 
 def _groups(placed: Placement) -> Any:
     return groupby(node.name.rpartition("-")[0] for node in placed.nodes)
 
 
-def _engine_job(config: Config) -> str:
-    """SGLang's arguments, without those that are found on the node (ports, token)."""
-    engine = config.engine
-    args: dict[str, Any] = {
-        "model_path": config.model.path,
-        "dtype": engine.dtype,
-        "tp_size": engine.tp,
-        "max_running_requests": engine.max_running_requests,
-        "max_total_tokens": engine.max_total_tokens,
-        "mem_fraction_static": engine.mem_fraction_static,
-        "enable_return_routed_experts": config.replay.routing == "R3",
-    }
-    return " ".join(f"{key}={value}" for key, value in (args | dict(engine.args)).items())
+def _engine_commands(config: Config, placed: Placement) -> list[str]:
+    """What each engine host starts; ports and the token are found on its node."""
+    lines = []
+    sizes = config.engine.sizes
+    for tp in sorted(set(sizes.values())):
+        args = arguments(
+            replace(config.engine, tp=tp),
+            Path(config.model.path or Path(config.run.root) / config.run.name / "model"),
+            routing=config.replay.routing == "R3",
+            version="0.0",
+            port="FREE",
+            nccl_port="FREE",
+            cuda=config.engine.platform == "cuda" or any(s.devices for s in placed.engines),
+        )
+        job = {"parent": "PID", "args": args, "token": "TOKEN"}
+        which = _numbers(engine for engine in sizes if sizes[engine] == tp)
+        lines += [
+            f"engine {which}: python -m moerl.engine.launch, its job on standard input:",
+            f"  {json.dumps(job)}",
+        ]
+    return lines
 
 
 def _local_plan(config: Config, run: RunDir) -> RunPlan:
@@ -192,9 +202,8 @@ def _ports(config: Config, placed: Placement) -> str:
 # --- estimates -----------------------------------------------------------------------------------
 def _estimates(config: Config, placed: Placement) -> list[str]:
     """Memory and transfer plan, from shapes."""
-    shapes = _shapes(config)
-    spec, trainer, engines, policy = planned_layouts(config, shapes)
-    counts = TransferPlan(spec, trainer, engines, 0, policy).tally()
+    layouts = planned_layouts(config, _shapes(config))
+    spec, trainer, _, policy = layouts[0]
     megatron, gpu = config.trainer.megatron, placed.trainers[0].node.group.devices > 0
     recompute: Recompute = megatron.get("recompute_granularity") or "none"
     training = Training(
@@ -205,16 +214,29 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         gpu=gpu,
     )
     ranks = trainer_memory(spec, trainer, training)
-    received = max(counts.received_bytes)
-    engine = engine_memory(
-        spec, engines, received, config.engine.max_total_tokens, config.engine.dtype
-    )
+    sizes = [
+        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).tally(), config, spec)
+        for _, _, engines, _ in layouts
+    ]
     return [
         _trainer_table(ranks, placed),
-        _engine_line(config, engine, placed),
-        _host_lines(config, placed, ranks, engine, len(spec.moe_layers) * spec.experts_per_token),
-        _transfer_lines(config, Spread.of(counts.sent_bytes), received),
+        *(_engine_line(config, size, placed) for size in sizes),
+        _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
+        *(_transfer_lines(config, size) for size in sizes),
+        "`moerl plan` says more",
     ]
+
+
+class _Size:
+    """Engines of one size: what a rank holds, and what one publish brings it."""
+
+    def __init__(
+        self, engines: EngineLayout, tally: Tally, config: Config, spec: ModelSpec
+    ) -> None:
+        self.engines, self.sent = engines, Spread.of(tally.sent_bytes)
+        self.received = max(tally.received_bytes)
+        tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
+        self.memory = engine_memory(spec, engines, self.received, tokens, dtype)
 
 
 def _shapes(config: Config) -> dict[str, Any]:
@@ -269,12 +291,14 @@ def _stage(rank: TrainerMemory) -> int:
     return rank.stage
 
 
-def _engine_line(config: Config, engine: EngineMemory, placed: Placement) -> str:
+def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
+    engine = size.memory
     group = placed.engines[0].node.group
     static = group.device_gb * config.engine.mem_fraction_static
+    tokens = f"{config.engine.max_total_tokens:,} tokens of {engine.kv_token:,} bytes"
     line = (
-        f"memory of an engine rank: weights {_gb(engine.weights)} GB, KV cache {_gb(engine.kv)} GB "
-        f"({config.engine.max_total_tokens:,} tokens of {engine.kv_token:,} bytes)"
+        f"memory of an engine rank, tp {size.engines.tp}: weights {_gb(engine.weights)} GB, "
+        f"KV cache {_gb(engine.kv)} GB ({tokens})"
     )
     if static:
         line += f"; mem_fraction_static leaves {static:.3g} GB of {group.device_gb:g}"
@@ -292,7 +316,7 @@ def _host_lines(
     config: Config,
     placed: Placement,
     ranks: Sequence[TrainerMemory],
-    engine: EngineMemory,
+    sizes: Sequence[_Size],
     routes: int,
 ) -> str:
     """Host memory per node: frozen weights, staging, records waiting for the trainer."""
@@ -304,9 +328,13 @@ def _host_lines(
     engine_nodes = {seat.node.name for seat in placed.engines}
     lines = ["host memory, GB per node, at most:"]
     each = max(len(seat.ranks) for seat in placed.trainers)
-    per_node = max((sum(s.node.name == n for s in placed.engines) for n in engine_nodes), default=0)
+    host = {size.engines.tp: size.engines.tp * size.memory.host for size in sizes}
+    tp_of = config.engine.sizes
+    staging = max(
+        (sum(host[tp_of[s.engine]] for s in placed.engines if s.node.name == n))
+        for n in engine_nodes
+    )
     lines.append(f"  trainer: frozen weights of a publish {_gb(each * max(r.host for r in ranks))}")
-    staging = per_node * config.engine.tp * engine.host
     lines.append(
         f"  engine: staging {_gb(staging)}, records in {config.cluster.blob_dir} "
         f"{_gb(waiting / max(1, len(engine_nodes)))} ({record / 1e6:.3g} MB of routes a rollout)"
@@ -314,12 +342,12 @@ def _host_lines(
     return "\n".join(lines)
 
 
-def _transfer_lines(config: Config, sent: Spread, received: float) -> str:
-    engines = config.engine.count
+def _transfer_lines(config: Config, size: _Size) -> str:
+    engines = size.engines
     return (
-        f"a publish over {config.sync.transport}: {_gb(received)} GB into each of {engines} x "
-        f"{config.engine.tp} engine ranks, {_gb(engines * sent.mean)} GB (mean) out of each "
-        "trainer rank; `moerl plan` says more"
+        f"a publish over {config.sync.transport}: {_gb(size.received)} GB into each of "
+        f"{engines.num} x {engines.tp} engine ranks, {_gb(engines.num * size.sent.mean)} GB (mean) "
+        "out of each trainer rank"
     )
 
 

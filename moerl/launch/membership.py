@@ -53,12 +53,11 @@ class Membership:
     """The engines of one start of a run."""
 
     def __init__(self, plan: RunPlan, watcher: Watcher) -> None:
-        config = plan.config.engine
-        self.sizes = dict.fromkeys(range(config.count), config.tp)
+        self.sizes = plan.config.engine.sizes
         self.actors = {index: place_engine(plan, index, tp) for index, tp in self.sizes.items()}
         self.changed = False  # since this start of the run
         self._plan, self._watcher, self._desk = plan, watcher, Desk(plan.run)
-        self._next = config.count
+        self._next = len(self.sizes)
         self._joining: set[int] = set()  # being started for the first time
         self._leaving: set[int] = set()
         self._draining: dict[Any, int] = {}  # calls to the controller that return when it is done

@@ -6,6 +6,7 @@ cluster can be judged on a login node before it is reserved.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
@@ -23,30 +24,34 @@ from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER
 from moerl.layout.wire import WirePolicy
 
+Layouts = tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy]
+
 GB = 1e9  # bytes, as network cards are sold
 SHOWN_HOPS = 8  # of a round; --json has all
 
 
-def planned_layouts(
-    config: Config, shapes: Mapping[str, Any] | None = None
-) -> tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy]:
-    """What the recipe says about the model, both sides and the wire.
+def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> list[Layouts]:
+    """What the recipe says about the model, both sides and the wire: once per size of engines.
 
     shapes: the model's config.json; None: read it.
     Raises ConfigError or ModelError for a recipe without a readable model folder.
     """
     trainer = ParallelLayout(**asdict(config.trainer.parallel))
-    return model_spec(shapes or _model_config(config)), trainer, _engines(config), _policy(config)
+    spec, policy = model_spec(shapes or _model_config(config)), _policy(config)
+    counts = Counter(config.engine.sizes.values())
+    return [
+        (spec, trainer, _engines(config, tp, num), policy) for tp, num in sorted(counts.items())
+    ]
 
 
-def _engines(config: Config) -> EngineLayout:
+def _engines(config: Config, tp: int, num: int) -> EngineLayout:
     args: Mapping[str, Any] = config.engine.args
     attention_dp = int(args.get("dp_size") or 1) if args.get("enable_dp_attention") else 1
     return EngineLayout(
-        tp=config.engine.tp,
+        tp=tp,
         ep=int(args.get("ep_size") or 1),
         dp=attention_dp,
-        num=config.engine.count,
+        num=num,
         dense_tp=int(args.get("moe_dense_tp_size") or 0),
     )
 
@@ -89,7 +94,7 @@ def as_json(found: Forecast, links: Links, efficiency: float | None) -> dict[str
 def describe(
     found: Forecast,
     links: Links,
-    layouts: tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy],
+    layouts: Layouts,
     efficiency: float | None,
 ) -> str:
     """A report for people."""

@@ -23,7 +23,7 @@ class Roster:
 
         changed: the gang that lives may have been told of other engines by an earlier controller.
         """
-        self._configured = engines_of(dict.fromkeys(range(config.count), config.tp))
+        self._configured = engines_of(config.sizes)
         self._sizes = dict(sizes)
         self._told: Engines | None = None if changed else self._configured
         self._taken: Engines | None = self._told  # what the gang has taken in

@@ -59,7 +59,7 @@ def open_outlet(config: Config, seat: Seat) -> BroadcastOutlet:
         engines_restart=config.supervision.max_restarts > 0,
     )
     outlet = BroadcastOutlet(seat, publisher, thread, bucket_bytes=config.sync.bucket_bytes)
-    outlet.enlist([Enlisted(index, config.engine.tp) for index in range(config.engine.count)])
+    outlet.enlist([Enlisted(index, tp) for index, tp in config.engine.sizes.items()])
     return outlet
 
 

@@ -122,7 +122,7 @@ def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
         quorum=config.sync.quorum,
         patience=config.supervision.max_restarts,
     )
-    outlet.enlist([Enlisted(index, config.engine.tp) for index in range(config.engine.count)])
+    outlet.enlist([Enlisted(index, tp) for index, tp in config.engine.sizes.items()])
     return outlet
 
 

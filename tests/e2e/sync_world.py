@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,14 +57,21 @@ class World:
         tp: int,
         transport: str = "shm",
         timeout_s: float = 120.0,
+        tp_each: tuple[int, ...] = (),
     ) -> None:
+        """tp_each: of each engine, in place of tp."""
         torch.set_num_threads(1)
         self.run_dir = RunDir(root / "run")
         self.run_dir.create()
         (self.run_dir.root / "orders").mkdir()
         model = tiny.save(root / "model", 0, moe_ffn=64)
         engine = EngineConfig(
-            count=engines, tp=tp, platform="cpu", max_total_tokens=8192, start_timeout_s=_LATE_S
+            count=engines,
+            tp=tp,
+            tp_each=list(tp_each),
+            platform="cpu",
+            max_total_tokens=8192,
+            start_timeout_s=_LATE_S,
         )
         config = Config(
             model=ModelConfig(path=str(model)),
@@ -78,9 +86,16 @@ class World:
         store = BlobStore(root / "blobs", "n0")
         self.hosts = [
             EngineHost(
-                i, engine, model, tiny.FACTS, ReplayConfig(), store, self.run_dir, "engine-token"
+                i,
+                replace(engine, tp=size),
+                model,
+                tiny.FACTS,
+                ReplayConfig(),
+                store,
+                self.run_dir,
+                "engine-token",
             )
-            for i in range(engines)
+            for i, size in engine.sizes.items()
         ]
         self.known: dict[PolicyVersion, Checksums] = {}
         self.gang: Gang | None = None

@@ -1,0 +1,101 @@
+"""Engines of different sizes: placement, refusals, plans, and what a dry run and `plan` say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moerl.cli import app
+from moerl.config import load_config, resolve
+from moerl.config.checks import check
+from moerl.config.clusters import placement
+from moerl.engine.args import server_args
+from moerl.errors import ConfigError
+from moerl.launch.dry_run import describe
+from moerl.launch.sync_plan import planned_layouts
+from moerl.layout.transfer import TransferPlan
+from moerl.sync.shards import engine_layout
+
+MIXED = ("engine.count=3", "engine.tp_each=[4,8,4]", "cluster.nodes.engine.count=2")
+
+
+def test_each_engine_gets_the_gpus_of_its_size() -> None:
+    config = resolve(load_config("qwen3-30b-a3b", MIXED))
+    check(config, starts=False)
+    seats = placement(config).engines
+    assert [(seat.node.name, seat.devices) for seat in seats] == [
+        ("engine-0", (0, 1, 2, 3)),
+        ("engine-1", tuple(range(8))),
+        ("engine-0", (4, 5, 6, 7)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (("engine.tp_each=[4,8]",), "one size for each of engine.count = 3"),
+        (("engine.tp_each=[4,8,6]",), "every size must be a multiple of 4"),
+        (("engine.tp_each=[4,8,0]",), "every size must be a multiple of 4"),
+        (("sync.direct=1",), r"sync\.direct = 1 .*cannot copy a version"),
+        (("engine.tp_each=[8,8,8]",), "do not fit 2 nodes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        check(resolve(load_config("qwen3-30b-a3b", (*MIXED, *overrides))), starts=False)
+
+
+def test_every_engine_has_a_plan_of_its_own_that_brings_it_the_whole_model() -> None:
+    config = resolve(load_config("qwen3-30b-a3b", MIXED))
+    found = planned_layouts(config)
+    assert [(engines.tp, engines.num) for _, _, engines, _ in found] == [(4, 2), (8, 1)]
+    ids, totals = set(), []
+    for index, tp in config.engine.sizes.items():
+        spec, trainer, _, policy = found[0]
+        plan = TransferPlan(spec, trainer, engine_layout(config, tp), index, policy)
+        ids.add(plan.id)
+        received = plan.tally().received_bytes
+        assert len(received) == tp
+        totals.append((tp, sum(received)))
+    assert len(ids) == 3
+    whole = {total for _, total in totals}
+    assert max(whole) < 1.2 * min(whole), (
+        "either size receives a model, copies of small parts apart"
+    )
+
+
+def test_a_dry_run_says_what_each_size_is() -> None:
+    text = describe(resolve(load_config("qwen3-30b-a3b", MIXED)), ["qwen3-30b-a3b", *MIXED])
+    for line in (
+        "memory of an engine rank, tp 4: weights 15.3 GB",
+        "memory of an engine rank, tp 8: weights 7.68 GB",
+        "into each of 2 x 4 engine ranks",
+        "into each of 1 x 8 engine ranks",
+        "engine 0,2: python -m moerl.engine.launch",
+        "engine 1: python -m moerl.engine.launch",
+    ):
+        assert line in text
+
+
+def test_a_dry_run_prints_the_command_that_an_engine_host_runs() -> None:
+    config = resolve(load_config("quickstart", ("engine.args.page_size=1",)))
+    text = describe(config, ["quickstart"])
+    job = json.loads(next(line for line in text.splitlines() if line.startswith('  {"parent"')))
+    engine = replace(config.engine, platform="cpu")
+    model = Path(config.run.root) / config.run.name / "model"
+    real = server_args(engine, model, routing=True, version="0.0", port=5, nccl_port=6)
+    assert job["args"] == real | {"port": "FREE", "nccl_port": "FREE"}
+    assert job["token"] == "TOKEN", "no secret is printed"
+
+
+def test_plan_forecasts_each_size() -> None:
+    said = CliRunner().invoke(app, ["plan", "qwen3-30b-a3b", *MIXED])
+    assert said.exit_code == 0, said.output
+    assert "engines: 2 x 4 ranks" in said.output
+    assert "engines: 1 x 8 ranks" in said.output
+    data = CliRunner().invoke(app, ["plan", "qwen3-30b-a3b", *MIXED, "--json"])
+    assert [one["engines"] for one in json.loads(data.output)["sizes"]] == [2, 1]
