@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},
     "tp2": {"tp": 2, "etp": 2},
     "pp2": {"pp": 2},
+    "pp2-uneven": {"pp": 2, "first_stage_layers": 1},
     "ep2": {"dp": 2, "ep": 2},
     "ep2-tp2": {"tp": 2, "ep": 2},
     "ep4": {"dp": 4, "ep": 4},
@@ -52,7 +53,7 @@ def _run(model: Path, work: Path, ranks: int, phases: list[dict[str, Any]]) -> N
 # side and kind of optimizer that write; layouts of two ranks, then of four, that continue
 Plan = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 SHORT: tuple[Plan, ...] = (
-    ("dp2", "distributed", ("pp2",), ()),
+    ("dp2", "distributed", ("pp2", "pp2-uneven"), ()),
     ("ep2", "distributed", ("ep2-tp2",), ()),
 )
 WIDE = ("ep4", "ep2-dp2", "tp2-ep2", "pp2-ep2")
