@@ -59,7 +59,7 @@ class RangeServer:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive); POST /delete and /has with names."""
+    """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive); POST /delete, /missing with names."""
 
     protocol_version = "HTTP/1.1"
     root: Path
@@ -90,7 +90,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/delete":
             for path in paths:
                 path.unlink(missing_ok=True)
-        self._answer(200, json.dumps(all(path.exists() for path in paths)).encode())
+        gone = [path.name for path in paths if not path.exists()]
+        self._answer(200, json.dumps(gone).encode())
 
     def _may(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -126,6 +127,7 @@ class ClusterBlobs(BlobStore):
         self._lines = threading.local()
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._deleter: threading.Thread | None = None
+        self._silent: set[str] = set()  # nodes that were waited for in vain
         if node:
             root.mkdir(parents=True, exist_ok=True)
 
@@ -175,18 +177,41 @@ class ClusterBlobs(BlobStore):
             self._deleter.start()
         self._gone.put(uri)
 
-    def has_all(self, uris: Iterable[str]) -> bool:
-        """Whether the nodes say that these blobs are sealed there; False when one is gone."""
-        by_node: dict[str, list[str]] = defaultdict(list)
+    def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
+        """Those that their nodes have not, or whose node does not answer within patience_s.
+
+        A node that was waited for in vain is asked once from then on, until it answers again.
+        """
+        by_node: dict[str, set[str]] = defaultdict(set)
         for uri in uris:
             node, name = _split(uri)
-            by_node[node].append(name)
-        try:
-            return all((self.root / name).exists() for name in by_node.pop(self.node, [])) and all(
-                self._post(node, "/has", names) for node, names in by_node.items()
-            )
-        except (OSError, http.client.HTTPException):
-            return False
+            by_node[node].add(name)
+        found = set()
+        for node, names in by_node.items():
+            if node == self.node:
+                gone = {name for name in names if not (self.root / name).exists()}
+            else:
+                gone = self._missing_at(node, names, patience_s)
+            found |= {f"blob://{node}/{name}" for name in gone}
+        return found
+
+    def _missing_at(self, node: str, names: set[str], patience_s: float) -> set[str]:
+        deadline = time.monotonic() + (0.0 if node in self._silent else patience_s)
+        while True:
+            try:
+                gone = self._post(node, "/missing", sorted(names))
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up(node)
+                if time.monotonic() > deadline:
+                    log.warning(
+                        "%d blobs are lost: node %s does not answer: %s", len(names), node, error
+                    )
+                    self._silent.add(node)
+                    return names
+                time.sleep(_PAUSE_S)
+            else:
+                self._silent.discard(node)
+                return set(gone)
 
     def sweep(self, uris: Iterable[str]) -> int:
         """Of this node's own blobs only: other nodes' folders end with their engines."""
@@ -227,13 +252,17 @@ class ClusterBlobs(BlobStore):
             raise BlobError(f"{uri}: its node answered {reply.status}")
         return data
 
-    def _post(self, node: str, path: str, names: list[str]) -> bool:
+    def _post(self, node: str, path: str, names: list[str]) -> list[str]:
+        """Which of the names are not there (any more)."""
         line = self._line(node)
         headers = {"Authorization": f"Bearer {self._token}"}
         line.request("POST", path, body=json.dumps(names), headers=headers)
         reply = line.getresponse()
         data = reply.read()
-        return reply.status == 200 and bool(json.loads(data))
+        if reply.status != 200:
+            raise http.client.HTTPException(f"{node} answered {reply.status}")
+        found: list[str] = json.loads(data)
+        return found
 
     def _delete(self) -> None:
         while True:

@@ -116,9 +116,12 @@ class BlobStore:
                     joined[at : at + run[1] - run[0]] = source[run[0] - begin : run[1] - begin]
         return joined
 
-    def has_all(self, uris: Iterable[str]) -> bool:
-        """Whether these blobs are sealed here; their bytes are checked when they are read."""
-        return all(self._path(uri).exists() for uri in uris)
+    def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
+        """Those that are not sealed; the bytes of the others are checked when they are read.
+
+        patience_s: how long a node that does not answer is asked again; here none is asked.
+        """
+        return {uri for uri in uris if not self._path(uri).exists()}
 
     def read(self, uri: str) -> bytes:
         """The sealed file as it is, to be kept elsewhere.  Raises OSError."""

@@ -90,6 +90,9 @@ class GroupBuffer:
         self._cursor = max(known, default=-1) + 1
         self._again = sorted(set(range(self._cursor)) - known)
 
+    def ready(self) -> list[EpisodeGroup]:
+        return list(self._ready.values())
+
     def evict(self, is_bad: Callable[[EpisodeGroup], bool]) -> list[EpisodeGroup]:
         """Take these groups out of the line; they are generated again under their own ids."""
         bad = [group for group in self._ready.values() if is_bad(group)]
@@ -142,11 +145,18 @@ class GroupBuffer:
         self.dropped_stale += len(stale)
         return stale
 
-    def take(self) -> list[EpisodeGroup] | None:
-        """groups_per_step ready groups by selection, ascending; None while they are not there."""
+    def due(self) -> list[EpisodeGroup] | None:
+        """What `take` would return now."""
         chosen = self._select(self)
         if len(chosen) < self.groups_per_step:
             return None
+        return [self._ready[group_id] for group_id in chosen]
+
+    def take(self) -> list[EpisodeGroup] | None:
+        """groups_per_step ready groups by selection, ascending; None while they are not there."""
+        if self.due() is None:
+            return None
+        chosen = self._select(self)
         self.next_step += 1
         self._consumed.update(chosen)
         now = time.monotonic()

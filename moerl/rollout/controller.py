@@ -53,7 +53,7 @@ from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
-from moerl.rollout.past import Past, spread, uris_of
+from moerl.rollout.past import Past, spread, uris_in, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
 from moerl.types import EpisodeGroup, PolicyVersion, SamplingParams
@@ -335,9 +335,13 @@ class Controller:
             if self.fleet.incarnation != incarnation:
                 raise ProtocolError("another gang has taken over")
             self._drop_stale()
-            groups = self.buffer.take()
-            if groups is not None:
-                break
+            if due := self.buffer.due():
+                is_whole = await self._is_whole(due)
+                same_gang = self.fleet.incarnation == incarnation
+                groups = self.buffer.take() if is_whole and same_gang else None
+                if groups is not None:
+                    break
+                continue
             if news := self._roster.news():
                 return news
             if self.fleet.any_behind:
@@ -382,6 +386,25 @@ class Controller:
         for group in stale:
             self.ledger.dropped_stale += 1
             self.admission.forget(group)
+
+    async def _is_whole(self, due: list[EpisodeGroup]) -> bool:
+        """Whether this batch is due still, and its records are where its engines sealed them.
+
+        Groups whose records are lost, with a node or its store, are generated again.  A node that
+        does not answer is waited for as long as a reader would wait, once.
+        """
+        patience_s = self.config.sync.timeout_s
+        gone = await asyncio.to_thread(self._blobs.missing, uris_in(due), patience_s)
+        if gone:  # what else lay there is lost as well
+            ready = self.buffer.ready()
+            gone = await asyncio.to_thread(self._blobs.missing, uris_in(ready))
+        lost = self.buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
+        self._journal.left(group.group_id for group in lost)
+        for group in lost:
+            log.warning("the records of group %d are lost: it is generated again", group.group_id)
+            self.ledger.dropped_lost += 1
+            self.admission.forget(group)
+        return not gone and self.buffer.due() == due
 
     async def _step_done(self, message: StepDone) -> Message:
         engines = await self.fleet.statuses()  # from here on nothing else gets between

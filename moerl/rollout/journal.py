@@ -238,7 +238,7 @@ class Journal:
         """A group whose blobs are not all there is generated again."""
 
         def split(groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[int]]:
-            whole = [group for group in groups if self._blobs.has_all(uris_of(group))]
+            whole = [group for group in groups if not self._blobs.missing(uris_of(group))]
             return whole, [group.group_id for group in groups if group not in whole]
 
         past.ready, gone = split(past.ready)

@@ -39,6 +39,7 @@ class Ledger:
         self.recomputed_tokens = 0
         self.dropped_stale = 0
         self.dropped_branch = 0
+        self.dropped_lost = 0
         self.engine_restarts = 0
         self.score_failures = 0
         self.engines_suspended = 0
@@ -78,6 +79,7 @@ class Ledger:
             "async/recomputed_tokens": float(self.recomputed_tokens),
             "async/engine_restarts": float(self.engine_restarts),
             "async/dropped_branch_groups": float(self.dropped_branch),
+            "async/dropped_lost_groups": float(self.dropped_lost),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "async/dropped_siblings": float(self.dropped_siblings),
             "scorer/failed": float(self.score_failures),

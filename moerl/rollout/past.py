@@ -60,6 +60,11 @@ def uris_of(group: EpisodeGroup) -> list[str]:
     return sorted({uri for rollout in group.rollouts() for uri in blob_uris(rollout)})
 
 
+def uris_in(groups: Iterable[EpisodeGroup]) -> set[str]:
+    """Every blob behind some groups."""
+    return {uri for group in groups for uri in uris_of(group)}
+
+
 def digest_of(data: bytes) -> str:
     """16 characters."""
     return xxhash.xxh3_64_hexdigest(data)

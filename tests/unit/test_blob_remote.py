@@ -50,7 +50,7 @@ def test_strangers_and_strange_names_get_nothing(
     stranger = ClusterBlobs(tmp_path / "none", "", "a guess", timeout_s=1)
     with pytest.raises(BlobError, match="answered 401"):
         stranger.read_runs(ref, [(0, 4)])
-    assert not stranger.has_all([ref.uri])
+    assert stranger.missing([ref.uri]) == {ref.uri}
     for name in ("..%2Fsecret", ".a.tmp", "b"):
         with pytest.raises(BlobError, match="answered 404"):
             reader.read_runs(_renamed(ref, f"blob://{server.node}/{name}"), [(0, 4)])
@@ -95,12 +95,13 @@ def test_a_link_that_comes_back_costs_time_only(
 
 def test_deletion_reaches_the_node(served: tuple[RangeServer, ClusterBlobs, BlobRef]) -> None:
     server, reader, ref = served
-    assert reader.has_all([ref.uri])
-    assert not reader.has_all([ref.uri, f"blob://{server.node}/b"])
+    assert not reader.missing([ref.uri])
+    other = f"blob://{server.node}/b"
+    assert reader.missing([ref.uri, other]) == {other}
     reader.delete(ref.uri)
     reader.delete(f"blob://{server.node}/never")
     deadline = time.monotonic() + 20
-    while reader.has_all([ref.uri]) and time.monotonic() < deadline:
+    while not reader.missing([ref.uri]) and time.monotonic() < deadline:
         time.sleep(0.02)
     with pytest.raises(BlobError, match="answered 404"):
         reader.read_runs(ref, [(0, 4)])

@@ -159,11 +159,12 @@ class Prompts:
 
 def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     reports: list[StepReport] = []
-    blobs = BlobStore(tmp_path / "blobs", "n")
+    blobs = kwargs.get("blobs") or BlobStore(tmp_path / "blobs", "n")
+    moe_layers = kwargs.get("moe_layers", 0)
     engines = dict(enumerate([engine, *kwargs.get("more_engines", ())]))
     controller = Controller(
         replace(config, engine=EngineConfig(count=len(engines))),
-        facts=ModelFacts(vocab_size=10, num_moe_layers=0, top_k_experts=0, stop_token_ids=()),
+        facts=ModelFacts(10, moe_layers, 2 * moe_layers, stop_token_ids=()),
         engines=engines,
         sizes=dict.fromkeys(engines, 1),
         scorer=kwargs.get("scorer", StubScorer()),

@@ -1,0 +1,131 @@
+"""An engine's host that is lost takes its records along: their groups are generated again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moerl.blob.remote import ClusterBlobs, RangeServer
+from moerl.config.schema import SyncConfig
+from moerl.rollout.controller import Controller
+from moerl.rollout.past import uris_of
+from moerl.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
+from tests.unit.test_controller import CONFIG, StubEngine, make, running
+from tests.unit.test_membership import Trainer
+
+LOST_S = 0.3
+
+
+NODE = """
+import sys, time
+from pathlib import Path
+from moerl.blob.remote import RangeServer
+print(RangeServer(Path(sys.argv[1]), "127.0.0.1", 0, "t").node, flush=True)
+time.sleep(600)
+"""
+
+
+class Sealing(StubEngine):
+    """Seals its routing rows in a store of its own, which a process of its own serves."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        command = [sys.executable, "-c", NODE, str(folder)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.node = self.process.stdout.readline().strip()
+        self.folder, self.store = folder, ClusterBlobs(folder, self.node, "t")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment:
+        segment = super()._reply(request, version)
+        begin, end = request.rows_from, len(request.token_ids) + len(segment.output_ids) - 1
+        rows = np.zeros((1, end - begin, 2), np.uint8)
+        rows[..., 1] = 1
+        (ref,) = self.store.seal(f"{request.rollout_id}-{len(self.requests)}-{begin}", [rows])
+        return replace(segment, routing=RoutingBlob(ref, begin, end, segment.version, (0,), 4))
+
+
+@pytest.mark.parametrize("how", ["node", "store"])
+def test_the_run_goes_on_without_them(how: str, tmp_path: Path) -> None:
+    """The node ends, or comes back with an empty store; the other engine finishes the run."""
+
+    async def body() -> None:
+        config = replace(CONFIG, sync=SyncConfig(timeout_s=LOST_S))
+        reader = ClusterBlobs(tmp_path / "none", "", "t")
+        more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
+        controller, reports = make(tmp_path, lost, config, **more)
+        trainer = Trainer(controller, (0, 1))
+
+        async def work() -> None:
+            await trainer.hello()
+            await trainer.step()
+            while not (doomed := at(controller, lost)):
+                await asyncio.sleep(0.005)
+            controller.engine_lost(0)
+            trainer.engines = (1,)
+            if how == "node":
+                lost.end()
+            else:
+                shutil.rmtree(lost.folder)
+            begin = time.monotonic()
+            while trainer.version.step < 4:
+                await trainer.step()
+            assert doomed <= {group.group_id for group in trainer.groups[2:]}
+            if how == "node":
+                assert time.monotonic() - begin > LOST_S, "it was given no time to come back"
+
+        await running(controller, work())
+        ids = [group.group_id for group in trainer.groups]
+        assert sorted(ids) == list(range(8)), "each group once, none lost"
+        dropped = sum(report.metrics["async/dropped_lost_groups"] for report in reports)
+        assert dropped >= 1
+        named = {uri for group in trainer.groups[2:] for uri in uris_of(group)}
+        assert not any(lost.node in uri for uri in named), "a plan names records that are lost"
+
+    lost, kept = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
+    try:
+        asyncio.run(body())
+    finally:
+        lost.end()
+        kept.end()
+
+
+def at(controller: Controller, engine: Sealing) -> set[int]:
+    """Groups in the line with records in the store of an engine."""
+    node = f"blob://{engine.node}/"
+    return {
+        group.group_id
+        for group in controller.buffer.ready()
+        if any(uri.startswith(node) for uri in uris_of(group))
+    }
+
+
+def test_a_node_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
+    server = RangeServer(tmp_path / "node", "127.0.0.1", 0, "t")
+    (ref,) = ClusterBlobs(tmp_path / "node", server.node, "t").seal("a", [np.zeros(9, np.uint8)])
+    reader = ClusterBlobs(tmp_path / "none", "", "t")
+    host, _, port = server.node.rpartition(":")
+    server.close()
+    back = threading.Timer(0.5, lambda: RangeServer(tmp_path / "node", host, int(port), "t"))
+    back.start()
+    assert reader.missing([ref.uri], patience_s=30.0) == set()
+    begin = time.monotonic()
+    gone = "blob://127.0.0.1:9/x"
+    assert reader.missing([gone, ref.uri], patience_s=0.5) == {gone}
+    assert time.monotonic() - begin >= 0.5
+    begin = time.monotonic()
+    assert reader.missing([gone], patience_s=600.0) == {gone}
+    assert time.monotonic() - begin < 300, "it was waited for again"
