@@ -1,6 +1,6 @@
 """Sealed bytes of other nodes: a range server beside every engine, and the reader that asks it.
 
-The node of a URI is where its server listens (blob://10.9.0.1:17101/NAME), so a header says all
+The node of a URI is where its server listens (blob://10.9.0.1:17110/NAME), so a header says all
 that a reader needs; local blobs are read from their file as ever.  One request fetches the digest
 table and every chunk that the asked runs touch, as plain concatenated bytes; the reader verifies
 them exactly as `BlobStore` does.  Each request carries the run's token.  A server that does not

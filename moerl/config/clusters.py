@@ -150,6 +150,12 @@ def _check_network(config: Config) -> None:
             raise ConfigError(
                 f"cluster.ports.{name}", port, "a port of its own from 1024 to 65535 is needed"
             )
+        if name != "blobs" and ports.blobs < port < ports.blobs + config.engine.count:
+            raise ConfigError(
+                f"cluster.ports.{name}",
+                port,
+                f"engine {port - ports.blobs} serves its records there: raise cluster.ports.blobs",
+            )
 
 
 def _controller(found: tuple[Node, ...]) -> Node:

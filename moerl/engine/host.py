@@ -137,6 +137,11 @@ class EngineHost:
             await self._server.stop()
         self._client = self._server = None
 
+    @property
+    def node(self) -> str:
+        """Where the records that it sealed are read from."""
+        return self._store.node
+
     async def status(self) -> EngineStatus:
         return EngineStatus(
             engine=self.index,

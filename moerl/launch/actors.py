@@ -12,13 +12,14 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
@@ -73,14 +74,28 @@ def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
     return actor.options(**options).remote(*args)
 
 
-def place_engine(plan: RunPlan, index: int, tp: int) -> ActorHandle:
+@dataclass(frozen=True, slots=True)
+class PlacedEngine:
+    """An engine host, and on a cluster the seat that it holds."""
+
+    actor: ActorHandle
+    seat: PlacementGroup | None
+
+    def give_up(self) -> None:
+        """End the host and free its seat."""
+        ray.kill(self.actor)
+        if self.seat is not None:
+            remove_placement_group(self.seat)
+
+
+def place_engine(plan: RunPlan, index: int, tp: int) -> PlacedEngine:
     """An engine host where its server's ranks have room: all of them on one node.
 
     Nodes offer `engine` seats and, where they have them, GPUs; a placement group takes a seat and
     all GPUs of one engine together, from one node.
     """
     if is_local(plan.config.cluster):
-        return place(EngineActor, plan, index, tp)
+        return PlacedEngine(place(EngineActor, plan, index, tp), None)
     actor: Any = ray.remote(EngineActor)
     devices = tp if any(seat.devices for seat in placement(plan.config).engines) else 0
     bundle: dict[str, float] = {ENGINE_SEAT: 1.0}
@@ -90,7 +105,7 @@ def place_engine(plan: RunPlan, index: int, tp: int) -> ActorHandle:
     where = PlacementGroupSchedulingStrategy(group)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64, "num_gpus": devices}
     options |= {"resources": {ENGINE_SEAT: 1}, "scheduling_strategy": where}
-    return actor.options(**options).remote(plan, index, tp)
+    return PlacedEngine(actor.options(**options).remote(plan, index, tp), group)
 
 
 async def call(remote: Any) -> Any:
@@ -119,6 +134,11 @@ class EngineActor:
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def leave(self) -> str:
+        """End the server; the name of the node whose records this host still serves."""
+        await self._host.stop()
+        return self._host.node
 
     async def start(self, version: PolicyVersion) -> EngineStatus:
         return await self._host.start(version)
@@ -308,6 +328,9 @@ class ControllerActor:
 
     async def engine_leaves(self, index: int) -> None:
         await self._controller.engine_leaves(index)
+
+    async def records_leave(self, node: str) -> None:
+        await self._controller.records_leave(node)
 
     async def engines(self) -> list[dict[str, object]]:
         """What each engine does."""

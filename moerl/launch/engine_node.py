@@ -3,11 +3,15 @@
 Waits until the run's board names Ray's head, joins it with the seats planned for this node, and
 ends what it started when the head is gone from the board or this process is told to stop.  The
 token travels in the environment of the one child that needs it.
+
+A node that is not among the configured ones comes with `--seats N [--gpus G]` while the run goes
+on: it asks for N more engines and, told to stop, lets them leave first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -18,11 +22,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from moerl.config.clusters import placement
+from moerl.config import Config
+from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
+from moerl.errors import MoerlError
+from moerl.launch.desk import ask
 from moerl.launch.processes import become_subreaper, end_descendants
-from moerl.launch.ray_nodes import gpus, seats
+from moerl.launch.ray_nodes import ENGINE_SEAT, gpus, seats
 from moerl.rundir import RunDir
 
 _LOOK_S = 1.0
@@ -33,30 +40,65 @@ def main() -> int:
     """Exit status: 0 when the run ended, 1 when Ray ended under it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("index", type=int, help="this node among the engine nodes, from 0")
+    parser.add_argument("index", type=int, nargs="?", help="this node among the engine nodes")
+    parser.add_argument("--seats", type=int, default=0, help="not among them: engines it brings")
+    parser.add_argument("--gpus", type=int, default=0, help="with --seats")
+    parser.add_argument("--leave-s", type=float, default=120.0, help="for engines to leave in")
     parser.add_argument("--wait-s", type=float, default=600.0, help="for the controller's node")
     args = parser.parse_args()
+    if (args.index is None) == (args.seats < 1):
+        parser.error("give INDEX, or --seats of a node that is not configured")
     run = RunDir(args.run_dir)
     become_subreaper()
     signal.signal(signal.SIGTERM, _leave)
     address, token = run.board.read_ray(args.wait_s)
     scratch = Path(f"/tmp/moerl-engine-{os.getpid()}")
-    child = subprocess.Popen(_command(run, args.index, address, scratch), env=_environment(token))
+    config, mine = load_saved(run.config), []
+    node = None if args.index is None else _engine_nodes(config)[args.index]
+    offer = (
+        ({ENGINE_SEAT: float(args.seats)}, args.gpus)
+        if node is None
+        else (seats(config, node), gpus(node))
+    )
+    child = subprocess.Popen(_command(config, offer, address, scratch), env=_environment(token))
     try:
+        for _ in range(args.seats):
+            mine.append(ask(run, args.wait_s, do="add", tp=0))
         while child.poll() is None and run.board.names_ray(address, token):
             time.sleep(_LOOK_S)
         return 0 if child.poll() is None else 1
+    except MoerlError as error:
+        print(f"moerl: {error}", file=sys.stderr)
+        return 1
     finally:
+        _let_go(run, mine, args.leave_s)
         end_descendants(_GRACE_S)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _command(run: RunDir, index: int, address: str, scratch: Path) -> list[str]:
-    config = load_saved(run.config)
-    node = [node for node in placement(config).nodes if node.has("engine")][index]
+def _engine_nodes(config: Config) -> list[Node]:
+    return [node for node in placement(config).nodes if node.has("engine")]
+
+
+def _let_go(run: RunDir, engines: list[int], limit_s: float) -> None:
+    """Engines that this node brought leave the run, if it still goes on."""
+    deadline = time.monotonic() + limit_s
+    with contextlib.suppress(MoerlError):
+        for engine in engines:
+            ask(run, limit_s, do="remove", engine=engine)
+        while engines and time.monotonic() < deadline:
+            there = {row["engine"] for row in ask(run, limit_s, do="list")}
+            engines = [engine for engine in engines if engine in there]
+            time.sleep(_LOOK_S)
+
+
+def _command(
+    config: Config, offer: tuple[dict[str, float], int], address: str, scratch: Path
+) -> list[str]:
+    """offer: resources and GPUs."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
     command += [f"--node-ip-address={own_address(config.cluster)}", "--num-cpus=0"]
-    command += [f"--num-gpus={gpus(node)}", f"--resources={json.dumps(seats(config, node))}"]
+    command += [f"--num-gpus={offer[1]}", f"--resources={json.dumps(offer[0])}"]
     return [*command, "--disable-usage-stats", f"--temp-dir={scratch}", "--block"]
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray.actor import ActorHandle
 
+from moerl.config.clusters import is_local
 from moerl.errors import ConfigError, EngineError, MoerlError
 from moerl.launch.actors import place_engine
 from moerl.launch.desk import Desk
@@ -44,6 +45,10 @@ class Watcher(Protocol):
         """It is neither watched nor started again."""
         ...
 
+    def is_down(self, index: int) -> bool:
+        """It died and is not back yet."""
+        ...
+
     def write_pids(self) -> None: ...
 
     def say(self, text: str) -> None: ...
@@ -54,7 +59,7 @@ class Membership:
 
     def __init__(self, plan: RunPlan, watcher: Watcher) -> None:
         self.sizes = plan.config.engine.sizes
-        self.actors = {index: place_engine(plan, index, tp) for index, tp in self.sizes.items()}
+        self._placed = {index: place_engine(plan, index, tp) for index, tp in self.sizes.items()}
         self.changed = False  # since this start of the run
         self._plan, self._watcher, self._desk = plan, watcher, Desk(plan.run)
         self._next = len(self.sizes)
@@ -62,6 +67,11 @@ class Membership:
         self._leaving: set[int] = set()
         self._draining: dict[Any, int] = {}  # calls to the controller that return when it is done
         self._ending: dict[Any, int] = {}  # calls that end a server
+        self._emptying: dict[Any, int] = {}  # calls that return when its records were trained
+
+    @property
+    def actors(self) -> dict[int, ActorHandle]:
+        return {index: placed.actor for index, placed in self._placed.items()}
 
     @property
     def present(self) -> dict[int, ActorHandle]:
@@ -70,11 +80,12 @@ class Membership:
 
     def may_restart(self, index: int) -> bool:
         """Whether an engine that died is wanted."""
-        return index in self.actors and index not in self._leaving
+        return index in self._placed and index not in self._leaving
 
     def replace(self, index: int) -> None:
         """The host itself died: another one in its place."""
-        self.actors[index] = place_engine(self._plan, index, self.sizes[index])
+        self._placed[index].give_up()
+        self._placed[index] = place_engine(self._plan, index, self.sizes[index])
 
     def look(self) -> None:
         """Answer what was asked, and go on with engines that leave."""
@@ -89,8 +100,11 @@ class Membership:
             self._drained(ref, self._draining.pop(ref))
         for ref in _ready(self._ending):
             self._ended(ref, self._ending.pop(ref))
-        for index in self._leaving - set(self._draining.values()) - set(self._ending.values()):
-            self._drain(index)  # the controller died meanwhile
+        for ref in _ready(self._emptying):
+            self._emptied(ref, self._emptying.pop(ref))
+        busy = {*self._draining.values(), *self._ending.values(), *self._emptying.values()}
+        for index in self._leaving - busy:
+            self._drain(index)  # for the first time, or the controller died meanwhile
 
     def joined(self, index: int) -> bool:
         """An engine is up: whether that is its first time, and the controller was told."""
@@ -99,7 +113,7 @@ class Membership:
         self._joining.remove(index)
         self._watcher.tell(
             lambda controller: controller.engine_joins.remote(
-                index, self.actors[index], self.sizes[index]
+                index, self._placed[index].actor, self.sizes[index]
             )
         )
         self._watcher.say(f"engine {index} has joined")
@@ -127,14 +141,14 @@ class Membership:
         index, self._next = self._next, self._next + 1
         self.changed = True
         self.sizes[index] = tp
-        self.actors[index] = place_engine(self._plan, index, tp)
+        self._placed[index] = place_engine(self._plan, index, tp)
         self._joining.add(index)
         self._watcher.start_engine(index)
         self._watcher.say(f"engine {index} (tp {tp}) is added")
         return index
 
     def _remove(self, index: int) -> str:
-        check_removal(index, self.actors, self._joining, self._leaving)
+        check_removal(index, self._placed, self._joining, self._leaving)
         self.changed = True
         if index in self._joining:
             self._forget(index)
@@ -163,14 +177,38 @@ class Membership:
         except EngineError as error:
             log.warning("engine %d is not drained yet: %s", index, error)
             return
+        is_down = self._watcher.is_down(index)
         self._watcher.forget_engine(index)
-        self._ending[self.actors[index].stop.remote()] = index
+        if is_down:
+            self._gone(index)
+            return
+        self._ending[self._placed[index].actor.leave.remote()] = index
 
     def _ended(self, ref: Any, index: int) -> None:
+        """Its server has ended; on a cluster its host goes on serving what it sealed."""
         try:
-            self._watcher.get(ref, f"engine {index}")
+            node = self._watcher.get(ref, f"engine {index}")
         except EngineError as error:
             log.warning("engine %d ended badly: %s", index, error)
+            self._gone(index)
+            return
+        if is_local(self._plan.config.cluster):
+            self._gone(index)
+            return
+        wait = self._watcher.ask(lambda controller: controller.records_leave.remote(node))
+        if wait is not None:
+            self._emptying[wait] = index
+            self._watcher.say(f"engine {index} serves the last of its records")
+
+    def _emptied(self, ref: Any, index: int) -> None:
+        try:
+            self._watcher.get(ref, "controller")
+        except EngineError as error:
+            log.warning("the records of engine %d are waited for again: %s", index, error)
+            return
+        self._gone(index)
+
+    def _gone(self, index: int) -> None:
         self._leaving.remove(index)
         self._forget(index)
         self._watcher.write_pids()
@@ -179,7 +217,7 @@ class Membership:
     def _forget(self, index: int) -> None:
         self._joining.discard(index)
         self._watcher.forget_engine(index)
-        ray.kill(self.actors.pop(index))
+        self._placed.pop(index).give_up()
         del self.sizes[index]
 
 

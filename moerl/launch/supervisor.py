@@ -163,7 +163,7 @@ class Supervisor:
             asked["controller"] = self.controller.pid.remote()
         servers = {}
         for index, engine in self.members.present.items():
-            if not self._is_down(index):
+            if not self.is_down(index):
                 asked[f"engine-{index}-host"] = engine.pid.remote()
                 servers[f"engine-{index}"] = engine.status.remote()
         for name, ref in (asked | servers).items():
@@ -322,7 +322,7 @@ class Supervisor:
         """At the same endpoint, beside trainer and engines, from the journal."""
         self.console.wait("controller")
         engines = self.members.present
-        lost = [index for index in engines if self._is_down(index)]
+        lost = [index for index in engines if self.is_down(index)]
         sizes = {index: self.members.sizes[index] for index in engines}
         arguments = self.plan, engines, sizes, self.scorer, self.members.changed
         self.controller = place(ControllerActor, *arguments)
@@ -339,7 +339,7 @@ class Supervisor:
         self._is_back("controller")
         self.write_pids()
 
-    def _is_down(self, index: int) -> bool:
+    def is_down(self, index: int) -> bool:
         return index in self._starts.values() or f"engine {index}" in self._due
 
     def _look_at_trainer(self) -> bool:

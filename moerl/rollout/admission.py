@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moerl.algorithms.selection import resample_correct
@@ -62,7 +62,7 @@ class Admission:
         loops: Loops,
     ) -> None:
         self.config, self.facts, self.scorer, self.decode = config, facts, scorer, decode
-        self.finishing = 0  # groups being checked and scored
+        self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
         self._blobs, self._buffer = blobs, buffer
         self._history, self._journal = history, journal
         self._ledger, self._loops = ledger, loops
@@ -70,9 +70,18 @@ class Admission:
         self._score_errors = 0  # in a row
         self._attempts: dict[int, int] = {}
 
+    @property
+    def finishing(self) -> int:
+        """Groups being checked and scored."""
+        return len(self._scoring)
+
+    def partials(self) -> Iterator[PartialEpisode]:
+        """Of the groups being checked and scored."""
+        return (partial for partials in self._scoring.values() for partial in partials)
+
     def finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
         """Check, score and admit a generated group, beside everything else."""
-        self.finishing += 1
+        self._scoring[group_id] = partials
         self._loops.spawn(self._finish(group_id, partials))
 
     def planned(self) -> None:
@@ -105,7 +114,7 @@ class Admission:
         try:
             await self._check_and_score(group_id, partials)
         finally:
-            self.finishing -= 1
+            del self._scoring[group_id]
             self._loops.notify()
 
     async def _check_and_score(self, group_id: int, partials: list[PartialEpisode]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -232,6 +232,20 @@ class Controller:
         while not self._roster.is_free(index):
             await self._loops.wait_change(1.0)
         self.fleet.remove(index)
+
+    async def records_leave(self, node: str) -> None:
+        """Returns when no group that may be trained has records on the node of an engine."""
+        prefix = f"blob://{node}/"
+        while any(uri.startswith(prefix) for uri in self._uris()):
+            await self._loops.wait_change(1.0)
+
+    def _uris(self) -> Iterator[str]:
+        """Blobs of everything that is generated, scored, ready, planned, or could be redone."""
+        for partial in (*self.producer.partials(), *self.admission.partials()):
+            yield from partial.blob_uris()
+        planned = (group for groups in self._planned.values() for group in groups)
+        for group in (*self.buffer.ready(), *planned, *self._trained.values()):
+            yield from uris_of(group)
 
     async def stop(self) -> None:
         await self._loops.stop()

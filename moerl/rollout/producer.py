@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from moerl.blob import BlobStore
@@ -61,6 +61,7 @@ class Producer:
         self.life = 0  # controllers before this one: their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._in_flight = 0  # groups in a call
+        self._calls: list[dict[int, Partials]] = []  # what each call still has
         self._turn = asyncio.Lock()  # an update interrupts thousands of calls: one after another
         self._siblings = config.rollout.group_size * config.rollout.oversample
 
@@ -71,6 +72,12 @@ class Producer:
     def add(self, index: int) -> None:
         """Keep an engine that joined busy, until it leaves."""
         self._loops.spawn(self._produce(index))
+
+    def partials(self) -> Iterator[PartialEpisode]:
+        """Of the groups in generation."""
+        for groups in (*self._calls, self._orphans):
+            for partials in groups.values():
+                yield from partials
 
     def wanted(self, engine_step: int) -> int:
         """Groups that an engine serving `engine_step` should still start."""
@@ -146,6 +153,7 @@ class Producer:
         """Generate groups in one engine call, resuming what a weight update interrupts."""
         member = self._fleet.members[index]
         left = len(groups)  # of what this call counts as in flight
+        self._calls.append(groups)
         try:
             while groups:
                 pending = [p for group in groups.values() for p in group if not p.finished]
@@ -167,6 +175,7 @@ class Producer:
                     self._orphans |= groups
                     return
         finally:
+            self._calls = [call for call in self._calls if call is not groups]
             self._leave(member, left)
 
     def _leave(self, member: Member, count: int) -> None:

@@ -43,27 +43,32 @@ def three() -> Iterator[list[Host]]:
 
 
 class ClusterRun:
-    """`moerl train` on the first host, tools/launch/torchrun.sh on the others."""
+    """`moerl train` on the first host, torchrun.sh or engine_node.sh on the others."""
 
-    def __init__(self, made: list[Host], root: Path, *settings: str) -> None:
+    def __init__(self, made: list[Host], root: Path, *settings: str, engines: int = 1) -> None:
+        """engines: hosts that are engine nodes, the first ones; the rest are trainer nodes."""
         self.hosts, self.dir = made, RunDir(root / "run")
         self.output = root / "output.txt"
-        engine, *trainers = (host.address for host in made)
+        nodes, trainers = made[:engines], made[engines:]
         self.processes: list[subprocess.Popen[str]] = []
         self.log = self.output.open("w")
-        self.head = self._start(
+        self.head = self.start(
             made[0],
             *(sys.executable, "-m", "moerl", "train", "quickstart", *RECIPE),
-            f"cluster.nodes.engine.hosts=[{engine}]",
-            f"cluster.nodes.trainer.hosts=[{','.join(trainers)}]",
+            *_named("engine", nodes),
+            *_named("trainer", trainers),
             *(f"run.root={root}", "--run", "run", *settings),
         )
         self.trainers = [
-            self._start(host, "tools/launch/torchrun.sh", str(self.dir.root), str(index))
-            for index, host in enumerate(made[1:])
+            self.start(host, "tools/launch/torchrun.sh", str(self.dir.root), str(index))
+            for index, host in enumerate(trainers)
+        ]
+        self.engine_nodes = [
+            self.start(host, "tools/launch/engine_node.sh", str(self.dir.root), str(index))
+            for index, host in enumerate(nodes[1:], 1)
         ]
 
-    def _start(self, host: Host, *command: str) -> subprocess.Popen[str]:
+    def start(self, host: Host, *command: str) -> subprocess.Popen[str]:
         process = host.start(command, self.log)
         self.processes.append(process)
         return process
@@ -108,9 +113,17 @@ class ClusterRun:
         self.log.close()
 
 
+def _named(group: str, made: list[Host]) -> tuple[str, str]:
+    """Settings that give a group of nodes these hosts."""
+    name = f"cluster.nodes.{group}"
+    return f"{name}.count={len(made)}", f"{name}.hosts=[{','.join(h.address for h in made)}]"
+
+
 @contextlib.contextmanager
-def cluster_run(made: list[Host], root: Path, *settings: str) -> Iterator[ClusterRun]:
-    run = ClusterRun(made, root, *settings)
+def cluster_run(
+    made: list[Host], root: Path, *settings: str, engines: int = 1
+) -> Iterator[ClusterRun]:
+    run = ClusterRun(made, root, *settings, engines=engines)
     try:
         yield run
     finally:
@@ -135,7 +148,7 @@ def test_a_run_over_three_hosts(three: list[Host], tmp_path: Path) -> None:
         ), rows
         assert (run.dir.hf / "config.json").is_file()
         assert run.dir.latest_checkpoint() is not None
-        assert "10.231.17.1:17101" in blobs_of(run), "records were read from the engine's host"
+        assert "10.231.17.1:17110" in blobs_of(run), "records were read from the engine's host"
         for secret in secrets:
             assert secret not in run.text(), "a log shows a secret"
         assert not psutil_alive(members), "a process outlives the run"

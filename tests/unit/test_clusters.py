@@ -114,6 +114,7 @@ def test_the_blocker_blocks() -> None:
         ((*HOSTS, "cluster.interface=lo"), "cluster.interface"),
         ((*HOSTS, "cluster.ports.ray=17100"), "cluster.ports"),
         ((*HOSTS, "cluster.ports.blobs=80"), "cluster.ports.blobs"),
+        ((*HOSTS, "cluster.ports.blobs=17101", "engine.count=2"), "cluster.ports.ray"),
         ((*HOSTS, "trainer.parallel.dp=3", "trainer.parallel.ep=1"), "trainer.parallel"),
         (("cluster=node8", "engine.count=3"), "trainer.parallel"),
         (("cluster=node8", "engine.count=5"), "engine.count"),

@@ -1,0 +1,94 @@
+"""Engine nodes of a run over four hosts: one more from the start, one that joins, one that is lost.
+
+Hosts are network namespaces (`tests/multi/hosts`); Ray, SGLang, Megatron, the scripts are real.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.multi.hosts import Host, environment, hosts, why_not
+from tests.multi.test_hosts import ClusterRun, cluster_run
+
+STEPS = 150
+
+
+@pytest.fixture
+def four() -> Iterator[list[Host]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with hosts(4) as made:
+        yield made
+
+
+def engines(run: ClusterRun, host: Host, *arguments: str) -> str:
+    """`moerl engines` on a host."""
+    done = subprocess.run(
+        host.command([sys.executable, "-m", "moerl", "engines", *arguments]),
+        capture_output=True, text=True, timeout=120, check=False, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def said(run: ClusterRun, text: str) -> bool:
+    return text in run.output.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.e2e
+@pytest.mark.timeout(1500)
+def test_engine_nodes_come_and_go(four: list[Host], tmp_path: Path) -> None:
+    first, second, trainer, late = four
+    settings = (
+        *("engine.count=2", f"run.steps={STEPS}", "checkpoint.every=4", "sync.timeout_s=20"),
+        *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
+    )
+    folder = str(tmp_path / "run")
+    with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:
+        run.wait_for(lambda: len(run.rows()) >= 2)
+        assert run.rows()[-1]["async/engines"] == 2.0, engines(run, first, "list", folder)
+        run.wait_for(lambda: f"reads blobs of node {second.address}" in trainer_log(run))
+
+        joining = run.start(late, "tools/launch/engine_node.sh", folder, "--seats", "1")
+        run.wait_for(lambda: said(run, "engine 2 has joined"))
+        run.wait_for(lambda: f"reads blobs of node {late.address}" in trainer_log(run))
+
+        end_of(run.engine_nodes[0])  # with its store, for good
+        run.wait_for(lambda: said(run, "engine 1 died"))
+        before = len(run.rows())
+        run.wait_for(lambda: len(run.rows()) >= before + 6)
+        assert " 1 " in engines(run, first, "list", folder), "it may come back on another node"
+        engines(run, first, "remove", folder, "1")
+        run.wait_for(lambda: said(run, "engine 1 has left"))
+
+        joining.send_signal(signal.SIGTERM)
+        run.wait_for(lambda: said(run, "engine 2 has left"))
+        assert joining.wait(120) == 0
+        run.finish(600)
+        rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    for name in ("routing/replay_cover_frac", "keep/cover_frac"):
+        assert {row[name] for row in rows} == {1.0}
+    assert rows[-1]["async/engines"] == 1.0
+    assert max(row["async/engines"] for row in rows) == 3.0
+    print("groups lost with a node:", sum(row["async/dropped_lost_groups"] for row in rows))
+
+
+def trainer_log(run: ClusterRun) -> str:
+    return "".join(path.read_text() for path in run.dir.logs.glob("trainer-*.log"))
+
+
+def end_of(process: subprocess.Popen[str]) -> None:
+    """SIGKILL of everything that a host's script started."""
+    tree = psutil.Process(process.pid)
+    for member in (tree, *tree.children(recursive=True)):
+        member.kill()
+    process.wait()
