@@ -103,8 +103,8 @@ class BroadcastOutlet:
         """An engine that joins gets the frozen version before the next plan."""
         if self._publisher is None or self._thread is None:
             return
-        new = self._publisher.enlist(engines)
         self.wait()
+        new = self._publisher.enlist(engines)
         self._thread.engines = [one.engine for one in engines]
         if new and self._frozen is not None:
             self._thread.start(self._frozen.version, new)

@@ -1,13 +1,14 @@
-"""A controller and an engine for the trainer gang, without Ray and without SGLang.
+"""A controller and engines for the trainer gang, without Ray and without SGLang.
 
-The controller serves plans made of synthetic records; the engine joins the sync group as SGLang
+The controller serves plans made of synthetic records; an engine joins the sync group as SGLang
 does and keeps what was broadcast to it, so a test can compare it with the trainer's own weights.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from moerl.protocols import (
     CloseUpdate,
+    Enlist,
     Failed,
     Hello,
     JoinSync,
@@ -95,11 +97,19 @@ class FakeEngine:
 
 
 class FakeController:
-    """Answers the gang from a thread; `plans(step)` gives a plan or None for Stop."""
+    """Answers the gang from a thread; `plans(step)` gives a plan or None for Stop.
 
-    def __init__(self, token: str, plans: Callable[[int], BatchPlan | None]) -> None:
-        self.token, self.plans = token, plans
-        self.engine = FakeEngine()
+    fleets: by step, the engines that there are from its plan on.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        plans: Callable[[int], BatchPlan | None],
+        fleets: Mapping[int, Enlist] | None = None,
+    ) -> None:
+        self.token, self.plans, self.fleets = token, plans, dict(fleets or {})
+        self.engines: defaultdict[int, FakeEngine] = defaultdict(FakeEngine)
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
         self.failed: list[Failed] = []
@@ -131,16 +141,18 @@ class FakeController:
             case Hello():
                 self.hello = message
             case TakePlan():
+                if message.step in self.fleets:
+                    return self.fleets.pop(message.step)
                 plan = self.plans(message.step)
                 return Plan(plan) if plan is not None else Stop("all steps are done")
             case StepDone():
                 self.steps.append(message)
             case JoinSync():
-                self.engine.join(message)
+                self.engines[message.engine].join(message)
             case OpenUpdate():
-                self.engine.open(message)
+                self.engines[message.engine].open(message)
             case CloseUpdate():
-                self.engine.close(message)
+                self.engines[message.engine].close(message)
                 return UpdateClosed(pause_s=0.01, aborted=0)
             case Failed():
                 self.failed.append(message)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
+from moerl.protocols import Enlist, Enlisted
 from moerl.rundir import RunDir
 from moerl.types import PolicyVersion
 
@@ -56,9 +59,11 @@ class Bench:
         checkpoint: Path | None = None,
         until: int = STEPS,
         spoil: int = -1,
+        fleets: Mapping[int, Enlist] | None = None,
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
         """Run the gang until `until`; the plan of step `spoil` has a missing blob."""
-        controller = FakeController(TOKEN, lambda step: self._plan(step, incarnation, until, spoil))
+        plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
+        controller = FakeController(TOKEN, plans, fleets)
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command += ["--standalone", "-m", "moerl.trainer.main", "--run-dir", str(self.run.root)]
         command += ["--controller", controller.endpoint, "--incarnation", str(incarnation)]
@@ -96,9 +101,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple:
-    """One uninterrupted run of all steps."""
+    """One uninterrupted run of all steps; engine 5 takes the place of engine 0 at step 2."""
     bench = Bench(tmp_path_factory.mktemp("straight"), model, every=2, keep=2, keep_versions=True)
-    done, controller = bench.train()
+    done, controller = bench.train(fleets={2: Enlist((Enlisted(5, 1),))})
     assert done.returncode == 0, done.stderr[-4000:]
     return bench, controller
 
@@ -118,13 +123,23 @@ def test_engine_holds_the_published_weights_bitwise(straight: tuple) -> None:
     from safetensors.torch import load_file
 
     bench, controller = straight
-    engine = controller.engine
-    assert engine.versions == [PolicyVersion(0, step) for step in range(1, STEPS)]
+    engine = controller.engines[0]
+    assert engine.versions == [PolicyVersion(0, step) for step in (1, 2)]
     want = load_file(bench.run.versions / str(engine.versions[-1]) / "model.safetensors")
     assert want.keys() == engine.weights.keys()
     assert all(torch.equal(want[name], engine.weights[name]) for name in want)
     other = load_file(bench.run.versions / str(engine.versions[0]) / "model.safetensors")
     assert any(not torch.equal(other[name], engine.weights[name]) for name in other)
+
+
+def test_an_engine_that_joins_gets_the_frozen_version_at_once(straight: tuple) -> None:
+    from safetensors.torch import load_file
+
+    bench, controller = straight
+    joined = controller.engines[5]
+    assert joined.versions == [PolicyVersion(0, step) for step in range(2, STEPS)]
+    want = load_file(bench.run.versions / str(joined.versions[-1]) / "model.safetensors")
+    assert all(torch.equal(want[name], joined.weights[name]) for name in want)
 
 
 def test_run_leaves_checkpoints_and_a_hugging_face_folder(straight: tuple) -> None:
@@ -149,7 +164,7 @@ def test_resume_continues_exactly_and_publishes_first(
     assert done.returncode == 0, done.stderr[-4000:]
     assert resumed.hello.version == PolicyVersion(1, 2)
     assert resumed.hello.consumed == (0, 1, 1000, 1001)
-    assert resumed.engine.versions[0] == PolicyVersion(1, 2)
+    assert resumed.engines[0].versions[0] == PolicyVersion(1, 2)
     assert [step.step for step in resumed.steps] == [2, 3]
     for before, after in zip(whole.steps[2:], resumed.steps, strict=True):
         assert after.metrics["loss/pg"] == before.metrics["loss/pg"]
