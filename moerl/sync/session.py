@@ -13,6 +13,7 @@ No version is ever assumed: `held` is what COMMIT confirmed or the engine said i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from moerl.errors import MoerlError, TransportError
+from moerl.errors import MoerlError, TrainerError, TransportError
 from moerl.layout import Flavor, ParallelLayout
 from moerl.layout.digest import split, version_digest
 from moerl.layout.relay import TRAINER
@@ -147,6 +148,9 @@ class EngineSession(threading.Thread):
                 if not self._tried:
                     self._tried, self._result = True, result
                 self._changed.notify_all()
+        with contextlib.suppress(TrainerError):
+            if not ready:  # couriers that never said hello cannot be told
+                self._line.wait_for_couriers(time.monotonic() + self.terms.timeout_s)
         self._line.tell(Leave())
         self._line.close()
 

@@ -1,0 +1,108 @@
+"""A trainer rank opens ways to engines that join, and closes those of engines that leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moerl.config.schema import Config, EngineConfig, SupervisionConfig, SyncConfig, TinyModel
+from moerl.errors import TrainerError
+from moerl.launch.dry_run import _tiny_shapes
+from moerl.layout import ParallelLayout, model_spec
+from moerl.protocols import Enlisted, Message, PrepareUpdate
+from moerl.sync.outlet import Seat
+from moerl.sync.shards import ShardOutlet, open_outlet
+from moerl.trace import Tracer
+from moerl.types import PolicyVersion
+
+V1 = PolicyVersion(0, 1)
+
+
+class Engines:
+    """Refuse every session, and remember who was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[PrepareUpdate] = []
+
+    def expect(self, message: Message, reply_type: type, timeout_s: float | None = None) -> object:
+        if isinstance(message, PrepareUpdate):
+            self.asked.append(message)
+        raise TrainerError("it does not answer")
+
+    def close(self) -> None: ...
+
+    def of(self, version: PolicyVersion) -> set[int]:
+        return {message.engine for message in self.asked if message.version == version}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A gang of this process only."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0,
+                            world_size=1)  # fmt: skip
+    yield
+    dist.destroy_process_group()
+
+
+def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
+    config = Config(
+        engine=EngineConfig(count=2),
+        sync=SyncConfig(transport="shm", timeout_s=20.0),
+        supervision=SupervisionConfig(max_restarts=100),
+    )
+    seat = Seat(
+        rank=0,
+        world_size=1,
+        control=dist.group.WORLD,
+        spec=model_spec(_tiny_shapes(TinyModel())),
+        layout=ParallelLayout(),
+        flavor="local",
+        backend="gloo",
+        live=lambda: {"w": torch.zeros(1)},
+        gather=lambda: None,
+        connect=lambda: engines,
+        token="t",
+        tracer=Tracer(tmp_path / "trace", "trainer-0"),
+        on_failure=lambda error: None,
+    )
+    return open_outlet(config, seat)
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        time.sleep(0.01)
+
+
+def sessions() -> set[str]:
+    names = {thread.name for thread in threading.enumerate()}
+    return {name for name in names if name.startswith("session-")}
+
+
+def couriers() -> int:
+    return sum(thread.name.startswith("courier-") for thread in threading.enumerate())
+
+
+def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
+    engines, before = Engines(), couriers()
+    outlet = outlet_of(engines, tmp_path)
+    assert sessions() == {"session-0", "session-1"}
+    outlet.enlist([Enlisted(1, 1), Enlisted(7, 2)])
+    until(lambda: sessions() == {"session-1", "session-7"} and couriers() == before + 2)
+    assert not engines.asked, "nothing is frozen yet"
+    outlet.publish(V1)
+    until(lambda: engines.of(V1) == {1, 7})
+    outlet.enlist([Enlisted(1, 1), Enlisted(7, 2), Enlisted(8, 1)])
+    until(lambda: engines.of(V1) == {1, 7, 8})  # at once, not with the next publish
+    plans = {message.engine: message.plan for message in engines.asked}
+    assert len(set(plans.values())) == 3, "sizes and engines have plans of their own"
+    outlet.wait()
+    outlet.enlist([])
+    until(lambda: not sessions() and couriers() == before)
