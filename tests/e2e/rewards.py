@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 
 def digit_share(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> float:
     """Share of digits among the characters of the response."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+def gated(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> float:
+    """`digit_share`, not before the file that MOERL_TEST_GATE names is gone: no step without it."""
+    while Path(os.environ["MOERL_TEST_GATE"]).exists():
+        time.sleep(0.02)
+    return digit_share(prompt, answer, response, extra)
 
 
 def not_finite(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> float:

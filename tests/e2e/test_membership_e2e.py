@@ -9,18 +9,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moerl.launch.desk import ask
 from tests.e2e.runs import Run, start
 from tests.e2e.test_chaos import check_history, trained_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-STEPS = 30
+STEPS = 40
 SETTINGS = [
     f"run.steps={STEPS}",
     "rollout.keep_records=true",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.groups_per_request=2",
+    "task.reward=tests.e2e.rewards:gated",
+    "task.score_timeout_s=300",
     "checkpoint.every=0",
     "observe.engine_alone_s=0",
 ]
@@ -35,27 +38,37 @@ def engines(run: Run, *arguments: str) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def test_one_joins_and_the_first_one_leaves(tmp_path: Path) -> None:
+def test_one_joins_and_the_first_one_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is made while the second engine starts, so the run is not over before it has."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("MOERL_TEST_GATE", str(gate))
     run = start(tmp_path, "quickstart", *SETTINGS, name="x")
     folder = str(run.dir.root)
     try:
         run.wait_for(lambda: len(run.rows()) >= 2)
+        gate.touch()
         old = psutil.Process(run.pids()["engine-0"])
-        refused = engines(run, "remove", folder, "0")
-        assert refused == (2, "moerl: ENGINE = 0 is not usable: it is the last one that works: "
-                              "add another first")  # fmt: skip
-        assert engines(run, "remove", folder, "5")[0] == 2
-        assert engines(run, "add", folder)[1].startswith("engine 1 is being started")
+        status, text = engines(run, "remove", folder, "0")
+        assert (status, text.splitlines()) == (
+            2,
+            ["moerl: ENGINE = 0 is not usable: it is the last one that works: add another first"],
+        )
+        assert ask(run.dir, 60.0, do="add", tp=0) == 1
         run.wait_for(lambda: "engine 1 has joined" in run.text())
+        run.wait_for(lambda: {row["state"] for row in ask(run.dir, 60.0, do="list")} == {"up"})
         assert "engine-1" in run.pids()
-        assert engines(run, "remove", folder, "0")[1].startswith("engine 0 is leaving")
+        gate.unlink()
+        assert ask(run.dir, 60.0, do="remove", engine=0) == "leaving"
         run.wait_for(lambda: "engine 0 has left" in run.text())
-        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+        gate.touch()
         left = len(run.rows())
-        assert "engine-1" in run.pids()
+        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
         assert "engine-0" not in run.pids()
         table = engines(run, "list", folder)[1].splitlines()
         assert [line.split()[0] for line in table] == ["engine", "1"]
+        gate.unlink()
         assert run.finish() == 0, run.text()
     finally:
         run.end()
