@@ -1,6 +1,6 @@
 """What asynchrony buys: one workload run synchronously and at buffer depths 1, 2 and 4.
 
-    python bench/async_speedup.py [--work DIR] [--steps 16] [--repeats 3] [--quick]
+    python bench/async_speedup.py [--work DIR] [--steps 12] [--repeats 3] [--quick]
 
 Real runs of `moerl train`: one SGLang engine pinned to one core, one trainer rank to the other (the
 rest runs beside the engine, where its CPU time counts against asynchrony).  Every run trains the
@@ -52,7 +52,7 @@ from moerl.trace import read_spans
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (0, 1, 2, 4)
-GROUPS, SIBLINGS, MAX_TOKENS = 4, 8, 160
+GROUPS, SIBLINGS, MAX_TOKENS = 4, 8, 384
 BOUND_AT_LEAST, REMOVED_AT_LEAST = 0.30, 0.80
 RUN_S = 400.0  # longest run
 SCORERS = 10
@@ -211,7 +211,7 @@ def measure(run: RunDir) -> Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "async_speedup")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--wait-share", type=float, default=0.5, help="of a step's work")
     parser.add_argument("--quick", action="store_true", help="once, 8 steps, depths 0 and 2")
