@@ -62,6 +62,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive); POST /delete, /missing with names."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes: else 40 ms for every answer
     root: Path
     token: str
 

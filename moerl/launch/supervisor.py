@@ -312,7 +312,7 @@ class Supervisor:
         self._starts = {ref: other for ref, other in self._starts.items() if other != index}
         self._due.pop(name, None)
         self._down.pop(name, None)
-        self.console.ready(name)
+        self.console.give_up(name)
 
     def say(self, text: str) -> None:
         log.info("%s", text)

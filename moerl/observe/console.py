@@ -80,6 +80,11 @@ class Console:
             if start is not None:
                 self.event(f"{what} ready after {time.monotonic() - start:.1f} s")
 
+    def give_up(self, what: str) -> None:
+        """It is not waited for any more."""
+        with self._lock:
+            self._board.waits.pop(_plain(what), None)
+
     def event(self, text: str) -> None:
         """Something worth a line: a publish, a checkpoint, a refusal, a restart."""
         with self._lock:

@@ -17,7 +17,7 @@ import pytest
 from tests.multi.hosts import Host, environment, hosts, why_not
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
-STEPS = 150
+STEPS = 30
 
 
 @pytest.fixture
@@ -45,11 +45,17 @@ def said(run: ClusterRun, text: str) -> bool:
 @pytest.mark.full
 @pytest.mark.e2e
 @pytest.mark.timeout(1500)
-def test_engine_nodes_come_and_go(four: list[Host], tmp_path: Path) -> None:
+def test_engine_nodes_come_and_go(
+    four: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is made while the late node starts, so that the run is not over before it has."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("MOERL_TEST_GATE", str(gate))
     first, second, trainer, late = four
     settings = (
         *("engine.count=2", f"run.steps={STEPS}", "checkpoint.every=4", "sync.timeout_s=20"),
         *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
+        *("task.reward=tests.e2e.rewards:gated", "task.score_timeout_s=300"),
     )
     folder = str(tmp_path / "run")
     with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:
@@ -57,8 +63,10 @@ def test_engine_nodes_come_and_go(four: list[Host], tmp_path: Path) -> None:
         assert run.rows()[-1]["async/engines"] == 2.0, engines(run, first, "list", folder)
         run.wait_for(lambda: f"reads blobs of node {second.address}" in trainer_log(run))
 
+        gate.touch()
         joining = run.start(late, "tools/launch/engine_node.sh", folder, "--seats", "1")
         run.wait_for(lambda: said(run, "engine 2 has joined"))
+        gate.unlink()
         run.wait_for(lambda: f"reads blobs of node {late.address}" in trainer_log(run))
 
         end_of(run.engine_nodes[0])  # with its store, for good
