@@ -148,7 +148,8 @@ class Membership:
         return index
 
     def _remove(self, index: int) -> str:
-        check_removal(index, self._placed, self._joining, self._leaving)
+        down = [one for one in self._placed if self._watcher.is_down(one)]
+        check_removal(index, self._placed, [*self._joining, *down], self._leaving)
         self.changed = True
         if index in self._joining:
             self._forget(index)
@@ -222,15 +223,18 @@ class Membership:
 
 
 def check_removal(
-    index: int, engines: Collection[int], joining: Collection[int], leaving: Collection[int]
+    index: int, engines: Collection[int], idle: Collection[int], leaving: Collection[int]
 ) -> None:
-    """Raises ConfigError when the engine cannot be taken out."""
+    """Raises ConfigError when the engine cannot be taken out.
+
+    idle: engines that are being started, for the first time or again.
+    """
     if index not in engines:
         known = ", ".join(map(str, sorted(engines)))
         raise ConfigError("ENGINE", index, f"the run's engines are {known}")
     if index in leaving:
         raise ConfigError("ENGINE", index, "it is leaving already")
-    if index not in joining and not set(engines) - set(joining) - set(leaving) - {index}:
+    if index not in idle and not set(engines) - set(idle) - set(leaving) - {index}:
         raise ConfigError("ENGINE", index, "it is the last one that works: add another first")
 
 

@@ -53,9 +53,10 @@ from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
-from moerl.rollout.past import Past, spread, uris_in, uris_of
+from moerl.rollout.past import Past, spread, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
+from moerl.rollout.whereabouts import Whereabouts
 from moerl.types import EpisodeGroup, PolicyVersion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,16 @@ class Controller:
             on_unscored=self.admission.drop_unscored,
             on_refused=self.admission.refuse,
         )
+        self._whereabouts = Whereabouts(
+            blobs,
+            self.buffer,
+            self.producer,
+            self.admission,
+            journal,
+            self.ledger,
+            self._loops,
+            patience_s=config.sync.timeout_s,
+        )
         self._evaluator = held_out and Evaluator(
             config.evaluation,
             sampling_of(config, facts),
@@ -224,6 +235,18 @@ class Controller:
         self.fleet.join(index, engine, is_new_run=is_new_run)
         self._roster.join(index, tp)
         self.producer.add(index)
+        log.info("engine %d (tp %d) has joined", index, tp)
+
+    async def records_leave(self, node: str) -> None:
+        """Returns when no group that may be trained has records on the node of an engine."""
+        await self._whereabouts.leave(node, self._trainable)
+
+    def _trainable(self) -> Iterator[EpisodeGroup]:
+        """Groups that are ready, planned, or could be trained again."""
+        yield from self.buffer.ready()
+        for groups in self._planned.values():
+            yield from groups
+        yield from self._trained.values()
 
     async def engine_leaves(self, index: int) -> None:
         """Returns when nothing runs on the engine and nothing is published to it."""
@@ -232,20 +255,7 @@ class Controller:
         while not self._roster.is_free(index):
             await self._loops.wait_change(1.0)
         self.fleet.remove(index)
-
-    async def records_leave(self, node: str) -> None:
-        """Returns when no group that may be trained has records on the node of an engine."""
-        prefix = f"blob://{node}/"
-        while any(uri.startswith(prefix) for uri in self._uris()):
-            await self._loops.wait_change(1.0)
-
-    def _uris(self) -> Iterator[str]:
-        """Blobs of everything that is generated, scored, ready, planned, or could be redone."""
-        for partial in (*self.producer.partials(), *self.admission.partials()):
-            yield from partial.blob_uris()
-        planned = (group for groups in self._planned.values() for group in groups)
-        for group in (*self.buffer.ready(), *planned, *self._trained.values()):
-            yield from uris_of(group)
+        log.info("engine %d has left", index)
 
     async def stop(self) -> None:
         await self._loops.stop()
@@ -350,7 +360,7 @@ class Controller:
                 raise ProtocolError("another gang has taken over")
             self._drop_stale()
             if due := self.buffer.due():
-                is_whole = await self._is_whole(due)
+                is_whole = await self._whereabouts.are_whole(due)
                 same_gang = self.fleet.incarnation == incarnation
                 groups = self.buffer.take() if is_whole and same_gang else None
                 if groups is not None:
@@ -400,25 +410,6 @@ class Controller:
         for group in stale:
             self.ledger.dropped_stale += 1
             self.admission.forget(group)
-
-    async def _is_whole(self, due: list[EpisodeGroup]) -> bool:
-        """Whether this batch is due still, and its records are where its engines sealed them.
-
-        Groups whose records are lost, with a node or its store, are generated again.  A node that
-        does not answer is waited for as long as a reader would wait, once.
-        """
-        patience_s = self.config.sync.timeout_s
-        gone = await asyncio.to_thread(self._blobs.missing, uris_in(due), patience_s)
-        if gone:  # what else lay there is lost as well
-            ready = self.buffer.ready()
-            gone = await asyncio.to_thread(self._blobs.missing, uris_in(ready))
-        lost = self.buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
-        self._journal.left(group.group_id for group in lost)
-        for group in lost:
-            log.warning("the records of group %d are lost: it is generated again", group.group_id)
-            self.ledger.dropped_lost += 1
-            self.admission.forget(group)
-        return not gone and self.buffer.due() == due
 
     async def _step_done(self, message: StepDone) -> Message:
         engines = await self.fleet.statuses()  # from here on nothing else gets between

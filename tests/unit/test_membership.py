@@ -159,7 +159,7 @@ def test_a_gang_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "joining", "leaving", "what"),
+    ("engine", "idle", "leaving", "what"),
     [
         (7, (), (), "ENGINE = 7 is not usable: the run's engines are 0, 1"),
         (0, (), (0,), "leaving already"),
@@ -168,11 +168,11 @@ def test_a_gang_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
     ],
 )
 def test_a_removal_that_is_refused(
-    engine: int, joining: tuple[int, ...], leaving: tuple[int, ...], what: str
+    engine: int, idle: tuple[int, ...], leaving: tuple[int, ...], what: str
 ) -> None:
     with pytest.raises(ConfigError, match=what):
-        check_removal(engine, (0, 1), joining, leaving)
-    check_removal(1, (0, 1), joining, ())
+        check_removal(engine, (0, 1), idle, leaving)
+    check_removal(1, (0, 1), idle, ())
 
 
 def test_the_desk(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Where the records of groups lie, and what becomes of groups whose records are lost.
+
+Records stay on the node of the engine that sealed them until they were trained.  A node, or its
+store, may be lost meanwhile: its groups are generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from moerl.blob import BlobStore
+from moerl.rollout.admission import Admission
+from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.journal import Journal
+from moerl.rollout.ledger import Ledger
+from moerl.rollout.loops import Loops
+from moerl.rollout.past import uris_in, uris_of
+from moerl.rollout.producer import Producer
+from moerl.types import EpisodeGroup
+
+log = logging.getLogger(__name__)
+
+
+class Whereabouts:
+    """Looks after the records of groups that wait for the trainer."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        buffer: GroupBuffer,
+        producer: Producer,
+        admission: Admission,
+        journal: Journal,
+        ledger: Ledger,
+        loops: Loops,
+        *,
+        patience_s: float,
+    ) -> None:
+        """patience_s: as long as a reader would wait for a node that does not answer."""
+        self._blobs, self._buffer, self._producer = blobs, buffer, producer
+        self._admission, self._journal = admission, journal
+        self._ledger, self._loops = ledger, loops
+        self._patience_s = patience_s
+
+    async def are_whole(self, due: list[EpisodeGroup]) -> bool:
+        """Whether this batch is due still, and its records are where its engines sealed them.
+
+        Groups whose records are lost are generated again.  A node that does not answer is waited
+        for once.
+        """
+        gone = await asyncio.to_thread(self._blobs.missing, uris_in(due), self._patience_s)
+        if gone:  # what else lay there is lost as well
+            gone = await asyncio.to_thread(self._blobs.missing, uris_in(self._buffer.ready()))
+        lost = self._buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
+        self._journal.left(group.group_id for group in lost)
+        for group in lost:
+            log.warning("the records of group %d are lost: it is generated again", group.group_id)
+            self._ledger.dropped_lost += 1
+            self._admission.forget(group)
+        return not gone and self._buffer.due() == due
+
+    async def leave(self, node: str, trainable: Callable[[], Iterable[EpisodeGroup]]) -> None:
+        """Returns when nothing that may be trained lies on a node."""
+        prefix = f"blob://{node}/"
+
+        def is_named() -> bool:
+            partials = (*self._producer.partials(), *self._admission.partials())
+            uris = uris_in(trainable()).union(*(partial.blob_uris() for partial in partials))
+            return any(uri.startswith(prefix) for uri in uris)
+
+        while is_named():
+            await self._loops.wait_change(1.0)
