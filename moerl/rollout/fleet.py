@@ -121,6 +121,11 @@ class Fleet:
         return member.generating <= min(rivals, default=0)
 
     @property
+    def interrupts(self) -> bool:
+        """Whether a rollout may be cut and go on elsewhere, under other weights."""
+        return self._config.in_flight_mode != "drain"
+
+    @property
     def any_behind(self) -> bool:
         return any(member.behind for member in self.members.values())
 
@@ -183,8 +188,9 @@ class Fleet:
     async def drain(self, index: int) -> None:
         """Start nothing on the engine any more; returns when nothing runs on it.
 
-        What runs is interrupted, so that it goes on elsewhere with what it has; an evaluation may
-        end first, within evaluation.hold_s.
+        What runs is interrupted, so that it goes on elsewhere with what it has; with `drain`, which
+        promises one version per rollout, it ends here.  An evaluation may end first, within
+        evaluation.hold_s.
         """
         member = self.members[index]
         member.leaving = True
@@ -192,8 +198,9 @@ class Fleet:
         while (left_s := member.held_until - time.monotonic()) > 0:
             await self._loops.wait_change(left_s)
         while member.generating:
-            with contextlib.suppress(EngineError):  # its calls fail too, and go on elsewhere
-                await member.engine.interrupt()
+            if self.interrupts:
+                with contextlib.suppress(EngineError):  # its calls fail too, and go on elsewhere
+                    await member.engine.interrupt()
             await self._loops.wait_change(_INTERRUPT_S)
 
     def remove(self, index: int) -> None:

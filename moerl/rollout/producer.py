@@ -171,7 +171,9 @@ class Producer:
                     self._close(group_id, groups.pop(group_id))
                 self._leave(member, left - len(groups))
                 left = len(groups)
-                if member.leaving:  # what it was interrupted in goes on elsewhere
+                if (
+                    member.leaving and self._fleet.interrupts
+                ):  # what it was interrupted in goes on elsewhere
                     self._orphans |= groups
                     return
         finally:

@@ -142,6 +142,36 @@ def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) ->
     asyncio.run(body())
 
 
+def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
+    """Two slices per rollout, one version each: nothing of it moves to another engine."""
+
+    async def body() -> None:
+        first, second = StubEngine(), StubEngine()
+        rollout = replace(CONFIG.rollout, in_flight_mode="drain", slice_tokens=2)
+        config = replace(CONFIG, rollout=rollout)
+        controller, _ = make(tmp_path, first, config, more_engines=(second,))
+        trainer = Trainer(controller, (0, 1))
+
+        async def work() -> None:
+            await trainer.hello()
+            member = controller.fleet.members[0]
+            while not member.generating:
+                await asyncio.sleep(0.001)
+            leaving = asyncio.create_task(controller.engine_leaves(0))
+            for _ in range(4):
+                await trainer.step()
+            await leaving
+
+        await running(controller, work())
+        asked = [{r.rollout_id for r in engine.requests} for engine in (first, second)]
+        assert all(asked)
+        assert not asked[0] & asked[1]
+        rollouts = [r for group in trainer.groups for r in group.rollouts()]
+        assert {len(r.versions) for r in rollouts} == {1}
+
+    asyncio.run(body())
+
+
 def test_a_gang_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine())
