@@ -108,9 +108,10 @@ class Producer:
                 blobs.delete(uri)
             return sum(p.num_sampled for p in partials)
 
-        while time.monotonic() - begin < seconds:
+        while (busy := [e for e in self._fleet.members if self._fleet.serves(e)]) and (
+            time.monotonic() - begin < seconds
+        ):
             step = rollout.groups_per_request
-            busy = [e for e in self._fleet.members if self._fleet.serves(e)]
             calls = [once(e, index + place * step) for place, e in enumerate(busy)]
             index += len(calls) * step
             tokens += sum(await asyncio.gather(*calls))
