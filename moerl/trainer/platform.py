@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 from moerl.errors import ConfigError, ModelError
 from moerl.layout.placement import MEGATRON_VERSION
@@ -164,7 +165,13 @@ def _patch_random() -> None:
 
 
 def _patch_factories() -> None:
-    """Tensors made with a literal device="cuda", pinned, or moved with .cuda()."""
+    """Tensors made with a literal device="cuda", pinned, or moved with .cuda().
+
+    torch remembers, at the first `with torch.device(..)`, which functions make tensors.  It must
+    see its own: with ours it would let every such block pass without effect, and transformers would
+    load a model without its rotary table (wrong from the second token on, and nothing fails).
+    """
+    _device_constructors()
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
