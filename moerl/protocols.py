@@ -18,7 +18,16 @@ import msgspec
 import numpy as np
 
 from moerl.errors import ProtocolError, RecordError
-from moerl.types import BatchPlan, Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
+from moerl.types import (
+    BatchPlan,
+    Episode,
+    FrozenScores,
+    GenerateRequest,
+    PolicyVersion,
+    Prompt,
+    Score,
+    Segment,
+)
 
 
 # --- trainer -> controller ---------------------------------------------------------------------
@@ -184,6 +193,27 @@ class Failed:
 
     rank: int
     cause: str
+    gang: str = "trainer"  # | frozen
+
+
+# --- frozen gang (reference, teacher) -> controller ----------------------------------------------
+@dataclass(frozen=True, slots=True)
+class TakeRecords:
+    """Ask for groups that the frozen policies have not scored yet, those that train next first.
+
+    Reply: Plan; Ok when there was none in time (ask again); Stop when the run is over.
+    """
+
+    start: int  # starts of this gang before this one
+    dp_size: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the frozen policies say of every row of the plan asked last.  Reply: Ok."""
+
+    scores: tuple[FrozenScores, ...]
 
 
 # --- controller -> trainer (replies) -------------------------------------------------------------
@@ -279,6 +309,8 @@ Message = (
     | AbortUpdate
     | AskEngine
     | Failed
+    | TakeRecords
+    | Scored
     | Ok
     | Refused
     | Plan
@@ -306,6 +338,8 @@ _TYPES: dict[str, type] = {
         AbortUpdate,
         AskEngine,
         Failed,
+        TakeRecords,
+        Scored,
         Ok,
         Refused,
         Plan,
@@ -414,8 +448,10 @@ class Scorer(Protocol):
     """Rewards for finished episodes (implemented by `moerl.scoring`)."""
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
-    ) -> list[Score]: ...
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+    ) -> list[Score]:
+        """said: what the policy said in each episode, turn by turn."""
+        ...
 
     async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
         """The environment's answer to a turn, given the policy's turns so far; empty: it ends."""

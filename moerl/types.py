@@ -246,6 +246,7 @@ class Score:
     steps: tuple[tuple[int, float], ...] = ()
     # The same as a scorer of text knows them: characters of the response before the step's end.
     text_steps: tuple[tuple[int, float], ...] = ()
+    turns: tuple[float, ...] = ()  # process rewards of whole turns, one for each of the episode
     errors: float = 0.0  # of tools and format, >= 0: cleaner successes are preferred (GRPO-RoC)
 
 
@@ -320,6 +321,18 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FrozenScores:
+    """What frozen policies (reference, teacher) say of one rollout, scored on ranks of their own.
+
+    At the student's temperature and over the student's recorded kept sets.
+    """
+
+    rollout_id: str
+    record: str  # digest of what was scored, and by which models (`moerl.data.frozen`)
+    logprobs: dict[str, Array]  # role -> [S] f32, natural log
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
     """One batch of rollouts: which groups, and who trains which row in which microbatch.
 
@@ -332,6 +345,11 @@ class BatchPlan:
     groups: tuple[EpisodeGroup, ...]
     rows: tuple[PlanRow, ...]
     num_microbatches: int
+    frozen: tuple[FrozenScores, ...] = ()  # by row; empty where the trainer scores for itself
+
+    def rollouts(self) -> list[Rollout]:
+        """By row."""
+        return [self.groups[r.group].episodes[r.episode].turns[r.turn].rollout for r in self.rows]
 
 
 def check(rollout: Rollout, *, vocab_size: int, num_moe_layers: int, top_k_experts: int) -> None:

@@ -15,7 +15,7 @@ episode order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class Outcomes:
     step_reward: Tensor  # [K] f64
     step_episode: Tensor  # [K] i64
     step_end: Tensor  # [K] i64, the sampled token of the episode at which the step ends
+    token_reward: Tensor | None = None  # [M] f64, a KL inside the reward; None = there is none
 
 
 def grpo_mean(o: Outcomes) -> Tensor:
@@ -76,10 +77,13 @@ def rloo(o: Outcomes) -> Tensor:
 def reinforce_pp(o: Outcomes) -> Tensor:
     """R whitened over all sampled tokens of the step: [E] (REINFORCE++, arXiv 2501.03262 eq. 7).
 
-    Token-weighted: an episode counts once per sampled token, as in the published code.  The
-    paper's KL inside the reward needs a reference and is not part of this function.
+    Token-weighted: an episode counts once per sampled token, as in the published code.  With the
+    paper's KL inside the reward, the sum of the token rewards from each token on, plus R: [M].
     """
-    return _whitened(o.reward, o.length)
+    if o.token_reward is None:
+        return _whitened(o.reward, o.length)
+    to_go = _from_each(o.token_reward, o.length) + o.reward.repeat_interleave(o.length)
+    return _whitened(to_go, torch.ones_like(to_go))
 
 
 def reinforce_pp_baseline(o: Outcomes) -> Tensor:
@@ -159,34 +163,46 @@ def _episodes(plan: BatchPlan) -> dict[tuple[int, int], Episode]:
 
 
 def plan_gae(
-    config: AlgorithmConfig, plan: BatchPlan, values: Sequence[Array]
+    config: AlgorithmConfig,
+    plan: BatchPlan,
+    values: Sequence[Array],
+    drift: Sequence[Array] | None = None,
 ) -> tuple[list[Array], list[Array]]:
     """GAE of each row of `plan.rows` and the returns that the critic learns, arrays per row.
 
     values: of each row, the critic's value at each sampled token.  Turns of an episode follow one
     another; the (shaped) reward is that of the episode's last token.  Advantages are whitened over
-    all sampled tokens of the step, as in verl; returns are not.  Raises RecordError as
-    `plan_advantages`.
+    all sampled tokens of the step, as in verl; returns are not.  drift: as in `plan_advantages`.
+    Raises RecordError as it does.
     """
     episodes = _episodes(plan)
     outcomes = _outcomes(config, episodes, per_token=False)
-    by_place = {
-        (row.group, row.episode, row.turn): value
-        for row, value in zip(plan.rows, values, strict=True)
-    }
     places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
-    value_M = torch.from_numpy(np.concatenate([by_place[place] for place in places]).astype(float))
+    value_M = _in_order(plan, places, values)
     reward_M = torch.zeros_like(value_M)
-    reward_M[outcomes.length.cumsum(0) - 1] = outcomes.reward
+    if drift is not None:
+        reward_M -= config.reward_kl_coef * _in_order(plan, places, drift)
+    reward_M[outcomes.length.cumsum(0) - 1] += outcomes.reward
     advantage, target = gae(reward_M, value_M, outcomes.length, config.gae_gamma, config.gae_lambda)
     deviation = advantage.var(unbiased=False) + _WHITEN_EPS
     advantage = (advantage - advantage.mean()) / deviation.sqrt()
-    sizes = [len(by_place[place]) for place in places]
+    sizes = [episodes[g, e].turns[turn].rollout.num_sampled for g, e, turn in places]
     split = dict(
         zip(places, zip(advantage.split(sizes), target.split(sizes), strict=True), strict=True)
     )
     rows = [split[row.group, row.episode, row.turn] for row in plan.rows]
     return [a.numpy() for a, _ in rows], [t.numpy() for _, t in rows]
+
+
+def _in_order(
+    plan: BatchPlan, places: Sequence[tuple[int, int, int]], values: Sequence[Array]
+) -> Tensor:
+    """[M] f64, from arrays by row of the plan."""
+    by_place = {
+        (row.group, row.episode, row.turn): value
+        for row, value in zip(plan.rows, values, strict=True)
+    }
+    return torch.from_numpy(np.concatenate([by_place[place] for place in places]).astype(float))
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
@@ -197,18 +213,26 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     return -min(max((length - (longest - buffer)) / buffer, 0.0), 1.0)
 
 
-def plan_advantages(config: AlgorithmConfig, plan: BatchPlan) -> list[float | Array]:
+def plan_advantages(
+    config: AlgorithmConfig, plan: BatchPlan, drift: Sequence[Array] | None = None
+) -> list[float | Array]:
     """Advantage of each row of `plan.rows`, in that order; turns of one episode share it.
 
-    A number for the whole row, or one per sampled token ([n] f64) with process rewards.
+    A number for the whole row, or one per sampled token ([n] f64) with process rewards and with a
+    KL inside the reward.  drift: for the latter, proximal - reference log-probabilities by row.
     Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode and
     `score_steps` for steps that do not lie in it.
     """
     assert config.advantage not in ("gae", "online_dpo"), "they need a critic or a reference"
     function = choose("algorithm.advantage", config.advantage, ADVANTAGES)
-    per_token = "steps" in ADVANTAGES[config.advantage].needs
+    has_steps = "steps" in ADVANTAGES[config.advantage].needs
+    per_token = has_steps or drift is not None
     episodes = _episodes(plan)
-    outcomes = _outcomes(config, episodes, per_token)
+    outcomes = _outcomes(config, episodes, has_steps)
+    if drift is not None:
+        places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
+        reward_M = -config.reward_kl_coef * _in_order(plan, places, drift)
+        outcomes = replace(outcomes, token_reward=reward_M)
     value = function(outcomes)
     cut = [config.mask_truncated and _truncated(episode) for episode in episodes.values()]
     place = {key: idx for idx, key in enumerate(episodes)}
@@ -281,8 +305,13 @@ def _to_go(o: Outcomes, step_value: Tensor) -> Tensor:
     total = torch.zeros(int(o.length.sum()), dtype=torch.float64)
     begin_E = end_of_M - o.length
     total.index_add_(0, begin_E[o.step_episode] + o.step_end, step_value)
-    parts = [part.flip(0).cumsum(0).flip(0) for part in total.split(o.length.tolist())]
-    return torch.cat(parts) if parts else total
+    return _from_each(total, o.length)
+
+
+def _from_each(value_M: Tensor, length: Tensor) -> Tensor:
+    """[M]: at each token, the sum of the values from it to the end of its episode."""
+    parts = [part.flip(0).cumsum(0).flip(0) for part in value_M.split(length.tolist())]
+    return torch.cat(parts) if parts else value_M
 
 
 def _count(group: Tensor) -> Tensor:

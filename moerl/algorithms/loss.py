@@ -130,6 +130,7 @@ def loss_metrics(config: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -> d
         metrics["loss/clip_dual_frac"] = value["clip_dual"] / tokens
     if config.kl != "off":
         metrics["loss/kl_ref"] = value["kl"]
+    if config.kl != "off" or config.reward_kl_coef:
         metrics["loss/kl_ref_k3"] = value["kl_value"] / tokens
     if config.distill_coef:
         metrics["loss/kl_teacher"] = value["teacher_kl"] / tokens

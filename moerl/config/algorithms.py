@@ -40,11 +40,13 @@ ADVANTAGES = _table(
     grpo_mean=Entry("advantages:grpo_mean"),
     grpo_std=Entry("advantages:grpo_std"),
     rloo=Entry("advantages:rloo"),
-    reinforce_pp=Entry("advantages:reinforce_pp"),
+    reinforce_pp=Entry("advantages:reinforce_pp", ("reward_kl_coef",)),
     reinforce_pp_baseline=Entry("advantages:reinforce_pp_baseline"),
     reward=Entry("advantages:raw_reward"),
     none=Entry("advantages:no_reward"),
-    gae=Entry("advantages:gae", ("gae_gamma", "gae_lambda", "critic_lr"), ("critic",)),
+    gae=Entry(
+        "advantages:gae", ("gae_gamma", "gae_lambda", "critic_lr", "reward_kl_coef"), ("critic",)
+    ),
     online_dpo=Entry(
         "preference:pair_advantages", ("dpo_beta", "reference"), ("reference", "proximal_pass")
     ),
@@ -95,7 +97,10 @@ AGGREGATIONS = _table(
     seq_mean_token_sum=Entry("aggregation:seq_mean_token_sum"),
     constant=Entry("aggregation:constant", ("constant_tokens",)),
 )
-PROCESS_REWARDS = ("position_steps",)  # of moerl.data.rewards; a user's function may be one too
+PROCESS_REWARDS = (
+    "position_steps",
+    "turn_gains",
+)  # of moerl.data.rewards; a user's function may be one too
 _ALWAYS_READ = frozenset(
     {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
     | {"distill_coef"}
@@ -123,7 +128,18 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
 
 def needed(a: AlgorithmConfig) -> set[str]:
     """What the chosen algorithms need beyond a plain step (`Entry.needs`)."""
-    return {need for line in _chosen(a) for need in line.needs}
+    in_reward = {"reference", "proximal_pass"} if a.reward_kl_coef else set()
+    return {need for line in _chosen(a) for need in line.needs} | in_reward
+
+
+def frozen_models(config: Config) -> dict[str, str]:
+    """Hugging Face folder of each frozen policy that the algorithm needs, by role."""
+    algorithm, found = config.algorithm, {}
+    if "reference" in needed(algorithm):
+        found["reference"] = algorithm.reference or config.model.path
+    if algorithm.distill_coef:
+        found["teacher"] = algorithm.teacher
+    return found
 
 
 def _chosen(a: AlgorithmConfig) -> list[Entry]:
@@ -154,6 +170,7 @@ def _check_folders(config: Config) -> None:
 def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
     read = _ALWAYS_READ | {name for line in chosen for name in line.reads}
     read |= {"teacher"} if a.distill_coef else set()
+    read |= {"reference"} if a.reward_kl_coef else set()
     default = AlgorithmConfig()
     for item in fields(a):
         value = getattr(a, item.name)
@@ -173,7 +190,7 @@ def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
 
 
 def _refuse_unmet(config: Config) -> None:
-    a, sizes = config.algorithm, config.trainer.parallel
+    a = config.algorithm
     needs = needed(a)
     if "engine_ratio" in needs and a.ratio != "engine":
         raise ConfigError(
@@ -190,16 +207,6 @@ def _refuse_unmet(config: Config) -> None:
         )
     if a.kl != "off" and a.kl_coef == 0:
         raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")
-    if "critic" in needs and max(sizes.pp, sizes.cp) > 1:
-        raise ConfigError(
-            "trainer.parallel",
-            f"pp {sizes.pp}, cp {sizes.cp}",
-            "the critic is not proven under pipeline and context parallelism; use 1",
-        )
-    if "critic" in needs and sizes.tp > 1:
-        raise ConfigError(
-            "trainer.parallel.tp", sizes.tp, "the critic's head is not cut over ranks; use 1"
-        )
 
 
 def _check_values(config: Config) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moerl.config.algorithms import check_algorithm
+from moerl.config.algorithms import check_algorithm, frozen_models
 from moerl.config.clusters import check_cluster
-from moerl.config.schema import Config, ParallelConfig, RolloutConfig
+from moerl.config.files import read_model_config
+from moerl.config.schema import Config, FrozenConfig, ParallelConfig, RolloutConfig
 from moerl.errors import ConfigError
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -31,6 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.platform": ("auto", "cpu", "cuda"),
     "trainer.dtype": ("fp32", "bf16"),
     "trainer.dispatcher": ("alltoall", "allgather"),
+    "frozen.ranks": ("trainer", "own"),
     "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
     "sync.transport": ("broadcast", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"),
     "sync.every": (1,),
@@ -78,6 +80,7 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.gae_lambda": 0,
     "algorithm.critic_lr": 0,
     "algorithm.kl_coef": 0,
+    "algorithm.reward_kl_coef": 0,
     "algorithm.distill_coef": 0,
     "algorithm.clip_low": 0,
     "algorithm.clip_high": 0,
@@ -106,16 +109,12 @@ _AT_LEAST: dict[str, float] = {
     "observe.sample_rollouts": 0,
     "observe.full_entropy": 0,
     "observe.engine_alone_s": 0,
-    "trainer.parallel.tp": 1,
-    "trainer.parallel.pp": 1,
-    "trainer.parallel.cp": 1,
-    "trainer.parallel.ep": 1,
-    "trainer.parallel.etp": 1,
-    "trainer.parallel.dp": 1,
-    "trainer.parallel.vpp": 1,
-    "trainer.parallel.first_stage_layers": 0,
-    "trainer.parallel.last_stage_layers": 0,
 }
+for _gang in ("trainer", "frozen"):
+    for _axis in ("tp", "pp", "cp", "ep", "etp", "dp", "vpp"):
+        _AT_LEAST[f"{_gang}.parallel.{_axis}"] = 1
+    for _end in ("first_stage_layers", "last_stage_layers"):
+        _AT_LEAST[f"{_gang}.parallel.{_end}"] = 0
 _POSITIVE = (
     "task.score_timeout_s",
     "rollout.request_timeout_s",
@@ -149,7 +148,8 @@ def check(config: Config, *, starts: bool = True) -> None:
         if not (math.isfinite(get(config, name)) and get(config, name) > 0):
             raise ConfigError(name, get(config, name), "a finite number above 0 is needed")
     _check_sampling(config)
-    _check_parallel(config.trainer.parallel)
+    _check_parallel("trainer.parallel", config.trainer.parallel)
+    _check_frozen(config)
     _check_replay(config)
     _check_minibatches(config)
     _check_task(config)
@@ -179,10 +179,20 @@ def check_model(config: Config) -> dict[str, Any]:
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_divides(config.trainer.parallel, tp, hf)
+    if config.frozen.ranks == "own":
+        for path in frozen_models(config).values():
+            other = read_model_config(Path(path))
+            check_divides(config.frozen.parallel, 1, other, field="frozen.parallel")
     return hf
 
 
-def check_divides(parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any]) -> None:
+def check_divides(
+    parallel: ParallelConfig,
+    engine_tp: int,
+    hf: Mapping[str, Any],
+    *,
+    field: str = "trainer.parallel",
+) -> None:
     """Heads, experts and expert width must divide by the ranks that cut them."""
     experts = next((int(hf[name]) for name in _EXPERTS if hf.get(name)), 0)
     ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n]
@@ -190,34 +200,24 @@ def check_divides(parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any
     middle, between = parallel.pp - len(ends), max(0, layers - sum(ends))
     if ends and (middle < 1 or (layers and not between)):
         raise ConfigError(
-            "trainer.parallel.first_stage_layers",
+            f"{field}.first_stage_layers",
             ends,
             "stages between need layers too: lower it, or use pp > 2",
         )
     sizes = [
-        ("trainer.parallel.tp", parallel.tp, "num_attention_heads", hf.get("num_attention_heads")),
-        ("trainer.parallel.tp", parallel.tp, "num_key_value_heads", hf.get("num_key_value_heads")),
-        ("trainer.parallel.ep", parallel.ep, "num_experts", experts),
-        (
-            "trainer.parallel.etp",
-            parallel.etp,
-            "moe_intermediate_size",
-            hf.get("moe_intermediate_size"),
-        ),
+        (f"{field}.tp", parallel.tp, "num_attention_heads", hf.get("num_attention_heads")),
+        (f"{field}.tp", parallel.tp, "num_key_value_heads", hf.get("num_key_value_heads")),
+        (f"{field}.ep", parallel.ep, "num_experts", experts),
+        (f"{field}.etp", parallel.etp, "moe_intermediate_size", hf.get("moe_intermediate_size")),
         ("engine.tp", engine_tp, "num_attention_heads", hf.get("num_attention_heads")),
-        ("trainer.parallel.pp", middle, "num_hidden_layers", between),
-        (
-            "trainer.parallel.vpp",
-            middle * parallel.vpp,
-            "num_hidden_layers (with pp)",
-            between,
-        ),
+        (f"{field}.pp", middle, "num_hidden_layers", between),
+        (f"{field}.vpp", middle * parallel.vpp, "num_hidden_layers (with pp)", between),
     ]
     for name, ranks, what, size in sizes:
         if size and int(size) % ranks:
             raise ConfigError(name, ranks, f"it must divide the model's {what}, {size}")
     if parallel.ep > 1 and not experts:
-        raise ConfigError("trainer.parallel.ep", parallel.ep, "the model is dense: use 1")
+        raise ConfigError(f"{field}.ep", parallel.ep, "the model is dense: use 1")
 
 
 def get(config: Config, name: str) -> Any:
@@ -340,27 +340,44 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         )
 
 
-def _check_parallel(p: ParallelConfig) -> None:
+def _check_frozen(config: Config) -> None:
+    frozen, default = config.frozen, FrozenConfig()
+    if frozen.ranks == "trainer":
+        if frozen != default:
+            raise ConfigError(
+                "frozen.parallel",
+                frozen.parallel,
+                "only frozen.ranks = own has one",
+            )
+        return
+    if not frozen_models(config):
+        raise ConfigError(
+            "frozen.ranks", "own", "the algorithm reads neither a reference nor a teacher"
+        )
+    _check_parallel("frozen.parallel", frozen.parallel)
+
+
+def _check_parallel(field: str, p: ParallelConfig) -> None:
     if p.vpp > 1 and p.pp == 1:
         raise ConfigError(
-            "trainer.parallel.vpp", p.vpp, "model chunks are interleaved over stages; use pp > 1"
+            f"{field}.vpp", p.vpp, "model chunks are interleaved over stages; use pp > 1"
         )
     dense = p.tp * p.cp * p.dp
     if dense % (p.ep * p.etp):
         raise ConfigError(
-            "trainer.parallel.ep",
+            f"{field}.ep",
             p.ep,
             f"ep x etp = {p.ep * p.etp} must divide tp x cp x dp = {dense}",
         )
     if p.tp > 1 and p.ep == 1 and p.etp == 1:
         raise ConfigError(
-            "trainer.parallel.etp",
+            f"{field}.etp",
             p.etp,
             f"tp {p.tp} with ep 1 and etp 1 trains silently wrong in megatron-core 0.16.1; "
             f"use etp {p.tp} or ep > 1",
         )
     if p.etp not in (1, p.tp):
-        raise ConfigError("trainer.parallel.etp", p.etp, f"use 1 or tp = {p.tp}")
+        raise ConfigError(f"{field}.etp", p.etp, f"use 1 or tp = {p.tp}")
 
 
 def _check_replay(config: Config) -> None:

@@ -6,7 +6,8 @@ asked for exactly it, and torchrun's ranks follow from it.
 - One engine stays on one node (its ranks talk in every layer); nodes are filled in order where they
   have GPUs, and take turns where they have none.
 - Trainer ranks are spread evenly: the same number on every trainer node, as torchrun wants it.
-- Where a node has both, engines take its first GPUs and the trainer the next ones.
+- Where a node has several roles, engines take its first GPUs, the trainer the next ones, and the
+  frozen gang (`frozen.ranks: own`) those after.
 
 Rejected: leaving placement to Ray's scheduler (the printed table could differ from the run's, and
 trainer nodes have no Ray).
@@ -16,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moerl.config.schema import ClusterConfig, Config, NodeGroup
+from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig
 from moerl.errors import ConfigError
 
-ROLES = ("controller", "engine", "trainer")
+ROLES = ("controller", "engine", "trainer", "frozen")
 LAUNCHERS = ("local", "hosts", "slurm", "kuberay")
 
 
@@ -42,6 +43,8 @@ class EngineSeat:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSeat:
+    """One node's part of the trainer gang, or of the frozen one."""
+
     node: Node
     node_rank: int  # torchrun's
     ranks: tuple[int, ...]
@@ -54,14 +57,18 @@ class Placement:
     controller: Node
     engines: tuple[EngineSeat, ...]
     trainers: tuple[TrainerSeat, ...]
+    frozen: tuple[TrainerSeat, ...] = ()  # with frozen.ranks: own
 
 
 def placement(config: Config) -> Placement:
     """Who runs where.  Raises ConfigError when a role has no node or the nodes are too few."""
     found = nodes(config.cluster)
     engines = _place_engines(config, [node for node in found if node.has("engine")])
-    trainers = _place_trainer(config, [node for node in found if node.has("trainer")], engines)
-    return Placement(found, _controller(found), engines, trainers)
+    trainers = _place_gang("trainer", config.trainer.parallel, found, engines)
+    frozen: tuple[TrainerSeat, ...] = ()
+    if config.frozen.ranks == "own":
+        frozen = _place_gang("frozen", config.frozen.parallel, found, (*engines, *trainers))
+    return Placement(found, _controller(found), engines, trainers, frozen)
 
 
 def nodes(cluster: ClusterConfig) -> tuple[Node, ...]:
@@ -144,6 +151,10 @@ def _check_network(config: Config) -> None:
         "ray": ports.ray,
         "rendezvous": ports.rendezvous,
     }
+    if config.frozen.ranks == "own":
+        numbers["frozen"] = ports.frozen
+        if cluster.launcher == "kuberay":
+            raise ConfigError("frozen.ranks", "own", "moerl manifest starts one gang: use trainer")
     for name, port in numbers.items():
         taken = [other for other, used in numbers.items() if used == port and other != name]
         if not 1024 <= port <= 65535 or taken:
@@ -190,24 +201,27 @@ def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSeat, ...]:
     return tuple(seats)
 
 
-def _place_trainer(
-    config: Config, found: list[Node], engines: tuple[EngineSeat, ...]
+def _place_gang(
+    role: str,
+    parallel: ParallelConfig,
+    everywhere: tuple[Node, ...],
+    before: tuple[EngineSeat | TrainerSeat, ...],
 ) -> tuple[TrainerSeat, ...]:
-    world = config.trainer.parallel.world_size
+    """The same number of ranks on every node of the role, on GPUs that nobody before has."""
+    world, field = parallel.world_size, f"{role}.parallel"
+    found = [node for node in everywhere if node.has(role)]
     if not found:
-        raise ConfigError("cluster.nodes", "no trainer", "a group needs the role trainer")
+        raise ConfigError("cluster.nodes", f"no {role}", f"a group needs the role {role}")
     each, rest = divmod(world, len(found))
     if rest:
-        raise ConfigError(
-            "trainer.parallel", world, f"its ranks must divide over {len(found)} trainer nodes"
-        )
+        raise ConfigError(field, world, f"its ranks must divide over {len(found)} {role} nodes")
     seats = []
     for index, node in enumerate(found):
-        taken = sum(len(seat.devices) for seat in engines if seat.node is node)
+        taken = sum(len(seat.devices) for seat in before if seat.node is node)
         devices = tuple(range(node.group.devices))[taken : taken + each]
         if node.group.devices and len(devices) < each:
             raise ConfigError(
-                "trainer.parallel",
+                field,
                 world,
                 f"{each} ranks do not fit the {node.group.devices - taken} free GPUs of a "
                 f"{node.name} node",

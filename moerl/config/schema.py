@@ -41,7 +41,8 @@ class TaskConfig:
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
     path: str = ""  # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}
-    # exact_match | math_verify | position_steps | package.module:function; empty = the task's own
+    # exact_match | math_verify | position_steps | turn_gains | package.module:function; empty = the
+    # task's own
     reward: str = ""
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     max_prompt_tokens: int = 1024
@@ -187,6 +188,7 @@ class AlgorithmConfig:
     corrections: list[str] = field(default_factory=list)  # against the engine's log-probability
     kl: str = "off"  # estimator of the KL to a reference policy
     kl_coef: float = 0.0
+    reward_kl_coef: float = 0.0  # reinforce_pp, gae: weight of a KL inside the reward of each token
     reference: str = ""  # Hugging Face folder of the reference; empty = model.path
     teacher: str = ""  # Hugging Face folder of the teacher of on-policy distillation
     distill_coef: float = 0.0  # weight of teacher less student log-probability in the advantage
@@ -215,6 +217,14 @@ class AlgorithmConfig:
     constant_tokens: int = 0  # constant: the denominator beside the number of episodes
     overlong_buffer: int = 0  # DAPO: tokens before the limit in which the penalty grows; 0 = off
     mask_truncated: bool = False  # answers cut by the length limit get advantage 0
+
+
+@dataclass(frozen=True)
+class FrozenConfig:
+    """Where the models that only score run: algorithm.reference, algorithm.teacher."""
+
+    ranks: str = "trainer"  # trainer: its own, before each step | own: a gang beside it
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: its layout
 
 
 @dataclass(frozen=True)
@@ -275,7 +285,7 @@ class ObserveConfig:
 class NodeGroup:
     """Nodes of one kind: `cluster.nodes.NAME`."""
 
-    roles: list[str] = field(default_factory=list)  # controller, engine, trainer
+    roles: list[str] = field(default_factory=list)  # controller, engine, trainer, frozen
     count: int = 1
     hosts: list[str] = field(default_factory=list)  # their addresses; empty: the scheduler's
     devices: int = 0  # GPUs of one node; 0 = none, then any number of ranks shares its cores
@@ -292,6 +302,7 @@ class PortConfig:
     blobs: int = 0  # trainer ranks -> records on an engine node
     ray: int = 0  # engine nodes -> Ray's head
     rendezvous: int = 0  # torchrun of the trainer nodes
+    frozen: int = 0  # torchrun of the frozen gang's nodes, with frozen.ranks: own
 
 
 @dataclass(frozen=True)
@@ -333,6 +344,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    frozen: FrozenConfig = field(default_factory=FrozenConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

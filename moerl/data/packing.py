@@ -263,6 +263,18 @@ def by_row(plan: BatchPlan, dp_rank: int, values: Mapping[int, Tensor]) -> dict[
     return result
 
 
+def by_microbatch(
+    plan: BatchPlan, dp_rank: int, values: Sequence[Array], num_microbatches: int
+) -> dict[int, Tensor]:
+    """The inverse of `by_row`: [N] fp32 of each microbatch, from values by row of the plan."""
+    return {
+        microbatch: torch.from_numpy(
+            _join([values[idx] for idx in rows_in(plan, dp_rank, microbatch)], np.float32)
+        )
+        for microbatch in range(num_microbatches)
+    }
+
+
 def rows_in(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
     """Indices into plan.rows of a microbatch, in row order: the order of its sampled tokens."""
     chosen = sorted(

@@ -1,10 +1,11 @@
-"""Reward functions: (prompt, response text) -> Score.  They run in worker processes.
+"""Reward functions: (prompt, what the policy said turn by turn) -> Score, in worker processes.
 
 `make_reward` is called once per worker; what it returns is called once per response.  A reward may
 raise, hang or return nonsense: `moerl.scoring` contains it.
 
-Most rewards are a number.  A process reward also says what each step of the response earned, by
-the character at which the step ends, because text is all that a reward sees.
+Most rewards are a number for the last turn.  A process reward also says what each step of the last
+response earned, by the character at which the step ends, because text is all that a reward sees; or
+what each turn earned.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,9 +23,10 @@ from moerl.data.tasks import reasoning_gym_dataset
 from moerl.errors import ConfigError
 from moerl.types import Prompt, Score
 
-Reward = Callable[[Prompt, str], Score]
-# What a user writes: function(prompt text, answer, response, extra fields) -> a number, or
-# {"reward": number, "steps": [(characters before its end, reward), ...], "errors": number}.
+Reward = Callable[[Prompt, Sequence[str]], Score]
+# What a user writes: function(prompt text, answer, last response, extra fields) -> a number, or
+# {"reward": number, "steps": [(characters before its end, reward), ...], "turns": [reward, ...],
+# "errors": number}.  With task.max_turns > 1 all responses are in extra["turns"].
 UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]]
 
 
@@ -39,7 +41,7 @@ def make_reward(config: TaskConfig) -> Reward:
         return _outcome(NAMED[config.reward])
     if config.reward in PROCESS:
         return PROCESS[config.reward]
-    return _dotted(config.reward)
+    return _dotted(config.reward, with_turns=config.max_turns > 1)
 
 
 def right_positions(prompt: Prompt, response: str) -> float:
@@ -49,12 +51,12 @@ def right_positions(prompt: Prompt, response: str) -> float:
     return right / max(len(want), len(response), 1)
 
 
-def position_steps(prompt: Prompt, response: str) -> Score:
+def position_steps(prompt: Prompt, said: Sequence[str]) -> Score:
     """`right_positions` as a process reward: each character is a step and earns its own share.
 
     Missing and surplus characters count as errors.
     """
-    want = str(prompt.answer)
+    want, response = str(prompt.answer), said[-1]
     size = max(len(want), len(response), 1)
     shares = [
         float(place < len(want) and want[place] == character) / size
@@ -63,6 +65,14 @@ def position_steps(prompt: Prompt, response: str) -> Score:
     steps = tuple((place + 1, share) for place, share in enumerate(shares))
     errors = float(abs(len(want) - len(response)))
     return Score(sum(shares), text_steps=steps or ((0, 0.0),), errors=errors)
+
+
+def turn_gains(prompt: Prompt, said: Sequence[str]) -> Score:
+    """`right_positions` as a reward per turn: each earns what it is better than the one before."""
+    rights = [right_positions(prompt, response) for response in said]
+    before = [0.0, *rights[:-1]]
+    gains = tuple(right - old for right, old in zip(rights, before, strict=True))
+    return Score(rights[-1], turns=gains)
 
 
 def exact_match(prompt: Prompt, response: str) -> float:
@@ -89,11 +99,11 @@ NAMED: dict[str, Callable[[Prompt, str], float]] = {
     "exact_match": exact_match,
     "math_verify": math_verify,
 }
-PROCESS: dict[str, Reward] = {"position_steps": position_steps}
+PROCESS: dict[str, Reward] = {"position_steps": position_steps, "turn_gains": turn_gains}
 
 
 def _outcome(function: Callable[[Prompt, str], float]) -> Reward:
-    return lambda prompt, response: Score(float(function(prompt, response)))
+    return lambda prompt, said: Score(float(function(prompt, said[-1])))
 
 
 def _require(reward: str) -> None:
@@ -125,11 +135,14 @@ def _reasoning_gym(config: TaskConfig) -> Callable[[Prompt, str], float]:
     return reward
 
 
-def _dotted(path: str) -> Reward:
+def _dotted(path: str, *, with_turns: bool) -> Reward:
     function: UserReward = look_up("task.reward", path, [*NAMED, *PROCESS])
-    return lambda prompt, response: _read(
-        function(prompt.text, prompt.answer, response, prompt.extra)
-    )
+
+    def reward(prompt: Prompt, said: Sequence[str]) -> Score:
+        extra = prompt.extra | ({"turns": list(said)} if with_turns else {})
+        return _read(function(prompt.text, prompt.answer, said[-1], extra))
+
+    return reward
 
 
 def look_up(field: str, path: str, named: list[str]) -> Any:
@@ -153,8 +166,10 @@ def _read(said: float | Mapping[str, Any]) -> Score:
     """What a user's reward returned.  Raises ValueError for a key that nothing reads."""
     if not isinstance(said, Mapping):
         return Score(float(said))
-    if unknown := sorted(set(said) - {"reward", "steps", "errors"}):
-        raise ValueError(f"it has {', '.join(unknown)}; use reward, steps and errors")
+    if unknown := sorted(set(said) - {"reward", "steps", "turns", "errors"}):
+        raise ValueError(f"it has {', '.join(unknown)}; use reward, steps, turns and errors")
     steps = tuple((int(end), float(reward)) for end, reward in said.get("steps", ()))
-    reward = said["reward"] if "reward" in said else sum(value for _, value in steps)
-    return Score(float(reward), text_steps=steps, errors=float(said.get("errors", 0.0)))
+    turns = tuple(float(reward) for reward in said.get("turns", ()))
+    earned = sum(value for _, value in steps) + sum(turns)
+    errors = float(said.get("errors", 0.0))
+    return Score(float(said.get("reward", earned)), text_steps=steps, turns=turns, errors=errors)

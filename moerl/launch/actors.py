@@ -26,6 +26,7 @@ from moerl.config.clusters import is_local, placement
 from moerl.errors import EngineError, MoerlError, RecordError
 from moerl.launch.plan import RunPlan
 from moerl.launch.ray_nodes import ENGINE_SEAT, this_node
+from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
 from moerl.protocols import (
     CloseUpdate,
@@ -218,10 +219,10 @@ class ScorerActor:
         return os.getpid()
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
-            return await self._scorer.score(prompt, episodes, texts)
+            return await self._scorer.score(prompt, episodes, said)
 
     async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
         return await self._scorer.reply(prompt, said)
@@ -240,10 +241,10 @@ class RemoteScorer:
         self._actor = actor
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         bare = [Episode(episode.episode_id, ()) for episode in episodes]
-        return await call(self._actor.score.remote(prompt, bare, list(texts)))
+        return await call(self._actor.score.remote(prompt, bare, list(said)))
 
     async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
         return str(await call(self._actor.reply.remote(prompt, list(said))))
@@ -277,6 +278,7 @@ class ControllerActor:
         """
         plan = self._plan
         self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
+        self._alerts = Alerts(plan.config)
         self._controller = Controller(
             plan.config,
             facts=plan.facts(),
@@ -364,7 +366,8 @@ class ControllerActor:
         self._rows = [row for row in self._rows if row["step"] < step]
 
     def _on_step(self, report: StepReport) -> None:
-        row = self._metrics.write(report.step, report.version, report.metrics)
+        metrics = report.metrics | self._alerts.look(report.metrics)
+        row = self._metrics.write(report.step, report.version, metrics)
         with self._plan.run.samples.open("a") as file:
             for sample in report.samples:
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 from moerl.config.clusters import Node, Placement, TrainerSeat
 from moerl.config.schema import Config
 
+GANGS = ("trainer", "frozen")
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "launch"
 
 
@@ -29,28 +30,30 @@ def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> d
             mine.append(shlex.join(["moerl", "train", *recipe]))
         elif node.has("engine"):
             mine.append(f"tools/launch/engine_node.sh {root} {engines.index(node)}")
-        for seat in placed.trainers:
-            if seat.node is node:
-                mine.append(f"tools/launch/torchrun.sh {root} {seat.node_rank}")
+        for gang in GANGS:
+            for seat in seats_of(placed, gang):
+                if seat.node is node:
+                    which = "" if gang == "trainer" else f" {gang}"
+                    mine.append(f"tools/launch/torchrun.sh {root} {seat.node_rank}{which}")
         commands[node.name] = mine
     return commands
 
 
-def torchrun(config: Config, placed: Placement, seat: TrainerSeat, address: str = "") -> list[str]:
-    """One trainer node's part of the gang.  address: its own, where the scheduler named it.
+def torchrun(
+    config: Config, placed: Placement, seat: TrainerSeat, address: str = "", gang: str = "trainer"
+) -> list[str]:
+    """One node's part of a gang.  address: its own, where the scheduler named it.
 
-    Agents of torchrun meet at the first trainer node.  A rank that ends, or a node that comes back,
+    Agents of torchrun meet at the gang's first node.  A rank that ends, or a node that comes back,
     starts all ranks again: they ask the controller anew which checkpoint to continue from.
     """
-    first = placed.trainers[0].node
+    seats, ports = seats_of(placed, gang), config.cluster.ports
+    port = ports.rendezvous if gang == "trainer" else ports.frozen
     command = ["python", "-m", "torch.distributed.run"]
-    command += [
-        "--nnodes",
-        str(len(placed.trainers)),
-    ]
+    command += ["--nnodes", str(len(seats))]
     command += ["--nproc-per-node", str(len(seat.ranks)), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", f"{host_of(first)}:{config.cluster.ports.rendezvous}"]
-    command += ["--rdzv-id", config.run.name]
+    command += ["--rdzv-endpoint", f"{host_of(seats[0].node)}:{port}"]
+    command += ["--rdzv-id", config.run.name + ("" if gang == "trainer" else f"-{gang}")]
     command += ["--rdzv-conf", f"is_host={int(seat.node_rank == 0)},join_timeout=3600"]
     command += ["--max-restarts", str(config.supervision.max_restarts)]
     if seat.devices:
@@ -58,7 +61,12 @@ def torchrun(config: Config, placed: Placement, seat: TrainerSeat, address: str 
     if address or seat.node.address:
         command += ["--local-addr", address or seat.node.address]
     command += ["-m", "moerl.trainer.main", "--run-dir", f"{config.run.root}/{config.run.name}"]
-    return command
+    return command if gang == "trainer" else [*command, f"--{gang}"]
+
+
+def seats_of(placed: Placement, gang: str) -> tuple[TrainerSeat, ...]:
+    """Nodes of the trainer gang, or of the frozen one."""
+    return placed.trainers if gang == "trainer" else placed.frozen
 
 
 def host_of(node: Node) -> str:

@@ -21,21 +21,23 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.config import Config
-from moerl.config.clusters import Placement, is_local, placement
+from moerl.config.algorithms import frozen_models
+from moerl.config.clusters import Placement, TrainerSeat, is_local, placement
 from moerl.config.files import read_model_config
 from moerl.config.load import CONFIG_ROOT
-from moerl.config.schema import TinyModel
+from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.engine.args import arguments
 from moerl.launch.commands import host_of, node_commands, torchrun
-from moerl.launch.plan import RunPlan, trainer_command
+from moerl.launch.plan import RunPlan, frozen_command, trainer_command
 from moerl.launch.sync_plan import planned_layouts
-from moerl.layout import ModelSpec
+from moerl.layout import ModelSpec, ParallelLayout, model_spec
 from moerl.layout.check import Spread
 from moerl.layout.memory import (
     Recompute,
     TrainerMemory,
     Training,
     engine_memory,
+    frozen_memory,
     trainer_memory,
 )
 from moerl.layout.plan import EngineLayout
@@ -97,13 +99,20 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
         what = f"tp {tp}, {engine.dtype}, host and SGLang server"
         rows.append(("engine (Ray)", which, str(len(alike)), devices, what))
     for trainer in (seat for seat in placed.trainers if seat.node.name == name):
-        sizes = " ".join(
-            f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "pp", "cp", "dp", "ep", "etp")
-        )
         count, devices = str(len(trainer.ranks)), _numbers(trainer.devices)
-        what = f"{sizes}, {config.trainer.dtype}"
+        what = f"{_sizes(parallel)}, {config.trainer.dtype}"
         rows.append(("trainer rank", _numbers(trainer.ranks), count, devices, what))
+    for seat in (seat for seat in placed.frozen if seat.node.name == name):
+        count, devices = str(len(seat.ranks)), _numbers(seat.devices)
+        what = f"{', '.join(frozen_models(config))}: {_sizes(config.frozen.parallel)}"
+        rows.append(("frozen rank", _numbers(seat.ranks), count, devices, what))
     return rows
+
+
+def _sizes(parallel: ParallelConfig) -> str:
+    return " ".join(
+        f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "pp", "cp", "dp", "ep", "etp")
+    )
 
 
 def _numbers(values: Iterable[int]) -> str:
@@ -122,8 +131,11 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
     if is_local(config.cluster):
         run = RunDir(Path(config.run.root) / config.run.name)
         address = config.cluster.address
-        gang = trainer_command(_local_plan(config, run), f"tcp://{address}:PORT")
-        lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {shlex.join(gang)}"]
+        plan, door = _local_plan(config, run), f"tcp://{address}:PORT"
+        gang = shlex.join(trainer_command(plan, door))
+        lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {gang}"]
+        if placed.frozen:
+            lines.append(f"  {shlex.join(frozen_command(plan, door, 0))}")
     elif config.cluster.launcher == "slurm":
         nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
@@ -133,8 +145,8 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
     if not is_local(config.cluster):
         for name, commands in node_commands(config, placed, recipe).items():
             lines += [f"  {name}: {command}" for command in commands]
-        gang = torchrun(config, placed, placed.trainers[0])
-        lines += ["the first torchrun.sh runs:", f"  {shlex.join(gang)}"]
+        gang = shlex.join(torchrun(config, placed, placed.trainers[0]))
+        lines += ["the first torchrun.sh runs:", f"  {gang}"]
     return "\n".join([*lines, *_engine_commands(config, placed)])
 
 
@@ -194,6 +206,9 @@ def _ports(config: Config, placed: Placement) -> str:
     table.add_row(str(ports.ray), f"Ray's head on {head}", "engine nodes")
     table.add_row(str(ports.blobs), "records, each engine node", "trainer ranks, controller")
     table.add_row(str(ports.rendezvous), f"torchrun on {first}", "trainer nodes")
+    if placed.frozen:
+        where = f"torchrun on {host_of(placed.frozen[0].node)}"
+        table.add_row(str(ports.frozen), where, "frozen nodes")
     table.add_row("free", f"{config.sync.transport} stagings, each engine rank", "trainer ranks")
     table.add_row("free", "NCCL or gloo of the gang, trainer nodes", "trainer ranks")
     return _rendered(table)
@@ -213,17 +228,38 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         distributed_optimizer=config.trainer.optimizer.distributed,
         gpu=gpu,
     )
-    ranks = trainer_memory(spec, trainer, training)
+    frozen = _frozen_shapes(config)
+    own = config.frozen.ranks == "own"
+    ranks = trainer_memory(
+        spec,
+        trainer,
+        training,
+        frozen=[] if own else frozen,
+        critic=config.algorithm.advantage == "gae",
+    )
+    tables = [_gang_table("a trainer rank", ranks, placed.trainers[0])]
+    if own:
+        layout = ParallelLayout(**asdict(config.frozen.parallel))
+        alone = [frozen_memory(model, layout, training) for model in frozen]
+        tables.append(_gang_table("a frozen rank", _beside(alone), placed.frozen[0]))
     sizes = [
         _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).tally(), config, spec)
         for _, _, engines, _ in layouts
     ]
     return [
-        _trainer_table(ranks, placed),
+        *tables,
         *(_engine_line(config, size, placed) for size in sizes),
         _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
         *(_transfer_lines(config, size) for size in sizes),
         "`moerl plan` says more",
+    ]
+
+
+def _beside(models: Sequence[Sequence[TrainerMemory]]) -> list[TrainerMemory]:
+    """The first frozen model of a gang, with the weights of the others beside it."""
+    return [
+        replace(stages[0], others=sum(other.weights for other in stages[1:]))
+        for stages in zip(*models, strict=True)
     ]
 
 
@@ -241,11 +277,20 @@ class _Size:
 
 def _shapes(config: Config) -> dict[str, Any]:
     """The model's config.json, or that of the tiny model that would be made."""
-    if not config.model.path:
-        return _tiny_shapes(config.model.tiny)
-    name = config.model.path
+    return _shapes_of(config.model.path) if config.model.path else _tiny_shapes(config.model.tiny)
+
+
+def _shapes_of(name: str) -> dict[str, Any]:
     path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
     return read_model_config(path)
+
+
+def _frozen_shapes(config: Config) -> list[ModelSpec]:
+    """Of reference and teacher; one that is not there yet is taken to be like the student."""
+    return [
+        model_spec(_shapes_of(path) if path and Path(path).exists() else _shapes(config))
+        for path in frozen_models(config).values()
+    ]
 
 
 def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
@@ -268,17 +313,17 @@ def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
     }
 
 
-def _trainer_table(ranks: Sequence[TrainerMemory], placed: Placement) -> str:
-    room = placed.trainers[0].node.group.device_gb
-    title = "memory of a trainer rank, GB" + (f" of {room:g}" if room else "")
-    table = Table(title=title)
-    columns = ("weights", "gradients", "optimizer", "activations", "logits", "replay", "runtime")
+def _gang_table(who: str, ranks: Sequence[TrainerMemory], seat: TrainerSeat) -> str:
+    room = seat.node.group.device_gb
+    table = Table(title=f"memory of {who}, GB" + (f" of {room:g}" if room else ""))
+    columns = ["weights", "gradients", "optimizer", "activations", "logits", "replay", "others"]
+    columns = [c for c in (*columns, "runtime") if any(getattr(rank, c) for rank in ranks)]
     for column in ("stage", "parameters", *columns, "total"):
         table.add_column(column, justify="right")
     for found in _telling(ranks):
         cells = [_gb(getattr(found, column)) for column in columns]
         table.add_row(str(found.stage), f"{found.parameters / 1e9:.3g}e9", *cells, _gb(found.total))
-    return _rendered(table) + _verdict("a trainer rank", max(r.total for r in ranks), room)
+    return _rendered(table) + _verdict(who, max(r.total for r in ranks), room)
 
 
 def _telling(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:

@@ -18,8 +18,9 @@ import xxhash
 from moerl.blob import BlobStore
 from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.config import Config
-from moerl.config.clusters import is_local, placement
+from moerl.config.clusters import TrainerSeat, is_local, placement
 from moerl.config.network import here, own_address
+from moerl.config.schema import ParallelConfig
 from moerl.layout import ModelSpec, model_spec
 from moerl.rundir import RunDir
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for prompts that are not trained
-GANG = "MOERL_GANG"  # marks every process of one trainer gang, for its supervisor
+GANG = "MOERL_GANG"  # marks every process of one gang, for its supervisor: the incarnation, or
+FROZEN = "frozen"
 
 
 @dataclass(slots=True)
@@ -183,15 +185,24 @@ def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
     if not is_local(plan.config.cluster):
         watch = [sys.executable, "-m", "moerl.launch.gang_watch"]
         return [*watch, "--run-dir", str(plan.run.root), "--controller", endpoint]
-    command = _torchrun(plan, plan.config.trainer.parallel.world_size)
-    command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
-    command += ["--controller", endpoint, "--incarnation", str(plan.incarnation)]
-    command += ["--blob-dir", str(plan.blob_dir), "--blob-node", plan.node]
+    command = _rank(plan, plan.config.trainer.parallel, endpoint, plan.incarnation)
     if plan.checkpoint is not None:
         command += ["--checkpoint", str(plan.checkpoint)]
     if plan.reset_optimizer:
         command += ["--reset-optimizer"]
     return command
+
+
+def frozen_command(plan: RunPlan, endpoint: str, start: int) -> list[str]:
+    """The torchrun line of the frozen gang.  start: its starts before this one."""
+    return [*_rank(plan, plan.config.frozen.parallel, endpoint, start), "--frozen"]
+
+
+def _rank(plan: RunPlan, sizes: ParallelConfig, endpoint: str, incarnation: int) -> list[str]:
+    command = _torchrun(plan, sizes.world_size)
+    command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
+    command += ["--controller", endpoint, "--incarnation", str(incarnation)]
+    return [*command, "--blob-dir", str(plan.blob_dir), "--blob-node", plan.node]
 
 
 def scoring_command(plan: RunPlan, job: Path) -> list[str]:
@@ -214,7 +225,16 @@ def _torchrun(plan: RunPlan, ranks: int) -> list[str]:
 
 def trainer_environment(plan: RunPlan) -> dict[str, str]:
     """Launcher settings of a rank; nothing here changes what is computed."""
-    devices = placement(plan.config).trainers[0].devices
+    return _environment(plan, placement(plan.config).trainers[0], str(plan.incarnation))
+
+
+def frozen_environment(plan: RunPlan) -> dict[str, str]:
+    """The same for a rank of the frozen gang."""
+    return _environment(plan, placement(plan.config).frozen[0], FROZEN)
+
+
+def _environment(plan: RunPlan, seat: TrainerSeat, mark: str) -> dict[str, str]:
+    devices = seat.devices
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
     return (
         dict(os.environ)
@@ -222,7 +242,7 @@ def trainer_environment(plan: RunPlan) -> dict[str, str]:
         | visible
         | {
             "MOERL_TOKEN": plan.token,
-            GANG: str(plan.incarnation),
+            GANG: mark,
             "OMP_NUM_THREADS": str(plan.config.trainer.cpu_threads),
             "GLOO_SOCKET_IFNAME": plan.config.cluster.interface,
             "TORCHDYNAMO_DISABLE": "1",

@@ -10,13 +10,16 @@ from pathlib import Path
 import xxhash
 
 from moerl.config import Config, resolve
+from moerl.config.algorithms import frozen_models
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local
+from moerl.config.files import read_model_config
 from moerl.config.resume import check_resume
 from moerl.engine.args import check_args
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.plan import RunPlan
 from moerl.launch.probe import NETWORK_FILE_SYSTEMS, file_system
+from moerl.layout import ModelSpec, model_spec
 from moerl.rundir import RunDir, next_incarnation, read_manifest
 
 
@@ -70,11 +73,28 @@ def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool 
         records=run.records / f"{incarnation}" if keeps else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
-    plan.spec()  # refuses an unknown family before anything starts
+    spec = plan.spec()  # refuses an unknown family before anything starts
+    for role, path in frozen_models(plan.config).items():
+        _check_frozen(f"algorithm.{role}", path, spec)
     plan.prompts().prompt(0)  # and a task that cannot give a prompt
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)
     return plan
+
+
+def _check_frozen(field: str, folder: str, student: ModelSpec) -> None:
+    """A reference or teacher must be a model that is known, over the student's vocabulary."""
+    try:
+        other = model_spec(read_model_config(Path(folder)))
+    except (ModelError, LayoutError) as error:
+        raise ConfigError(field, folder, str(error)) from error
+    if other.vocab_size != student.vocab_size:
+        raise ConfigError(
+            field,
+            folder,
+            f"it has {other.vocab_size} vocabulary entries, the trained model has "
+            f"{student.vocab_size}; both must share a tokenizer",
+        )
 
 
 def outside_name(run: RunDir) -> str:

@@ -124,6 +124,11 @@ def children_with(pid: int, variable: str) -> list[tuple[int, str]]:
     return found
 
 
+def ending_of(code: int) -> str:
+    """An exit status in words."""
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
 def last_error(path: Path) -> str:
     """The last error that a gang's log names, else its last line."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []

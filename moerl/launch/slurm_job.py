@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moerl.config import Config, load_config, resolve
-from moerl.config.clusters import Node, nodes
+from moerl.config.clusters import Node, nodes, placement
 from moerl.config.load import load_saved
 from moerl.errors import ConfigError, MoerlError
+from moerl.launch.commands import GANGS, seats_of
 
 
 def main() -> int:
@@ -51,7 +52,8 @@ def options(arguments: Sequence[str]) -> list[str]:
 
 
 def plan(hosts: str, arguments: Sequence[str]) -> list[str]:
-    """`engine=HOST`, `trainer=HOST`, `setting=ARGUMENT of moerl train`, `run_dir=PATH` lines.
+    """`engine=HOST`, `trainer=HOST`, `frozen=HOST`, `setting=ARGUMENT of moerl train` and
+    `run_dir=PATH` lines.
 
     Raises ConfigError when the allocation has another number of nodes than the cluster.
     """
@@ -64,7 +66,9 @@ def plan(hosts: str, arguments: Sequence[str]) -> list[str]:
     order = sorted(found, key=lambda node: not node.has("engine"))  # engines first, stable
     host_of = {node.name: host for node, host in zip(order, named, strict=True)}
     lines = [f"engine={host_of[node.name]}" for node in order if node.has("engine")]
-    lines += [f"trainer={host_of[node.name]}" for node in order if not node.has("engine")]
+    placed = placement(config)
+    for gang in GANGS:
+        lines += [f"{gang}={host_of[seat.node.name]}" for seat in seats_of(placed, gang)]
     run_dir = Path(config.run.root) / name
     addresses = _addresses(config, found, host_of)
     resumes = (run_dir / "config.yaml").is_file()

@@ -10,6 +10,7 @@ and looks at all of them twice a second.
   finished rollouts stay, the steps after the checkpoint are trained again.
 - A controller that dies is started again at its endpoint and goes on from its journal; trainer and
   engines stay, requests are repeated.
+- The frozen gang (reference and teacher on ranks of their own) has no state and is started again.
 - The scorer has no state: Ray starts it again and repeats what it owed.
 - What answers too late is named with what it was asked and the stacks of its threads, then ended,
   which starts it again: the controller after a minute, the trainer when no step came for twice
@@ -41,9 +42,16 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from moerl.config.clusters import is_local
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.actors import ControllerActor, ScorerActor, place
+from moerl.launch.frozen import FrozenRanks
 from moerl.launch.membership import Membership
 from moerl.launch.plan import GANG, RunPlan, trainer_command, trainer_environment
-from moerl.launch.processes import children_with, end_descendants, last_error, serving
+from moerl.launch.processes import (
+    children_with,
+    end_descendants,
+    ending_of,
+    last_error,
+    serving,
+)
 from moerl.launch.ray_nodes import start_ray
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
@@ -76,6 +84,7 @@ class Supervisor:
         self.plan, self.console, self.scratch = plan, console, scratch
         self._trainer: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
+        self._frozen: FrozenRanks | None = None
         self._watches: dict[Any, str] = {}  # calls that return only when their process ended
         self._starts: dict[Any, int] = {}  # engines that are being started again
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # restarts to come
@@ -108,6 +117,9 @@ class Supervisor:
         self._endpoint = self.get(self.controller.open.remote(), "controller", _START_S)
         self._watches[self.controller.watch.remote()] = "controller"
         self._start_trainer()
+        if plan.config.frozen.ranks == "own" and is_local(plan.config.cluster):
+            self._frozen = FrozenRanks(plan, self._endpoint)
+            self._start_frozen()
         self._start_engines()
         self.write_pids()
         self._watch_until_trained()
@@ -136,6 +148,13 @@ class Supervisor:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
+
+    def _start_frozen(self) -> None:
+        assert self._frozen is not None, "there is a frozen gang"
+        self.console.wait("frozen")
+        self._frozen.start()
+        if self._frozen.starts > 1:
+            self.write_pids()
 
     def _start_engines(self) -> None:
         starts: dict[Any, str] = {}
@@ -172,6 +191,8 @@ class Supervisor:
                 pids[name] = found.pid if name in servers else found
         if self._trainer is not None:
             pids["trainer"] = self._trainer.pid
+        if self._frozen is not None and self._frozen.pid is not None:
+            pids["frozen"] = self._frozen.pid
         self._pids = pids
         fresh = self.plan.run.root / "pids.tmp"
         fresh.write_text(json.dumps(pids))
@@ -196,6 +217,8 @@ class Supervisor:
             self.console.status(status)
             if self._trainer and status["trainer/incarnation"] == self.plan.incarnation:
                 self._is_back("trainer")
+            if self._frozen and status["frozen/start"] == self._frozen.starts - 1:
+                self._is_back("frozen")
             for row in rows:
                 self._count(row)
 
@@ -349,6 +372,8 @@ class Supervisor:
         """
         if self._interrupted:
             raise Interrupted(INTERRUPT)
+        if self._frozen is not None and (error := self._frozen.death()) is not None:
+            self._schedule("frozen", error, self._start_frozen)
         if self._trainer is None:
             return False  # its restart is due soon
         code = self._trainer.poll()
@@ -365,8 +390,8 @@ class Supervisor:
                 except EngineError as error:
                     if not isinstance(error.__cause__, RayActorError):
                         raise  # else it died as well, which its watch will say
-        ending = f"signal {-code}" if code < 0 else f"exit status {code}"
-        cause = f"the trainer ended with {ending}: {last_error(self.plan.run.logs / 'trainer.log')}"
+        last = last_error(self.plan.run.logs / "trainer.log")
+        cause = f"the trainer ended with {ending_of(code)}: {last}"
         self._schedule("trainer", TrainerError(cause), self._start_trainer_again)
         self._trainer = None
         return False

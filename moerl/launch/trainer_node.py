@@ -1,4 +1,4 @@
-"""One trainer node of a run: `python -m moerl.launch.trainer_node RUN_DIR INDEX`.
+"""One trainer node of a run: `python -m moerl.launch.trainer_node RUN_DIR INDEX [GANG]`.
 
 Runs this node's part of torchrun, from the run's resolved configuration, until the gang is done.
 torchrun itself starts the ranks again when one ends; when an agent of it loses the others for too
@@ -23,7 +23,7 @@ from moerl.config.clusters import TrainerSeat, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError
-from moerl.launch.commands import torchrun
+from moerl.launch.commands import GANGS, seats_of, torchrun
 from moerl.launch.processes import become_subreaper, end_descendants
 from moerl.rundir import RunDir
 
@@ -34,14 +34,15 @@ def main() -> int:
     """Exit status: 0 when the gang is done or the run is over, 1 when this node gave up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("index", type=int, help="this node among the trainer nodes, from 0")
+    parser.add_argument("index", type=int, help="this node among those of the gang, from 0")
+    parser.add_argument("gang", nargs="?", default="trainer", choices=GANGS)
     parser.add_argument("--wait-s", type=float, default=600.0, help="for the controller's node")
     args = parser.parse_args()
     become_subreaper()
     signal.signal(signal.SIGTERM, _leave)
     run = RunDir(args.run_dir)
     try:
-        return _until_done(run, args.index, args.wait_s)
+        return _until_done(run, args.gang, args.index, args.wait_s)
     except MoerlError as error:
         print(f"moerl: {error}", file=sys.stderr)
         return 1
@@ -49,14 +50,15 @@ def main() -> int:
         end_descendants(_GRACE_S)
 
 
-def _until_done(run: RunDir, index: int, wait_s: float) -> int:
+def _until_done(run: RunDir, gang: str, index: int, wait_s: float) -> int:
     run.board.read(wait_s)
     config = load_saved(run.config)
-    seat = placement(config).trainers[index]
-    with (run.logs / f"torchrun-{index}.log").open("ab") as log:
+    seat = seats_of(placement(config), gang)[index]
+    name = f"torchrun-{index}.log" if gang == "trainer" else f"torchrun-{gang}-{index}.log"
+    with (run.logs / name).open("ab") as log:
         for attempt in range(config.supervision.max_restarts + 1):
             code = subprocess.call(
-                _command(config, seat),
+                _command(config, seat, gang),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -69,14 +71,14 @@ def _until_done(run: RunDir, index: int, wait_s: float) -> int:
             time.sleep(config.supervision.backoff_s)
             run.board.read(wait_s)  # raises when the run is over
     run.board.give_up(
-        f"trainer node {index}: torchrun ended {config.supervision.max_restarts + 1} times, "
-        f"see {run.logs / f'torchrun-{index}.log'}"
+        f"{gang} node {index}: torchrun ended {config.supervision.max_restarts + 1} times, "
+        f"see {run.logs / name}"
     )
     return 1
 
 
-def _command(config: Config, seat: TrainerSeat) -> list[str]:
-    command = torchrun(config, placement(config), seat, own_address(config.cluster))
+def _command(config: Config, seat: TrainerSeat, gang: str) -> list[str]:
+    command = torchrun(config, placement(config), seat, own_address(config.cluster), gang)
     return [sys.executable, *command[1:]]
 
 

@@ -13,6 +13,7 @@ Legend (of one rank; bytes unless said otherwise)
                  stage of them, 1F1B), and one layer's inside; without it every layer's inside
     logits       10 t V / tp on the last stage: bf16, fp32 and their gradient
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
+    others       models beside the policy: a frozen one b (P + X); the critic as the policy
     runtime      a constant for CUDA, NCCL and allocator waste; measured nowhere here
 
 An expert's rows are counted as if all experts were as popular: s K rows arrive at each rank.  The
@@ -26,7 +27,8 @@ Rejected: building the model on the meta device (needs torch and megatron on a l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moerl.layout.check import ITEMSIZE, stage_bytes
@@ -63,12 +65,14 @@ class TrainerMemory:
     activations: int
     logits: int
     replay: int
+    others: int  # reference, teacher and critic on the same ranks
     runtime: int
     host: int  # in the node's memory: frozen weights of a publish
 
     @property
     def total(self) -> int:
-        return sum((self.static, self.activations, self.logits, self.replay, self.runtime))
+        parts = (self.static, self.activations, self.logits, self.replay, self.others)
+        return sum(parts) + self.runtime
 
     @property
     def static(self) -> int:
@@ -91,18 +95,59 @@ class EngineMemory:
 
 
 def trainer_memory(
-    spec: ModelSpec, layout: ParallelLayout, training: Training
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    training: Training,
+    *,
+    frozen: Sequence[ModelSpec] = (),
+    critic: bool = False,
 ) -> tuple[TrainerMemory, ...]:
     """The largest rank of every pipeline stage.
 
+    frozen: reference and teacher that share the ranks; critic: so does a critic.
     Raises ConfigError or LayoutError when sizes do not divide.
     """
     dense, expert = stage_bytes(spec, layout, "te" if training.gpu else "local")
     itemsize = ITEMSIZE.get(spec.dtype, 2)
-    return tuple(
+    ranks = [
         _stage(spec, layout, training, p, max(dense[p]) // itemsize, max(expert[p]) // itemsize)
         for p in range(layout.pp)
+    ]
+    beside = [frozen_memory(other, layout, training) for other in frozen]
+    return tuple(
+        replace(
+            rank,
+            others=sum(other[p].weights for other in beside) + (rank.static if critic else 0),
+        )
+        for p, rank in enumerate(ranks)
     )
+
+
+def frozen_memory(
+    spec: ModelSpec, layout: ParallelLayout, training: Training
+) -> tuple[TrainerMemory, ...]:
+    """The same of a model that only scores: weights, one layer's inside, the logits.
+
+    Without gradients nothing is kept from layer to layer, and routers are live.
+    """
+    alone = trainer_memory(spec, layout, replace(training, recompute="full"))
+    one = [max(_insides(spec, layout, training, rank.stage), default=0) for rank in alone]
+    return tuple(
+        replace(rank, gradients=0, optimizer=0, activations=inside, replay=0, host=0)
+        for rank, inside in zip(alone, one, strict=True)
+    )
+
+
+def _insides(spec: ModelSpec, layout: ParallelLayout, training: Training, stage: int) -> list[int]:
+    """Activations inside each layer of a stage."""
+    width = 2 if training.dtype == "bf16" else 4
+    tokens = -(-training.tokens // layout.cp)
+    chunks = [chunk_layers(spec.layers, layout, stage, chunk) for chunk in range(layout.vpp)]
+    return [
+        layer_activations(spec, layout, tokens, width, number)
+        for chunk in chunks
+        for number in chunk
+    ]
 
 
 def _stage(
@@ -125,20 +170,19 @@ def _stage(
         weights=width * (dense + expert),
         gradients=4 * (dense + expert),
         optimizer=moments * dense // shard + moments * expert // expert_shard,
-        activations=_activations(spec, layout, training, stage, layers),
+        activations=_activations(spec, layout, training, stage),
         logits=(10 if half else 12) * tokens * vocab if last else 0,
         replay=8 * (tokens // layout.tp) * spec.experts_per_token * len(in_moe),
+        others=0,
         runtime=RUNTIME if training.gpu else 0,
         host=width * (dense + expert),
     )
 
 
-def _activations(
-    spec: ModelSpec, layout: ParallelLayout, training: Training, stage: int, layers: list[int]
-) -> int:
+def _activations(spec: ModelSpec, layout: ParallelLayout, training: Training, stage: int) -> int:
     width = 2 if training.dtype == "bf16" else 4
     tokens = -(-training.tokens // layout.cp)
-    inside = [layer_activations(spec, layout, tokens, width, number) for number in layers]
+    inside = _insides(spec, layout, training, stage)
     # 1F1B: the first stage holds most; the interleaved schedule a little more per chunk
     in_flight = layout.pp - stage
     if layout.vpp > 1:
@@ -146,7 +190,7 @@ def _activations(
     if training.recompute != "full":
         return in_flight * sum(inside)
     kept = width * spec.hidden * (tokens // layout.tp)
-    return in_flight * kept * len(layers) + max(inside, default=0)
+    return in_flight * kept * len(inside) + max(inside, default=0)
 
 
 def layer_activations(

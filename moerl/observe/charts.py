@@ -240,8 +240,8 @@ def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _lane_order(lane: str) -> tuple[int, list[tuple[int, str]]]:
-    """Engines, then trainers, then others; engine2 before engine10."""
-    first = ("engine", "trainer")
+    """Engines, trainers, frozen policies, then others; engine2 before engine10."""
+    first = ("engine", "trainer", "frozen")
     group = next((i for i, head in enumerate(first) if lane.startswith(head)), len(first))
     parts = re.findall(r"\d+|\D+", lane)
     return group, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

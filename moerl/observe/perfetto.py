@@ -20,7 +20,7 @@ from moerl.rundir import RunDir
 from moerl.trace import read_counters, read_spans
 
 MAX_EVENTS = 500_000  # newest are kept; viewers slow down beyond
-_ORDER = ("controller", "engine", "scorer", "trainer")  # of processes, top to bottom
+_ORDER = ("controller", "engine", "scorer", "trainer", "frozen")  # of processes, top to bottom
 _SPAN_KEYS = ("process", "name", "start_s", "end_s")
 
 Event = dict[str, Any]

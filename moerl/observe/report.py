@@ -297,7 +297,7 @@ def _bars(spans: Sequence[Span], window: Interval) -> tuple[list[Bar], int]:
             key = (str(span["process"]), str(span["name"]))
             found.setdefault(key, []).append((span["start_s"], span["end_s"]))
     lanes = sorted({lane for lane, _ in found})
-    kept = set([x for x in lanes if x.startswith(("engine", "trainer"))][:MAX_LANES])
+    kept = set([x for x in lanes if x.startswith(("engine", "trainer", "frozen"))][:MAX_LANES])
     kept |= set([x for x in lanes if x not in kept][: MAX_LANES - len(kept)])
     names = _main_kinds(found)
     bars: dict[tuple[str, str], list[Interval]] = {}

@@ -69,6 +69,8 @@ class Admission:
         self._dropped = 0  # groups of equal rewards since the last plan
         self._score_errors = 0  # in a row
         self._attempts: dict[int, int] = {}
+        self._held: frozenset[str] = frozenset()  # rollouts that somebody reads just now
+        self._late: list[EpisodeGroup] = []  # that left meanwhile
 
     @property
     def finishing(self) -> int:
@@ -104,8 +106,18 @@ class Admission:
         self._ledger.dropped_branch += 1
         self.forget(group)
 
+    def hold(self, groups: Sequence[EpisodeGroup]) -> None:
+        """From now on only the blobs of these groups outlive their leaving the line."""
+        self._held = frozenset(r.rollout_id for group in groups for r in group.rollouts())
+        late, self._late = self._late, []
+        for group in late:
+            self.forget(group)
+
     def forget(self, group: EpisodeGroup) -> None:
         """Delete the blobs of a group that left the line."""
+        if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
+            self._late.append(group)
+            return
         for rollout in group.rollouts():
             for uri in blob_uris(rollout):
                 self._blobs.delete(uri)
@@ -129,9 +141,9 @@ class Admission:
         prompt = partials[0].prompt
         for uri in (uri for partial in partials for uri in partial.wasted_uris()):
             self._blobs.delete(uri)
-        texts = [text_of(episode.turns[-1].rollout, self.decode) for episode in episodes]
+        said = [[text_of(turn.rollout, self.decode) for turn in e.turns] for e in episodes]
         try:
-            scores = await self._score(prompt, episodes, texts)
+            scores = await self._score(prompt, episodes, said)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -150,13 +162,13 @@ class Admission:
             self.refuse(group_id, partials, RecordError("journal", str(error)))
 
     async def _score(
-        self, prompt: Prompt, episodes: list[Episode], texts: list[str]
+        self, prompt: Prompt, episodes: list[Episode], said: list[list[str]]
     ) -> list[Score]:
         """One finite score per episode, in time.  Raises ScoreError."""
         limit_s = self.config.task.score_timeout_s * len(episodes) + _SCORER_START_S
         try:
             async with asyncio.timeout(limit_s):
-                scores = await self.scorer.score(prompt, episodes, texts)
+                scores = await self.scorer.score(prompt, episodes, said)
         except TimeoutError as error:
             raise ScoreError(f"prompt {prompt.index}: no scores within {limit_s:g} s") from error
         if len(scores) != len(episodes):
@@ -258,18 +270,22 @@ class Admission:
 
 
 def place_steps(score: Score, episode: Episode, decode: Callable[[Sequence[int]], str]) -> Score:
-    """Process rewards at sampled tokens instead of characters of the last turn's response.
+    """Process rewards at sampled tokens instead of turns, and characters of the last response.
 
-    A step ends with the token that holds its last character; several that end in one token are
-    added there.
+    A turn ends with its last token, a step with the token that holds its last character; several
+    that end in one token are added there.
     """
-    if not score.text_steps:
+    if not score.text_steps and not score.turns:
         return score
     *before, last = (turn.rollout for turn in episode.turns)
     begin, rollout = sum(turn.num_sampled for turn in before), last
     ids = rollout.token_ids[rollout.prompt_len :].tolist()
     found: dict[int, float] = {}
+    end = -1
+    for turn, reward in zip((*before, last) if score.turns else (), score.turns, strict=True):
+        end += turn.num_sampled
+        found[end] = reward
     for end, reward in score.text_steps:
         token = bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
         found[begin + token] = found.get(begin + token, 0.0) + reward
-    return replace(score, steps=tuple(sorted(found.items())), text_steps=())
+    return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())

@@ -49,6 +49,10 @@ class GroupBuffer:
     def num_ready(self) -> int:
         return len(self._ready)
 
+    def ready(self) -> list[EpisodeGroup]:
+        """Finished groups by id, the order in which most selections train them."""
+        return [self._ready[group_id] for group_id in sorted(self._ready)]
+
     @property
     def num_started(self) -> int:
         return len(self._started)
@@ -89,9 +93,6 @@ class GroupBuffer:
         known = self._consumed | set(dropped) | set(self._ready)
         self._cursor = max(known, default=-1) + 1
         self._again = sorted(set(range(self._cursor)) - known)
-
-    def ready(self) -> list[EpisodeGroup]:
-        return list(self._ready.values())
 
     def evict(self, is_bad: Callable[[EpisodeGroup], bool]) -> list[EpisodeGroup]:
         """Take these groups out of the line; they are generated again under their own ids."""

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.data.batching import plan_batch
@@ -37,10 +35,12 @@ from moerl.protocols import (
     PrepareUpdate,
     Refresh,
     RelayUpdate,
+    Scored,
     Scorer,
     StepDone,
     Stop,
     TakePlan,
+    TakeRecords,
     VerifyUpdate,
     encode_value,
 )
@@ -49,6 +49,7 @@ from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import Environment
 from moerl.rollout.evaluation import Evaluator
 from moerl.rollout.fleet import Fleet
+from moerl.rollout.frozen import FrozenLine
 from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
@@ -56,6 +57,7 @@ from moerl.rollout.loops import Loops
 from moerl.rollout.past import Past, spread, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
+from moerl.rollout.samples import samples_of
 from moerl.rollout.whereabouts import Whereabouts
 from moerl.types import EpisodeGroup, PolicyVersion, SamplingParams
 
@@ -176,6 +178,7 @@ class Controller:
         self._trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
         self._done = self._dp_size = 0
         self._go_on_from(journal.load(), gang_lives)
+        self._frozen = FrozenLine(config, self.buffer, self._planned)
         self._ages_s: list[float] = []  # of the groups planned last, in the buffer
 
     # --- life -------------------------------------------------------------------------------
@@ -272,6 +275,7 @@ class Controller:
             "trainer/incarnation": float(
                 -1 if self.fleet.incarnation is None else self.fleet.incarnation
             ),
+            "frozen/start": float(self._frozen.start),
         } | {f"refused/{reason}": float(n) for reason, n in self.ledger.refused.items()}
 
     async def measure_engines(self, seconds: float) -> float:
@@ -311,8 +315,15 @@ class Controller:
                 | AskEngine()
             ):
                 return await self.fleet.session(message)
+            case TakeRecords():
+                return await self._take_records(message)
+            case Scored():
+                self._frozen.add(message)
+                self.admission.hold(())
+                self._loops.notify()
+                return Ok()
             case Failed():
-                error = TrainerError(f"trainer rank {message.rank}: {message.cause}")
+                error = TrainerError(f"{message.gang} rank {message.rank}: {message.cause}")
                 log.error("%s", error)
                 if not self.config.supervision.max_restarts:
                     self._loops.fail(error)
@@ -351,7 +362,7 @@ class Controller:
         if news := self._roster.news():
             return news
         if message.step in self._planned:  # the reply was lost with a controller
-            return self._plan(message.step)
+            return await self._scored_plan(message)
         if message.step != self.buffer.next_step:
             raise ProtocolError(f"plan {message.step} asked, plan {self.buffer.next_step} is next")
         begin, incarnation = time.monotonic(), self.fleet.incarnation
@@ -384,19 +395,50 @@ class Controller:
         self._planned[message.step], self._ages_s = groups, self.buffer.ages_s
         self._journal.planned(message.step, [group.group_id for group in groups])
         self._loops.notify()
+        return await self._scored_plan(message)
+
+    async def _scored_plan(self, message: TakePlan) -> Plan:
+        """The plan of a step that has its groups, once frozen ranks have scored all of them."""
+        begin, incarnation = time.monotonic(), self.fleet.incarnation
+        while True:
+            if self.fleet.incarnation != incarnation or message.step not in self._planned:
+                raise ProtocolError("another gang has taken over")
+            waiting = self._frozen.waits(self._planned[message.step])
+            if not waiting:
+                break
+            if (waited := time.monotonic() - begin) > message.timeout_s:
+                raise ProtocolError(
+                    f"{len(waiting)} groups of step {message.step} were not scored by the frozen "
+                    f"ranks after {waited:.0f} s, see logs/frozen.log"
+                )
+            await self._loops.wait_change(min(1.0, message.timeout_s))
+        waited = time.monotonic() - begin
+        self.ledger.frozen_wait_s += waited
+        self.ledger.trainer_wait_s += waited
         return self._plan(message.step)
 
+    async def _take_records(self, message: TakeRecords) -> Message:
+        """Groups for the frozen gang: what it had asked for before it died is asked for again."""
+        self._frozen.start, deadline = message.start, time.monotonic() + message.timeout_s
+        while self._done < self.config.run.steps:
+            if (plan := self._frozen.next(message.dp_size)) is not None:
+                self.admission.hold(plan.groups)  # its kept sets are about to be read
+                return Plan(plan)
+            if time.monotonic() > deadline:
+                return Ok()
+            await self._loops.wait_change(min(1.0, message.timeout_s))
+        return Stop(f"all {self.config.run.steps} steps are done")
+
     def _plan(self, step: int) -> Plan:
-        return Plan(
-            plan_batch(
-                step,
-                PolicyVersion(self.fleet.incarnation or 0, step),
-                self._planned[step],
-                dp_size=self._dp_size,
-                max_tokens_per_microbatch=self.config.trainer.max_tokens_per_microbatch,
-                packed=self.config.trainer.packing,
-            )
+        plan = plan_batch(
+            step,
+            PolicyVersion(self.fleet.incarnation or 0, step),
+            self._planned[step],
+            dp_size=self._dp_size,
+            max_tokens_per_microbatch=self.config.trainer.max_tokens_per_microbatch,
+            packed=self.config.trainer.packing,
         )
+        return Plan(self._frozen.with_scores(plan))
 
     def _expect_gang(self) -> None:
         if self.fleet.incarnation is None:
@@ -423,9 +465,8 @@ class Controller:
         metrics |= self.ledger.row(groups, message.step, engines, self._ages_s)
         metrics["async/buffer_depth"] = float(self.buffer.num_ready)
         metrics["async/engines"] = self.fleet.num_serving
-        self.on_step(
-            StepReport(message.step, message.version, metrics, self._samples(groups, message.step))
-        )
+        samples = samples_of(self.config, groups, message.step, self.decode)
+        self.on_step(StepReport(message.step, message.version, metrics, samples))
         if self.records is not None:
             self.records.mkdir(parents=True, exist_ok=True)
             path = self.records / f"step-{message.step:06d}.msgpack"
@@ -452,28 +493,6 @@ class Controller:
         if self.records is None:
             for group in groups:
                 self.admission.forget(group)
-
-    def _samples(self, groups: list[EpisodeGroup], step: int) -> list[dict[str, object]]:
-        """Text and reward of one rollout per step, as long as the report has room for it."""
-        every = max(1, self.config.run.steps // max(1, self.config.observe.sample_rollouts))
-        if not self.config.observe.sample_rollouts or step % every:
-            return []
-        group = groups[0]
-        episode = group.episodes[0]  # not the best one: the report shows what is typical
-        rollout = episode.turns[-1].rollout
-        return [
-            {
-                "step": step,
-                "version": str(rollout.versions[-1].version),
-                "lag": step - rollout.oldest.step,
-                "prompt": group.prompt.text,
-                "response": self.decode(rollout.token_ids[rollout.prompt_len :].tolist()),
-                "reward": episode.score.reward if episode.score else None,
-                "group_mean": float(
-                    np.mean([e.score.reward for e in group.episodes if e.score is not None])
-                ),
-            }
-        ]
 
 
 def sampling_of(config: Config, facts: ModelFacts) -> SamplingParams:

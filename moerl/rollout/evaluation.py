@@ -154,8 +154,8 @@ class Evaluator:
             group = partials[begin : begin + samples]
             rollouts = [partial.turns[-1].rollout() for partial in group]
             episodes = [Episode(r.rollout_id, (Turn(r),)) for r in rollouts]
-            texts = [text_of(rollout, self._decode) for rollout in rollouts]
-            scores = await self._scorer.score(group[0].prompt, episodes, texts)
+            said = [[text_of(turn.rollout(), self._decode) for turn in p.turns] for p in group]
+            scores = await self._scorer.score(group[0].prompt, episodes, said)
             rewards += [score.reward for score in scores]
         return rewards
 

@@ -35,6 +35,7 @@ class Ledger:
 
     def _reset(self) -> None:
         self.trainer_wait_s = 0.0
+        self.frozen_wait_s = 0.0
         self.interrupts = 0
         self.recomputed_tokens = 0
         self.dropped_stale = 0
@@ -87,6 +88,8 @@ class Ledger:
             "journal/adopted_groups": float(self.journal_adopted),
             "journal/lost_groups": float(self.journal_lost),
         }
+        if self.frozen_wait_s:
+            row["frozen/wait_s"] = self.frozen_wait_s
         row |= self.evaluation
         if self.evaluations_given_up:
             row["eval/given_up"] = float(self.evaluations_given_up)

@@ -50,21 +50,21 @@ class ProcessScorer:
         )
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         """Scores of all episodes, in order.  Raises the first ScoreError after all have ended."""
-        results = await self.score_each(prompt, episodes, texts)
+        results = await self.score_each(prompt, episodes, said)
         for result in results:
             if isinstance(result, ScoreError):
                 raise result
         return [result for result in results if isinstance(result, Score)]
 
     async def score_each(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score | ScoreError]:
         """A Score, or what went wrong, for each episode."""
-        assert len(episodes) == len(texts), f"{len(episodes)} episodes, {len(texts)} texts"
-        return await asyncio.gather(*(self._one(prompt, text) for text in texts))
+        assert len(episodes) == len(said), f"{len(episodes)} episodes, {len(said)} of texts"
+        return await asyncio.gather(*(self._one(prompt, list(turns)) for turns in said))
 
     async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
         """Of task.environment, with the deadline of a reward.  Raises ScoreError."""
@@ -85,8 +85,8 @@ class ProcessScorer:
         self._pool.stop()
         self._pool.join()
 
-    async def _one(self, prompt: Prompt, text: str) -> Score | ScoreError:
-        future = self._pool.schedule(_evaluate, args=(prompt, text), timeout=self._timeout_s)
+    async def _one(self, prompt: Prompt, said: list[str]) -> Score | ScoreError:
+        future = self._pool.schedule(_evaluate, args=(prompt, said), timeout=self._timeout_s)
         try:
             outcome = await asyncio.wrap_future(future)
         except TimeoutError:
@@ -94,7 +94,7 @@ class ProcessScorer:
         except ProcessExpired as error:
             outcome = f"ended its process with exit code {error.exitcode}"
         if isinstance(outcome, Score):
-            outcome = _refusal(outcome, len(text)) or outcome
+            outcome = _refusal(outcome, said) or outcome
         if isinstance(outcome, str):
             return ScoreError(f"reward {self._name} {outcome} for prompt {prompt.index}")
         return outcome
@@ -112,9 +112,12 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _refusal(score: Score, length: int) -> str:
+def _refusal(score: Score, said: Sequence[str]) -> str:
     """Why a score cannot be used, in words; empty: it can."""
-    for number in (score.reward, *(value for _, value in score.text_steps)):
+    length = len(said[-1])
+    if score.turns and len(score.turns) != len(said):
+        return f"has rewards for {len(score.turns)} of {len(said)} turns"
+    for number in (score.reward, *(value for _, value in score.text_steps), *score.turns):
         if not math.isfinite(number):
             return f"gave a non-finite reward ({number})"
     if not 0.0 <= score.errors < math.inf:
@@ -125,11 +128,11 @@ def _refusal(score: Score, length: int) -> str:
     return ""
 
 
-def _evaluate(prompt: Prompt, text: str) -> Score | str:
+def _evaluate(prompt: Prompt, said: list[str]) -> Score | str:
     """The reward, or what went wrong in words: a user's exception may not survive pickling."""
     assert _reward is not None, "worker used before _prepare"
     try:
-        return _reward(prompt, text)
+        return _reward(prompt, said)
     except (Exception, SystemExit) as error:
         return f"raised {type(error).__name__}: {error}"
 

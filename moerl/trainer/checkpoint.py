@@ -108,7 +108,8 @@ def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) 
     for chunk in learner.model.chunks:
         chunk.gpt.load_state_dict(state[f"model{chunk.index}"])
     if (critic := learner.critic) is not None:
-        critic.model.gpt.load_state_dict(state["critic_model"])
+        for chunk in critic.model.chunks:
+            chunk.gpt.load_state_dict(state[f"critic_model{chunk.index}"])
     for (_, optimizer, schedule), role in zip(_trained(learner), ("", "critic_"), strict=False):
         if reset_optimizer:
             optimizer.reload_model_params()
@@ -149,8 +150,16 @@ def _state(
         state["optimizer"] = _optimizer_state(learner.optimizer, model, is_loading)
     if (critic := learner.critic) is not None:
         # keys of a folder are global: the critic's tensors have a prefix of their own there
-        model = critic.model.gpt.sharded_state_dict(prefix=_PREFIX, metadata=dict(METADATA))
-        state["critic_model"] = {key.removeprefix(_PREFIX): part for key, part in model.items()}
+        model = {
+            f"critic_model{chunk.index}": {
+                key.removeprefix(_PREFIX): part
+                for key, part in chunk.gpt.sharded_state_dict(
+                    prefix=_PREFIX, metadata=dict(METADATA)
+                ).items()
+            }
+            for chunk in critic.model.chunks
+        }
+        state |= model
         state["critic_schedule"] = critic.schedule.state_dict()
         if with_optimizer:
             state["critic_optimizer"] = _optimizer_state(critic.optimizer, model, is_loading)

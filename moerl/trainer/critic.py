@@ -2,7 +2,8 @@
 
 It starts as a copy of the policy's weights under a head of zeros, so its first values are 0 and the
 first advantages are the whitened rewards.  It has routers of its own (always live), an optimizer of
-its own with the policy's settings and `algorithm.critic_lr`, and the policy's ranks.
+its own with the policy's settings and `algorithm.critic_lr`, and the policy's ranks in the policy's
+layout: the head lies where the policy has its logits, on the last stage.
 
 Each step it values the sampled tokens of the plan (no gradient), the advantages follow for the
 whole plan on every rank (`moerl.algorithms.advantages.plan_gae`), and after the policy's optimizer
@@ -17,7 +18,7 @@ Legend: B rows, S positions, H hidden, N sampled tokens of a microbatch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from moerl.algorithms.advantages import plan_gae
@@ -48,16 +50,28 @@ _NO_TOKENS = torch.tensor(0, dtype=torch.int)  # gradients are not divided by a 
 
 
 class ValueHead(torch.nn.Module):
-    """Stands where GPTModel has its output layer: [S, B, H] -> [S, B, 1] fp32."""
+    """Stands where GPTModel has its output layer: [S, B, H] -> [S, B, 1] fp32.
 
-    def __init__(self, hidden: int) -> None:
+    Under sequence parallelism a tensor-parallel rank has the hidden states of a run of positions.
+    It values those, and the values are gathered: one number per position instead of H.  All of
+    these ranks then compute one loss, so the backward pass takes a rank's own positions out of it,
+    and the head's gradient is what Megatron sums over them (`sequence_parallel` of a parameter).
+    """
+
+    def __init__(self, hidden: int, *, sequence_parallel: bool) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden))
-        self.sequence_parallel = False
+        setattr(self.weight, "sequence_parallel", sequence_parallel)  # noqa: B010
+        self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden_SBH: Tensor, **_unused: Any) -> tuple[Tensor, None]:
         """Called with the output layer's own arguments; the second result is its bias."""
-        return torch.nn.functional.linear(hidden_SBH.float(), self.weight.float()), None
+        value_SB1 = torch.nn.functional.linear(hidden_SBH.float(), self.weight.float())
+        if self.sequence_parallel:
+            value_SB1 = gather_from_sequence_parallel_region(
+                value_SB1, tensor_parallel_output_grad=False
+            )
+        return value_SB1, None
 
 
 @dataclass(slots=True)
@@ -98,9 +112,11 @@ class Critic:
         trainer = without_router_losses(config.trainer)
         self.model = build(source.spec, trainer, parallel, with_replay=False)
         load_hf(self.model.tensors, self.model.tiles, source)
-        gpt = self.model.gpt
-        gpt.output_layer = ValueHead(source.spec.hidden).to(parallel.device)
-        gpt.share_embeddings_and_output_weights = False  # the head is not the embedding
+        for chunk in self.model.chunks:
+            chunk.gpt.share_embeddings_and_output_weights = False  # the head is not the embedding
+            if chunk.has_loss:
+                head = ValueHead(source.spec.hidden, sequence_parallel=parallel.tp_size > 1)
+                chunk.gpt.output_layer = head.to(parallel.device)
         settings = config.trainer.optimizer
         rate = config.algorithm.critic_lr
         settings = replace(settings, lr=rate, min_lr=min(settings.min_lr, rate))
@@ -113,26 +129,32 @@ class Critic:
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self._returns: list[Array] = []
 
-    def advantages(self, plan: BatchPlan) -> list[Array]:
-        """Advantage of each sampled token, by row of the plan, the same on all ranks."""
-        advantages, self._returns = plan_gae(self.config.algorithm, plan, self.values(plan))
+    def advantages(self, plan: BatchPlan, drift: Sequence[Array] | None = None) -> list[Array]:
+        """Advantage of each sampled token, by row of the plan, the same on all ranks.
+
+        drift: with a KL inside the reward, proximal - reference by row.
+        """
+        algorithm = self.config.algorithm
+        advantages, self._returns = plan_gae(algorithm, plan, self.values(plan), drift)
         return advantages
 
     def values(self, plan: BatchPlan) -> list[Array]:
-        """Value at each sampled token, by row of the plan; collective over data-parallel ranks."""
+        """Value at each sampled token, by row of the plan, on all ranks; collective."""
         found: dict[int, Tensor] = {}
         batches = self._batches(plan)
 
-        def step(turns: Iterator[Turn], module: torch.nn.Module) -> tuple[Tensor, LossOf]:
-            turn = take(turns)
-            found[turn.microbatch] = self._value(turn.batch, module)
-            return found[turn.microbatch], lambda value_N: (value_N.sum(), _NO_TOKENS, {})
+        def keep(turn: Turn, output_BS1: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            value_N = self._values_of(turn.batch, output_BS1)
+            found[turn.microbatch] = value_N
+            return value_N.sum(), _NO_TOKENS.to(value_N.device), {}
 
+        modules = [chunk.module for chunk in self.model.chunks]
         with scoring(self.model):
-            run_pass(self.model, [self.model.module], batches, step, forward_only=True)
-        every: list[dict[int, Array]] = [{} for _ in range(self.parallel.dp_size)]
-        mine = by_row(plan, self.parallel.dp_rank, found)
-        dist.all_gather_object(every, mine, group=self.parallel.dp_gloo)
+            step = partial(self._forward_step, keep)
+            run_pass(self.model, modules, batches, step, forward_only=True)
+        every: list[dict[int, Array]] = [{} for _ in range(self.parallel.world_size)]
+        mine = by_row(plan, self.parallel.dp_rank, found) if self._counts else {}
+        dist.all_gather_object(every, mine, group=self.parallel.control)
         joined = {idx: value for part in every for idx, value in part.items()}
         return [joined[idx] for idx in range(len(plan.rows))]
 
@@ -148,10 +170,15 @@ class Critic:
             batches = self._batches(
                 part.plan, part.of(self._returns), plan_weights(self.config.algorithm, part.plan)
             )
-            run_pass(self.model, self.ddp, batches, partial(self._forward_step, sums))
+            run_pass(
+                self.model,
+                self.ddp,
+                batches,
+                partial(self._forward_step, partial(self._loss, sums)),
+            )
             _, grad_norm, _ = self.optimizer.step()
             norms += [] if grad_norm is None else [float(grad_norm)]
-        dist.all_reduce(sums.values, group=self.parallel.dp_gloo)
+        dist.all_reduce(sums.values, group=self.parallel.control)
         metrics = sums.metrics(len(parts))
         if norms:
             metrics["critic/grad_norm"] = max(norms)
@@ -174,23 +201,37 @@ class Critic:
             with_masks=False,
         )
 
-    def _value(self, batch: Microbatch, module: torch.nn.Module) -> Tensor:
-        """[N] fp32."""
-        output_BS1 = forward.logits(self.model, module, batch, 0, Mode.OFF)
-        return output_BS1.flatten()[batch.sampled_rows.to(output_BS1.device)].float()
+    @property
+    def _counts(self) -> bool:
+        """True on the first of the ranks that know the same values: last stage, tp, cp."""
+        p = self.parallel
+        return p.is_last_stage and p.tp_rank == 0 and p.cp_rank == 0
+
+    def _values_of(self, batch: Microbatch, output_BS1: Tensor) -> Tensor:
+        """[N] fp32 of all sampled tokens of the data-parallel rank, from a rank's own positions."""
+        value_M = output_BS1.flatten()[batch.sampled_rows.to(output_BS1.device)].float()
+        return forward.join(value_M, batch, self.parallel)
 
     def _forward_step(
-        self, sums: _Sums, turns: Iterator[Turn], ddp: DistributedDataParallel
+        self,
+        loss: Callable[[Turn, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]],
+        turns: Iterator[Turn],
+        module: torch.nn.Module,
     ) -> tuple[Tensor, LossOf]:
-        batch = take(turns).batch
-        return self._value(batch, ddp), partial(self._loss, batch, sums)
+        turn = take(turns)
+        output = forward.run_chunk(
+            self.model, turn.chunk, module, turn.batch, turn.microbatch, Mode.OFF
+        )
+        return output, partial(loss, turn)
 
     def _loss(
-        self, batch: Microbatch, sums: _Sums, value_N: Tensor
+        self, sums: _Sums, turn: Turn, output_BS1: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        device = value_N.device
+        batch, device = turn.batch, output_BS1.device
+        value_N = self._values_of(batch, output_BS1)
         return_N = batch.advantage.to(device)
         token = value_loss(value_N, value_N, return_N, 0.0)
         loss = (batch.weight.to(device) * token.loss).sum()
-        sums.add(loss, value_N, return_N)
+        if self._counts:
+            sums.add(loss, value_N, return_N)
         return loss, _NO_TOKENS.to(device), {}

@@ -156,15 +156,21 @@ def sampled_logprobs(
         )
     if not full_entropy:  # the same numbers of parts on all ranks, whatever they hold
         scores = scores._replace(full_entropy=None)
-    if parallel.cp_size == 1:
-        return scores
-
-    def join(values_M: Tensor) -> Tensor:
-        values_N: Tensor = _Join.apply(values_M, held, len(batch.sampled), parallel.cp)
-        return values_N
-
     full = scores.full_entropy
-    return Scores(join(scores.logprob), join(scores.entropy), None if full is None else join(full))
+    return Scores(
+        join(scores.logprob, batch, parallel),
+        join(scores.entropy, batch, parallel),
+        None if full is None else join(full, batch, parallel),
+    )
+
+
+def join(values_M: Tensor, batch: Microbatch, parallel: Parallel) -> Tensor:
+    """[N], from the values of the tokens that this context-parallel rank holds."""
+    if parallel.cp_size == 1:
+        return values_M
+    held = batch.held.to(values_M.device)
+    values_N: Tensor = _Join.apply(values_M, held, len(batch.sampled), parallel.cp)
+    return values_N
 
 
 class _Join(Function):

@@ -1,18 +1,21 @@
-"""A second policy inside the trainer, never trained: the reference of a KL or a teacher.
+"""A second policy, never trained: the reference of a KL or a teacher.
 
 A model of its own, with its own routers (always live: the recorded routes are the student's) and
-its own weights, on the ranks and in the layout of the student, pipeline stages and context
-parallelism included.  It scores the student's tokens at the student's temperature and over the
+its own weights.  It scores the student's tokens at the student's temperature and over the
 student's recorded kept sets, so that both distributions have the same support; an engine's prompt
-log-probabilities would be at temperature 1 over the whole vocabulary.  One more forward pass over
-the batch before its first optimizer step, and no gradient.
+log-probabilities would be at temperature 1 over the whole vocabulary.
+
+`frozen.ranks: trainer` keeps it on the ranks and in the layout of the student: one more forward
+pass without gradient over the batch, before its first optimizer step.  With `own` it lives in a
+gang of its own (`moerl.trainer.frozen_gang`), beside the step before.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from moerl.config.schema import TrainerConfig
+from moerl.config.algorithms import frozen_models
+from moerl.config.schema import Config, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.trainer.hf_folder import HfFolder, load_hf
 from moerl.trainer.model import build
@@ -20,6 +23,14 @@ from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Mode
 from moerl.trainer.router_losses import without_router_losses
 from moerl.trainer.schedule import Batches, score
+
+
+def open_policies(config: Config, vocab_size: int, parallel: Parallel) -> dict[str, FrozenPolicy]:
+    """Every frozen policy that the algorithm needs, by role.  vocab_size: of the student."""
+    return {
+        role: FrozenPolicy(f"algorithm.{role}", folder, vocab_size, config.trainer, parallel)
+        for role, folder in frozen_models(config).items()
+    }
 
 
 class FrozenPolicy:

@@ -58,7 +58,7 @@ from moerl.trainer.parallel import Parallel
 from moerl.trainer.step import Learner
 from moerl.types import BatchPlan, PolicyVersion
 
-_REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
+REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class Gang:
             if self.client is not None:
                 limit_s = self.config.trainer.step_timeout_s
                 reply = self.client.ask(
-                    TakePlan(self.version.step, limit_s), limit_s + _REPLY_SLACK_S
+                    TakePlan(self.version.step, limit_s), limit_s + REPLY_SLACK_S
                 )
                 holder = [encode(reply)]
             return self._shared(holder)
@@ -337,8 +337,8 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def report_failure(post: Post, cause: str) -> None:
+def report_failure(post: Post, cause: str, gang: str) -> None:
     """Tell the controller why this rank dies; a controller that is gone cannot be told."""
     with contextlib.suppress(MoerlError):
         client = ControllerClient(post.controller, post.token, timeout_s=2.0)
-        client.ask(Failed(int(os.environ.get("RANK", "0")), cause))
+        client.ask(Failed(int(os.environ.get("RANK", "0")), cause, gang))

@@ -2,6 +2,7 @@
 
     torchrun ... -m moerl.trainer.main --run-dir runs/X --controller tcp://127.0.0.1:PORT ...
 
+`--frozen` makes it a rank of the other gang, reference and teacher (`moerl.trainer.frozen_gang`).
 On nodes of its own the gang gets `--run-dir` alone and finds the rest on the run's board
 (`moerl.trainer.enlist`).
 
@@ -40,13 +41,8 @@ def main() -> None:
     """Train as one rank until the controller says stop."""
     args = _arguments()
     run = RunDir(args.run_dir)
-    warnings.filterwarnings("ignore")  # megatron names every optional package it lacks
-    logging.basicConfig(
-        filename=run.logs / f"trainer-{os.environ.get('RANK', '0')}.log",
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
-    write_on_request(run.logs / f"trainer-{os.environ.get('RANK', '0')}.log")
+    gang = "frozen" if args.frozen else "trainer"
+    _log_to(run.logs / f"{gang}-{os.environ.get('RANK', '0')}.log")
     signal.signal(signal.SIGTERM, _leave)
     config = here(load_saved(run.config))
     torch.set_num_threads(config.trainer.cpu_threads)
@@ -59,9 +55,10 @@ def main() -> None:
     log.info(describe(place.name))
     from moerl.trainer import parallel  # the platform comes before anything that imports megatron
     from moerl.trainer.enlist import bind, enlist, read_board
+    from moerl.trainer.frozen_gang import FrozenGang, own_layout
     from moerl.trainer.gang import Gang, Post, report_failure
 
-    start = ""
+    config, start = own_layout(config) if args.frozen else config, ""
     if args.controller:
         post = Post(
             run=run,
@@ -80,28 +77,42 @@ def main() -> None:
         cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
         log.error("this rank ends: %s", cause, exc_info=error)
         rank = os.environ.get("RANK")
-        print(f"TrainerError: trainer rank {rank}: {cause}", file=sys.stderr, flush=True)
-        report_failure(post, cause)
+        print(f"TrainerError: {gang} rank {rank}: {cause}", file=sys.stderr, flush=True)
+        report_failure(post, cause, gang)
         os._exit(1)
 
     try:
         ranks = parallel.start(
             config.trainer.parallel, place, timeout_s=config.trainer.step_timeout_s
         )
-        if start:
-            post = enlist(post, ranks)
-        Gang(config, post, ranks, end).run()
-        if start and ranks.is_first:
-            run.board.done(start)
+        if args.frozen:
+            FrozenGang(config, post, ranks).run()
+        else:
+            if start:
+                post = enlist(post, ranks)
+            Gang(config, post, ranks, end).run()
+            if start and ranks.is_first:
+                run.board.done(start)
         parallel.stop()
     except BaseException as error:
         end(error)
+
+
+def _log_to(path: Path) -> None:
+    warnings.filterwarnings("ignore")  # megatron names every optional package it lacks
+    logging.basicConfig(
+        filename=path,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    write_on_request(path)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True, help="runs/NAME, with config.yaml")
     parser.add_argument("--controller", default="", help="tcp://HOST:PORT; empty: see the board")
+    parser.add_argument("--frozen", action="store_true", help="score with reference and teacher")
     parser.add_argument("--incarnation", type=int, default=0, help="starts before this one")
     parser.add_argument("--checkpoint", type=Path, help="continue from this folder")
     parser.add_argument(

@@ -5,9 +5,11 @@ The schedule counts batches: all optimizer steps of a batch (`trainer.minibatche
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -18,10 +20,33 @@ from torch import Tensor
 
 from moerl.config.schema import OptimizerConfig
 
+if TYPE_CHECKING:
+    from moerl.trainer.model import Model
+    from moerl.trainer.parallel import Parallel
+
 
 def finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:
     """Megatron's finaliser without the token count it would divide the gradients by."""
     megatron_finalize(model, None, **kwargs)
+
+
+def router_grad_norm(model: Model, parallel: Parallel) -> float:
+    """L2 norm of the gradients of all routers, before clipping; collective.
+
+    Every rank of a stage has the whole gradient of its routers, so each counts its share.  Not for
+    the distributed optimizer, which leaves a rank with a part of the sums.
+    """
+    routers = [
+        layer.mlp.router.weight.main_grad
+        for chunk in model.chunks
+        for layer in chunk.gpt.decoder.layers
+        if hasattr(layer.mlp, "router") and layer.mlp.router.weight.requires_grad
+    ]
+    squares = torch.zeros(1, dtype=torch.float64)
+    for grad in routers:
+        squares += grad.detach().double().square().sum().cpu()
+    dist.all_reduce(squares, group=parallel.control)
+    return math.sqrt(float(squares) * parallel.sizes.pp / parallel.world_size)
 
 
 def make_optimizer(

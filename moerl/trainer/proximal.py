@@ -37,7 +37,7 @@ from moerl.trainer.model import Chunk, Model
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.replay import Key, Mode, RouteReplay
 from moerl.trainer.schedule import Batches, LoadRoutes, Turn, score
-from moerl.types import BatchPlan
+from moerl.types import Array, BatchPlan
 
 Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
 
@@ -131,24 +131,20 @@ def bound_second_moment(
         scored.m2_bound = bound
 
 
-def gains_over_reference(plan: BatchPlan, known: Known, parallel: Parallel) -> list[float]:
-    """Sum over each row's sampled tokens of proximal - reference, by row of the plan, on all ranks.
-
-    `known` is of the whole plan.
-    """
-    mine = {}
-    if parallel.is_last_stage:
-        proximal, reference = (
-            _by_row(plan, known, role, parallel) for role in ("proximal", "reference")
-        )
-        mine = {
-            row: float((values.astype(np.float64) - reference[row]).sum())
-            for row, values in proximal.items()
-        }
-    every: list[dict[int, float]] = [{}] * parallel.world_size
+def over_reference(
+    minibatches: Sequence[Minibatch], known: Sequence[Known], parallel: Parallel
+) -> list[Array]:
+    """Proximal - reference of each sampled token, [S] f64 by row of the batch, on all ranks."""
+    mine: dict[int, Array] = {}
+    for part, scored in zip(minibatches, known, strict=True):
+        if parallel.is_last_stage:
+            reference = _by_row(part.plan, scored, "reference", parallel)
+            for row, values in _by_row(part.plan, scored, "proximal", parallel).items():
+                mine[part.rows[row]] = values.astype(np.float64) - reference[row]
+    every: list[dict[int, Array]] = [{}] * parallel.world_size
     dist.all_gather_object(every, mine, group=parallel.control)
-    joined = {row: gain for part in every for row, gain in part.items()}
-    return [joined[row] for row in range(len(plan.rows))]
+    joined = {row: values for part in every for row, values in part.items()}
+    return [joined[row] for row in range(len(joined))]
 
 
 def _by_row(plan: BatchPlan, known: Known, role: str, parallel: Parallel) -> dict[int, np.ndarray]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config, TrainerConfig
-from moerl.data.packing import Microbatch, fed_tokens, pack_microbatch
+from moerl.data.packing import Microbatch, by_microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
 from moerl.trainer import forward
 from moerl.trainer.model import Chunk, Model
@@ -86,6 +86,13 @@ class Batches:
                 self.parallel, packed=self._config.trainer.packing, shape=self.shape
             ),
         )
+
+    def by_microbatch(self, values: Sequence[Array]) -> dict[int, Tensor]:
+        """[N] fp32 as `score` gives them, from values by row of the plan."""
+        if not self.parallel.is_last_stage:
+            return {}
+        found = by_microbatch(self.plan, self.parallel.dp_rank, values, self.num_microbatches)
+        return {number: value.to(self.parallel.device) for number, value in found.items()}
 
 
 def step_shape(plan: BatchPlan, trainer: TrainerConfig, parallel: Parallel) -> tuple[int, int]:

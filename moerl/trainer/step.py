@@ -36,15 +36,20 @@ from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.blob.store import BlobStore
-from moerl.config.algorithms import needed
 from moerl.config.schema import Config
+from moerl.data.frozen import received
 from moerl.data.minibatches import Minibatch, split_plan
 from moerl.data.packing import Microbatch
 from moerl.errors import TrainerError
 from moerl.trainer import forward, probe, proximal
-from moerl.trainer.frozen_policy import FrozenPolicy
+from moerl.trainer.frozen_policy import FrozenPolicy, open_policies
 from moerl.trainer.model import Chunk, Model, wrap
-from moerl.trainer.optimizer import finalize_as_sums, make_optimizer, make_schedule
+from moerl.trainer.optimizer import (
+    finalize_as_sums,
+    make_optimizer,
+    make_schedule,
+    router_grad_norm,
+)
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.proximal import Known
 from moerl.trainer.replay import Mode
@@ -91,23 +96,15 @@ class Learner:
             self.ddp, optimizer, config.trainer.dtype
         )
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
-        algorithm = config.algorithm
-        self.reference = self.teacher = None
-        if "reference" in needed(algorithm):
-            self.reference = self._frozen("reference", algorithm.reference or config.model.path)
-        if algorithm.distill_coef:
-            self.teacher = self._frozen("teacher", algorithm.teacher)
+        self.frozen: dict[str, FrozenPolicy] = {}  # by role; elsewhere with frozen.ranks: own
+        if config.frozen.ranks == "trainer":
+            self.frozen = open_policies(config, model.spec.vocab_size, parallel)
+        self.watches_routers = bool(model.spec.moe_layers) and not optimizer.distributed
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
             self.router_losses = RouterLosses(model, parallel)
         model.config.finalize_model_grads_func = finalize_as_sums
         model.config.grad_scale_func = self.optimizer.scale_loss
-
-    def _frozen(self, role: str, path: str) -> FrozenPolicy:
-        vocab_size = self.model.spec.vocab_size
-        return FrozenPolicy(
-            f"algorithm.{role}", path, vocab_size, self.config.trainer, self.parallel
-        )
 
     def step(self, plan: BatchPlan) -> dict[str, float]:
         """Train one plan; returns the metrics of the step, equal on all ranks.
@@ -118,55 +115,63 @@ class Learner:
         """
         begin, times = time.perf_counter(), _Times()
         parts = split_plan(plan, self.config.trainer, seed=self.config.run.seed)
-        known = self._know(parts)
-        advantages, metrics = self._advantages(plan, known)
+        known = self._know(plan, parts)
+        advantages, metrics = self._advantages(plan, parts, known)
         times.score = time.perf_counter() - begin
         self.schedule.step(1)  # before the updates: the first batch has the first warm-up rate
-        total, norms = StepSums(), []
+        total, norms, routers = StepSums(), [], []
         for part, scores in zip(parts, known, strict=True):
             total += self._accumulate(part, part.of(advantages), scores, times)
+            if self.watches_routers:
+                routers.append(router_grad_norm(self.model, self.parallel))
             norms += self._update(plan.step, times)
         metrics |= self._performance(total, times, time.perf_counter() - begin)
         metrics |= self._metrics(total, len(parts)) | advantage_metrics(advantages)
         if norms:
             metrics["loss/grad_norm"] = max(norms)
+        if routers:
+            metrics["loss/grad_norm_router"] = max(routers)
         return metrics if self.critic is None else metrics | self.critic.update(parts)
 
     def gradients(self, plan: BatchPlan) -> StepSums:
         """Accumulate the gradients of a plan and do not update; returns the joined sums."""
         part = Minibatch.whole(plan)
-        (known,) = self._know([part])
-        advantages, _ = self._advantages(plan, [known])
+        (known,) = self._know(plan, [part])
+        advantages, _ = self._advantages(plan, [part], [known])
         return self._accumulate(part, advantages, known, _Times())
 
-    def _know(self, parts: Sequence[Minibatch]) -> list[Known]:
-        """Forward passes over the whole batch, before anything is trained."""
+    def _know(self, plan: BatchPlan, parts: Sequence[Minibatch]) -> list[Known]:
+        """Forward passes over the whole batch, before anything is trained; what frozen ranks found
+        came with the plan."""
         config, known = self.config, []
+        came = received(plan, config) if config.frozen.ranks == "own" else {}
         for part in parts:
             batches = Batches(part.plan, config, self.parallel, self.store)
             scores = Known()
             if proximal.is_needed(config):
                 scores = proximal.proximal_pass(self.model, config, batches)
-            for role, policy in (("reference", self.reference), ("teacher", self.teacher)):
-                if policy is not None:
-                    scores.logprobs[role] = policy.logprobs(batches)
+            for role, policy in self.frozen.items():
+                scores.logprobs[role] = policy.logprobs(batches)
+            for role, values in came.items():
+                scores.logprobs[role] = batches.by_microbatch(part.of(values))
             known.append(scores)
         if "m2" in config.algorithm.corrections:
             proximal.bound_second_moment(parts, known, config.algorithm.m2_limit, self.parallel)
         return known
 
     def _advantages(
-        self, plan: BatchPlan, known: Sequence[Known]
+        self, plan: BatchPlan, parts: Sequence[Minibatch], known: Sequence[Known]
     ) -> tuple[Advantages, dict[str, float]]:
         """By row of the whole plan, and metrics that come with them."""
-        algorithm = self.config.algorithm
+        algorithm, drift = self.config.algorithm, None
+        if algorithm.advantage == "online_dpo" or algorithm.reward_kl_coef:
+            drift = proximal.over_reference(parts, known, self.parallel)
         if self.critic is not None:
-            return self.critic.advantages(plan), {}
+            return self.critic.advantages(plan, drift), {}
         if algorithm.advantage == "online_dpo":
-            (scores,) = known
-            gains = proximal.gains_over_reference(plan, scores, self.parallel)
-            return plan_pairs(algorithm, plan, gains)
-        return plan_advantages(algorithm, plan), {}
+            assert drift is not None, "pairs are compared by their gains over the reference"
+            return plan_pairs(algorithm, plan, [float(gain.sum()) for gain in drift])
+        return plan_advantages(algorithm, plan, drift), {}
 
     def _accumulate(
         self, part: Minibatch, advantages: Advantages, known: Known, times: _Times

@@ -23,6 +23,11 @@ def by_steps(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> 
     return {"steps": steps, "errors": response.count("x")} | ({"?": 0} if "?" in response else {})
 
 
+def by_turns(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Each turn says what it earns; after "few" only one of them is paid."""
+    return {"turns": [1.0] if response == "few" else [float(text) for text in extra["turns"]]}
+
+
 def by_text(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> float:
     """The response says what to do."""
     if response == "hang":

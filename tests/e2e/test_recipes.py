@@ -44,6 +44,36 @@ def test_recipe(name: str, tmp_path: Path) -> None:
         assert abs(rows[0]["loss/kl_ref_k3"]) < 1e-3
 
 
+CHANGED = {  # recipe, settings, what it must have measured
+    "turns": (
+        "digits-in-turns",
+        ("task.reward=turn_gains", "algorithm.advantage=process_mean"),
+        ("adv/std",),
+    ),
+    "critic-over-stages": (
+        "ppo",
+        ("trainer.parallel={dp: 1, ep: 1, pp: 2}", "algorithm.reward_kl_coef=0.05"),
+        ("loss/value", "critic/grad_norm", "loss/kl_ref_k3"),
+    ),
+    "own-reference": (
+        "deepseek-v32",
+        ("frozen.ranks=own", "frozen.parallel={tp: 2, etp: 2}"),
+        ("loss/kl_ref_k3", "loss/grad_norm_router"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_recipe(name: str, tmp_path: Path) -> None:
+    recipe, settings, measured = CHANGED[name]
+    run = start(tmp_path, recipe, *SMALL, *ENOUGH, *settings, name="x")
+    assert run.finish() == 0, run.text()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert not [metric for metric in (*EVERY, *measured) if metric not in row]
+
+
 def test_distillation_from_a_trained_folder(tmp_path: Path) -> None:
     teacher = start(tmp_path, "quickstart", *SMALL, "trainer.optimizer.lr=0.02", name="teacher")
     assert teacher.finish() == 0, teacher.text()

@@ -27,9 +27,11 @@ from moerl.protocols import (
     OpenUpdate,
     Plan,
     Refused,
+    Scored,
     StepDone,
     Stop,
     TakePlan,
+    TakeRecords,
     UpdateClosed,
     decode,
     encode,
@@ -113,6 +115,8 @@ class FakeController:
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
         self.failed: list[Failed] = []
+        self.records: list[BatchPlan] = []  # for the frozen gang, each asked for once
+        self.scored: list[Scored] = []
         self._answers: dict[bytes, bytes] = {}  # by name of the request
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -154,6 +158,10 @@ class FakeController:
             case CloseUpdate():
                 self.engines[message.engine].close(message)
                 return UpdateClosed(pause_s=0.01, aborted=0)
+            case TakeRecords():
+                return Plan(self.records.pop(0)) if self.records else Stop("all are scored")
+            case Scored():
+                self.scored.append(message)
             case Failed():
                 self.failed.append(message)
         return Ok()

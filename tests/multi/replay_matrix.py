@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ PLACE = platform.prepare("cpu")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from critic_cases import critic_step  # noqa: E402
 from replay_records import V0, Records, make_records  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from saving import save_whole  # noqa: E402
@@ -49,6 +51,7 @@ from moerl.data.batching import plan_batch  # noqa: E402
 from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
 from moerl.trainer import checkpoint, forward, parallel, probe  # noqa: E402
+from moerl.trainer.critic import Critic  # noqa: E402
 from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.model import Model, build, layout_of  # noqa: E402
@@ -232,7 +235,21 @@ def one_microbatch(groups: Sequence[EpisodeGroup], dp_size: int) -> BatchPlan:
     return plan
 
 
-OTHER = {"several_steps": several_steps, "record_live": record_live, "probed": probed}
+def with_critic(
+    work: Path, case: dict[str, Any], learner: Learner, records: Records
+) -> dict[str, Any]:
+    """One step with a critic (`critic_cases`)."""
+    plan, ranks = records.plan(learner.parallel.dp_size), learner.parallel
+    again = partial(make_learner, work, case | {"name": f"{case['name']}.again"}, ranks)
+    return critic_step(case, learner, plan, lambda: again()[0], work / f"run.{case['name']}")
+
+
+OTHER = {
+    "several_steps": several_steps,
+    "record_live": record_live,
+    "probed": probed,
+    "with_critic": with_critic,
+}
 
 
 def resumed(
@@ -272,7 +289,10 @@ def make_learner(work: Path, case: dict[str, Any], ranks: Parallel) -> tuple[Lea
     model = build(source.spec, trainer, ranks, with_replay=True)
     load_hf(model.tensors, model.tiles, source)
     store = BlobStore(folder / f"blobs.{case['name']}", "n0")
-    learner = Learner(model, ranks, config, store)
+    critic = None
+    if config.algorithm.advantage == "gae":
+        critic = Critic(config, ranks, store)
+    learner = Learner(model, ranks, config, store, critic)
     return learner, make_records(store, source.spec, longest=case.get("longest", 0))
 
 

@@ -45,8 +45,16 @@ def three() -> Iterator[list[Host]]:
 class ClusterRun:
     """`moerl train` on the first host, torchrun.sh or engine_node.sh on the others."""
 
-    def __init__(self, made: list[Host], root: Path, *settings: str, engines: int = 1) -> None:
-        """engines: hosts that are engine nodes, the first ones; the rest are trainer nodes."""
+    def __init__(
+        self,
+        made: list[Host],
+        root: Path,
+        *settings: str,
+        engines: int = 1,
+        recipe: str = "quickstart",
+    ) -> None:
+        """engines: hosts that are engine nodes, the first ones; the rest are trainer nodes, which
+        frozen.ranks=own gives a second gang."""
         self.hosts, self.dir = made, RunDir(root / "run")
         self.output = root / "output.txt"
         nodes, trainers = made[:engines], made[engines:]
@@ -54,7 +62,7 @@ class ClusterRun:
         self.log = self.output.open("w")
         self.head = self.start(
             made[0],
-            *(sys.executable, "-m", "moerl", "train", "quickstart", *RECIPE),
+            *(sys.executable, "-m", "moerl", "train", recipe, *RECIPE),
             *_named("engine", nodes),
             *_named("trainer", trainers),
             *(f"run.root={root}", "--run", "run", *settings),
@@ -67,6 +75,13 @@ class ClusterRun:
             self.start(host, "tools/launch/engine_node.sh", str(self.dir.root), str(index))
             for index, host in enumerate(nodes[1:], 1)
         ]
+        if "frozen.ranks=own" in settings:
+            self.trainers += [
+                self.start(
+                    host, "tools/launch/torchrun.sh", str(self.dir.root), str(index), "frozen"
+                )
+                for index, host in enumerate(trainers)
+            ]
 
     def start(self, host: Host, *command: str) -> subprocess.Popen[str]:
         process = host.start(command, self.log)
@@ -121,9 +136,13 @@ def _named(group: str, made: list[Host]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def cluster_run(
-    made: list[Host], root: Path, *settings: str, engines: int = 1
+    made: list[Host],
+    root: Path,
+    *settings: str,
+    engines: int = 1,
+    recipe: str = "quickstart",
 ) -> Iterator[ClusterRun]:
-    run = ClusterRun(made, root, *settings, engines=engines)
+    run = ClusterRun(made, root, *settings, engines=engines, recipe=recipe)
     try:
         yield run
     finally:
@@ -153,6 +172,22 @@ def test_a_run_over_three_hosts(three: list[Host], tmp_path: Path) -> None:
             assert secret not in run.text(), "a log shows a secret"
         assert not psutil_alive(members), "a process outlives the run"
         assert not (run.dir.board.folder / "token").exists()
+
+
+@pytest.mark.full
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_reference_ranks_over_two_hosts(three: list[Host], tmp_path: Path) -> None:
+    """A second torchrun gang beside the trainer's, with a rendezvous of its own."""
+    settings = ("run.steps=3", "frozen.ranks=own", "frozen.parallel.pp=2")
+    with cluster_run(three, tmp_path, *settings, recipe="deepseek-v32") as run:
+        run.finish()
+        rows = run.rows()
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert abs(rows[0]["loss/kl_ref_k3"]) < 1e-3, "the student starts as its reference"
+        assert rows[2]["loss/kl_ref_k3"] != rows[0]["loss/kl_ref_k3"]
+        assert (run.dir.logs / "frozen-1.log").is_file()
+        assert "10.231.17.1:17110" in (run.dir.logs / "frozen-1.log").read_text(), "kept sets"
 
 
 CUT_S = 20.0

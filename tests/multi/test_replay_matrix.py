@@ -56,6 +56,10 @@ SEVERAL = {
         "algorithm": PROXIMAL | {"corrections": ["m2"], "m2_limit": 0.5},
     },
     "r3": {"does": "several_steps", "minibatches": 2, "routing": "R3", "algorithm": PROXIMAL},
+    "critic": {
+        "does": "with_critic",
+        "algorithm": {"advantage": "gae", "gae_lambda": 0.9, "critic_lr": 0.05},
+    },
 }
 Case = dict[str, Any]
 Found = dict[str, Any]
@@ -85,7 +89,7 @@ def case(
     alter: str = "",
     several: str = "",
 ) -> Case:
-    """several: a key of SEVERAL, for a batch in two optimizer steps."""
+    """several: a key of SEVERAL, for a batch in two optimizer steps or with a critic."""
     parts = [layout, model, "packed" if packing else "padded", recompute, dispatcher, alter]
     return SEVERAL.get(several, {}) | {
         "name": "-".join(filter(None, [*parts, several])),
@@ -122,6 +126,19 @@ STEPS = [  # batches in two optimizer steps, by default
     case("cp2", "deepseek", False, "none", several="r3"),
     case("tp2-etp2", "qwen", True, "full", several="r2"),
     case("pp2-ep2", "deepseek", True, "full", several="r3"),
+]
+VALUED = [  # with a critic, by default
+    case("pp2", "qwen", False, "full", several="critic") | {"resume": True},
+    case("tp2-etp2", "qwen", True, "none", several="critic"),
+    case("cp2", "deepseek", True, "full", several="critic"),
+    case("tp2-pp2-etp2", "deepseek", False, "none", several="critic") | {"resume": True},
+    case("tp2-pp2-etp2", "qwen", True, "none", several="critic")
+    | {"continues": "pp2-qwen-padded-full-alltoall-critic"},
+]
+WHOLE_VALUED = [
+    case(layout, model, packing, "none", several="critic") | {"resume": model == "qwen"}
+    for layout in LAYOUTS
+    for model, packing in (("qwen", False), ("deepseek", True))
 ]
 PROBED = [
     case(layout, "qwen", packing, "none") | {"does": "probed", "name": f"probe-{layout}"}
@@ -240,12 +257,17 @@ def start_workers(work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cover(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS + STEPS + PROBED)
+    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS + STEPS + PROBED + VALUED)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return run(tmp_path_factory.mktemp("whole"), WHOLE)
+
+
+@pytest.fixture(scope="module")
+def whole_valued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    return run(tmp_path_factory.mktemp("whole_valued"), WHOLE_VALUED)
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +318,7 @@ def compare_steps(found: Found, alone: Found, same_plan: bool) -> None:
         distance = float((found["moved"][name] - want).norm())
         assert distance <= 2 * GATE * float(want.norm()) + 1e-7, f"{name}: {distance:.1e}"
     assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=GATE)
+    assert found["metrics"]["loss/grad_norm_router"] > 0, "and alike, in every layout"
     assert found["metrics"]["loss/moved_k3"] > GATE, "the first step moved it by 0.5 % and more"
     if same_plan:
         assert found["probe"] == pytest.approx(alone["probe"], rel=1e-4, abs=GATE)
@@ -308,6 +331,36 @@ def test_two_optimizer_steps_are_those_of_one_rank(name: str, cover: dict[str, F
     (chosen,) = (c for c in STEPS if c["name"] == name)
     reference = cover[f"{chosen['model']}-{chosen['several']}"]
     compare_steps(cover[name], reference, LAYOUTS[chosen["layout"]].get("dp", 1) == 1)
+
+
+def compare_valued(found: Found, alone: Found) -> None:
+    """Values, GAE, gradients and the values after a step are those of one rank."""
+    for what in ("values", "advantages", "returns", "after"):
+        assert gap(found[what], alone[what]) <= GATE * (100 if what == "after" else 1), what
+    assert found["gradients"].keys() == alone["gradients"].keys()
+    for name, want in alone["gradients"].items():
+        distance = float((found["gradients"][name] - want).norm())
+        assert distance <= GATE * float(want.norm()) + 1e-7, f"{name}: {distance:.1e}"
+    assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=GATE)
+    assert gap(found["values"], found["after"]) > 100 * GATE, "control: a step moves them"
+    for name, (uninterrupted, resumed) in found.get("resumed", {}).items():
+        assert resumed == pytest.approx(uninterrupted, rel=1e-6), name
+
+
+@pytest.mark.parametrize("name", [c["name"] for c in VALUED])
+def test_a_critic_in_any_layout_is_that_of_one_rank(name: str, cover: dict[str, Found]) -> None:
+    (chosen,) = (c for c in VALUED if c["name"] == name)
+    compare_valued(cover[name], cover[f"{chosen['model']}-critic"])
+    assert ("resumed" in cover[name]) == chosen.get("resume", False)
+    if left := chosen.get("continues"):
+        assert gap(cover[name]["continued"], cover[left]["after"]) <= GATE, "its checkpoint"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [c["name"] for c in WHOLE_VALUED])
+def test_the_whole_matrix_with_a_critic(name: str, whole_valued: dict[str, Found]) -> None:
+    (chosen,) = (c for c in WHOLE_VALUED if c["name"] == name)
+    compare_valued(whole_valued[name], whole_valued[f"{chosen['model']}-critic"])
 
 
 @pytest.mark.parametrize("name", [c["name"] for c in PROBED])

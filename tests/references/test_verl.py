@@ -227,6 +227,18 @@ def test_advantages_equal_verl(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_kl_inside_the_reward_equals_verl(seed: int) -> None:
+    d = ragged(seed, torch.float64)
+    o, last, uid = outcomes(d)
+    penalty = 0.1 * core.kl_penalty_forward(d.old, d.ref, "k1") * d.mask
+    theirs = d.flat(ADVANTAGES["reinforce_pp"](last - penalty, d, uid))
+    mine = advantages.reinforce_pp(replace(o, token_reward=-0.1 * d.flat(d.old - d.ref)))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+    without = advantages.reinforce_pp(o).repeat_interleave(o.length)
+    assert (mine - without).abs().max() > 1e-3, "control"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_gae_equals_verl_before_its_whitening(seed: int) -> None:
     d = ragged(seed, torch.float64)
     reward, value = d.ref * d.mask, d.mu * d.mask

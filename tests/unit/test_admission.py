@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.blob.store import BlobStore
 from moerl.rollout.admission import place_steps
 from moerl.types import (
     Episode,
@@ -21,6 +22,7 @@ from moerl.types import (
     Turn,
     VersionSpan,
 )
+from tests.data.plans import group, make_rollout
 from tests.unit.test_controller import StubEngine, StubScorer, make, running, train, with_rollout
 
 WORDS = {3: "ab", 4: "c", 5: ""}  # 5 is special: it ends a sequence and has no text
@@ -68,11 +70,36 @@ def test_steps_belong_to_the_last_turn() -> None:
     assert placed.steps == ((3, 1.0),)
 
 
+def test_a_turn_ends_with_its_last_token() -> None:
+    two = episode([3, 4], [3, 4, 5])
+    assert place_steps(Score(1.0, turns=(0.5, -1.0)), two, decode).steps == ((1, 0.5), (4, -1.0))
+    both = Score(1.0, turns=(0.5, -1.0), text_steps=((1, 2.0), (5, 4.0)))
+    assert place_steps(both, two, decode).steps == ((1, 0.5), (2, 2.0), (4, 3.0))
+
+
+def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine())
+        store, admission = BlobStore(tmp_path / "blobs", "n"), controller.admission
+        first, second = (group(i, [make_rollout(store, f"g{i}", 3, 4)], [1.0]) for i in range(2))
+        count = len(list(store.root.iterdir()))
+        admission.hold([first])
+        admission.forget(first)
+        assert len(list(store.root.iterdir())) == count, "somebody reads them"
+        admission.forget(second)
+        assert len(list(store.root.iterdir())) == count / 2
+        admission.hold(())
+        assert not list(store.root.iterdir())
+        await controller.stop()
+
+    asyncio.run(body())
+
+
 class Tooling(StubScorer):
     """Of four siblings two are correct; one of them made many errors."""
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         return [Score(float(i < 2), errors=100.0 * (i == 1)) for i, _ in enumerate(episodes)]
 

@@ -376,6 +376,29 @@ def test_gae_of_a_plan_joins_the_turns_of_an_episode(tmp_path: Path) -> None:
         plan_advantages(config, plan)
 
 
+def test_a_kl_inside_the_reward_is_paid_by_each_token(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, "n")
+    turns = (Turn(make_rollout(store, "a", 2, 2)), Turn(make_rollout(store, "b", 9, 1), (0,)))
+    single = group(0, [make_rollout(store, "c", 2, 2)], [0.0])
+    whole = replace(single, episodes=(Episode("0.0", turns, Score(1.0)), *single.episodes))
+    plan = plan_batch(0, V3, [whole], dp_size=1, max_tokens_per_microbatch=4)
+    gaps = {(0, 0): [0.1, 0.2], (0, 1): [-0.4], (1, 0): [0.0, 1.0]}
+    drift = [np.array(gaps[r.episode, r.turn]) for r in plan.rows]
+    config = AlgorithmConfig(advantage="gae", reward_kl_coef=0.5)
+    zeros = [np.zeros(len(values), np.float32) for values in drift]
+    _, targets = plan_gae(config, plan, zeros, drift)
+    by_row = {(r.episode, r.turn): t.tolist() for r, t in zip(plan.rows, targets, strict=True)}
+    assert by_row[0, 0] == pytest.approx([1.05, 1.1])  # 1 - 0.5 x the gaps from the token on
+    assert by_row[0, 1] == pytest.approx([1.2])
+    assert by_row[1, 0] == pytest.approx([-0.5, -0.5])
+    want = np.array([1.05, 1.1, 1.2, -0.5, -0.5])
+    want = (want - want.mean()) / want.std(ddof=1)
+    found = plan_advantages(replace(config, advantage="reinforce_pp"), plan, drift)
+    by_row = {(r.episode, r.turn): a for r, a in zip(plan.rows, found, strict=True)}
+    got = np.concatenate([by_row[place] for place in gaps])
+    assert got == pytest.approx(want, abs=1e-6)
+
+
 def dpo_loss(logprob: torch.Tensor, reference: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """DPO (arXiv 2305.18290 eq. 7), mean over the pairs (1, 2) and (4, 3) of episodes, beta 0.2."""
     gain = torch.zeros(6).double().index_add(0, of, logprob - reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from moerl.config.algorithms import (
     OBJECTIVES,
     PROCESS_REWARDS,
     check_algorithm,
+    frozen_models,
+    needed,
 )
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.data.rewards import PROCESS
@@ -127,15 +130,6 @@ def test_a_group_of_one_is_refused_where_siblings_are_needed() -> None:
     check_algorithm(replace(alone, algorithm=AlgorithmConfig(advantage="reinforce_pp")))
 
 
-def test_a_reference_runs_under_pipeline_parallelism_and_a_critic_does_not() -> None:
-    base = config(kl="k3", kl_coef=0.1)
-    parallel = replace(base.trainer.parallel, pp=2)
-    trainer = replace(base.trainer, parallel=parallel)
-    check_algorithm(replace(base, trainer=trainer))
-    with pytest.raises(ConfigError, match=r"trainer.parallel .*critic"):
-        check_algorithm(replace(config(advantage="gae"), trainer=trainer))
-
-
 PAIRS = {
     "advantage": "online_dpo",
     "objective": "reinforce",
@@ -153,9 +147,20 @@ def test_online_dpo_is_refused_where_its_gradient_would_be_another() -> None:
         check_algorithm(several)
 
 
-def test_a_critic_is_refused_under_tensor_parallelism() -> None:
-    base = config(advantage="gae")
-    check_algorithm(base)
-    parallel = replace(base.trainer.parallel, tp=2, etp=2)
-    with pytest.raises(ConfigError, match=r"trainer.parallel.tp .*critic"):
-        check_algorithm(replace(base, trainer=replace(base.trainer, parallel=parallel)))
+def test_a_kl_inside_the_reward_needs_a_reference_and_a_pass_before_the_step() -> None:
+    assert needed(AlgorithmConfig(advantage="reinforce_pp")) == set()
+    inside = AlgorithmConfig(advantage="reinforce_pp", reward_kl_coef=0.1)
+    assert needed(inside) == {"reference", "proximal_pass"}
+    assert frozen_models(replace(config(), algorithm=inside)) == {"reference": ""}
+    check_algorithm(replace(config(), algorithm=inside))
+    with pytest.raises(ConfigError, match=r"reward_kl_coef .*gae, reinforce_pp would"):
+        check_algorithm(config(advantage="grpo_mean", reward_kl_coef=0.1))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"advantage": "gae"}, {"kl": "k3", "kl_coef": 0.1}], ids=["critic", "reference"]
+)
+def test_a_second_model_takes_any_layout(algorithm: dict[str, Any]) -> None:
+    base = config(**algorithm)
+    parallel = replace(base.trainer.parallel, tp=2, etp=2, pp=2, cp=2, vpp=2)
+    check_algorithm(replace(base, trainer=replace(base.trainer, parallel=parallel)))

@@ -110,9 +110,9 @@ class BadScorer(StubScorer):
         self.bad, self.times = bad, times
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
-        scores = await super().score(prompt, episodes, texts)
+        scores = await super().score(prompt, episodes, said)
         if self.times == 0:
             return scores
         self.times -= 1
@@ -156,11 +156,13 @@ def test_a_scorer_that_hangs_drops_its_group(
             super().__init__()
             self.times = 1
 
-        async def score(self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]):
+        async def score(
+            self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        ):
             if self.times:
                 self.times -= 1
                 await asyncio.sleep(60)
-            return await super().score(prompt, episodes, texts)
+            return await super().score(prompt, episodes, said)
 
     async def body() -> None:
         task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.1)

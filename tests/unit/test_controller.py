@@ -142,7 +142,7 @@ class StubScorer:
         self.error = error
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         if self.error:
             raise self.error
@@ -358,7 +358,7 @@ class EqualFor(StubScorer):
         self.equal = equal
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         return [Score(0.0 if self.equal(prompt.index) else float(i)) for i in range(len(episodes))]
 
@@ -396,11 +396,11 @@ class FailsFor(StubScorer):
         self.fails = fails
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         if self.fails(prompt.index):
             raise ScoreError(f"prompt {prompt.index}: no answer within 10 s")
-        return await super().score(prompt, episodes, texts)
+        return await super().score(prompt, episodes, said)
 
 
 def test_scoring_failures_can_be_dropped_and_are_counted(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def scorer() -> Iterator[ProcessScorer]:
 
 def score_each(scorer: ProcessScorer, *texts: str) -> list[Score | ScoreError]:
     episodes = [Episode(f"4.{idx}", ()) for idx in range(len(texts))]
-    return asyncio.run(scorer.score_each(PROMPT, episodes, texts))
+    return asyncio.run(scorer.score_each(PROMPT, episodes, [[text] for text in texts]))
 
 
 def test_scores_in_order_with_the_extra_fields(scorer: ProcessScorer) -> None:
@@ -49,7 +49,26 @@ def test_process_rewards_and_errors() -> None:
         steps.close()
     assert whole == Score(1.0, text_steps=((1, 1.0), (2, -1.0), (3, 1.0), (4, 0.0)), errors=1.0)
     assert "steps that end at characters [1, 2, 99] of 2" in str(beyond)
-    assert "it has ?; use reward, steps and errors" in str(unknown)
+    assert "it has ?; use reward, steps, turns and errors" in str(unknown)
+
+
+def test_rewards_of_turns() -> None:
+    task = TaskConfig(
+        name="jsonl",
+        reward="tests.data.rewards_for_tests:by_turns",
+        environment="check_digits",
+        max_turns=3,
+    )
+    turns = ProcessScorer(task, workers=1, timeout_s=5.0)
+    try:
+        said = [["1", "2.5"], ["3"], ["1", "few"]]
+        episodes = [Episode(f"4.{idx}", ()) for idx in range(3)]
+        two, one, few = asyncio.run(turns.score_each(PROMPT, episodes, said))
+    finally:
+        turns.close()
+    assert two == Score(3.5, turns=(1.0, 2.5))
+    assert one == Score(3.0, turns=(3.0,))
+    assert "has rewards for 1 of 2 turns" in str(few)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +97,15 @@ def test_a_failure_is_an_error_of_that_response_alone(
 def test_score_raises_what_score_each_reports(scorer: ProcessScorer) -> None:
     episodes = [Episode("4.0", ()), Episode("4.1", ())]
     with pytest.raises(ScoreError, match="non-finite reward"):
-        asyncio.run(scorer.score(PROMPT, episodes, ["1", "nan"]))
-    assert asyncio.run(scorer.score(PROMPT, episodes, ["1", "2"])) == [Score(1.25), Score(2.25)]
+        asyncio.run(scorer.score(PROMPT, episodes, [["1"], ["nan"]]))
+    assert asyncio.run(scorer.score(PROMPT, episodes, [["1"], ["2"]])) == [Score(1.25), Score(2.25)]
 
 
 def test_a_hung_worker_is_replaced_and_the_loop_goes_on(scorer: ProcessScorer) -> None:
     async def run() -> tuple[int, list[Score | ScoreError]]:
         ticks, scored = (
             0,
-            asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], ["hang"])),
+            asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], [["hang"]])),
         )
         while not scored.done():
             await asyncio.sleep(0.01)
@@ -113,11 +132,11 @@ def test_rewards_run_in_the_main_thread_of_another_process(scorer: ProcessScorer
 def test_math_verify_works_inside_a_worker() -> None:
     scorer = ProcessScorer(TaskConfig(name="jsonl", reward="math_verify"), 1, 20.0)
     prompt = Prompt(0, (1,), "", "\\frac{1}{2}", {})
-    texts = ["so it is 0.5", "$\\frac{2}{4}$", "2", "no idea"]
+    said = [["so it is 0.5"], ["$\\frac{2}{4}$"], ["2"], ["no idea"]]
     episodes = [Episode("", ())] * 4
-    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes, texts))]
+    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes, said))]
     unreadable = asyncio.run(
-        scorer.score_each(Prompt(1, (1,), "", "", {}), [Episode("", ())], ["1"])
+        scorer.score_each(Prompt(1, (1,), "", "", {}), [Episode("", ())], [["1"]])
     )
     scorer.close()
     assert rewards == [1.0, 1.0, 0.0, 0.0]
@@ -126,8 +145,8 @@ def test_math_verify_works_inside_a_worker() -> None:
 
 def test_close_leaves_no_worker_even_while_one_hangs() -> None:
     async def run() -> list[psutil.Process]:
-        (score,) = await scorer.score(PROMPT, [Episode("", ())], ["pid"])
-        hung = asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], ["hang"]))
+        (score,) = await scorer.score(PROMPT, [Episode("", ())], [["pid"]])
+        hung = asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], [["hang"]]))
         await asyncio.sleep(0.1)
         worker = psutil.Process(int(score.reward))
         assert worker.is_running()
@@ -147,9 +166,9 @@ def test_workers_end_when_their_parent_is_killed() -> None:
         "if __name__ == '__main__':\n"
         "    scorer = ProcessScorer(TASK, 1, 60.0)\n"
         "    async def run():\n"
-        "        (s,) = await scorer.score(PROMPT, [Episode('', ())], ['pid'])\n"
+        "        (s,) = await scorer.score(PROMPT, [Episode('', ())], [['pid']])\n"
         "        print(int(s.reward), flush=True)\n"
-        "        await scorer.score(PROMPT, [Episode('', ())], ['hang'])\n"
+        "        await scorer.score(PROMPT, [Episode('', ())], [['hang']])\n"
         "    asyncio.run(run())\n"
     )
     parent = subprocess.Popen(

@@ -18,7 +18,7 @@ from moerl.data.rewards import make_reward
 from moerl.data.tasks import PromptStream, load_tokenizer, response_text
 from moerl.data.tiny_model import make_tiny_model, make_tokenizer
 from moerl.errors import ConfigError, ModelError, MoerlError
-from moerl.types import Prompt
+from moerl.types import Prompt, Score
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +162,7 @@ def test_a_prompt_that_is_too_long_or_empty_is_refused_at_once(
 
 # --- rewards -------------------------------------------------------------------------------------
 def reward_of(task: TaskConfig, answer: object, response: str, **extra: object) -> float:
-    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), response).reward
+    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), [response]).reward
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,14 @@ def reward_of(task: TaskConfig, answer: object, response: str, **extra: object) 
 )
 def test_sort_digits_pays_for_right_positions(response: str, reward: float) -> None:
     assert reward_of(TaskConfig(), "1234", response) == reward
+
+
+def test_turn_gains_pay_each_turn_for_what_it_is_better() -> None:
+    task = TaskConfig(reward="turn_gains", environment="check_digits", max_turns=3)
+    prompt = Prompt(0, (1,), "prompt", "1234", {})
+    score = make_reward(task)(prompt, ["1243", "4321", "1234"])
+    assert score == Score(1.0, turns=(0.5, -0.5, 1.0))
+    assert make_reward(task)(prompt, ["1234"]) == Score(1.0, turns=(1.0,))
 
 
 def test_sort_digits_answers_are_sorted(tokenizer: Any) -> None:
@@ -185,9 +193,9 @@ def test_reasoning_gym_uses_its_own_verifier(tokenizer: Any) -> None:
     reward, stream = make_reward(task), PromptStream(task, tokenizer, 11)
     for index in (0, 700, 3):
         prompt = stream.prompt(index)
-        assert reward(prompt, prompt.answer).reward == 1.0
-        assert reward(prompt, f"well, <answer>{prompt.answer}</answer>").reward == 1.0
-        assert reward(prompt, f"{prompt.answer}9").reward < 1.0
+        assert reward(prompt, [prompt.answer]).reward == 1.0
+        assert reward(prompt, [f"well, <answer>{prompt.answer}</answer>"]).reward == 1.0
+        assert reward(prompt, [f"{prompt.answer}9"]).reward < 1.0
     json.dumps(prompt.extra)  # plain data: it travels
 
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # One trainer node of a run: torchrun with this cluster's rendezvous, devices and network cards.
 #
-# usage: tools/launch/torchrun.sh RUN_DIR INDEX         (INDEX: this node among the trainer nodes)
+# usage: tools/launch/torchrun.sh RUN_DIR INDEX [GANG]
+#   INDEX: this node among those of the gang; GANG: trainer (default), or frozen: reference and
+#   teacher on ranks of their own
 #
 # The run directory is on a file system that all nodes mount.  Everything else (nodes, ranks, ports,
 # interface, RDMA cards, restarts) comes from its config.yaml; the controller's address and the run's

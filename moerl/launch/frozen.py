@@ -1,0 +1,52 @@
+"""The frozen gang (reference and teacher on ranks of their own) as its supervisor sees it.
+
+It has no state, so it is simply started again: what it owed is asked for once more.
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+from moerl.errors import TrainerError
+from moerl.launch.plan import FROZEN, GANG, RunPlan, frozen_command, frozen_environment
+from moerl.launch.processes import end_descendants, ending_of, last_error
+
+_GRACE_S = 2.0
+
+
+class FrozenRanks:
+    """One torchrun gang at a time; the caller watches `death` and calls `start` again."""
+
+    def __init__(self, plan: RunPlan, endpoint: str) -> None:
+        self.starts = 0
+        self._plan, self._endpoint = plan, endpoint
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the gang; whatever an earlier one left is ended first."""
+        if self.starts:
+            end_descendants(_GRACE_S, mark=(GANG, FROZEN))
+        plan = self._plan
+        with (plan.run.logs / "frozen.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                frozen_command(plan, self._endpoint, self.starts),
+                env=frozen_environment(plan),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.starts += 1
+
+    @property
+    def pid(self) -> int | None:
+        """Of torchrun, while it lives."""
+        return None if self._process is None else self._process.pid
+
+    def death(self) -> TrainerError | None:
+        """Why the gang died, said once; None while it works and after it ended well."""
+        code = None if self._process is None else self._process.poll()
+        if not code:
+            return None
+        self._process = None
+        cause = last_error(self._plan.run.logs / "frozen.log")
+        return TrainerError(f"the frozen gang ended with {ending_of(code)}: {cause}")

@@ -1,0 +1,77 @@
+"""Which finished groups wait for reference and teacher, where those have ranks of their own.
+
+Scores depend on a record and on frozen weights, not on the policy's version, so a group is scored
+as soon as it is ready, while the trainer steps on an earlier batch; a plan leaves the controller
+when all of its rows are scored.  Nothing of this is journalled: a controller or a gang that starts
+again scores once more, to the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from moerl.config import Config
+from moerl.config.algorithms import frozen_models
+from moerl.data.batching import plan_batch
+from moerl.data.frozen import check_scores
+from moerl.protocols import Scored
+from moerl.rollout.buffer import GroupBuffer
+from moerl.types import BatchPlan, EpisodeGroup, FrozenScores, PolicyVersion
+
+Planned = dict[int, list[EpisodeGroup]]  # step -> groups
+
+
+class FrozenLine:
+    """Scores of the groups that are ready or planned, by rollout."""
+
+    def __init__(self, config: Config, buffer: GroupBuffer, planned: Planned) -> None:
+        """planned: the controller's own, which it keeps up to date."""
+        self.start = -1  # of the gang that asked last
+        self._config, self._buffer, self._planned = config, buffer, planned
+        self._roles = frozen_models(config) if config.frozen.ranks == "own" else {}
+        self._known: dict[str, FrozenScores] = {}
+
+    def waits(self, groups: Iterable[EpisodeGroup]) -> list[EpisodeGroup]:
+        """Those with a rollout that is not scored; none where the trainer scores for itself."""
+        if not self._roles:
+            return []
+        return [g for g in groups if any(r.rollout_id not in self._known for r in g.rollouts())]
+
+    def next(self, dp_size: int) -> BatchPlan | None:
+        """At most a batch of groups to score, those that train next first; None: all are scored."""
+        limit = self._config.rollout.groups_per_step
+        groups = self.waits(self._live())[:limit]
+        if not groups:
+            return None
+        trainer = self._config.trainer
+        return plan_batch(
+            self._buffer.next_step,
+            PolicyVersion(0, self._buffer.next_step),
+            groups,
+            dp_size=dp_size,
+            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+            packed=trainer.packing,
+        )
+
+    def add(self, message: Scored) -> None:
+        """Keep what was scored; groups that have left meanwhile are forgotten.
+
+        Raises RecordError when scores do not fit their rollout.
+        """
+        live = {r.rollout_id: r for group in self._live() for r in group.rollouts()}
+        for scores in message.scores:
+            if (rollout := live.get(scores.rollout_id)) is not None:
+                check_scores(scores, rollout, self._roles)
+                self._known[scores.rollout_id] = scores
+        self._known = {name: scores for name, scores in self._known.items() if name in live}
+
+    def with_scores(self, plan: BatchPlan) -> BatchPlan:
+        """The plan with its scores by row, where there are frozen ranks."""
+        if not self._roles:
+            return plan
+        return replace(plan, frozen=tuple(self._known[r.rollout_id] for r in plan.rollouts()))
+
+    def _live(self) -> Sequence[EpisodeGroup]:
+        planned = [group for step in sorted(self._planned) for group in self._planned[step]]
+        return [*planned, *self._buffer.ready()]

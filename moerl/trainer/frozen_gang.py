@@ -1,0 +1,113 @@
+"""Reference and teacher on ranks of their own: take records, score them, say so, until the end.
+
+A second gang beside the trainer's, with a layout of its own (`frozen.parallel`).  It asks the
+controller for groups that are finished and not scored, the next to be trained first, so that the
+batch after the one in training is scored when the trainer asks for it.  It holds no state: killed
+and started again, it asks for what is still missing.
+
+Models, packing and the replay of kept sets are those of the form inside the trainer
+(`moerl.trainer.frozen_policy`), so both give equal numbers.  Each set of scores carries the digest
+of its record (`moerl.data.frozen`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from moerl.config.schema import Config
+from moerl.data.frozen import basis_of, record_digest
+from moerl.data.packing import by_row
+from moerl.errors import TrainerError
+from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords, decode, encode
+from moerl.trace import Tracer
+from moerl.trainer.client import ControllerClient
+from moerl.trainer.frozen_policy import open_policies
+from moerl.trainer.gang import REPLY_SLACK_S, Post
+from moerl.trainer.hf_folder import HfFolder
+from moerl.trainer.parallel import Parallel
+from moerl.trainer.schedule import Batches
+from moerl.types import Array, BatchPlan, FrozenScores
+
+_ASK_S = 20.0  # longest wait for records in one question
+
+
+def own_layout(config: Config) -> Config:
+    """The configuration as the frozen gang builds and packs with it."""
+    return replace(config, trainer=replace(config.trainer, parallel=config.frozen.parallel))
+
+
+class FrozenGang:
+    """One rank of the gang."""
+
+    def __init__(self, config: Config, post: Post, parallel: Parallel) -> None:
+        """config: `own_layout`.  Raises ConfigError when a model cannot be built."""
+        self.config, self.post, self.parallel = config, post, parallel
+        self.tracer = Tracer(post.run.trace, f"frozen-{parallel.rank}")
+        vocab_size = HfFolder(config.model.path).spec.vocab_size
+        with self.tracer.span("load"):
+            self.policies = open_policies(config, vocab_size, parallel)
+        self.basis = basis_of(config)
+        self.client: ControllerClient | None = None
+        if parallel.is_first:
+            self.client = ControllerClient(
+                post.controller, post.token, timeout_s=config.trainer.step_timeout_s
+            )
+
+    def run(self) -> None:
+        """Score until the controller says stop."""
+        while (plan := self._take()) is not None:
+            with self.tracer.span("score", step=plan.step, groups=len(plan.groups)):
+                scored = Scored(tuple(self.score(plan)))
+            if self.client is not None:
+                self.client.expect(scored, Ok)
+        dist.barrier(self.parallel.control)
+
+    def score(self, plan: BatchPlan) -> list[FrozenScores]:
+        """One set of scores per row of the plan, collective; on the first rank."""
+        batches = Batches(plan, self.config, self.parallel, self.post.blobs)
+        mine = {
+            role: by_row(plan, self.parallel.dp_rank, policy.logprobs(batches))
+            for role, policy in self.policies.items()
+        }
+        size = self.parallel.world_size if self.parallel.is_first else 0
+        every: list[dict[str, dict[int, Array]]] = [{} for _ in range(size)]
+        dist.gather_object(mine, every or None, group=self.parallel.control)
+        if not every:
+            return []
+        found = {
+            role: {idx: values for part in every for idx, values in part[role].items()}
+            for role in self.policies
+        }
+        return [
+            FrozenScores(
+                rollout.rollout_id,
+                record_digest(rollout, self.basis),
+                {role: values[idx] for role, values in found.items()},
+            )
+            for idx, rollout in enumerate(plan.rollouts())
+        ]
+
+    def _take(self) -> BatchPlan | None:
+        """Records on every rank, or None when the run is over."""
+        while isinstance(message := self._ask(), Ok):
+            pass
+        if isinstance(message, Stop):
+            return None
+        if not isinstance(message, Plan):
+            raise TrainerError(f"TakeRecords was answered with {type(message).__name__}")
+        return message.plan
+
+    def _ask(self) -> Message:
+        """The controller's reply to TakeRecords, on every rank."""
+        holder: list[bytes | None] = [None]
+        with self.tracer.span("wait"):
+            if self.client is not None:
+                ask = TakeRecords(self.post.incarnation, self.parallel.dp_size, _ASK_S)
+                # the controller may die and come back meanwhile, and engines start slowly
+                limit_s = self.config.trainer.step_timeout_s + REPLY_SLACK_S
+                holder = [encode(self.client.ask(ask, limit_s))]
+            dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
+        assert holder[0] is not None, "rank 0 passes the controller's reply on"
+        return decode(holder[0])

@@ -1,0 +1,130 @@
+"""Reference and teacher on ranks of their own give the numbers of those inside the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_controller import FakeController
+from trainer_support import ROOT, make_model, make_plan, torchrun
+
+from moerl.blob.store import BlobStore
+from moerl.config.load import save_config
+from moerl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    FrozenConfig,
+    ModelConfig,
+    ParallelConfig,
+    ReplayConfig,
+    TrainerConfig,
+)
+from moerl.protocols import Scored, encode
+from moerl.rundir import RunDir
+
+GATE = 1e-5  # fp32, another layout: other orders of summation
+LAYOUTS = {
+    "stages": ParallelConfig(pp=2),
+    "tensor": ParallelConfig(tp=2, etp=2),
+    "data": ParallelConfig(dp=2, ep=2),
+    "context": ParallelConfig(cp=2, ep=2),
+    "one": ParallelConfig(),
+}
+
+
+def _scored(root: Path, models: list[Path], layout: ParallelConfig) -> tuple[RunDir, Scored]:
+    """What a frozen gang of this layout says of a plan that is cut for it."""
+    student, reference, teacher = map(str, models)
+    run = RunDir(root / "run")
+    run.create()
+    config = Config(
+        model=ModelConfig(path=student),
+        trainer=TrainerConfig(parallel=ParallelConfig(dp=2, ep=2), step_timeout_s=60.0),
+        replay=ReplayConfig(routing="off"),
+        algorithm=AlgorithmConfig(
+            advantage="none",
+            kl="unbiased",
+            kl_coef=0.5,
+            reference=reference,
+            distill_coef=1.0,
+            teacher=teacher,
+        ),
+        frozen=FrozenConfig(ranks="own", parallel=layout),
+    )
+    save_config(config, run.config)
+    store = BlobStore(root / "blobs", "n0")
+    controller = FakeController("token", lambda step: None)
+    controller.records = [make_plan(store, dp_size=layout.dp)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(layout.world_size), "-m", "moerl.trainer.main", "--frozen"]
+    command += ["--run-dir", str(run.root), "--controller", controller.endpoint]
+    command += ["--blob-dir", str(store.root), "--blob-node", "n0"]
+    environment = os.environ | {
+        "MOERL_TOKEN": "token",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+    }
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=150, check=False
+        )
+    finally:
+        controller.close()
+    assert done.returncode == 0, done.stderr[-4000:]
+    (scored,) = controller.scored
+    return run, scored
+
+
+def _compared(root: Path, models: list[Path], layout: ParallelConfig) -> dict[str, Any]:
+    run, scored = _scored(root, models, layout)
+    path = root / "scored.msgpack"
+    path.write_bytes(encode(scored))
+    arguments = [f"--run-dir={run.root}", f"--scored={path}", f"--work={root / 'work'}"]
+    output = torchrun(2, [str(ROOT / "tests" / "multi" / "frozen_ranks.py"), *arguments])
+    return json.loads(output.split("FOUND ")[1].splitlines()[0])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("frozen")
+    return [make_model(root / f"model{seed}", seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> dict[str, Any]:
+    return _compared(tmp_path_factory.mktemp("stages"), models, LAYOUTS["stages"])
+
+
+def _check_equal(found: dict[str, Any]) -> None:
+    for role in ("reference", "teacher"):
+        assert found["gaps"][f"{role}/{role}"] <= GATE, found["gaps"]
+    assert found["gaps"]["reference/teacher"] > 1000 * GATE, "control: another model misses"
+    for name, value in found["inside"].items():
+        assert found["outside"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert found["inside"]["loss/kl_ref_k3"] > 0.01
+    assert found["inside"]["loss/grad_norm"] > 0.01
+
+
+def test_own_ranks_give_the_numbers_of_the_trainers(found: dict[str, Any]) -> None:
+    _check_equal(found)
+
+
+def test_scores_of_another_record_or_model_are_refused(found: dict[str, Any]) -> None:
+    assert found["refused"] == {
+        "swapped": "frozen_record",
+        "absent": "frozen_rows",
+        "other model": "frozen_record",
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "stages"])
+def test_every_layout_of_the_gang_gives_them(name: str, tmp_path: Path, models: list[Path]) -> None:
+    _check_equal(_compared(tmp_path, models, LAYOUTS[name]))

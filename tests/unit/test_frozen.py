@@ -1,0 +1,358 @@
+"""Reference and teacher on ranks of their own: what is scored when, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moerl.blob.store import BlobStore
+from moerl.config import load_config, resolve
+from moerl.config.checks import check
+from moerl.config.clusters import placement
+from moerl.config.schema import AlgorithmConfig, Config, FrozenConfig, ModelConfig
+from moerl.data.batching import plan_batch
+from moerl.data.frozen import basis_of, received, record_digest
+from moerl.data.packing import by_microbatch, by_row
+from moerl.errors import ConfigError, ProtocolError, RecordError
+from moerl.launch.commands import node_commands, torchrun
+from moerl.launch.dry_run import describe, process_table
+from moerl.launch.prepare import _check_frozen
+from moerl.launch.slurm_job import plan as slurm_plan
+from moerl.layout import model_spec
+from moerl.protocols import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
+from moerl.types import BatchPlan, FrozenScores, PolicyVersion, Rollout
+from tests.data.plans import group, make_rollout
+from tests.unit.test_controller import CONFIG, StubEngine, make, publish, running, train
+
+OWN = (
+    "deepseek-v32",
+    ("frozen.ranks=own", "frozen.parallel.pp=2"),
+)
+
+
+# --- the controller ------------------------------------------------------------------------------
+def with_frozen(tmp_path: Path) -> Config:
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
+    shape |= {"num_experts_per_tok": 2, "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 10, "moe_intermediate_size": 8}
+    shape |= {"intermediate_size": 8, "max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps(shape))
+    return replace(
+        CONFIG,
+        model=ModelConfig(path=str(model)),
+        algorithm=AlgorithmConfig(kl="k3", kl_coef=0.1),
+        frozen=FrozenConfig(ranks="own"),
+    )
+
+
+def scores_of(plan: BatchPlan, config: Config) -> Scored:
+    """As a frozen gang answers: each number says which rollout it belongs to."""
+    basis = basis_of(config)
+    return Scored(
+        tuple(
+            FrozenScores(
+                rollout.rollout_id,
+                record_digest(rollout, basis),
+                {"reference": _numbers(rollout)},
+            )
+            for rollout in plan.rollouts()
+        )
+    )
+
+
+def _numbers(rollout: Rollout) -> np.ndarray:
+    group, sibling = rollout.rollout_id.split(".")[:2]
+    return np.full(rollout.num_sampled, -int(group) - 0.1 * int(sibling), np.float32)
+
+
+def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = with_frozen(tmp_path)
+        controller, _ = make(tmp_path, StubEngine(), config)
+
+        async def score() -> list[int]:
+            reply = await controller.handle(TakeRecords(0, 1, 5.0))
+            assert isinstance(reply, Plan), reply
+            await controller.handle(scores_of(reply.plan, config))
+            return [group.group_id for group in reply.plan.groups]
+
+        async def work() -> None:
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            asking = asyncio.create_task(controller.handle(TakePlan(0, 5.0)))
+            await asyncio.sleep(0.05)
+            assert not asking.done(), "a plan leaves with its scores, or not at all"
+            first = [*await score(), *(await score() if not asking.done() else [])]
+            reply = await asking
+            assert isinstance(reply, Plan)
+            ids = [group.group_id for group in reply.plan.groups]
+            assert set(ids) <= set(first)
+            found = received(reply.plan, config)["reference"]
+            for rollout, values in zip(reply.plan.rollouts(), found, strict=True):
+                assert values == pytest.approx(_numbers(rollout)), rollout.rollout_id
+            ahead = await score()  # step 0 is still in training
+            assert not set(ahead) & set(ids)
+            await controller.handle(StepDone(0, PolicyVersion(0, 1), {}, ""))
+            await publish(controller, PolicyVersion(0, 1))
+            while controller._frozen.waits(controller._frozen._live()):
+                await score()
+            second = await controller.handle(TakePlan(1, 5.0))
+            assert isinstance(second, Plan)
+            assert received(second.plan, config)
+
+        await running(controller, work())
+
+    asyncio.run(body())
+
+
+def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = with_frozen(tmp_path)
+        controller, reports = make(tmp_path, StubEngine(), config)
+
+        async def gang() -> int:
+            start, plans = 0, 0
+            while not isinstance(
+                reply := await controller.handle(TakeRecords(start, 1, 5.0)), Stop
+            ):
+                if isinstance(reply, Plan):
+                    start, plans = 1, plans + 1  # the first one dies with its records
+                    if plans > 1:
+                        await controller.handle(scores_of(reply.plan, config))
+            return plans
+
+        async def work() -> None:
+            scoring = asyncio.create_task(gang())
+            await train(controller, 4)
+            assert await scoring > 1
+            assert controller.status()["frozen/start"] == 1.0
+
+        await running(controller, work())
+        assert len(reports) == 4
+        assert all(report.metrics["frozen/wait_s"] >= 0 for report in reports)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda values: {"reference": values[:-1]}, "frozen_length"),
+        (lambda values: {"reference": values.astype(np.float64)}, "frozen_length"),
+        (lambda values: {"reference": values * np.nan}, "frozen_finite"),
+        (lambda values: {"teacher": values}, "frozen_roles"),
+        (lambda values: {}, "frozen_roles"),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(
+    tmp_path: Path, spoil: Callable[[np.ndarray], dict[str, np.ndarray]], reason: str
+) -> None:
+    async def body() -> None:
+        config = with_frozen(tmp_path)
+        controller, _ = make(tmp_path, StubEngine(), config)
+
+        async def work() -> None:
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            reply = await controller.handle(TakeRecords(0, 1, 5.0))
+            assert isinstance(reply, Plan)
+            scored = scores_of(reply.plan, config)
+            bad = [replace(s, logprobs=spoil(s.logprobs["reference"])) for s in scored.scores]
+            with pytest.raises(RecordError, match=reason):
+                await controller.handle(Scored(tuple(bad)))
+            assert await controller.handle(scored) == Ok(), "control"
+
+        await running(controller, work())
+
+    asyncio.run(body())
+
+
+def test_a_plan_that_nobody_scores_is_an_error_in_time(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(), with_frozen(tmp_path))
+
+        async def work() -> None:
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            with pytest.raises(ProtocolError, match="not scored by the frozen ranks"):
+                await controller.handle(TakePlan(0, 0.3))
+
+        await running(controller, work())
+
+    asyncio.run(body())
+
+
+# --- the record ----------------------------------------------------------------------------------
+def a_plan(root: Path, *, dp_size: int = 1) -> BatchPlan:
+    store = BlobStore(root / "blobs", "n0")
+    groups = [
+        group(
+            index,
+            [make_rollout(store, f"{index}.{i}", 3 + i, 4 + 2 * i, seed=i) for i in range(4)],
+            [0.0, 1.0, 0.0, 1.0],
+        )
+        for index in range(2)
+    ]
+    return plan_batch(0, PolicyVersion(0, 3), groups, dp_size=dp_size, max_tokens_per_microbatch=40)
+
+
+def test_the_digest_covers_everything_that_scores_depend_on(tmp_path: Path) -> None:
+    plan = a_plan(tmp_path)
+    rollout = plan.rollouts()[0]
+    config = with_frozen(tmp_path)
+    want = record_digest(rollout, basis_of(config))
+    ids, mask = rollout.token_ids.copy(), rollout.loss_mask.copy()
+    ids[-1] += 1
+    mask[-1] = False
+    other = plan.rollouts()[2]  # of another length
+    changed = [
+        replace(rollout, rollout_id="x"),
+        replace(rollout, token_ids=ids),
+        replace(rollout, loss_mask=mask),
+        replace(rollout, sampling=replace(rollout.sampling, temperature=0.5)),
+        replace(rollout, sampling_mask=other.sampling_mask),
+        replace(rollout, sampling_mask=()),
+    ]
+    digests = {record_digest(r, basis_of(config)) for r in changed}
+    bf16 = replace(config, trainer=replace(config.trainer, dtype="bf16"))
+    bare = replace(config, replay=replace(config.replay, sampling_mask=False))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shape = json.loads((tmp_path / "model" / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(shape | {"num_experts_per_tok": 1}))
+    routers = replace(config, algorithm=replace(config.algorithm, reference=str(copy)))
+    digests |= {record_digest(rollout, basis_of(c)) for c in (bf16, bare, routers)}
+    assert len(digests) == len(changed) + 3
+    assert want not in digests
+    same = replace(rollout, logprobs=rollout.logprobs - 1, routing=(), engine=7)
+    assert record_digest(same, basis_of(config)) == want, "the student's own numbers do not matter"
+
+
+def test_by_microbatch_is_the_inverse_of_by_row(tmp_path: Path) -> None:
+    plan = a_plan(tmp_path, dp_size=2)
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=r.num_sampled).astype(np.float32) for r in plan.rollouts()]
+    assert plan.num_microbatches > 1
+    seen = {}
+    for rank in range(2):
+        found = by_microbatch(plan, rank, values, plan.num_microbatches + 1)
+        assert all(part.dtype == torch.float32 for part in found.values())
+        assert not len(found[plan.num_microbatches]), "padding of the interleaved schedule"
+        seen |= by_row(plan, rank, found)
+    assert sorted(seen) == list(range(len(values)))
+    assert all((seen[idx] == values[idx]).all() for idx in seen)
+
+
+# --- the configuration ---------------------------------------------------------------------------
+def test_own_ranks_are_placed_printed_and_counted() -> None:
+    config = resolve(load_config(*OWN))
+    check(config)
+    placed = placement(config)
+    assert [seat.ranks for seat in placed.frozen] == [(0, 1)]
+    assert "reference: tp 1 pp 2" in process_table(config, placed)
+    text = describe(config, ("deepseek-v32",))
+    assert "moerl.trainer.main" in text
+    assert "--frozen" in text
+    assert "memory of a frozen rank" in text
+    plain = resolve(load_config("deepseek-v32"))
+    assert not placement(plain).frozen
+    assert "others" in describe(plain, ()), "the reference on the trainer's ranks is counted"
+    assert "others" not in describe(resolve(load_config("grpo")), ())
+
+
+def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with_frozen(tmp_path)  # leaves a model folder
+    student = model_spec(json.loads((tmp_path / "model" / "config.json").read_text()))
+    _check_frozen("algorithm.teacher", str(tmp_path / "model"), student)
+    for name, change, said in (
+        ("unknown", {"model_type": "mamba"}, "known families"),
+        ("foreign", {"vocab_size": 11}, "must share a tokenizer"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        shape = json.loads((tmp_path / "model" / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(shape | change))
+        with pytest.raises(ConfigError, match=rf"algorithm\.teacher .*{said}"):
+            _check_frozen("algorithm.teacher", str(folder), student)
+
+
+def test_own_ranks_get_gpus_that_nobody_has() -> None:
+    settings = ("cluster=node8", "engine.tp=1", *OWN[1], "trainer.parallel={dp: 4, ep: 4}")
+    placed = placement(resolve(load_config("deepseek-v32", settings)))
+    seats = (*placed.engines, *placed.trainers, *placed.frozen)
+    assert [d for seat in seats for d in seat.devices] == list(range(8))
+    with pytest.raises(ConfigError, match=r"frozen\.parallel"):
+        placement(resolve(load_config("deepseek-v32", (*settings, "frozen.parallel.dp=2"))))
+
+
+def test_a_cluster_starts_the_gang_on_its_own_port() -> None:
+    hosts = (
+        "cluster=hosts",
+        "cluster.nodes.engine.hosts=[10.9.0.1]",
+        "cluster.nodes.trainer.hosts=[10.9.0.2,10.9.0.3]",
+        "run.root=/r",
+        "run.name=a",
+    )
+    config = resolve(load_config("deepseek-v32", (*hosts, *OWN[1])))
+    check(config)
+    placed = placement(config)
+    assert [(s.node.address, s.ranks) for s in placed.frozen] == [
+        ("10.9.0.2", (0,)),
+        ("10.9.0.3", (1,)),
+    ]
+    lines = node_commands(config, placed, ())
+    assert lines["trainer-1"] == [
+        "tools/launch/torchrun.sh /r/a 1",
+        "tools/launch/torchrun.sh /r/a 1 frozen",
+    ]
+    command = torchrun(config, placed, placed.frozen[1], gang="frozen")
+    assert command[-1] == "--frozen"
+    assert "10.9.0.2:17104" in command
+    assert "a-frozen" in command
+    trainer = torchrun(config, placed, placed.trainers[1])
+    assert "10.9.0.2:17103" in trainer
+    assert "--frozen" not in trainer
+
+
+def test_slurm_gives_the_gang_its_nodes() -> None:
+    settings = ["deepseek-v32", "cluster=slurm", "model.path=configs/models/qwen3-30b-a3b"]
+    settings += ["frozen.ranks=own", "cluster.nodes.trainer.roles=[trainer]", "run.name=a"]
+    settings += ["cluster.nodes.engine.roles=[controller,engine,frozen]"]
+    settings += ["frozen.parallel={dp: 2, ep: 2}", "trainer.parallel={dp: 4, ep: 4}"]
+    lines = slurm_plan("n1,n2,n3,n4", [*settings, "run.root=/r", "--run", "a"])
+    assert [line for line in lines if line.startswith("trainer=")] == ["trainer=n3", "trainer=n4"]
+    assert [line for line in lines if line.startswith("frozen=")] == ["frozen=n1", "frozen=n2"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "field"),
+    [
+        ("grpo", ("frozen.ranks=own",), "frozen.ranks"),
+        ("deepseek-v32", ("frozen.ranks=elsewhere",), "frozen.ranks"),
+        ("deepseek-v32", ("frozen.parallel.tp=2",), "frozen.parallel"),
+        ("deepseek-v32", ("frozen.ranks=own", "frozen.parallel.tp=2"), "frozen.parallel.etp"),
+        ("deepseek-v32", ("frozen.ranks=own", "frozen.parallel.dp=0"), "frozen.parallel.dp"),
+        (
+            "deepseek-v32",
+            ("frozen.ranks=own", "cluster.nodes.all.roles=[controller,engine,trainer]"),
+            "cluster.nodes",
+        ),
+        (
+            "deepseek-v32",
+            (*OWN[1], "cluster=hosts", "cluster.ports.frozen=0")
+            + ("cluster.nodes.engine.hosts=[10.9.0.1]",)
+            + ("cluster.nodes.trainer.hosts=[10.9.0.2,10.9.0.3]",),
+            "cluster.ports.frozen",
+        ),
+        ("deepseek-v32", (*OWN[1], "cluster=kuberay"), "frozen.ranks"),
+    ],
+)
+def test_what_cannot_score_is_refused(recipe: str, settings: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
+        check(resolve(load_config(recipe, settings)))
