@@ -423,7 +423,11 @@ class Controller:
         while self._done < self.config.run.steps:
             if (plan := self._frozen.next(message.dp_size)) is not None:
                 self.admission.hold(plan.groups)  # its kept sets are about to be read
-                return Plan(plan)
+                planned = {g.group_id for groups in self._planned.values() for g in groups}
+                ready = [group for group in plan.groups if group.group_id not in planned]
+                if await self._whereabouts.drop_lost(ready):
+                    return Plan(plan)
+                continue
             if time.monotonic() > deadline:
                 return Ok()
             await self._loops.wait_change(min(1.0, message.timeout_s))

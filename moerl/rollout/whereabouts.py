@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moerl.blob import BlobStore
 from moerl.rollout.admission import Admission
@@ -45,12 +45,16 @@ class Whereabouts:
         self._patience_s = patience_s
 
     async def are_whole(self, due: list[EpisodeGroup]) -> bool:
-        """Whether this batch is due still, and its records are where its engines sealed them.
+        """Whether this batch is due still, and its records are where its engines sealed them."""
+        return await self.drop_lost(due) and self._buffer.due() == due
 
-        Groups whose records are lost are generated again.  A node that does not answer is waited
-        for once.
+    async def drop_lost(self, groups: Sequence[EpisodeGroup]) -> bool:
+        """Whether the records of these groups are where their engines sealed them.
+
+        Ready groups whose records are lost are generated again.  A node that does not answer is
+        waited for once.
         """
-        gone = await asyncio.to_thread(self._blobs.missing, uris_in(due), self._patience_s)
+        gone = await asyncio.to_thread(self._blobs.missing, uris_in(groups), self._patience_s)
         if gone:  # what else lay there is lost as well
             gone = await asyncio.to_thread(self._blobs.missing, uris_in(self._buffer.ready()))
         lost = self._buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
@@ -59,7 +63,7 @@ class Whereabouts:
             log.warning("the records of group %d are lost: it is generated again", group.group_id)
             self._ledger.dropped_lost += 1
             self._admission.forget(group)
-        return not gone and self._buffer.due() == due
+        return not gone
 
     async def leave(self, node: str, trainable: Callable[[], Iterable[EpisodeGroup]]) -> None:
         """Returns when nothing that may be trained lies on a node."""

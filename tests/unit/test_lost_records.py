@@ -16,10 +16,12 @@ import pytest
 
 from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.config.schema import SyncConfig
+from moerl.protocols import Plan, TakeRecords
 from moerl.rollout.controller import Controller
 from moerl.rollout.past import uris_of
 from moerl.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
+from tests.unit.test_frozen import with_frozen
 from tests.unit.test_membership import Trainer
 
 LOST_S = 0.3
@@ -94,6 +96,37 @@ def test_the_run_goes_on_without_them(how: str, tmp_path: Path) -> None:
         assert dropped >= 1
         named = {uri for group in trainer.groups[2:] for uri in uris_of(group)}
         assert not any(lost.node in uri for uri in named), "a plan names records that are lost"
+
+    lost, kept = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
+    try:
+        asyncio.run(body())
+    finally:
+        lost.end()
+        kept.end()
+
+
+def test_reference_ranks_are_not_given_what_is_lost(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = replace(with_frozen(tmp_path), sync=SyncConfig(timeout_s=LOST_S))
+        reader = ClusterBlobs(tmp_path / "none", "", "t")
+        more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
+        controller, _ = make(tmp_path, lost, config, **more)
+        trainer = Trainer(controller, (0, 1))
+
+        async def work() -> None:
+            await trainer.hello()
+            while not (doomed := at(controller, lost)):
+                await asyncio.sleep(0.005)
+            controller.engine_lost(0)
+            lost.end()
+            reply = await controller.handle(TakeRecords(0, 1, 20.0))
+            assert isinstance(reply, Plan)
+            named = {uri for group in reply.plan.groups for uri in uris_of(group)}
+            assert named
+            assert not any(lost.node in uri for uri in named)
+            assert not at(controller, lost), f"{doomed} are generated again"
+
+        await running(controller, work())
 
     lost, kept = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
     try:
