@@ -86,12 +86,12 @@ SETTINGS = (
     "observe.sample_rollouts=0",
     "supervision.max_restarts=0",
 )
-CHARTS = (
-    ("Reward", "reward/mean", "share of right digits", ""),
-    ("Entropy", "loss/entropy", "nats", ""),
-    ("Mismatch and staleness, k3", "mismatch/k3", "nats", "log"),
-    ("Effective sample size of sequences", "mismatch/ess_seq_frac", "share", "share"),
-    ("Gradient norm", "loss/grad_norm", "before clipping", "log"),
+CHARTS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
+    ("Reward", "reward/mean", "share of right digits", {}),
+    ("Entropy", "loss/entropy", "nats", {}),
+    ("Mismatch and staleness, k3", "mismatch/k3", "nats", {"log": True}),
+    ("Effective sample size of sequences", "mismatch/ess_seq_frac", "share", {"share": True}),
+    ("Gradient norm", "loss/grad_norm", "before clipping", {"log": True}),
 )
 
 
@@ -255,13 +255,13 @@ HEAD = (
 )
 
 
-def load(out: Path, seeds: int) -> dict[Series, list[list[Row]]]:
-    """Rows by series and seed, of the runs that are there."""
+def load(out: Path, seeds: int, steps: int) -> dict[Series, list[list[Row]]]:
+    """Rows by series and seed, of the runs that are whole."""
     found = {
         line: [
             rows
             for seed in range(seeds)
-            if (rows := read_rows(out / line.folder(seed) / "metrics.jsonl"))
+            if len(rows := read_rows(out / line.folder(seed) / "metrics.jsonl")) >= steps
         ]
         for line in SERIES
     }
@@ -304,10 +304,10 @@ def write_page(out: Path, found: Mapping[Series, list[list[Row]]]) -> Path:
             (
                 title,
                 draw_chart(
-                    Chart(f"{title}, lag {lag}", unit, lines, log), chart_rows(here, metric)
+                    Chart(f"{title}, lag {lag}", unit, lines, **axis), chart_rows(here, metric)
                 ),
             )
-            for title, metric, unit, log in CHARTS
+            for title, metric, unit, axis in CHARTS
         ]
         drawn = [(title, Markup(svg)) for title, svg in charts if svg]
         parts.append({"lag": lag, "charts": drawn})
@@ -350,9 +350,9 @@ def main() -> None:
             end_descendants(grace_s=2.0)
             shutil.rmtree(scratch, ignore_errors=True)
             shutil.rmtree(Path("/dev/shm") / scratch.name, ignore_errors=True)
-    found = load(out, arguments.seeds)
+    found = load(out, arguments.seeds, arguments.steps)
     if not found:
-        sys.exit(f"{out} holds no run")
+        sys.exit(f"{out} holds no run of {arguments.steps} steps")
     for row in (HEAD, *table(found)):
         print("  ".join(cell.ljust(26 if i == 0 else 18) for i, cell in enumerate(row)))
     print(write_page(out, found))

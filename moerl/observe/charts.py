@@ -199,7 +199,9 @@ def _draw_line(
         shown = values
     if line.band and any(line.band in row for row in rows):
         half = bands * line.band_scale
-        axes.fill_between(steps, shown - half, shown + half, color=color, alpha=0.16, linewidth=0)
+        # on decades as far below as above: value - deviation may be 0 or less
+        low = shown**2 / (shown + half) if log else shown - half
+        axes.fill_between(steps, low, shown + half, color=color, alpha=0.16, linewidth=0)
     axes.plot(steps, shown, color=color, linewidth=1.7, label=line.label, marker=marker)
     return True
 
