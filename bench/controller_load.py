@@ -59,6 +59,7 @@ from moerl.types import (
     Episode,
     Finish,
     GenerateRequest,
+    LogprobBlob,
     PolicyVersion,
     Prompt,
     RoutingBlob,
@@ -71,6 +72,7 @@ PROMPT, MEAN_TOKENS, MAX_TOKENS = 200, 800, 4000
 LAYERS, EXPERTS, TOP_K = tuple(range(48)), 128, 8
 LAG_MS, BYTES, GROWTH = 50.0, 16.0, 0.05
 FIRST = PolicyVersion(0, 0)
+_INLINE = np.zeros(0, np.float32)  # log-probabilities are sealed with the routes
 
 
 class Traffic:
@@ -103,7 +105,6 @@ class StubEngine:
         self.version, self.updated = FIRST, asyncio.Event()
         self.draw, made = random.Random(index), np.random.default_rng(index)
         self.ids = made.integers(0, 150_000, 10 * MAX_TOKENS, dtype=np.int32)
-        self.logprobs = -made.random(10 * MAX_TOKENS, dtype=np.float32)
         self.line = asyncio.Lock()  # answers of one engine arrive one after another
         self.tokens = 0
 
@@ -137,17 +138,19 @@ class StubEngine:
         self.tokens += count
         self.traffic.sampled += count
         first = request.rows_from
-        end = len(request.token_ids) + count - 1
+        end = request.num_tokens + count - 1
         at = self.draw.randrange(9 * MAX_TOKENS)
-        routing = None
+        routing = sealed = None
         if count:
             uri = f"blob://n0/{request.rollout_id}.{request.segment}.0"
             ref = BlobRef(uri, 0, "uint8", (len(LAYERS), end - first, TOP_K), "2:" + "0" * 16)
             routing = RoutingBlob(ref, first, end, version, LAYERS, EXPERTS)
+            values = BlobRef(uri, ref.num_bytes, "float32", (count,), "2:" + "0" * 16)
+            sealed = LogprobBlob(values, request.num_sampled, count)
         return Segment(
             rollout_id=request.rollout_id,
             output_ids=self.ids[at : at + count],
-            logprobs=self.logprobs[at : at + count],
+            logprobs=_INLINE,
             version=version,
             finish=Finish.STOP if done == 1.0 else Finish.ABORT,
             routing=routing,
@@ -157,6 +160,7 @@ class StubEngine:
             cached_tokens=0,
             start_s=begin,
             end_s=time.time(),
+            sealed_logprobs=sealed,
         )
 
     async def open_update(self, message: OpenUpdate) -> None:
@@ -219,7 +223,7 @@ async def train(controller: Controller, step_s: float, traffic: Traffic, until_s
     while time.monotonic() < until_s:
         reply = await controller.handle(TakePlan(step, 600.0))
         assert isinstance(reply, Plan), reply
-        traffic.bytes["plans"] += len(encode(reply))
+        traffic.bytes["plans"] += len(await asyncio.to_thread(encode, reply))
         traffic.planned += sum(
             rollout.num_sampled for group in reply.plan.groups for rollout in group.rollouts()
         )

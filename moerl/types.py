@@ -16,7 +16,7 @@ Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +25,10 @@ import numpy as np
 from moerl.errors import RecordError
 
 Array = np.ndarray
+
+
+def _no_tokens() -> Array:
+    return np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -126,6 +130,15 @@ class MaskBlob:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobBlob:
+    """Behaviour log-probabilities of consecutive sampled tokens: f32, finite, <= 0."""
+
+    values: BlobRef  # [num_tokens] float32
+    first: int  # index of the first sampled token (0..S-1)
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Run-length entry: sampled tokens from `first` (index into 0..S-1) on have this version."""
 
@@ -142,12 +155,16 @@ class Rollout:
     Set by the engine host, immutable afterwards.  `routing` tiles rows 0..T-2 without gap or
     overlap (design default `replay.rows: sampled`); `audit_rows` are the re-prefilled rows
     0..row_end of each resumed segment, kept only with `replay.audit`.
+
+    Log-probabilities of an engine are sealed like routes: then `logprobs` is empty and
+    `sealed_logprobs` tiles the sampled tokens.  `moerl.blob.ranges.read_logprobs` gives them
+    either way.
     """
 
     rollout_id: str
     token_ids: Array  # [T] i32
     loss_mask: Array  # [T] bool, True = sampled by the policy
-    logprobs: Array  # [S] f32, natural log, after temperature and truncation
+    logprobs: Array  # [S] f32, natural log, after temperature and truncation; [0] when sealed
     versions: tuple[VersionSpan, ...]
     routing: tuple[RoutingBlob, ...]  # empty for a dense model
     sampling_mask: tuple[MaskBlob, ...]  # present if and only if sampling.truncates
@@ -155,6 +172,7 @@ class Rollout:
     sampling: SamplingParams
     engine: int  # index of the engine that produced the last segment
     audit_rows: tuple[RoutingBlob, ...] = ()
+    sealed_logprobs: tuple[LogprobBlob, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -162,7 +180,7 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        return len(self.logprobs)
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def prompt_len(self) -> int:
@@ -185,15 +203,30 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
-    """Continue one sequence: the first call of a rollout, or the resumption of a partial one."""
+    """Continue one sequence: the first call of a rollout, or the resumption of a partial one.
+
+    Siblings of a call share one `prompt_ids` object, so pickling the call writes it once.
+    """
 
     rollout_id: str
     segment: int  # 0 for the first call; names the blobs, so never reused for a rollout
-    token_ids: Array  # [T'] i32: prompt and what was sampled so far
-    num_sampled: int  # sampled tokens already inside token_ids
+    tail_ids: Array  # i32: what follows prompt_ids, sampled so far or not
+    num_sampled: int  # sampled tokens at the end of token_ids
     sampling: SamplingParams  # max_new_tokens counts what is still allowed
     audit: bool = False  # also return the rows of the re-prefilled prefix
     rows_known: int = 0  # leading rows that an earlier turn recorded, under the same weights
+    prompt_ids: Array = field(default_factory=_no_tokens)  # i32: leading tokens
+
+    @property
+    def token_ids(self) -> Array:
+        """[T'] i32: prompt and what was sampled so far."""
+        if not len(self.prompt_ids):
+            return self.tail_ids
+        return np.concatenate([self.prompt_ids, self.tail_ids])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.tail_ids)
 
     @property
     def rows_from(self) -> int:
@@ -203,7 +236,7 @@ class GenerateRequest:
         already delivered rows 0..T'-2: the row of its last token is produced by the resumed call,
         under the resumed call's weights.
         """
-        return len(self.token_ids) - 1 if self.num_sampled else self.rows_known
+        return self.num_tokens - 1 if self.num_sampled else self.rows_known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,7 +249,7 @@ class Segment:
 
     rollout_id: str
     output_ids: Array  # [n] i32
-    logprobs: Array  # [n] f32, after temperature and truncation, <= 0
+    logprobs: Array  # [n] f32, after temperature and truncation, <= 0; [0] when sealed
     version: PolicyVersion
     finish: Finish  # ABORT: interrupted, to be resumed
     routing: RoutingBlob | None  # rows rows_from .. T' + n - 1
@@ -229,6 +262,7 @@ class Segment:
     prompt_rows: RoutingBlob | None = None  # rows before `routing`, stored once for all siblings
     kept_kv: bool = False  # see VersionSpan
     rest: tuple[Segment, ...] = ()  # weights changed under the request: what newer ones sampled
+    sealed_logprobs: LogprobBlob | None = None
 
     @property
     def pieces(self) -> tuple[Segment, ...]:
@@ -292,9 +326,12 @@ class RecordShape:
 class EpisodeGroup:
     """Sibling episodes of one prompt: the unit of admission, of advantage and of consumption."""
 
-    group_id: int  # equals Prompt.index: consumed exactly once in the surviving history
+    # Prompt.index, or ~Prompt.index for siblings that were carried into a later batch; consumed
+    # exactly once in the surviving history.
+    group_id: int
     prompt: Prompt
     episodes: tuple[Episode, ...]
+    peers: tuple[float, ...] = ()  # rewards of siblings in another group: part of the baseline
 
     def rollouts(self) -> list[Rollout]:
         return [turn.rollout for episode in self.episodes for turn in episode.turns]
@@ -368,14 +405,9 @@ def check(rollout: Rollout, *, vocab_size: int, num_moe_layers: int, top_k_exper
         refuse("dtype", f"got {tokens.dtype}, {mask.dtype}, {logprobs.dtype}; want i32, bool, f32")
     if len(mask) != num_tokens or num_tokens < 2 or not num_sampled or mask[0]:
         refuse("length", f"{num_tokens} tokens, {len(mask)} mask entries, {num_sampled} sampled")
-    if len(logprobs) != num_sampled:
-        refuse("length", f"{len(logprobs)} logprobs for {num_sampled} sampled tokens")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         refuse("token_range", f"token ids must lie in 0..{vocab_size - 1}")
-    if not np.isfinite(logprobs).all():
-        refuse("logprob_finite", "a log-probability is not finite")
-    if float(logprobs.max()) > 0.0:
-        refuse("logprob_sign", f"a log-probability is {float(logprobs.max()):.3g} > 0")
+    _check_logprobs(rollout, num_sampled)
     firsts = [span.first for span in rollout.versions]
     if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= num_sampled:
         refuse("versions", f"version spans start at {firsts} for {num_sampled} sampled tokens")
@@ -384,6 +416,40 @@ def check(rollout: Rollout, *, vocab_size: int, num_moe_layers: int, top_k_exper
         refuse("versions", f"versions go backwards: {[str(v) for v in order]}")
     _check_routing(rollout, num_moe_layers, top_k_experts)
     _check_mask(rollout, num_sampled)
+
+
+def check_logprobs(values: Array, where: str) -> None:
+    """Raises RecordError `logprob_finite` or `logprob_sign`; where: the record, for people."""
+    if not np.isfinite(values).all():
+        raise RecordError("logprob_finite", f"{where}: a log-probability is not finite")
+    if len(values) and float(values.max()) > 0.0:
+        highest = float(values.max())
+        raise RecordError("logprob_sign", f"{where}: a log-probability is {highest:.3g} > 0")
+
+
+def count_logprobs(rollout: Rollout) -> int:
+    """Log-probabilities that a header gives or names.  Raises RecordError `length`."""
+    at = 0
+    for part in rollout.sealed_logprobs:
+        ref = part.values
+        if part.first != at or ref.shape != (part.num_tokens,) or ref.dtype != "float32":
+            raise RecordError(
+                "length",
+                f"{rollout.rollout_id}: {ref.dtype} log-probabilities {ref.shape} from sampled "
+                f"token {part.first}; want float32 [{part.num_tokens}] from {at}",
+            )
+        at += part.num_tokens
+    return at + len(rollout.logprobs)
+
+
+def _check_logprobs(rollout: Rollout, num_sampled: int) -> None:
+    """Sealed values were checked by who sealed them and are again by who reads them."""
+    found = count_logprobs(rollout)
+    if found != num_sampled:
+        raise RecordError(
+            "length", f"{rollout.rollout_id}: {found} logprobs for {num_sampled} sampled tokens"
+        )
+    check_logprobs(rollout.logprobs, rollout.rollout_id)
 
 
 def _check_routing(rollout: Rollout, num_moe_layers: int, top_k_experts: int) -> None:

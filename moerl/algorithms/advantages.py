@@ -5,6 +5,9 @@ normalise over the batch fit too; it depends on the plan alone, never on ranks o
 `plan_advantages` reads a plan, shapes the rewards (DAPO's length penalty, truncated answers), calls
 the configured function and lays the result out by plan row.
 
+Siblings that another batch trains (`EpisodeGroup.peers`) count in the baseline of those trained
+here with their rewards as scored, and get no advantage.
+
 A group of one has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
 gives such a group its raw reward; the configuration refuses group_size 1 for these anyway.
 
@@ -40,7 +43,7 @@ class Outcomes:
     """
 
     reward: Tensor  # [E] f64, after shaping
-    group: Tensor  # [E] i64, rising from 0
+    group: Tensor  # [E] i64, from 0
     length: Tensor  # [E] i64, sampled tokens
     step_reward: Tensor  # [K] f64
     step_episode: Tensor  # [K] i64
@@ -233,7 +236,7 @@ def plan_advantages(
         places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
         reward_M = -config.reward_kl_coef * _in_order(plan, places, drift)
         outcomes = replace(outcomes, token_reward=reward_M)
-    value = function(outcomes)
+    value = function(_with_peers(outcomes, plan))[: None if per_token else len(episodes)]
     cut = [config.mask_truncated and _truncated(episode) for episode in episodes.values()]
     place = {key: idx for idx, key in enumerate(episodes)}
     if not per_token:
@@ -248,6 +251,20 @@ def plan_advantages(
         whole = arrays[place[row.group, row.episode]]
         result.append(whole[begin : begin + turns[row.turn].rollout.num_sampled])
     return result
+
+
+def _with_peers(o: Outcomes, plan: BatchPlan) -> Outcomes:
+    """Also the rewards of siblings that another batch trains, as episodes without tokens."""
+    peers = [(idx, reward) for idx, group in enumerate(plan.groups) for reward in group.peers]
+    if not peers:
+        return o
+    groups, rewards = zip(*peers, strict=True)
+    return replace(
+        o,
+        reward=torch.cat([o.reward, torch.tensor(rewards, dtype=torch.float64)]),
+        group=torch.cat([o.group, torch.tensor(groups)]),
+        length=torch.cat([o.length, torch.zeros(len(peers), dtype=torch.int64)]),
+    )
 
 
 def _outcomes(

@@ -1,5 +1,7 @@
 """Slices of routing and mask records: the byte ranges of a rank's layers and tokens, nothing else.
 
+Log-probabilities are read whole: 4 bytes per sampled token.
+
 A record lies in one blob per segment, routes layer-major.  A pipeline stage asks for its layers, a
 data-parallel rank for its rollouts, a context- or sequence-parallel rank for its tokens; what comes
 back stays u8 or u16.  Bytes read are the touched chunks of 4 KiB, so the waste is at most two
@@ -22,7 +24,14 @@ import numpy as np
 
 from moerl.blob.store import BlobStore, Run
 from moerl.errors import RecordError
-from moerl.types import Array, MaskBlob, RoutingBlob
+from moerl.types import (
+    Array,
+    MaskBlob,
+    Rollout,
+    RoutingBlob,
+    check_logprobs,
+    count_logprobs,
+)
 
 Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
 
@@ -94,6 +103,27 @@ def read_mask(
         lengths.append(part_lengths)
         ids.append(part_ids)
     return np.cumsum(np.concatenate(lengths)), np.concatenate(ids)
+
+
+def read_logprobs(store: BlobStore, rollout: Rollout) -> Array:
+    """Behaviour log-probabilities of one rollout, [S] f32, sealed or inline; checked once more.
+
+    Raises RecordError `length`, `logprob_finite`, `logprob_sign`; BlobError.
+    """
+    parts, found = rollout.sealed_logprobs, count_logprobs(rollout)
+    if found != rollout.num_sampled or (parts and len(rollout.logprobs)):
+        raise RecordError(
+            "length",
+            f"{rollout.rollout_id}: {found} log-probabilities, {len(rollout.logprobs)} of them "
+            f"inline, for {rollout.num_sampled} sampled tokens",
+        )
+    read = [
+        store.read_runs(part.values, [(0, part.values.num_bytes)]).view(np.float32)
+        for part in parts
+    ]
+    values = np.concatenate(read) if read else rollout.logprobs
+    check_logprobs(values, rollout.rollout_id)
+    return values
 
 
 def _read_part(

@@ -24,6 +24,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "task.on_score_error": ("stop", "drop"),
     "rollout.in_flight_mode": ("abort_resume", "drain", "in_place", "retract"),
     "rollout.selection": ("oldest", "freshest", "strict"),
+    "rollout.late_siblings": ("drop", "carry"),
     "rollout.durability": ("node", "shared"),
     "replay.routing": ("R3", "R2", "off"),
     "replay.rows": ("sampled",),
@@ -62,6 +63,7 @@ _AT_LEAST: dict[str, float] = {
     "rollout.group_quorum": 0,
     "rollout.groups_per_request": 1,
     "rollout.max_groups_in_flight": 1,
+    "rollout.prefix_slack": -1,
     "engine.count": 1,
     "engine.tp": 1,
     "engine.max_running_requests": 1,
@@ -157,6 +159,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_sizes(config)
     _check_evaluation(config)
     _check_rollout(config.rollout)
+    _check_late_siblings(config)
     check_cluster(config)
     check_algorithm(config, folders=starts)
 
@@ -338,6 +341,23 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         raise ConfigError(
             "rollout.slice_tokens", 0, "a group can only close between calls: use at least 1"
         )
+
+
+def _check_late_siblings(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.late_siblings == "drop":
+        return
+    reasons = {
+        "there are none without rollout.group_quorum": not rollout.group_quorum,
+        "selection=strict would wait for them": rollout.selection == "strict",
+        "their lag is not fixed: rollout.fixed_lag=-1 is needed": rollout.fixed_lag >= 0,
+        "algorithm.advantage=online_dpo pairs siblings of one batch": (
+            config.algorithm.advantage == "online_dpo"
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError("rollout.late_siblings", "carry", f"{reason}; use drop")
 
 
 def _check_frozen(config: Config) -> None:

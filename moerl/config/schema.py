@@ -75,13 +75,17 @@ class RolloutConfig:
     buffer_depth: int = 2  # batches of finished groups to hold; 0 = synchronous
     groups_per_request: int = 8  # groups sent to an engine in one call
     max_groups_in_flight: int = 64  # over all engines
+    # A prompt goes to the engine that knows at least half of it (and 64 tokens), unless that has
+    # more than so many groups more than the least busy one; -1 = always to the least busy one
+    prefix_slack: int = 2
     # What a publish does to running requests (docs/operations.md): abort_resume | drain (it waits)
     # | in_place (they go on, on the old KV cache) | retract (the engine computes it anew)
     in_flight_mode: str = "abort_resume"
     selection: str = "oldest"  # what a step trains: oldest | freshest | strict (prompt order)
     fixed_lag: int = -1  # exactly this lag (resolve then sets how); -1 = bounded by max_lag
     slice_tokens: int = 0  # most tokens of a rollout in one engine call; 0 = up to its end
-    group_quorum: int = 0  # a group closes with so many siblings done, others are dropped; 0 = all
+    group_quorum: int = 0  # a group closes with so many siblings done; 0 = all
+    late_siblings: str = "drop"  # the others then: drop | carry (finished, trained in a later step)
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
     max_drop_batches: int = 4  # after so many batches dropped for one step, groups are kept
     keep_records: bool = False  # keep headers and blobs of trained groups in the run directory

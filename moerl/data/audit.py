@@ -59,6 +59,11 @@ def split_segments(rollout: Rollout) -> list[Rollout]:
                 token_ids=rollout.token_ids[:length],
                 loss_mask=np.arange(length) >= prompt_len + first,
                 logprobs=rollout.logprobs[first:end],
+                sealed_logprobs=tuple(
+                    replace(part, first=part.first - first)
+                    for part in rollout.sealed_logprobs
+                    if first <= part.first < end
+                ),
                 versions=(replace(spans[idx], first=0),),
                 routing=(*prefix, *owns[idx]),
                 sampling_mask=tuple(

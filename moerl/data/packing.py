@@ -118,7 +118,7 @@ class Microbatch:
     sampled_rows: Tensor  # [M] i64 into the flattened [B, S]
     held: Tensor  # [M] i64 into 0..N-1, rising: the sampled tokens whose logits this rank has
     sampled: Tensor  # [N] i64, the sampled tokens
-    old_logprob: Tensor  # [N] f32, the engine's
+    old_logprob: Tensor  # [N] f32, the engine's; NaN when they were not read
     advantage: Tensor  # [N] f32
     weight: Tensor  # [N] f32, global aggregation weight
     lag: Tensor  # [N] i64, versions
@@ -194,6 +194,7 @@ def pack_microbatch(
     advantages: Sequence[float | Array] | None = None,
     weights: Sequence[float | Array] | None = None,
     read_mask: bool = True,
+    read_logprobs: bool = True,
     grid: Grid = Grid(),
 ) -> Microbatch:
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
@@ -202,7 +203,9 @@ def pack_microbatch(
     sampled token; None = zeros, for scoring only.
     A rank without rows gets padding and no sampled token; so does a microbatch beyond
     `plan.num_microbatches`.
-    Raises RecordError (`mask_presence`, `mask_rows`, `version_future`) and BlobError.
+    read_logprobs: False where nothing is compared with them; whoever does all the same finds NaN.
+    Raises RecordError (`mask_presence`, `mask_rows`, `version_future`, `length`, `logprob_finite`,
+    `logprob_sign`) and BlobError.
     """
     order = rows_in(plan, dp_rank, microbatch)
     rollouts = [rollout_at(plan, idx) for idx in order]
@@ -223,7 +226,11 @@ def pack_microbatch(
         sampled_rows=torch.from_numpy(sampled_rows),
         held=torch.from_numpy(held),
         sampled=torch.from_numpy(_join([r.token_ids[r.loss_mask] for r in rollouts], np.int64)),
-        old_logprob=torch.from_numpy(_join([r.logprobs for r in rollouts], np.float32)),
+        old_logprob=torch.from_numpy(
+            _join([ranges.read_logprobs(store, r) for r in rollouts], np.float32)
+            if read_logprobs
+            else np.full(sum(counts), np.nan, np.float32)
+        ),
         advantage=_spread(order, counts, advantages),
         weight=_spread(order, counts, weights),
         lag=torch.from_numpy(_join([_lags(r, plan.version) for r in rollouts], np.int64)),

@@ -15,6 +15,7 @@ from moerl.blob.store import BlobStore
 from moerl.types import (
     Array,
     Finish,
+    LogprobBlob,
     MaskBlob,
     PolicyVersion,
     RecordShape,
@@ -67,11 +68,20 @@ def random_rollout(
         if sampling.truncates:
             masks.append(MaskBlob(refs[1], refs[2], first, end - first))
         spans.append(VersionSpan(first, versions[idx]))
+    logprobs = (-3 * rng.random(num_sampled)).astype(np.float32)
+    pieces = np.split(logprobs, cuts)
+    firsts = (0, *cuts)
     return Rollout(
         rollout_id=name,
         token_ids=np.concatenate([prompt, output]),
         loss_mask=np.arange(len(prompt) + num_sampled) >= len(prompt),
-        logprobs=(-3 * rng.random(num_sampled)).astype(np.float32),
+        logprobs=np.zeros(0, np.float32),
+        sealed_logprobs=tuple(
+            LogprobBlob(ref, first, len(piece))
+            for ref, first, piece in zip(
+                store.seal(f"{name}.logprobs", pieces), firsts, pieces, strict=True
+            )
+        ),
         versions=tuple(spans),
         routing=tuple(routing),
         sampling_mask=tuple(masks),

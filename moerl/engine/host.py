@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from moerl.types import (
     BlobRef,
     Finish,
     GenerateRequest,
+    LogprobBlob,
     MaskBlob,
     PolicyVersion,
     RoutingBlob,
@@ -215,7 +216,7 @@ class EngineHost:
             start_s,
             end_s,
             requests=len(requests),
-            prompt_tokens=sum(len(request.token_ids) for request in requests),
+            prompt_tokens=sum(request.num_tokens for request in requests),
             tokens=tokens,
             version=str(version),
         )
@@ -282,22 +283,23 @@ class EngineHost:
         """Seal what one version of the weights sampled."""
         span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
         version = span.version
-        prompt, routing, audit, mask = self._seal(parsed, request, version, shared)
+        sealed = self._seal(parsed, request, version, shared)
         return Segment(
             rollout_id=request.rollout_id,
             output_ids=parsed.output_ids,
-            logprobs=parsed.logprobs,
+            logprobs=np.zeros(0, np.float32),
             version=version,
             finish=parsed.finish,
-            routing=routing,
-            sampling_mask=mask,
-            audit_rows=audit,
+            routing=sealed.routing,
+            sampling_mask=sealed.mask,
+            audit_rows=sealed.audit,
             engine=self.index,
             cached_tokens=parsed.cached_tokens,
             start_s=start_s,
             end_s=end_s,
-            prompt_rows=prompt,
+            prompt_rows=sealed.prompt,
             kept_kv=span.kept_kv,
+            sealed_logprobs=sealed.logprobs,
         )
 
     def _seal(
@@ -306,11 +308,13 @@ class EngineHost:
         request: GenerateRequest,
         version: PolicyVersion,
         shared: records.SharedPrompts,
-    ) -> tuple[RoutingBlob | None, RoutingBlob | None, RoutingBlob | None, MaskBlob | None]:
-        """Write all arrays of one segment as one blob: (prompt rows, routing, audit, mask).
+    ) -> _Sealed:
+        """Write all arrays of one segment as one blob.
 
         Prompt rows that a sibling of the same call recorded alike are named, not written again.
         """
+        if not len(parsed.output_ids):
+            return _Sealed()
         own, prompt_rows, prompt = parsed.routing, None, None
         split = shared.split(request, own)
         if own is not None and split:
@@ -319,9 +323,7 @@ class EngineHost:
             own = np.ascontiguousarray(own)
         new_prompt = prompt_rows if prompt is None else None
         arrays: list[Array] = [rows for rows in (new_prompt, own, parsed.audit) if rows is not None]
-        arrays += list(parsed.mask or ())
-        if not arrays:
-            return None, None, None, None
+        arrays += [*(parsed.mask or ()), parsed.logprobs]
         name = f"{request.rollout_id}-s{request.segment}.{request.num_sampled}"
         refs = iter(self._store.seal(name, arrays))
         routing = audit = mask = None
@@ -334,7 +336,8 @@ class EngineHost:
             audit = self._rows(next(refs), 0, version)
         if parsed.mask is not None:
             mask = MaskBlob(next(refs), next(refs), request.num_sampled, len(parsed.output_ids))
-        return prompt, routing, audit, mask
+        logprobs = LogprobBlob(next(refs), request.num_sampled, len(parsed.logprobs))
+        return _Sealed(prompt, routing, audit, mask, logprobs)
 
     def _rows(self, ref: BlobRef, begin: int, version: PolicyVersion) -> RoutingBlob:
         return RoutingBlob(
@@ -378,6 +381,16 @@ class EngineHost:
         if self._client is None:
             raise self._gate.failure()
         return self._client
+
+
+class _Sealed(NamedTuple):
+    """What one segment names; nothing of it for a segment without tokens."""
+
+    prompt: RoutingBlob | None = None
+    routing: RoutingBlob | None = None
+    audit: RoutingBlob | None = None
+    mask: MaskBlob | None = None
+    logprobs: LogprobBlob | None = None
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class SharedPrompts:
     def split(self, request: GenerateRequest, rows: Array | None) -> int:
         """How many leading rows to seal apart: those of a prompt that has siblings here."""
         whole = rows is not None and request.num_sampled == 0 and request.rows_known == 0
-        return len(request.token_ids) - 1 if whole and self._times[_prompt_key(request)] > 1 else 0
+        return request.num_tokens - 1 if whole and self._times[_prompt_key(request)] > 1 else 0
 
     def find(self, request: GenerateRequest, rows: Array) -> RoutingBlob | None:
         """The sealed rows of a sibling's prompt, if they equal `rows` [L, rows, K]."""
@@ -162,12 +162,12 @@ def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, R
         first = span.first
         asked = replace(
             request,
-            token_ids=np.concatenate([request.token_ids, reply.output_ids[:first]]),
+            tail_ids=np.concatenate([request.tail_ids, reply.output_ids[:first]]),
             num_sampled=request.num_sampled + first,
         )
         rows = reply.routing
         if rows is not None:
-            stop = len(request.token_ids) + end - 1 - begin
+            stop = request.num_tokens + end - 1 - begin
             rows = np.ascontiguousarray(rows[:, asked.rows_from - begin : stop])
         part = Reply(
             output_ids=reply.output_ids[first:end],
@@ -279,8 +279,8 @@ def _routing(
 ) -> tuple[Array, Array | None, tuple[Array, ...]]:
     """Rows of the call, of its prefix with audit, and of the prefix of each later span."""
     begin, split = first_row(request), request.rows_from
-    own = len(request.token_ids) + num_new - 1 - begin
-    prefixes = [len(request.token_ids) + first - 1 for first in firsts]
+    own = request.num_tokens + num_new - 1 - begin
+    prefixes = [request.num_tokens + first - 1 for first in firsts]
     payload = meta.get("routed_experts")
     if payload is None:
         raise RecordError("routing_rows", f"{request.rollout_id}: the reply has no routing rows")

@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-InFlightMode = Literal["drain", "abort_resume", "in_place"]
-MODES: tuple[InFlightMode, ...] = ("abort_resume", "drain", "in_place")
+InFlightMode = Literal["drain", "abort_resume", "in_place", "retract"]
+MODES: tuple[InFlightMode, ...] = ("abort_resume", "drain", "in_place", "retract")
+_RECOMPUTES = ("abort_resume", "retract")  # prefill what runs again; no round trip is costed
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +333,7 @@ class _Run:
     def _commit(self, engine: _Engine) -> None:
         engine.advance(self.now_s)
         engine.stall(self.costs.pause_s)
-        if self.choice.mode == "abort_resume" and engine.ends:
+        if self.choice.mode in _RECOMPUTES and engine.ends:
             done = engine.tokens * len(engine.ends) - engine.begun
             prompts = self.workload.prompt_tokens * len(engine.ends)
             engine.stall((done + prompts) * self.costs.prefill_token_s)

@@ -138,7 +138,7 @@ class _Board:
 
     def add_step(self, row: Mapping[str, Any]) -> None:
         self.latest.update(row)
-        self.num_done = int(row["step"]) + 1
+        self.num_done = min(int(row["step"]) + 1, self.total_steps)
         self.step_ends.append(float(row.get("time_s", time.time())))
         if "reward/mean" in row:
             self.rewards.append(float(row["reward/mean"]))

@@ -73,7 +73,8 @@ def write_report(
     settings: dict[str, Any] = asdict(config) if isinstance(config, Config) else dict(config)
     rows, spans = read_rows(run.metrics), read_spans(run.trace)
     num_steps = int(_setting(settings, "run.steps", 0))
-    num_done = rows[-1]["step"] + 1 if rows else 0
+    trained = [row for row in rows if not num_steps or row["step"] < num_steps]
+    num_done = trained[-1]["step"] + 1 if trained else 0  # evaluations may have rows behind them
     page = (
         Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         .from_string(PAGE)
@@ -82,7 +83,7 @@ def write_report(
             complete=0 < num_steps <= num_done,
             state=_state(num_done, num_steps),
             subtitle=_subtitle(settings, rows),
-            tiles=_tiles(rows, spans, settings, summary or {}),
+            tiles=_tiles(rows, spans, settings, summary or {}, num_done),
             sections=[_section(section, rows) for section in SECTIONS],
             timeline=_timeline(spans),
             samples=_samples(read_lines(run.samples)),
@@ -117,9 +118,10 @@ def _tiles(
     spans: Sequence[Span],
     settings: Mapping[str, Any],
     summary: Mapping[str, float],
+    num_done: int,
 ) -> list[Tile]:
     tiles = [_reward_tile(rows)]
-    tiles.append(Tile("Wall time", clock(wall_time_s(rows)), f"for {len(rows):,} steps"))
+    tiles.append(Tile("Wall time", clock(wall_time_s(rows)), f"for {num_done:,} steps"))
     tiles += _throughput_tiles(rows, summary)
     tiles.append(_overlap_tile(spans))
     tiles.append(

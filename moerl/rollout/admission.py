@@ -11,21 +11,22 @@ import logging
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moerl.algorithms.selection import resample_correct
-from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.protocols import Scorer
 from moerl.rollout.assemble import blob_uris
+from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import PartialEpisode, text_of
 from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
+from moerl.rollout.past import uris_of
 from moerl.types import Episode, EpisodeGroup, Prompt, Rollout, Score, Turn, check
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Admission:
         facts: ModelFacts,
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
-        blobs: BlobStore,
+        holders: BlobHolders,
         buffer: GroupBuffer,
         history: History,
         journal: Journal,
@@ -63,7 +64,7 @@ class Admission:
     ) -> None:
         self.config, self.facts, self.scorer, self.decode = config, facts, scorer, decode
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
-        self._blobs, self._buffer = blobs, buffer
+        self._holders, self._buffer = holders, buffer
         self._history, self._journal = history, journal
         self._ledger, self._loops = ledger, loops
         self._dropped = 0  # groups of equal rewards since the last plan
@@ -71,6 +72,8 @@ class Admission:
         self._attempts: dict[int, int] = {}
         self._held: frozenset[str] = frozenset()  # rollouts that somebody reads just now
         self._late: list[EpisodeGroup] = []  # that left meanwhile
+        # Of groups that closed before these carried ones: their rewards, once they are scored.
+        self._peers: dict[int, asyncio.Future[tuple[float, ...]]] = {}
 
     @property
     def finishing(self) -> int:
@@ -81,8 +84,15 @@ class Admission:
         """Of the groups being checked and scored."""
         return (partial for partials in self._scoring.values() for partial in partials)
 
-    def finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
-        """Check, score and admit a generated group, beside everything else."""
+    def finish(
+        self, group_id: int, partials: list[PartialEpisode], later: int | None = None
+    ) -> None:
+        """Check, score and admit a generated group, beside everything else.
+
+        later: id under which late siblings of the group go on.
+        """
+        if later is not None:
+            self._peers[later] = asyncio.get_running_loop().create_future()
         self._scoring[group_id] = partials
         self._loops.spawn(self._finish(group_id, partials))
 
@@ -95,6 +105,7 @@ class Admission:
         self._ledger.refused[error.reason] += 1
         log.warning("group %d: %s", group_id, error)
         self._delete(partials)
+        self._leave(group_id, partials)
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}")
@@ -118,9 +129,7 @@ class Admission:
         if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
             self._late.append(group)
             return
-        for rollout in group.rollouts():
-            for uri in blob_uris(rollout):
-                self._blobs.delete(uri)
+        self._holders.release(uris_of(group))
 
     async def _finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
         try:
@@ -139,8 +148,7 @@ class Admission:
             self.refuse(group_id, partials, error)
             return
         prompt = partials[0].prompt
-        for uri in (uri for partial in partials for uri in partial.wasted_uris()):
-            self._blobs.delete(uri)
+        self._holders.release(uri for partial in partials for uri in partial.wasted_uris())
         said = [[text_of(turn.rollout, self.decode) for turn in e.turns] for e in episodes]
         try:
             scores = await self._score(prompt, episodes, said)
@@ -148,18 +156,37 @@ class Admission:
             self.drop_unscored(group_id, partials, error)
             return
         self._score_errors = 0
-        if self._drops_equal(scores):
+        peers = await self._swap(group_id, tuple(score.reward for score in scores))
+        if self._drops_equal({score.reward for score in scores}.union(peers)):
             self._discard(group_id, partials)
             return
         scored = [
             replace(episode, score=place_steps(score, episode, self.decode))
             for episode, score in zip(episodes, scores, strict=True)
         ]
-        group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored))
+        group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
         try:
             await self._admit(group)
         except JournalError as error:
             self.refuse(group_id, partials, RecordError("journal", str(error)))
+
+    async def _swap(self, group_id: int, rewards: tuple[float, ...]) -> tuple[float, ...]:
+        """Tell late siblings these rewards; of late siblings: those of the others, once scored."""
+        if group_id in self._peers:
+            peers = await self._peers[group_id]
+            self._peers.pop(group_id, None)
+            return peers
+        if (waiting := self._peers.get(~group_id)) and not waiting.done():
+            waiting.set_result(rewards)
+        return ()
+
+    def _leave(self, group_id: int, partials: list[PartialEpisode]) -> None:
+        """A group is not admitted: late siblings are told nothing, and get no second chance."""
+        if group_id < 0:
+            self._ledger.dropped_siblings += len(partials)
+            self._peers.pop(group_id, None)
+        elif (waiting := self._peers.get(~group_id)) and not waiting.done():
+            waiting.set_result(())
 
     async def _score(
         self, prompt: Prompt, episodes: list[Episode], said: list[list[str]]
@@ -225,13 +252,13 @@ class Admission:
         log.warning("group %d is dropped: %s", group_id, error)
         self._discard(group_id, partials)
 
-    def _drops_equal(self, scores: Sequence[Score]) -> bool:
+    def _drops_equal(self, rewards: Collection[float]) -> bool:
         """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): equal rewards teach nothing.
 
         Bounded, so that a task that is solved, or hopeless, goes on instead of starving.
         """
         rollout = self.config.rollout
-        if not rollout.drop_zero_variance or len({score.reward for score in scores}) > 1:
+        if not rollout.drop_zero_variance or len(set(rewards)) > 1:
             return False
         if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
             return False
@@ -253,20 +280,19 @@ class Admission:
         )
         chosen = [episodes[index] for index in kept]
         uris = {uri for e in chosen for turn in e.turns for uri in blob_uris(turn.rollout)}
-        for rollout in (turn.rollout for episode in episodes for turn in episode.turns):
-            for uri in set(blob_uris(rollout)) - uris:  # siblings share the rows of their prompt
-                self._blobs.delete(uri)
+        every = {uri for e in episodes for turn in e.turns for uri in blob_uris(turn.rollout)}
+        self._holders.release(every - uris)  # siblings share the rows of their prompt
         return tuple(chosen)
 
     def _discard(self, group_id: int, partials: list[PartialEpisode]) -> None:
         self._delete(partials)
+        self._leave(group_id, partials)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
         self._buffer.discard(group_id)
 
     def _delete(self, partials: list[PartialEpisode]) -> None:
-        for uri in (uri for partial in partials for uri in partial.blob_uris()):
-            self._blobs.delete(uri)
+        self._holders.release(uri for partial in partials for uri in partial.blob_uris())
 
 
 def place_steps(score: Score, episode: Episode, decode: Callable[[Sequence[int]], str]) -> Score:

@@ -7,14 +7,17 @@ concatenation is complete, and the row count T-1 is checked at the door.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from moerl.errors import RecordError
 from moerl.types import (
+    Array,
     Finish,
     GenerateRequest,
+    LogprobBlob,
     MaskBlob,
     PolicyVersion,
     Prompt,
@@ -38,8 +41,11 @@ class PartialRollout:
         audit: bool,
         known: tuple[RoutingBlob, ...] = (),
         slice_tokens: int = 0,
+        prompt_ids: Array | None = None,
     ) -> None:
-        """known: rows of leading prompt tokens from an earlier turn, in order, of one version.
+        """prompt_ids: the prompt's tokens as an array that siblings share; None = its own.
+
+        known: rows of leading prompt tokens from an earlier turn, in order, of one version.
 
         slice_tokens: the most that one call samples; 0 = no limit but sampling's own.
         """
@@ -49,6 +55,9 @@ class PartialRollout:
             sampling,
             audit,
         )
+        if prompt_ids is None:
+            prompt_ids = np.asarray(prompt.token_ids, np.int32)
+        self._prompt_ids = prompt_ids
         self.known, self._slice = known, slice_tokens
         self._asked = 0  # tokens that the last request allowed
         self.segments: list[Segment] = []
@@ -57,6 +66,11 @@ class PartialRollout:
     @property
     def num_sampled(self) -> int:
         return sum(len(segment.output_ids) for segment in self.segments)
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens of the next request."""
+        return len(self._prompt_ids) + self.num_sampled
 
     @property
     def newest(self) -> PolicyVersion:
@@ -74,11 +88,12 @@ class PartialRollout:
         request = GenerateRequest(
             rollout_id=self.rollout_id,
             segment=self._calls,
-            token_ids=self._token_ids(),
+            tail_ids=self._sampled(),
             num_sampled=self.num_sampled,
             sampling=replace(self.sampling, max_new_tokens=self._asked),
             audit=self.audit,
             rows_known=self.known[-1].row_end if self.known else 0,
+            prompt_ids=self._prompt_ids,
         )
         self._calls += 1
         return request
@@ -146,13 +161,14 @@ class PartialRollout:
             [s.routing for s in self.segments],
             [s.sampling_mask for s in self.segments],
             [rows for s in self.segments for rows in (s.audit_rows, s.prompt_rows)],
+            [s.sealed_logprobs for s in self.segments],
         )
 
     def rollout(self) -> Rollout:
         """The finished record.  `moerl.types.check` judges it at the door."""
-        tokens = self._token_ids()
+        tokens = np.concatenate([self._prompt_ids, self._sampled()])
         mask = np.zeros(len(tokens), np.bool_)
-        mask[len(self.prompt.token_ids) :] = True
+        mask[len(self._prompt_ids) :] = True
         return Rollout(
             rollout_id=self.rollout_id,
             token_ids=tokens,
@@ -171,11 +187,12 @@ class PartialRollout:
             sampling=self.sampling,
             engine=self.segments[-1].engine,
             audit_rows=tuple(s.audit_rows for s in self.segments if s.audit_rows is not None),
+            sealed_logprobs=self._sealed_logprobs(),
         )
 
-    def _token_ids(self) -> np.ndarray:
-        prompt = np.asarray(self.prompt.token_ids, np.int32)
-        return np.concatenate([prompt, *(s.output_ids for s in self.segments)]).astype(np.int32)
+    def _sampled(self) -> Array:
+        parts = [np.zeros(0, np.int32), *(s.output_ids for s in self.segments)]
+        return np.concatenate(parts).astype(np.int32, copy=False)
 
     def _versions(self) -> tuple[VersionSpan, ...]:
         spans: list[VersionSpan] = []
@@ -195,17 +212,29 @@ class PartialRollout:
             at += len(segment.output_ids)
         return tuple(parts)
 
+    def _sealed_logprobs(self) -> tuple[LogprobBlob, ...]:
+        at, parts = 0, []
+        for segment in self.segments:
+            if segment.sealed_logprobs is not None:
+                parts.append(replace(segment.sealed_logprobs, first=at))
+            at += len(segment.output_ids)
+        return tuple(parts)
+
 
 def blob_uris(rollout: Rollout) -> list[str]:
     """Distinct blobs behind one rollout."""
-    return blob_uris_of(rollout.routing, rollout.sampling_mask, rollout.audit_rows)
+    return blob_uris_of(
+        rollout.routing, rollout.sampling_mask, rollout.audit_rows, rollout.sealed_logprobs
+    )
 
 
 def blob_uris_of(
-    routing: list[RoutingBlob | None] | tuple[RoutingBlob, ...],
-    masks: list[MaskBlob | None] | tuple[MaskBlob, ...],
-    audit: list[RoutingBlob | None] | tuple[RoutingBlob, ...],
+    routing: Sequence[RoutingBlob | None],
+    masks: Sequence[MaskBlob | None],
+    audit: Sequence[RoutingBlob | None],
+    logprobs: Sequence[LogprobBlob | None],
 ) -> list[str]:
     uris = [part.ids.uri for part in (*routing, *audit) if part is not None]
     uris += [part.offsets.uri for part in masks if part is not None]
+    uris += [part.values.uri for part in logprobs if part is not None]
     return sorted(set(uris))

@@ -15,6 +15,9 @@ Which ready groups a step takes (`selection`):
     oldest    lowest ids first
     freshest  newest weights first; what is left behind too long is regenerated
     strict    exactly the next ids; one that is still in generation is waited for
+
+Siblings carried over from a group that closed without them (`carry`) are a group of their own with
+a negative id.  Nobody generates them again: lost, late or damaged they are left out.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class GroupBuffer:
         self.next_step, self._consumed = next_step, set(consumed)
         self._ready = {group.group_id: group for group in ready}
         known = self._consumed | set(dropped) | set(self._ready)
-        self._cursor = max(known, default=-1) + 1
+        self._cursor = max([-1, *known]) + 1
         self._again = sorted(set(range(self._cursor)) - known)
 
     def evict(self, is_bad: Callable[[EpisodeGroup], bool]) -> list[EpisodeGroup]:
@@ -120,13 +123,21 @@ class GroupBuffer:
         self._started.add(group_id)
         return group_id
 
+    def carry(self, group_id: int) -> int | None:
+        """Id under which late siblings of a started group go on; None: earlier ones did already."""
+        late = ~group_id
+        if group_id < 0 or late in (self._started | self._consumed) or late in self._ready:
+            return None
+        self._started.add(late)
+        return late
+
     def abandon(self, group_id: int) -> None:
         """A started group could not be finished; it is generated again, never lost."""
         self._started.discard(group_id)
         self._redo([group_id])
 
     def _redo(self, group_ids: Iterable[int]) -> None:
-        self.redone.update(group_ids := list(group_ids))
+        self.redone.update(group_ids := [one for one in group_ids if one >= 0])
         self._again = sorted([*self._again, *group_ids])
 
     def discard(self, group_id: int) -> None:

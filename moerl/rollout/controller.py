@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from moerl.protocols import (
     encode_value,
 )
 from moerl.rollout.admission import Admission, ModelFacts
+from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import Environment
 from moerl.rollout.evaluation import Evaluator
@@ -52,8 +54,8 @@ from moerl.rollout.fleet import Fleet
 from moerl.rollout.frozen import FrozenLine
 from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
-from moerl.rollout.ledger import Ledger
-from moerl.rollout.loops import Loops
+from moerl.rollout.ledger import Ledger, facts_of
+from moerl.rollout.loops import Loops, collect_rarely
 from moerl.rollout.past import Past, spread, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
@@ -119,6 +121,7 @@ class Controller:
             rollout.buffer_depth,
             selection=rollout.selection,
         )
+        holders = BlobHolders(blobs)
         self.ledger, self._history, self._loops = Ledger(), History(), Loops()
         self.fleet = Fleet(engines, rollout, self.ledger, self._loops, self._to_come)
         self._roster = Roster(config.engine, sizes, changed=fleet_changed and gang_lives)
@@ -127,7 +130,7 @@ class Controller:
             facts,
             scorer,
             decode,
-            blobs,
+            holders,
             self.buffer,
             self._history,
             journal,
@@ -143,7 +146,7 @@ class Controller:
             self.fleet,
             self._loops,
             self.ledger,
-            blobs=blobs,
+            holders=holders,
             environment=environment,
             on_finished=self.admission.finish,
             on_unscored=self.admission.drop_unscored,
@@ -159,24 +162,30 @@ class Controller:
             self._loops,
             patience_s=config.sync.timeout_s,
         )
-        self._evaluator = held_out and Evaluator(
-            config.evaluation,
-            sampling_of(config, facts),
-            held_out,
-            scorer,
-            decode,
-            blobs,
-            self.fleet,
-            self.ledger,
-            self._loops,
-            environment,
-            config.task.max_turns,
+        self._evaluator = (
+            None
+            if held_out is None
+            else Evaluator(
+                config.evaluation,
+                sampling_of(config, facts),
+                held_out,
+                scorer,
+                decode,
+                blobs,
+                self.fleet,
+                self.ledger,
+                self._loops,
+                environment,
+                config.task.max_turns,
+                config.run.steps,
+            )
         )
-        self._blobs, self._journal = blobs, journal
+        self._blobs, self._holders, self._journal = blobs, holders, journal
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
         self._trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
         self._done = self._dp_size = 0
+        self._rows = config.run.steps  # of metrics, when all steps are done
         self._go_on_from(journal.load(), gang_lives)
         self._frozen = FrozenLine(config, self.buffer, self._planned)
         self._ages_s: list[float] = []  # of the groups planned last, in the buffer
@@ -203,6 +212,8 @@ class Controller:
         )
         self.producer.life = facts.lives - 1
         adopted = [*past.ready, *past.trained, *(g for gs in past.planned.values() for g in gs)]
+        holders = Counter(uri for group in adopted for uri in uris_of(group))
+        self._holders.share((holders - Counter(set(holders))).elements())
         self.ledger.journal_adopted, self.ledger.journal_lost = len(adopted), past.lost
         if self.records is None:
             self._blobs.sweep(uri for group in adopted for uri in uris_of(group))
@@ -217,6 +228,7 @@ class Controller:
 
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""
+        self._loops.spawn(collect_rarely())
         self.producer.start()
         if self._evaluator:
             self._evaluator.start()
@@ -336,6 +348,7 @@ class Controller:
         consumed = set(message.consumed)
         self._journal.began(message.version, message.dp_size, consumed)
         self._dp_size, self._done = message.dp_size, message.version.step
+        self._rows = self.config.run.steps
         self.fleet.incarnation = message.version.incarnation
         self._history.begin(message.version)
         again = [group for groups in self._planned.values() for group in groups]
@@ -357,7 +370,7 @@ class Controller:
         self._roster.asked()
         self._loops.notify()
         if message.step >= self.config.run.steps:
-            return Stop(f"all {self.config.run.steps} steps are done")
+            return await self._end(message)
         self._expect_gang()
         if news := self._roster.news():
             return news
@@ -415,7 +428,7 @@ class Controller:
         waited = time.monotonic() - begin
         self.ledger.frozen_wait_s += waited
         self.ledger.trainer_wait_s += waited
-        return self._plan(message.step)
+        return await self._plan(message.step)
 
     async def _take_records(self, message: TakeRecords) -> Message:
         """Groups for the frozen gang: what it had asked for before it died is asked for again."""
@@ -433,8 +446,28 @@ class Controller:
             await self._loops.wait_change(min(1.0, message.timeout_s))
         return Stop(f"all {self.config.run.steps} steps are done")
 
-    def _plan(self, step: int) -> Plan:
-        plan = plan_batch(
+    async def _end(self, message: TakePlan) -> Message:
+        """Stop; evaluations that no step's row holds, that of the last weights, get their own."""
+        steps, stop = self.config.run.steps, Stop(f"all {self.config.run.steps} steps are done")
+        if self._evaluator is None or self.fleet.incarnation is None:
+            return stop
+        last, begin = PolicyVersion(self.fleet.incarnation, steps), time.monotonic()
+        limit_s = min(message.timeout_s, self.config.evaluation.hold_s + self.config.sync.timeout_s)
+        while not self._evaluator.is_done_with(last) and time.monotonic() - begin < limit_s:
+            if self.fleet.any_behind:
+                return Refresh()
+            await self._loops.wait_change(1.0)
+        while self.ledger.evaluations:
+            found = self.ledger.evaluations.popleft()
+            version = PolicyVersion(self.fleet.incarnation, int(found["eval/step"]))
+            self.on_step(StepReport(self._rows, version, found, []))
+            self._rows += 1
+        return stop
+
+    async def _plan(self, step: int) -> Plan:
+        """On a thread: bins of thousands of rollouts take longer than the loop may stand still."""
+        plan = await asyncio.to_thread(
+            plan_batch,
             step,
             PolicyVersion(self.fleet.incarnation or 0, step),
             self._planned[step],
@@ -458,6 +491,9 @@ class Controller:
             self.admission.forget(group)
 
     async def _step_done(self, message: StepDone) -> Message:
+        found = await asyncio.to_thread(
+            facts_of, tuple(self._planned.get(message.step, ())), message.step
+        )
         engines = await self.fleet.statuses()  # from here on nothing else gets between
         self._expect_gang()
         if message.version.incarnation != self.fleet.incarnation:
@@ -466,7 +502,7 @@ class Controller:
             return Ok()  # said before: the reply was lost with a controller
         groups = self._planned[message.step]
         metrics = dict(message.metrics)
-        metrics |= self.ledger.row(groups, message.step, engines, self._ages_s)
+        metrics |= found | self.ledger.row(engines, self._ages_s)
         metrics["async/buffer_depth"] = float(self.buffer.num_ready)
         metrics["async/engines"] = self.fleet.num_serving
         samples = samples_of(self.config, groups, message.step, self.decode)
@@ -475,25 +511,29 @@ class Controller:
             self.records.mkdir(parents=True, exist_ok=True)
             path = self.records / f"step-{message.step:06d}.msgpack"
             path.write_bytes(encode_value(groups))
-        self._finish_step(message.step)
+        gone = self._finish_step(message.step)
+        await asyncio.to_thread(self._let_go, gone)
         return Ok()
 
-    def _finish_step(self, step: int) -> None:
-        """Its groups are consumed; those that a restart could train again are kept until saved."""
+    def _finish_step(self, step: int) -> list[EpisodeGroup]:
+        """Its groups are consumed; those that a restart could train again are kept until saved.
+
+        Returns those of no more use.
+        """
         saved, groups = self.saved_steps(), self._planned[step]
         kept = [group for group in groups if group.newest.step <= saved]
         self._journal.done(step, [group.group_id for group in kept])
         del self._planned[step]
         self._done = step + 1
         self._trained |= {group.group_id: group for group in kept}
-        self._let_go([group for group in groups if group.group_id not in self._trained])
+        gone = [group for group in groups if group.group_id not in self._trained]
         held = self._journal.saved(saved)
         for group in held:
             self._trained.pop(group.group_id, None)
-        self._let_go(held)
+        return gone + held
 
     def _let_go(self, groups: Iterable[EpisodeGroup]) -> None:
-        """Trained groups leave; kept records keep their blobs."""
+        """Trained groups leave; kept records keep their blobs.  Any thread."""
         if self.records is None:
             for group in groups:
                 self.admission.forget(group)

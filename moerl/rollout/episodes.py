@@ -16,6 +16,7 @@ from moerl.errors import RecordError
 from moerl.protocols import Scorer
 from moerl.rollout.assemble import PartialRollout
 from moerl.types import (
+    Array,
     GenerateRequest,
     PolicyVersion,
     Prompt,
@@ -38,12 +39,22 @@ class PartialEpisode:
         audit: bool,
         max_turns: int = 1,
         slice_tokens: int = 0,
+        prompt_ids: Array | None = None,
     ) -> None:
-        """slice_tokens: the most that one engine call samples of a turn; 0 = no limit."""
+        """prompt_ids: the prompt's tokens as an array that siblings share.
+
+        slice_tokens: the most that one engine call samples of a turn; 0 = no limit."""
         self._slice = slice_tokens
         self.episode_id, self.prompt, self.max_turns = episode_id, prompt, max_turns
         self.turns = [
-            PartialRollout(episode_id, prompt, sampling, audit=audit, slice_tokens=slice_tokens)
+            PartialRollout(
+                episode_id,
+                prompt,
+                sampling,
+                audit=audit,
+                slice_tokens=slice_tokens,
+                prompt_ids=prompt_ids,
+            )
         ]
         self._wasted: list[str] = []  # blobs of turns that were asked for once more
         self._ended = max_turns == 1
@@ -155,5 +166,7 @@ def text_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
 def blob_uris_of(segment: Segment) -> list[str]:
     parts = [p for s in segment.pieces for p in (s.routing, s.audit_rows, s.prompt_rows)]
     masks = [s.sampling_mask for s in segment.pieces]
+    sealed = [s.sealed_logprobs for s in segment.pieces]
     uris = [part.ids.uri for part in parts if part is not None]
+    uris += [part.values.uri for part in sealed if part is not None]
     return uris + [mask.offsets.uri for mask in masks if mask is not None]

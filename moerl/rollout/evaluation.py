@@ -4,7 +4,7 @@ An evaluation runs on one engine, the one with the least to do, as soon as that 
 whose turn it is.  Weight updates of that engine wait for it, at most `evaluation.hold_s`, while the
 other engines and the trainer go on; when the time is up the evaluation is given up and counted, so
 no figure ever mixes versions.  Its requests are few at a time (`evaluation.max_requests`) beside
-those of training.
+those of training.  The weights after the last step are evaluated whatever their number.
 
 Rejected: discarding what an update interrupts and starting again on the next version (answers that
 take longer than a step would never be evaluated), keeping the answers that ended in time (they are
@@ -50,17 +50,27 @@ class Evaluator:
         loops: Loops,
         environment: Environment,
         max_turns: int,
+        last_step: int,
     ) -> None:
-        """sampling: of training, whose limits and stop tokens hold here too."""
+        """sampling: of training, whose limits and stop tokens hold here too.
+
+        last_step: of the run's last weights.
+        """
         self.config, self.sampling = config, sampling_of(config, sampling)
         self._held_out, self._scorer, self._decode = held_out, scorer, decode
         self._blobs, self._fleet, self._ledger, self._loops = blobs, fleet, ledger, loops
         self._environment, self._max_turns = environment, max_turns
-        self._last: PolicyVersion | None = None  # evaluated, or given up
+        self._last_step = last_step
+        self._last: PolicyVersion | None = None  # begun
+        self._ended: PolicyVersion | None = None  # evaluated, or given up
 
     def start(self) -> None:
         if self.config.every:
             self._loops.spawn(self._run())
+
+    def is_done_with(self, version: PolicyVersion) -> bool:
+        """Whether it was evaluated or given up, or never will be."""
+        return not self.config.every or (self._ended is not None and self._ended >= version)
 
     async def _run(self) -> None:
         while not self._loops.stopping:
@@ -78,9 +88,10 @@ class Evaluator:
                 self._ledger.evaluations_given_up += 1
             else:
                 metrics["eval/seconds"] = time.monotonic() - begin
-                self._ledger.evaluation = metrics
+                self._ledger.evaluations.append(metrics)
             finally:
                 member.held_until = 0.0
+                self._ended = self._last
                 self._loops.notify()
 
     def _due(self) -> int | None:
@@ -89,10 +100,13 @@ class Evaluator:
             (member.generating, index)
             for index, member in self._fleet.members.items()
             if self._fleet.serves(index)
-            and member.version.step % self.config.every == 0
+            and self._has_turn(member.version.step)
             and (self._last is None or member.version > self._last)
         ]
         return min(able)[1] if able else None
+
+    def _has_turn(self, step: int) -> bool:
+        return step % self.config.every == 0 or step == self._last_step
 
     async def _evaluate(
         self, index: int, version: PolicyVersion, deadline: float

@@ -6,17 +6,21 @@ step before its reply.  Intents need no rows: an id that is neither consumed, dr
 line is generated again.
 
 `facts` has one row with everything that is small; `groups` one per group in the line or trained
-since the newest checkpoint.  Both carry digests.  SQLite cuts a torn tail of its log by itself;
+since the newest checkpoint, `headers` what it holds: apart, because a row that changes its state is
+written whole, and a batch of headers is tens of megabytes.  Headers of no more use are deleted a
+few at a time, beside admissions.  All carry digests.  SQLite cuts a torn tail of its log by itself;
 other damage is found by its own check and by the digests, set aside and left out: such groups are
 generated again, and unless everything is whole the trainer has to start again from its checkpoint,
 which knows what is consumed (`Past.is_whole`).
 
-Durability `node`: survives SIGKILL of every process; headers and blobs are where they were.
+Durability `node`: survives SIGKILL of every process; headers and blobs are where they were.  It
+does not wait for the disk (`synchronous = off`); damage by a power cut is found as above.
 `shared` (with `Segments`): each admitted group, blobs included, is also one sealed file in the run
 directory, so it survives the node.
 
 Rejected: LMDB (a dependency more, its file never shrinks), an append-only log of our own (a store's
-recovery written again), SQLite on a network file system (its locks do not hold there).
+recovery written again), SQLite on a network file system (its locks do not hold there), an fsync per
+checkpoint of the log (five a second at 20,000 episodes, each a stop of the controller's loop).
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -43,19 +48,20 @@ log = logging.getLogger(__name__)
 _SCHEMA = """
 pragma auto_vacuum = full;
 pragma journal_mode = wal;
-pragma synchronous = normal;
+pragma synchronous = off;
 pragma wal_autocheckpoint = 200;  -- pages of 4 KiB
 create table if not exists facts(body blob not null, digest text not null);
 create table if not exists groups(
     id integer primary key,
-    state text not null,      -- ready | planned | trained
+    state text not null,      -- ready | planned | trained | spent: trained, of no use for a restart
     step integer not null,    -- that plans it; -1 while ready
-    header blob,              -- null once trained and of no use for a restart
     header_digest text not null,
     digest text not null      -- of id, state, step and header_digest
 );
+create table if not exists headers(id integer primary key, body blob not null);
 """
-_READY, _PLANNED, _TRAINED = "ready", "planned", "trained"
+_READY, _PLANNED, _TRAINED, _SPENT = "ready", "planned", "trained", "spent"
+_PRUNED = 4  # headers deleted beside one that is admitted
 
 
 class Journal:
@@ -77,6 +83,7 @@ class Journal:
         self._path = folder / "journal.sqlite"
         self._facts = Facts()
         self._db: sqlite3.Connection | None = None
+        self._unused: set[int] = set()  # headers to delete
 
     def load(self) -> Past:
         """Open the journal, cut what is damaged, and say what it holds; once, first."""
@@ -129,8 +136,9 @@ class Journal:
         with self._transaction() as db:
             self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)
             db.executemany("delete from groups where id = ?", [(i,) for i in consumed])
-            db.execute("delete from groups where header is null")
+            db.execute("delete from groups where state = ?", (_SPENT,))
             self._write(facts, db)
+            self._sweep(db)
         if self._segments is not None:
             self._segments.keep_facts(facts)
 
@@ -148,11 +156,17 @@ class Journal:
             self._segments.ship(group, self._blobs)
 
     def admitted(self, group: EpisodeGroup) -> None:
-        header = encode_value(group)
-        row = (group.group_id, _READY, -1, header, digest_of(header))
+        header, group_id = encode_value(group), group.group_id
+        header_digest = digest_of(header)
+        row = (group_id, _READY, -1, header_digest)
+        self._unused.discard(group_id)
+        unused = list(islice(self._unused, _PRUNED))
         with self._transaction() as db:
-            db.execute("insert or replace into groups values (?, ?, ?, ?, ?, '')", row)
-            self._move(db, [group.group_id], _READY, -1)
+            db.executemany("delete from headers where id = ?", [(i,) for i in unused])
+            db.execute("insert or replace into headers values (?, ?)", (group_id, header))
+            values = (*row, _row_digest(*row))
+            db.execute("insert or replace into groups values (?, ?, ?, ?, ?)", values)
+        self._unused.difference_update(unused)
 
     def planned(self, step: int, group_ids: Iterable[int]) -> None:
         with self._transaction() as db:
@@ -163,15 +177,17 @@ class Journal:
         gone = self._ids(_PLANNED, step) - set(kept)
         with self._transaction() as db:
             self._move(db, self._ids(_PLANNED, step), _TRAINED, step)
-            ids = [(i,) for i in gone]
-            db.executemany("update groups set header = null where id = ?", ids)
+            self._move(db, gone, _SPENT, step)
             self._write(replace(self._facts, done=step + 1), db)
+        self._unused |= gone
         self._unship(gone)
 
     def saved(self, steps: int) -> list[EpisodeGroup]:
         """A checkpoint holds so many steps: prune them; returns groups whose blobs may go."""
         rows = self._query(
-            "select id, header from groups where state = ? and step < ?", (_TRAINED, steps)
+            "select id, body from groups left join headers using (id) where state = ? and step < ? "
+            "union all select id, null from groups where state = ? and step < ?",
+            (_TRAINED, steps, _SPENT, steps),
         ).fetchall()
         if not rows:
             return []
@@ -180,6 +196,7 @@ class Journal:
         with self._transaction() as db:
             db.executemany("delete from groups where id = ?", [(i,) for i in ids])
             self._write(facts, db)
+        self._unused.update(ids)
         self._unship(ids)
         return [decode_value(header, EpisodeGroup) for _, header in rows if header is not None]
 
@@ -189,6 +206,7 @@ class Journal:
         if group_ids:
             with self._transaction() as db:
                 db.executemany("delete from groups where id = ?", [(i,) for i in group_ids])
+            self._unused.update(group_ids)
             self._unship(group_ids)
 
     def dropped(self, group_id: int) -> None:
@@ -206,7 +224,10 @@ class Journal:
                 return past, "the facts do not match their digest"
             if rows:
                 past.facts = decode_value(rows[0][0], Facts)
-            for row in self._query("select * from groups order by id"):
+            for row in self._query(
+                "select id, state, step, body, header_digest, digest "
+                "from groups left join headers using (id) order by id"
+            ):
                 if not self._take(row, past):
                     past.lost += 1
                     damage = f"the row of group {row[0]} does not match its digest"
@@ -222,15 +243,18 @@ class Journal:
         group_id, state, step, header, header_digest, digest = row
         if _row_digest(group_id, state, step, header_digest) != digest:
             return False
-        if header is not None and digest_of(header) != header_digest:
+        if state == _SPENT:
+            past.consumed.add(group_id)
+            return True
+        if header is None or digest_of(header) != header_digest:
             return False
-        group = None if header is None else decode_value(header, EpisodeGroup)
+        group = decode_value(header, EpisodeGroup)
         if state == _TRAINED:
             past.consumed.add(group_id)
-            past.trained += [group] if group is not None else []
-        elif state == _PLANNED and group is not None:
+            past.trained.append(group)
+        elif state == _PLANNED:
             past.planned.setdefault(step, []).append(group)
-        elif group is not None:
+        else:
             past.ready.append(group)
         return True
 
@@ -253,7 +277,12 @@ class Journal:
         past.lost += len(gone)
         self.left(gone)
         with self._transaction() as db:
-            db.executemany("update groups set header = null where id = ?", [(i,) for i in unused])
+            db.executemany(
+                "update groups set state = ?, digest = row_digest(id, ?, step, header_digest) "
+                "where id = ?",
+                [(_SPENT, _SPENT, group_id) for group_id in unused],
+            )
+            self._sweep(db)
 
     # --- plumbing -----------------------------------------------------------------------------
     def _open(self) -> None:
@@ -279,6 +308,12 @@ class Journal:
             with self._transaction() as db:
                 self._move(db, [group.group_id], state, step)
         self._write(replace(past.facts, consumed=ranges(past.consumed)))
+
+    def _sweep(self, db: sqlite3.Connection) -> None:
+        """Delete every header that no restart could use, at once."""
+        live = "select id from groups where state != ?"
+        db.execute(f"delete from headers where id not in ({live})", (_SPENT,))
+        self._unused.clear()
 
     def _query(self, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
         if self._db is None:

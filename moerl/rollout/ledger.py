@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from moerl.protocols import EngineStatus, UpdateClosed
@@ -29,6 +29,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
+        self.evaluations: deque[dict[str, float]] = deque()  # that ended and are in no row yet
         self._last = time.monotonic()
         self._engine_last: dict[int, EngineStatus] = {}
         self._reset()
@@ -38,6 +39,9 @@ class Ledger:
         self.frozen_wait_s = 0.0
         self.interrupts = 0
         self.recomputed_tokens = 0
+        self.prompt_tokens = 0  # of all requests that were answered
+        self.cached_tokens = 0  # of them, from the prefix caches
+        self.routed_groups = 0
         self.dropped_stale = 0
         self.dropped_branch = 0
         self.dropped_lost = 0
@@ -48,22 +52,16 @@ class Ledger:
         self.journal_adopted = 0
         self.journal_lost = 0
         self.pauses: list[float] = []
-        self.evaluation: dict[str, float] = {}  # metrics of one that ended
         self.evaluations_given_up = 0
         self.dropped_siblings = 0
+        self.carried_siblings = 0
 
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
         self.interrupts += closed.aborted
         self.recomputed_tokens += closed.recomputed
 
-    def row(
-        self,
-        groups: list[EpisodeGroup],
-        step: int,
-        engines: list[EngineStatus],
-        ages_s: Sequence[float] = (),
-    ) -> dict[str, float]:
+    def row(self, engines: list[EngineStatus], ages_s: Sequence[float] = ()) -> dict[str, float]:
         """Metrics of one step; call once per step.  Absent, never 0, when not measurable.
 
         ages_s: how long each group lay in the buffer, finished.
@@ -71,18 +69,19 @@ class Ledger:
         now = time.monotonic()
         elapsed = max(now - self._last, 1e-9)
         self._last = now
-        row = _samples(groups) | _lags(groups, step)
-        row |= {
+        row = {
             "async/trainer_wait_s": self.trainer_wait_s,
             "async/trainer_wait_frac": min(1.0, self.trainer_wait_s / elapsed),
             "async/dropped_stale_groups": float(self.dropped_stale),
             "async/interrupts": float(self.interrupts),
             "async/recomputed_tokens": float(self.recomputed_tokens),
+            "async/routed_groups": float(self.routed_groups),
             "async/engine_restarts": float(self.engine_restarts),
             "async/dropped_branch_groups": float(self.dropped_branch),
             "async/dropped_lost_groups": float(self.dropped_lost),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "async/dropped_siblings": float(self.dropped_siblings),
+            "async/carried_siblings": float(self.carried_siblings),
             "scorer/failed": float(self.score_failures),
             "async/engines_suspended": float(self.engines_suspended),
             "journal/adopted_groups": float(self.journal_adopted),
@@ -90,7 +89,7 @@ class Ledger:
         }
         if self.frozen_wait_s:
             row["frozen/wait_s"] = self.frozen_wait_s
-        row |= self.evaluation
+        row |= self.evaluations.popleft() if self.evaluations else {}
         if self.evaluations_given_up:
             row["eval/given_up"] = float(self.evaluations_given_up)
         if self.pauses:
@@ -98,6 +97,8 @@ class Ledger:
         if ages_s:
             row["async/buffer_age_mean_s"] = statistics.fmean(ages_s)
             row["async/buffer_age_max_s"] = max(ages_s)
+        if self.prompt_tokens:
+            row["async/cached_frac"] = self.cached_tokens / self.prompt_tokens
         row |= self._engines(engines, elapsed)
         for reason, count in self.refused.items():
             row[f"refused/{reason}"] = float(count)
@@ -119,7 +120,12 @@ class Ledger:
         return {"perf/rollout_tokens_per_s": tokens / elapsed, "async/engine_idle_frac": idle}
 
 
-def _samples(groups: list[EpisodeGroup]) -> dict[str, float]:
+def facts_of(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
+    """Metrics of what one step trains; long for thousands of rollouts, any thread."""
+    return _samples(groups) | _lags(groups, step) if groups else {}
+
+
+def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     rollouts = [r for group in groups for r in group.rollouts()]
     rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
     flat = [reward for group in rewards for reward in group]
@@ -138,7 +144,7 @@ def _samples(groups: list[EpisodeGroup]) -> dict[str, float]:
     }
 
 
-def _lags(groups: list[EpisodeGroup], step: int) -> dict[str, float]:
+def _lags(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
     lags: Counter[int] = Counter()
     for rollout in (r for group in groups for r in group.rollouts()):
         ends = [span.first for span in rollout.versions[1:]] + [rollout.num_sampled]

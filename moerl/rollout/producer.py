@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.errors import EngineError, RecordError, ScoreError
+from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import Environment, PartialEpisode
 from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
+from moerl.rollout.prefixes import CHUNK, Prefixes
 from moerl.types import Prompt, SamplingParams, Segment
 
 log = logging.getLogger(__name__)
@@ -46,20 +51,22 @@ class Producer:
         loops: Loops,
         ledger: Ledger,
         *,
-        blobs: BlobStore,
         environment: Environment,
-        on_finished: Callable[[int, Partials], None],
+        holders: BlobHolders,
+        on_finished: Callable[[int, Partials, int | None], None],
         on_unscored: Callable[[int, Partials, ScoreError], None],
         on_refused: Callable[[int, Partials, RecordError], None],
     ) -> None:
         self.config, self.sampling, self.prompts = config, sampling, prompts
         self._buffer, self._fleet, self._loops = buffer, fleet, loops
         self._ledger = ledger
-        self._blobs = blobs
+        self._holders = holders
         self._environment, self._on_unscored = environment, on_unscored
         self._on_finished, self._on_refused = on_finished, on_refused
         self.life = 0  # controllers before this one: their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
+        self._prefixes = Prefixes()
+        self._handed: dict[int, tuple[int, Partials]] = {}  # group -> engine that knows its prompt
         self._in_flight = 0  # groups in a call
         self._calls: list[dict[int, Partials]] = []  # what each call still has
         self._turn = asyncio.Lock()  # an update interrupts thousands of calls: one after another
@@ -136,14 +143,56 @@ class Producer:
             return {}
         rollout = self.config.rollout
         room = min(rollout.groups_per_request, rollout.max_groups_in_flight - self._in_flight)
-        version = self._fleet.members[index].version
+        members = self._fleet.members
+        version = members[index].version
         left = [g for g, ps in self._orphans.items() if all(p.newest <= version for p in ps)]
         if left:
             return {group_id: self._orphans.pop(group_id) for group_id in sorted(left)[:room]}
+        mine = [
+            group_id
+            for group_id, (home, _) in self._handed.items()
+            if home == index or home not in members or not self._fleet.serves(home)
+        ]
+        if mine:
+            return {group_id: self._handed.pop(group_id)[1] for group_id in sorted(mine)[:room]}
         if not self._fleet.is_least_busy(index):
             return {}
         count = max(0, min(room, self.wanted(version.step)))
-        return {(group_id := self._buffer.start()): self._partials(group_id) for _ in range(count)}
+        return self._start(index, count)
+
+    def _start(self, index: int, count: int) -> dict[int, Partials]:
+        """Begin groups; those whose prompt another engine knows wait for it, the rest are ours."""
+        groups: dict[int, Partials] = {}
+        for _ in range(count):
+            group_id = self._buffer.start()
+            partials = self._partials(group_id)
+            home = self._home(index, partials[0].prompt.token_ids)
+            if home == index:
+                groups[group_id] = partials
+            else:
+                self._handed[group_id] = home, partials
+                self._ledger.routed_groups += 1
+        if len(groups) < count:
+            self._loops.notify()
+        return groups
+
+    def _home(self, index: int, prompt: Sequence[int]) -> int:
+        """The engine that knows most of a prompt; `index` when none does, or it has too much."""
+        rollout, members = self.config.rollout, self._fleet.members
+        slack = rollout.prefix_slack
+        if slack < 0 or len(members) == 1 or rollout.fixed_lag >= 0:  # nobody waits for those
+            return index
+        waiting = Counter(home for home, _ in self._handed.values())
+        best, home = max(len(prompt) // 2, CHUNK - 1), index
+        for other in (index, *members):  # itself first: it keeps what it knows as well
+            member = members[other]
+            busier = member.generating + waiting[other] - members[index].generating
+            if not self._fleet.serves(other) or member.version < members[index].version:
+                continue
+            known = self._prefixes.length(other, member.version, prompt)
+            if known > best and busier <= slack:
+                best, home = known, other
+        return home
 
     def _still_needed(self) -> int:
         """Groups that the remaining steps can still train; the last steps start no surplus."""
@@ -153,6 +202,8 @@ class Producer:
     async def _generate(self, index: int, groups: dict[int, Partials]) -> None:
         """Generate groups in one engine call, resuming what a weight update interrupts."""
         member = self._fleet.members[index]
+        for partials in groups.values():
+            self._prefixes.sent(index, member.version, partials[0].prompt.token_ids)
         left = len(groups)  # of what this call counts as in flight
         self._calls.append(groups)
         try:
@@ -163,13 +214,13 @@ class Producer:
                 except EngineError as error:
                     self._rescue(index, groups, error)
                     return
-                self._ledger.recomputed_tokens += sum(map(_recomputed, pending, replies))
+                self._count(pending, replies)
                 refused = _join(pending, replies)
                 for group_id in refused:
                     self._on_refused(group_id, groups.pop(group_id), refused[group_id])
                 await self._converse(groups)
-                for group_id in [g for g, partials in groups.items() if self._closes(partials)]:
-                    self._close(group_id, groups.pop(group_id))
+                for group_id in [g for g, partials in groups.items() if self._closes(g, partials)]:
+                    groups |= self._close(group_id, groups.pop(group_id))
                 self._leave(member, left - len(groups))
                 left = len(groups)
                 if (
@@ -181,6 +232,13 @@ class Producer:
             self._calls = [call for call in self._calls if call is not groups]
             self._leave(member, left)
 
+    def _count(self, pending: Partials, replies: Sequence[Segment | RecordError]) -> None:
+        for partial, reply in zip(pending, replies, strict=True):
+            if isinstance(reply, Segment):
+                self._ledger.recomputed_tokens += partial.recomputed(reply)
+                self._ledger.prompt_tokens += partial.turns[-1].num_fed
+                self._ledger.cached_tokens += reply.cached_tokens
+
     def _leave(self, member: Member, count: int) -> None:
         """Groups are no longer in a call: others may start."""
         self._in_flight -= count
@@ -188,19 +246,31 @@ class Producer:
         if count:
             self._loops.notify()
 
-    def _closes(self, partials: Partials) -> bool:
-        quorum = self.config.rollout.group_quorum or len(partials)
-        return sum(partial.finished for partial in partials) >= quorum
+    def _closes(self, group_id: int, partials: Partials) -> bool:
+        """A group of late siblings waits for all of them: nothing is carried twice."""
+        quorum = self.config.rollout.group_quorum
+        wanted = quorum if quorum and group_id >= 0 else len(partials)
+        return sum(partial.finished for partial in partials) >= wanted
 
-    def _close(self, group_id: int, partials: Partials) -> None:
-        """A group ends with those of its siblings that are done."""
+    def _close(self, group_id: int, partials: Partials) -> dict[int, Partials]:
+        """A group ends with those of its siblings that are done; returns the others if they go on.
+
+        The others are a group of their own from here on, in the same call.
+        """
         late = [partial for partial in partials if not partial.finished]
-        self._ledger.dropped_siblings += len(late)
         done = [partial for partial in partials if partial.finished]
         kept = {uri for partial in done for uri in partial.blob_uris()}
-        for uri in {uri for partial in late for uri in partial.blob_uris()} - kept:
-            self._blobs.delete(uri)
-        self._on_finished(group_id, done)
+        theirs = {uri for partial in late for uri in partial.blob_uris()}
+        carries = late and self.config.rollout.late_siblings == "carry"
+        later = self._buffer.carry(group_id) if carries else None
+        if later is None:
+            self._ledger.dropped_siblings += len(late)
+            self._holders.release(theirs - kept)
+        else:
+            self._ledger.carried_siblings += len(late)
+            self._holders.share(theirs & kept)
+        self._on_finished(group_id, done, later)
+        return {} if later is None else {later: late}
 
     async def _ask(self, index: int, pending: Partials) -> Sequence[Segment | RecordError]:
         """One engine call.  Raises EngineError: it failed, was late, or answered something else."""
@@ -244,6 +314,7 @@ class Producer:
         prompt = self.prompts.prompt(group_id)
         # blobs of an earlier try, of this controller or of one that died, may still exist
         tries = self.life, self._buffer.redone[group_id]
+        prompt_ids = np.asarray(prompt.token_ids, np.int32)
         return [
             PartialEpisode(
                 f"{group_id}.{sibling}" + (".r{}-{}".format(*tries) if any(tries) else ""),
@@ -252,13 +323,10 @@ class Producer:
                 audit=self.config.replay.audit,
                 max_turns=self.config.task.max_turns,
                 slice_tokens=self.config.rollout.slice_tokens,
+                prompt_ids=prompt_ids,
             )
             for sibling in range(self._siblings)
         ]
-
-
-def _recomputed(partial: PartialEpisode, reply: Segment | RecordError) -> int:
-    return 0 if isinstance(reply, RecordError) else partial.recomputed(reply)
 
 
 def _join(pending: Partials, replies: Sequence[Segment | RecordError]) -> dict[int, RecordError]:

@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from moerl.errors import MoerlError
-from moerl.protocols import Message, Refused, decode, encode
+from moerl.protocols import Message, Plan, Refused, decode, encode
 from moerl.rollout.controller import cause_of
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,10 @@ class TrainerServer:
                 task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, name: bytes, data: bytes) -> None:
-        answer = encode(await self._reply(data))
+        reply = await self._reply(data)
+        # A plan of thousands of rollouts would stop the loop for tens of milliseconds.
+        is_long = isinstance(reply, Plan)
+        answer = await asyncio.to_thread(encode, reply) if is_long else encode(reply)
         if len(answer) <= _KEPT_BYTES:
             self._answers[name] = answer
         if len(self._answers) > _KEPT_ANSWERS:

@@ -54,9 +54,9 @@ class Whereabouts:
         Ready groups whose records are lost are generated again.  A node that does not answer is
         waited for once.
         """
-        gone = await asyncio.to_thread(self._blobs.missing, uris_in(groups), self._patience_s)
+        gone = await asyncio.to_thread(self._missing, groups, self._patience_s)
         if gone:  # what else lay there is lost as well
-            gone = await asyncio.to_thread(self._blobs.missing, uris_in(self._buffer.ready()))
+            gone = await asyncio.to_thread(self._missing, self._buffer.ready(), 0.0)
         lost = self._buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
         self._journal.left(group.group_id for group in lost)
         for group in lost:
@@ -64,6 +64,9 @@ class Whereabouts:
             self._ledger.dropped_lost += 1
             self._admission.forget(group)
         return not gone
+
+    def _missing(self, groups: Sequence[EpisodeGroup], patience_s: float) -> set[str]:
+        return self._blobs.missing(uris_in(groups), patience_s)
 
     async def leave(self, node: str, trainable: Callable[[], Iterable[EpisodeGroup]]) -> None:
         """Returns when nothing that may be trained lies on a node."""

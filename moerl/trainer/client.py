@@ -37,6 +37,13 @@ class ControllerClient:
 
     def ask(self, message: Message, timeout_s: float | None = None) -> Message:
         """Send and wait.  Raises TrainerError when refused, ProtocolError when late or unknown."""
+        reply = decode(self.ask_encoded(message, timeout_s))
+        if isinstance(reply, Refused):
+            raise TrainerError(f"{type(message).__name__} was refused: {reply.cause}")
+        return reply
+
+    def ask_encoded(self, message: Message, timeout_s: float | None = None) -> bytes:
+        """The reply as it came, a Refused too: for a plan that is passed on to other ranks."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
         self._asked += 1
         name, data = self._name + self._asked.to_bytes(8, "big"), encode(message)
@@ -46,10 +53,7 @@ class ControllerClient:
             answer = self._receive(name, min(left_s, _REPEAT_S))
             if answer is None:
                 continue
-            reply = decode(answer)
-            if isinstance(reply, Refused):
-                raise TrainerError(f"{type(message).__name__} was refused: {reply.cause}")
-            return reply
+            return answer
         self.close()
         raise ProtocolError(
             f"the controller at {self.endpoint} did not answer {type(message).__name__} "

@@ -38,11 +38,11 @@ from moerl.protocols import (
     Ok,
     Plan,
     Refresh,
+    Refused,
     StepDone,
     Stop,
     TakePlan,
     decode,
-    encode,
 )
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
@@ -185,7 +185,7 @@ class Gang:
                 version=self.version,
                 consumed=tuple(self.consumed),
             )
-            holder = [encode(self.client.ask(hello))]
+            holder = [self.client.ask_encoded(hello)]
         self._enlist(self._shared(holder))
 
     def _enlist(self, message: Message) -> None:
@@ -219,17 +219,21 @@ class Gang:
         with self.tracer.span("wait", step=self.version.step):
             if self.client is not None:
                 limit_s = self.config.trainer.step_timeout_s
-                reply = self.client.ask(
-                    TakePlan(self.version.step, limit_s), limit_s + REPLY_SLACK_S
-                )
-                holder = [encode(reply)]
+                holder = [
+                    self.client.ask_encoded(
+                        TakePlan(self.version.step, limit_s), limit_s + REPLY_SLACK_S
+                    )
+                ]
             return self._shared(holder)
 
     def _shared(self, holder: list[bytes | None]) -> Message:
-        """The controller's reply on every rank; holder: rank 0 has it."""
+        """The controller's reply on every rank; holder: rank 0 has it.  Raises TrainerError."""
         dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
         assert holder[0] is not None, "rank 0 passes the controller's reply on"
-        return decode(holder[0])
+        reply = decode(holder[0])
+        if isinstance(reply, Refused):
+            raise TrainerError(f"the controller refused at step {self.version.step}: {reply.cause}")
+        return reply
 
     def _train(self, plan: BatchPlan) -> None:
         metrics = self._probe(plan)
@@ -237,7 +241,7 @@ class Gang:
             metrics |= self.learner.step(plan)
         self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
         self.consumed += [group.group_id for group in plan.groups]
-        if self.version.step < self.config.run.steps:
+        if self.version.step < self.config.run.steps or self.config.evaluation.every:
             metrics |= self._publish()
         metrics |= self.writer.metrics()
         if self.config.checkpoint.keep_versions:

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.algorithms.corrections import m2_bound
+from moerl.blob.ranges import read_logprobs
+from moerl.blob.store import BlobStore
 from moerl.config.algorithms import needed
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
@@ -113,13 +115,17 @@ def _id_dtype(replay: RouteReplay) -> torch.dtype:
 
 
 def bound_second_moment(
-    minibatches: Sequence[Minibatch], known: Sequence[Known], limit: float, parallel: Parallel
+    minibatches: Sequence[Minibatch],
+    known: Sequence[Known],
+    limit: float,
+    parallel: Parallel,
+    store: BlobStore,
 ) -> None:
     """M2PO: set the one bound of the whole batch, over all minibatches and data-parallel ranks."""
     if not parallel.is_last_stage:
         return
     gaps = [
-        values - rollout_at(part.plan, row).logprobs
+        values - read_logprobs(store, rollout_at(part.plan, row))
         for part, scored in zip(minibatches, known, strict=True)
         for row, values in _by_row(part.plan, scored, "proximal", parallel).items()
     ]

@@ -82,6 +82,7 @@ class Batches:
             advantages=self._advantages,
             weights=self._weights,
             read_mask=self._read_mask,
+            read_logprobs=self.parallel.is_last_stage,
             grid=forward.grid_of(
                 self.parallel, packed=self._config.trainer.packing, shape=self.shape
             ),

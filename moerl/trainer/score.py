@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.data.audit import split_segments
@@ -122,7 +123,7 @@ def _score_job(job: ScoreJob, ranks: Parallel) -> None:
     every: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(every, tallies, group=ranks.control)
     if ranks.is_first:
-        _write(job, rollouts, every)
+        _write(job, rollouts, every, store)
 
 
 def _read_rollouts(job: ScoreJob) -> list[Rollout]:
@@ -343,11 +344,13 @@ def _prompt_rows(batch: Microbatch) -> Tensor:
     return (torch.arange(length)[:, None] < prompt[None]).reshape(-1)
 
 
-def _write(job: ScoreJob, rollouts: list[Rollout], every: list[dict[str, Tally]]) -> None:
+def _write(
+    job: ScoreJob, rollouts: list[Rollout], every: list[dict[str, Tally]], store: BlobStore
+) -> None:
     arrays: dict[str, Any] = {
         "rollout_ids": np.array([rollout.rollout_id for rollout in rollouts]),
         "num_sampled": np.array([rollout.num_sampled for rollout in rollouts]),
-        "engine": np.concatenate([rollout.logprobs for rollout in rollouts]),
+        "engine": np.concatenate([read_logprobs(store, rollout) for rollout in rollouts]),
     }
     for dtype in job.dtypes:
         tally = Tally()

@@ -156,7 +156,8 @@ class Learner:
                 scores.logprobs[role] = batches.by_microbatch(part.of(values))
             known.append(scores)
         if "m2" in config.algorithm.corrections:
-            proximal.bound_second_moment(parts, known, config.algorithm.m2_limit, self.parallel)
+            limit = config.algorithm.m2_limit
+            proximal.bound_second_moment(parts, known, limit, self.parallel, self.store)
         return known
 
     def _advantages(

@@ -136,7 +136,8 @@ def check_segment(world: World, ask: GenerateRequest, got: Segment | RecordError
     rows = world.store.load(got.routing.ids)
     assert (got.routing.row_begin, got.routing.row_end) == (ask.rows_from, len(ids) - 1)
     np.testing.assert_array_equal(rows, routes[:, ask.rows_from : len(ids) - 1])
-    return float(np.abs(got.logprobs - np.asarray(want, np.float32)).max())
+    logprobs = world.store.load(got.sealed_logprobs.values)
+    return float(np.abs(logprobs - np.asarray(want, np.float32)).max())
 
 
 def test_every_hook_found_its_target(world: World) -> None:

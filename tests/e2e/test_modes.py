@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from moerl.blob.ranges import read_logprobs
 from moerl.config.schema import EngineConfig
 from moerl.data.audit import split_segments
 from moerl.engine import in_flight
@@ -270,7 +271,7 @@ def on_kept_cache(played: Played, rollout: Rollout, spans: Sequence[VersionSpan]
         found.append(out.logits[0, -(end - span.first) :])
     logits = torch.cat(found).float() / rollout.sampling.temperature
     picked = torch.log_softmax(logits, -1).gather(1, ids[prompt:, None])[:, 0]
-    return rollout.logprobs - picked.numpy()
+    return read_logprobs(played.world.store, rollout) - picked.numpy()
 
 
 @lru_cache

@@ -35,6 +35,7 @@ def test_every_turn_is_trained_on_its_own_rows(tmp_path: Path) -> None:
     run = start(tmp_path, "digits-in-turns", *SETTINGS, name="x")
     assert run.finish() == 0, run.text()
     assert [row["eval/step"] for row in run.rows() if "eval/step" in row][:1] == [0.0]
+    assert run.rows()[-1]["eval/step"] == 4, "the last weights, too"
     groups: list[EpisodeGroup] = []
     for path in sorted((run.dir.records / "0").glob("step-*.msgpack")):
         groups += decode_value(path.read_bytes(), list[EpisodeGroup])

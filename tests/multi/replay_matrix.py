@@ -210,7 +210,7 @@ def probed(work: Path, case: dict[str, Any], learner: Learner, records: Records)
             rows = ids.roll(shift, 1).contiguous().numpy()
             (ref,) = learner.store.seal(f"{name}.{rollout.rollout_id}", [rows])
             whole = replace(rollout.routing[0], ids=ref, row_begin=0, row_end=rows.shape[1])
-            return replace(rollout, routing=(whole,), logprobs=logprob.numpy())
+            return replace(rollout, routing=(whole,), logprobs=logprob.numpy(), sealed_logprobs=())
 
         groups = [
             replace(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from trainer_support import make_model, make_plan
 
+from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.config import load_config, resolve
 from moerl.errors import RecordError
@@ -26,7 +27,7 @@ def row(rollout: Rollout, store: BlobStore) -> dict[str, object]:
         "id": rollout.rollout_id,
         "token_ids": rollout.token_ids.tolist(),
         "prompt_len": rollout.prompt_len,
-        "logprobs": rollout.logprobs.astype(float).tolist(),
+        "logprobs": read_logprobs(store, rollout).astype(float).tolist(),
         "routing": store.load(routing.ids).transpose(1, 0, 2).tolist(),
         "sampling_mask": [kept[begin:end] for begin, end in bounds],
         "temperature": rollout.sampling.temperature,

@@ -69,6 +69,7 @@ def _record(model: Model, plan: BatchPlan, ranks: parallel.Parallel, store: Blob
         made[rollout.rollout_id] = replace(
             rollout,
             logprobs=logprob[batch.seq == row].numpy().astype(np.float32),
+            sealed_logprobs=(),
             routing=(_seal(store, f"live.{rollout.rollout_id}", ids.numpy(), rollout),),
         )
     return _replaced(plan, made)
@@ -94,7 +95,7 @@ def _with_logprobs(plan: BatchPlan, source: BatchPlan) -> BatchPlan:
     """Random routes beside log-probabilities of the model's own."""
     by_id = {r.rollout_id: r for group in source.groups for r in group.rollouts()}
     made = {
-        r.rollout_id: replace(r, logprobs=by_id[r.rollout_id].logprobs)
+        r.rollout_id: replace(r, logprobs=by_id[r.rollout_id].logprobs, sealed_logprobs=())
         for group in plan.groups
         for r in group.rollouts()
     }

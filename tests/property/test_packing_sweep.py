@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Grid, Microbatch, pack_microbatch
@@ -71,7 +72,7 @@ def _compare(packed: Microbatch, store: BlobStore) -> None:
         rebuilt = np.append(packed.tokens[row, :fed].numpy(), packed.labels[row, fed - 1])
         assert (rebuilt == rollout.token_ids).all()
         assert not packed.tokens[row, fed:].any()
-        assert packed.old_logprob[mine].tolist() == rollout.logprobs.tolist()
+        assert packed.old_logprob[mine].tolist() == read_logprobs(store, rollout).tolist()
         assert packed.lag[mine].tolist() == [9 - v.step for v in rollout.version_of_tokens()]
         for idx, layer in enumerate(LAYERS):
             want = np.concatenate([store.load(part.ids)[idx] for part in rollout.routing])

@@ -31,6 +31,7 @@ from moerl.algorithms.objectives import ppo_clip
 from moerl.algorithms.preference import best_and_worst, pair_advantages, plan_pairs
 from moerl.algorithms.selection import resample_correct
 from moerl.algorithms.tokens import Sequences, Tokens
+from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.config.algorithms import AGGREGATIONS
 from moerl.config.schema import AlgorithmConfig
@@ -201,7 +202,13 @@ def _plan(store: BlobStore, dp_size: int, budget: int) -> BatchPlan:
     return plan_batch(5, V3, groups, dp_size=dp_size, max_tokens_per_microbatch=budget)
 
 
-def _gradient(plan: BatchPlan, aggregation: str, logprob: dict[str, Tensor], local: bool) -> Tensor:
+def _gradient(
+    plan: BatchPlan,
+    aggregation: str,
+    old: dict[str, Tensor],
+    logprob: dict[str, Tensor],
+    local: bool,
+) -> Tensor:
     """Gradient of the step's loss in every token's log-probability, over all microbatches."""
     config = AlgorithmConfig(aggregation=aggregation, constant_tokens=8)
     advantages, weights = plan_advantages(config, plan), plan_weights(config, plan)
@@ -218,7 +225,7 @@ def _gradient(plan: BatchPlan, aggregation: str, logprob: dict[str, Tensor], loc
             loss_of(
                 config,
                 new,
-                torch.from_numpy(rollout.logprobs).double(),
+                old[rollout.rollout_id],
                 per_token * advantages[i],
                 per_token * weight,
                 torch.full((len(new),), seq),
@@ -230,23 +237,24 @@ def _gradient(plan: BatchPlan, aggregation: str, logprob: dict[str, Tensor], loc
 def test_the_gradient_does_not_depend_on_ranks_or_microbatches(
     aggregation: str, tmp_path: Path
 ) -> None:
+    stores = [BlobStore(tmp_path / str(i), "n") for i in range(4)]
     plans = [
-        _plan(BlobStore(tmp_path / f"{dp}.{budget}", "n"), dp, budget)
-        for dp, budget in ((1, 10**6), (1, 20), (2, 20), (3, 9))
+        _plan(store, dp, budget)
+        for store, (dp, budget) in zip(stores, ((1, 10**6), (1, 20), (2, 20), (3, 9)), strict=True)
     ]
     torch.manual_seed(0)
-    logprob = {
-        rollout.rollout_id: torch.from_numpy(rollout.logprobs).double()
-        + 0.1 * torch.randn(rollout.num_sampled)
+    old = {
+        rollout.rollout_id: torch.from_numpy(read_logprobs(stores[0], rollout)).double()
         for g in plans[0].groups
         for rollout in g.rollouts()
     }
-    want = _gradient(plans[0], aggregation, logprob, local=False)
+    logprob = {name: values + 0.1 * torch.randn(len(values)) for name, values in old.items()}
+    want = _gradient(plans[0], aggregation, old, logprob, local=False)
     assert want.abs().max() > 1e-4
     for plan in plans[1:]:
-        got = _gradient(plan, aggregation, logprob, local=False)
+        got = _gradient(plan, aggregation, old, logprob, local=False)
         assert float((got - want).norm() / want.norm()) < 1e-12
-    wrong = _gradient(plans[2], aggregation, logprob, local=True)
+    wrong = _gradient(plans[2], aggregation, old, logprob, local=True)
     assert float((wrong - want).norm() / want.norm()) > 1e-2, "control: local denominators differ"
 
 

@@ -67,6 +67,22 @@ def test_broadcast_interrupts_requests() -> None:
         check(load_config("quickstart", bad))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "none without rollout.group_quorum"),
+        (["rollout.selection=strict"], "strict would wait"),
+        (["rollout.fixed_lag=1"], "lag is not fixed"),
+        (["algorithm.advantage=online_dpo", "algorithm.objective=dpo"], "pairs siblings"),
+    ],
+)
+def test_late_siblings_cannot_be_carried_everywhere(overrides: list[str], says: str) -> None:
+    quorum = ["rollout.group_quorum=4", "rollout.slice_tokens=2"] if overrides else []
+    carry = ["rollout.late_siblings=carry", *quorum, *overrides]
+    with pytest.raises(ConfigError, match=says):
+        check(load_config("quickstart", carry), starts=False)
+
+
 def test_a_quorum_needs_slices() -> None:
     with pytest.raises(ConfigError, match="only close between calls"):
         check(load_config("quickstart", ["rollout.group_quorum=4"]))

@@ -75,8 +75,9 @@ class StubEngine:
         self.open.set()
         self.refuse = list(refuse)  # group ids whose next reply is a refusal
         self.requests: list[GenerateRequest] = []
-        self.cut = 0  # replies that an update interrupted
+        self.cut = self.calls = 0  # replies that an update interrupted, calls
         self.dead = self.dies_in_update = False
+        self.waits_for_updates = False  # then later calls end when an update cuts them, only
         self.finishes = True  # else every reply is empty and to be asked for again
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
@@ -85,8 +86,10 @@ class StubEngine:
             raise EngineError("engine 0 is not usable: it was killed")
         version = self.version
         self.requests += requests
+        self.calls += 1
+        waits = self.waits_for_updates and self.calls > 3  # three fill the buffer
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.01):
+            async with asyncio.timeout(None if waits else 0.01):
                 await self.interrupted.wait()
         return [self._reply(request, version) for request in requests]
 
@@ -232,6 +235,7 @@ async def running(controller: Controller, work):
 def test_a_whole_run(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
+        engine.waits_for_updates = True
         controller, reports = make(tmp_path, engine)
 
         async def work() -> list:
@@ -495,7 +499,7 @@ def test_an_engine_that_dies_loses_nothing(tmp_path: Path) -> None:
 
     async def body() -> None:
         engine, fresh = StubEngine(), StubEngine()
-        engine.dies_in_update = True
+        engine.dies_in_update = engine.waits_for_updates = True
         controller, reports = make(tmp_path, engine)
 
         async def restart() -> None:
@@ -648,13 +652,52 @@ def test_groups_go_to_the_least_busy_engine(tmp_path: Path) -> None:
 class Unequal(StubEngine):
     """Sibling 0 needs four tokens, sibling 1 eight, others never end."""
 
+    ending = 2
+
     def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
         reply = super()._reply(request, version)
         sibling = int(request.rollout_id.split(".")[1])
         assert isinstance(reply, Segment)
         done = request.num_sampled + len(reply.output_ids) >= 4 * (sibling + 1)
-        ends = done and sibling < 2 and reply.finish == Finish.LENGTH
+        ends = done and sibling < self.ending and reply.finish == Finish.LENGTH
         return replace(reply, finish=Finish.STOP) if ends else reply
+
+
+class Staggered(Unequal):
+    """Sibling i needs 4 (i + 1) tokens."""
+
+    ending = 4
+
+
+def test_late_siblings_are_trained_once_in_a_later_step(tmp_path: Path) -> None:
+    """Each goes on as it was, and counts the others in its baseline."""
+
+    async def scenario() -> None:
+        rollout = replace(CONFIG.rollout, group_size=4, group_quorum=2, slice_tokens=4)
+        rollout = replace(rollout, late_siblings="carry", max_lag=100)  # none too old
+        sampling = replace(CONFIG.sampling, max_new_tokens=4000)
+        run = replace(CONFIG.run, steps=8)
+        config = replace(CONFIG, run=run, rollout=rollout, sampling=sampling)
+        controller, reports = make(tmp_path, Staggered(), config)
+        plans = await running(controller, train(controller, 8))
+        seen = {g.group_id: (plan.step, g) for plan in plans for g in plan.groups}
+        late = {group_id: g for group_id, (_, g) in seen.items() if group_id < 0}
+        assert late, "nothing was carried"
+        ids = [r.rollout_id for _, g in seen.values() for r in g.rollouts()]
+        assert len(ids) == len(set(ids)), "each rollout once"
+        assert len(seen) == 8 * CONFIG.rollout.groups_per_step, "each group once"
+        assert all(min(r.num_sampled for r in g.rollouts()) >= 12 for g in late.values())
+        pairs = [(g, seen[~i][1]) for i, g in late.items() if ~i in seen]  # the last may not be
+        assert pairs
+        for group, early in pairs:
+            assert group.prompt == early.prompt
+            names = [r.rollout_id for r in (*early.rollouts(), *group.rollouts())]
+            assert [int(name.split(".")[1]) for name in names] == [0, 1, 2, 3]
+            assert group.peers == tuple(e.score.reward for e in early.episodes)
+            assert early.peers == ()
+        assert sum(report.metrics["async/carried_siblings"] for report in reports) >= 2 * len(late)
+
+    asyncio.run(scenario())
 
 
 def test_a_group_closes_when_enough_siblings_are_done(tmp_path: Path) -> None:

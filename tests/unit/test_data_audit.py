@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.data.audit import split_segments
 from moerl.data.packing import pack_microbatch
@@ -34,10 +35,10 @@ def audited(store: BlobStore) -> Rollout:
 def test_segments_are_whole_rollouts_with_their_own_rows(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, "n")
     rollout = audited(store)
-    segments = split_segments(rollout)
+    segments, whole_logprobs = split_segments(rollout), read_logprobs(store, rollout).tolist()
     assert [s.num_sampled for s in segments] == [2, 4, 3]
     assert [s.num_tokens for s in segments] == [5, 9, 12]
-    assert np.concatenate([s.logprobs for s in segments]).tolist() == rollout.logprobs.tolist()
+    assert np.concatenate([read_logprobs(store, s) for s in segments]).tolist() == whole_logprobs
     for idx, segment in enumerate(segments):
         check(segment, vocab_size=VOCAB, num_moe_layers=len(LAYERS), top_k_experts=TOP_K)
         assert segment.version_of_tokens() == [VERSIONS[idx]] * segment.num_sampled

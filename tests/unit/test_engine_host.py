@@ -15,16 +15,31 @@ import pytest
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.data.batching import plan_batch
+from moerl.data.packing import pack_microbatch
 from moerl.engine import gate as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.records import ModelFacts
-from moerl.errors import EngineError, RecordError
-from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate
+from moerl.errors import BlobError, EngineError, RecordError
+from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate, Plan, decode, encode
+from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
-from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.types import (
+    Episode,
+    EpisodeGroup,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    Prompt,
+    SamplingParams,
+    Score,
+    Segment,
+    Turn,
+    check,
+)
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 FACTS = ModelFacts(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
@@ -338,5 +353,46 @@ def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:
         load = host._store.load
         assert (load(odd.prompt_rows.ids) != load(one.prompt_rows.ids)).any()
         assert one.routing.ids != two.routing.ids
+
+    play(scenario)
+
+
+def test_log_probabilities_are_sealed_beside_the_routes(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        one, two = await host.generate([ask("a.0"), ask("a.1")])
+        for segment in (one, two):
+            assert not len(segment.logprobs), "the header carries none"
+            sealed = segment.sealed_logprobs
+            assert (sealed.first, sealed.num_tokens) == (0, len(segment.output_ids))
+            assert sealed.values.uri == segment.routing.ids.uri
+            values = host._store.load(sealed.values)
+            assert values.dtype == np.float32
+            assert np.isfinite(values).all()
+
+    play(scenario)
+
+
+def test_sealed_log_probabilities_reach_the_trainer(play: Any) -> None:
+    """Host, assembly, door, wire and packing, over several calls of one rollout."""
+
+    async def scenario(host: EngineHost) -> None:
+        prompt = Prompt(0, (0, 1, 2, 3), "p", None, {})
+        partial = PartialRollout("0.0", prompt, SamplingParams(3), audit=False, slice_tokens=1)
+        while not partial.finished:
+            (reply,) = await host.generate([partial.request()])
+            partial.add(reply)
+        rollout = partial.rollout()
+        check(rollout, vocab_size=50, num_moe_layers=2, top_k_experts=2)
+        assert [part.first for part in rollout.sealed_logprobs] == [0, 1, 2]
+        group = EpisodeGroup(0, prompt, (Episode("0.0", (Turn(rollout),), Score(1.0)),))
+        plan = plan_batch(0, V0, [group], dp_size=1, max_tokens_per_microbatch=100)
+        told = decode(encode(Plan(plan)))
+        assert isinstance(told, Plan)
+        packed = pack_microbatch(told.plan, 0, 0, host._store)
+        assert packed.old_logprob.tolist() == [-1.0] * 3
+        assert packed.tokens[0].tolist() == [0, 1, 2, 3, 7, 7]
+        host._store.delete(rollout.sealed_logprobs[1].values.uri)
+        with pytest.raises(BlobError, match="is not in"):
+            pack_microbatch(told.plan, 0, 0, host._store)
 
     play(scenario)

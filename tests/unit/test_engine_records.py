@@ -24,7 +24,7 @@ def ask(sampling: SamplingParams = TRUNCATED, **changes: Any) -> GenerateRequest
     fields: dict[str, Any] = {
         "rollout_id": "7.0",
         "segment": 0,
-        "token_ids": np.array([5, 9, 11], np.int32),
+        "tail_ids": np.array([5, 9, 11], np.int32),
         "num_sampled": 0,
         "sampling": sampling,
     }

@@ -13,6 +13,7 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig
 from moerl.errors import ConfigError
+from moerl.protocols import Stop, TakePlan
 from moerl.rollout.evaluation import sampling_of
 from moerl.types import SamplingParams
 from tests.unit.test_controller import (
@@ -51,6 +52,30 @@ def test_every_second_version_is_evaluated_whole(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("blobs/**/*eval*"))
 
     asyncio.run(scenario())
+
+
+def test_the_last_weights_are_evaluated_whatever_their_number(tmp_path: Path) -> None:
+    """A row of its own, after those of all steps."""
+
+    async def scenario(evaluation: EvaluationConfig) -> list:
+        controller, reports = with_evaluation(tmp_path / str(evaluation), StubEngine(), evaluation)
+
+        async def work() -> None:
+            await train(controller, 4)
+            assert isinstance(await controller.handle(TakePlan(4, 5.0)), Stop)
+            assert isinstance(await controller.handle(TakePlan(4, 5.0)), Stop), "asked twice"
+
+        await running(controller, work())
+        return reports
+
+    reports = asyncio.run(scenario(replace(EVERY_TWO, every=3)))
+    assert [row["eval/step"] for row in evaluations(reports)] == [0.0, 3.0, 4.0]
+    steps = [report.step for report in reports]
+    assert steps == list(range(len(steps))), "3 may have ended too late for the row of a step"
+    assert len(steps) in (5, 6)
+    assert str(reports[-1].version) == "0.4"
+    assert all(name.startswith("eval/") for name in reports[-1].metrics)
+    assert len(asyncio.run(scenario(EvaluationConfig()))) == 4
 
 
 def test_an_update_waits_for_the_evaluation_and_no_longer_than_allowed(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
     else:
         db = sqlite3.connect(world.database)
         sql = {
-            "header": "update groups set header = x'00' where id = 20",
+            "header": "update headers set body = x'00' where id = 20",
             "facts": "update facts set body = x'00'",
         }[how]
         with db:

@@ -195,3 +195,18 @@ def test_reward_gain_is_last_tenth_less_first() -> None:
 def test_wall_time_counts_the_first_step() -> None:
     assert wall_time_s([]) == 0.0
     assert wall_time_s([{"time_s": 10.0, "perf/step_s": 3.0}, {"time_s": 12.0}]) == 5.0
+
+
+def test_a_row_of_the_last_evaluation_alone(run: RunDir) -> None:
+    """The weights after the last step have a row that no step trained."""
+    fill(run, 20)
+    before = report(run)
+    writer = MetricsWriter(run.metrics)
+    writer.write(20, "0.20", {"eval/step": 20.0, "eval/reward_mean": 0.75}, time_s=141.0)
+    writer.close()
+    after = report(run)
+    assert "Complete: 20 of 20 steps" in after
+    assert "for 20 steps" in after
+    assert tile(after, "Wall time") == "0:41"
+    for label in ("Reward", "Engine tokens/s", "Largest mismatch", "Routing replayed"):
+        assert tile(after, label) == tile(before, label)

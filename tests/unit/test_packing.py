@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moerl.algorithms.masked_logprob import kept_logprobs
+from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Grid, pack_microbatch, version_lag
@@ -64,6 +65,7 @@ def test_every_number_stays_beside_its_token(store: BlobStore) -> None:
     )
     at = 0
     for row, rollout in enumerate(rollouts):
+        logprobs = read_logprobs(store, rollout)
         versions = rollout.version_of_tokens()
         masks = [
             ids
@@ -75,7 +77,7 @@ def test_every_number_stays_beside_its_token(store: BlobStore) -> None:
             assert packed.sampled[at] == rollout.token_ids[token]
             assert packed.labels.view(-1)[packed.sampled_rows[at]] == rollout.token_ids[token]
             assert packed.tokens.view(-1)[packed.sampled_rows[at]] == rollout.token_ids[token - 1]
-            assert packed.old_logprob[at] == rollout.logprobs[produced]
+            assert packed.old_logprob[at] == logprobs[produced]
             assert packed.lag[at] == 5 - versions[produced].step
             assert packed.temperature[at] == np.float32(0.7)
             assert packed.advantage[at] == np.float32(advantages[row])
@@ -238,4 +240,4 @@ def test_a_real_plan_is_packed_whole(store: BlobStore) -> None:
             packed = pack_microbatch(plan, rank, microbatch, store)
             assert packed.tokens.numel() <= 16
             seen += packed.old_logprob.tolist()
-    assert sorted(seen) == sorted(x for r in rollouts for x in r.logprobs.tolist())
+    assert sorted(seen) == sorted(x for r in rollouts for x in read_logprobs(store, r).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -208,3 +209,20 @@ def test_an_aborted_slice_asks_for_a_whole_one() -> None:
     partial = sliced()
     partial.add(reply(partial.request(), [7], 1, Finish.ABORT))
     assert partial.request().sampling.max_new_tokens == 4
+
+
+def test_a_call_carries_the_prompt_of_its_siblings_once() -> None:
+    """Tokens are the same as ever, and pickling the call writes the shared array once."""
+    prompt = Prompt(3, tuple(range(500)), "p", None, {})
+    shared = np.asarray(prompt.token_ids, np.int32)
+
+    def call(prompt_ids: np.ndarray | None) -> list[GenerateRequest]:
+        siblings = [
+            PartialRollout(f"3.{i}", prompt, SAMPLING, audit=False, prompt_ids=prompt_ids)
+            for i in range(8)
+        ]
+        return [sibling.request() for sibling in siblings]
+
+    together, apart = (pickle.dumps(call(ids), protocol=5) for ids in (shared, None))
+    assert len(together) < len(apart) - 7 * shared.nbytes + 100
+    assert all(r.token_ids.tolist() == list(range(500)) for r in pickle.loads(together))

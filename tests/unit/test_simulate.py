@@ -56,6 +56,7 @@ def test_what_a_mode_costs() -> None:
     assert again["abort_resume"].recomputed_tokens > 0
     assert again["drain"].recomputed_tokens == again["in_place"].recomputed_tokens == 0
     assert again["in_place"].wall_s < again["abort_resume"].wall_s
+    assert again["retract"] == again["abort_resume"], "the same prefill; pauses are given"
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,115 @@
+"""Siblings carried into a later batch: their ids, their blobs, their baseline, a restart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moerl.algorithms.advantages import plan_advantages
+from moerl.blob import BlobStore
+from moerl.config.schema import AlgorithmConfig
+from moerl.data.batching import plan_batch
+from moerl.rollout.blob_holders import BlobHolders
+from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.journal import Journal
+from moerl.rollout.past import uris_of
+from moerl.types import EpisodeGroup, PolicyVersion
+from tests.data.plans import group, make_rollout
+
+V0 = PolicyVersion(0, 0)
+
+
+def scored(tmp_path: Path, group_id: int, rewards: list[float]) -> EpisodeGroup:
+    store = BlobStore(tmp_path, "n")
+    rollouts = [
+        make_rollout(store, f"{group_id}.{i}.{len(rewards)}", 2, 3, versions=(V0,))
+        for i in range(len(rewards))
+    ]
+    return replace(group(0, rollouts, rewards), group_id=group_id)
+
+
+def advantages(name: str, *groups: EpisodeGroup) -> list[float]:
+    plan = plan_batch(0, V0, groups, dp_size=1, max_tokens_per_microbatch=1000)
+    found = plan_advantages(AlgorithmConfig(advantage=name), plan)
+    place = {(row.group, row.episode): i for i, row in enumerate(plan.rows)}
+    return [float(found[place[key]]) for key in sorted(place)]
+
+
+@pytest.mark.parametrize("name", ["grpo_mean", "grpo_std", "rloo"])
+def test_the_baseline_of_late_siblings_is_that_of_the_whole_group(
+    tmp_path: Path, name: str
+) -> None:
+    """What they would have got beside the others; alone they would get something else."""
+    other = scored(tmp_path / "o", 5, [0.0, 3.0])
+    whole = scored(tmp_path / "w", 1, [0.0, 1.0, 1.0, 4.0])
+    late = scored(tmp_path / "l", ~1, [1.0, 4.0])
+    apart = advantages(name, other, replace(late, peers=(0.0, 1.0)))
+    assert len(apart) == 4, "peers are not trained"
+    assert apart[2:] == pytest.approx(advantages(name, whole)[2:])
+    assert apart[:2] == pytest.approx(advantages(name, other)), "no other group sees them"
+    assert apart[2:] != pytest.approx(advantages(name, late), abs=1e-3), "control: without peers"
+
+
+def test_one_late_sibling_has_an_advantage(tmp_path: Path) -> None:
+    late = scored(tmp_path, ~1, [4.0])
+    assert advantages("grpo_mean", replace(late, peers=(0.0, 2.0))) == [2.0]
+    assert advantages("grpo_mean", late) == [0.0], "control: a group of one"
+
+
+def test_carried_ids_are_used_once_and_never_generated_again(tmp_path: Path) -> None:
+    buffer = GroupBuffer(1, max_lag=4, depth=4)
+    assert [buffer.start(), buffer.start()] == [0, 1]
+    late = buffer.carry(0)
+    assert late == ~0
+    assert buffer.carry(0) is None, "a second try of group 0 has late siblings, too"
+    assert buffer.carry(late) is None
+    assert buffer.num_started == 3
+    buffer.admit(replace(scored(tmp_path, late, [1.0, 0.0]), group_id=late))
+    assert buffer.carry(0) is None
+    assert [g.group_id for g in buffer.take()] == [late], "the oldest come first"
+    assert buffer.carry(0) is None
+    other = buffer.carry(1)
+    buffer.abandon(other)
+    assert buffer.start() == 2, "the late siblings of 1 are left out"
+    buffer.restart(0, ())
+    assert buffer.start() == 3, "those of 0, whose step is void, too"
+    buffer.restore(1, {late}, (), [])
+    assert buffer.start() == 0
+
+
+def test_a_journal_keeps_them_apart(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path / "blobs", "n")
+    journal = Journal(tmp_path / "journal", blobs)
+    journal.load()
+    journal.began(V0, 1, ())
+    rollouts = [make_rollout(blobs, f"1.{i}", 2, 3, versions=(V0,)) for i in range(4)]
+    early = replace(group(1, rollouts[:2], [0.0, 1.0]), group_id=1)
+    late = replace(group(1, rollouts[2:], [1.0, 4.0]), group_id=~1, peers=(0.0, 1.0))
+    journal.admitted(early)
+    journal.planned(0, [1])
+    journal.admitted(late)
+    journal.done(0, kept=[])
+    journal.saved(1)
+    past = Journal(tmp_path / "journal", blobs).load()
+    assert past.consumed == {1}
+    (again,) = past.ready
+    assert (again.group_id, again.peers) == (~1, (0.0, 1.0))
+
+
+def test_a_blob_goes_with_the_last_group_that_names_it(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path, "n")
+    holders = BlobHolders(blobs)
+    rollouts = [make_rollout(blobs, f"1.{i}", 2, 3, versions=(V0,)) for i in range(2)]
+    first, second = rollouts
+    second = replace(second, routing=first.routing)  # prompt rows of one call
+    early, late = group(1, [first], [0.0]), group(1, [second], [0.0])
+    common = set(uris_of(early)) & set(uris_of(late))
+    assert common
+    holders.share(common)
+    holders.release(uris_of(early))
+    assert not blobs.missing(uris_of(late))
+    assert blobs.missing(uris_of(early))
+    holders.release(uris_of(late))
+    assert blobs.missing(uris_of(late)) == set(uris_of(late))

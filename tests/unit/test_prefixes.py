@@ -1,0 +1,119 @@
+"""A prompt that comes again goes to the engine that knows it, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moerl.config.schema import RolloutConfig
+from moerl.errors import RecordError
+from moerl.protocols import Hello, Ok
+from moerl.rollout.prefixes import CHUNK, Prefixes
+from moerl.types import GenerateRequest, PolicyVersion, Prompt, Segment
+from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
+
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+LONG = tuple(range(3 * CHUNK + 7))
+
+
+def test_what_is_known_is_a_common_lead() -> None:
+    known = Prefixes()
+    known.sent(0, V0, LONG)
+    assert known.length(0, V0, LONG) == len(LONG)
+    assert known.length(0, V0, (*LONG[: 2 * CHUNK + 3], 9, 9)) == 2 * CHUNK
+    assert known.length(0, V0, (5, *LONG[1:])) == 0
+    assert known.length(1, V0, LONG) == 0
+    assert known.length(0, V0, (*LONG, *range(CHUNK))) == 3 * CHUNK
+
+
+def test_an_update_makes_it_forget() -> None:
+    known = Prefixes()
+    known.sent(0, V0, LONG)
+    assert known.length(0, V1, LONG) == 0, "its cache was emptied"
+    known.sent(0, V1, LONG[:CHUNK])
+    assert known.length(0, V1, LONG) == CHUNK
+    assert known.length(0, V0, LONG) == 0
+
+
+class Repeating:
+    """Two prompts of 200 tokens, in turn."""
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index, (3 + index % 2,) * 200, f"p{index}", None, {})
+
+
+class Hanging(StubEngine):
+    """Answers nothing."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        self.requests += requests
+        await asyncio.sleep(3600)
+        return []
+
+
+def kinds(engine: StubEngine) -> list[int]:
+    """Which of the two prompts each group had, in order."""
+    firsts = {r.rollout_id.split(".")[0]: int(r.token_ids[0]) - 3 for r in engine.requests}
+    return list(firsts.values())
+
+
+async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutConfig) -> None:
+    """Let the engines take what they may; nothing is answered."""
+    config = replace(CONFIG, rollout=rollout)
+    controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
+    controller.producer.prompts = Repeating()
+    assert await controller.handle(Hello("t", 1, 1, V0, ())) == Ok()
+    loops = asyncio.create_task(controller.run())
+    await asyncio.sleep(0.3)
+    await controller.stop()
+    await loops
+
+
+@pytest.mark.parametrize("slack", [-1, 100, 1])
+def test_prompts_that_come_again_go_where_they_are_known(tmp_path: Path, slack: int) -> None:
+    rollout = replace(CONFIG.rollout, groups_per_step=4, groups_per_request=1, buffer_depth=1)
+    rollout = replace(rollout, prefix_slack=slack)
+    engines: list[StubEngine] = [Hanging(), Hanging()]
+    asyncio.run(start_all(tmp_path, engines, rollout))
+    found = [kinds(engine) for engine in engines]
+    assert sorted(kind for each in found for kind in each) == [0] * 4 + [1] * 4, "each once"
+    homes = defaultdict(set)
+    for engine, each in enumerate(found):
+        for kind in each:
+            homes[kind].add(engine)
+    loads = sorted(map(len, found))
+    if slack == 100:
+        assert all(len(where) == 1 for where in homes.values()), "each prompt has one home"
+    elif slack == -1:
+        assert loads == [4, 4], "control: by load alone"
+    else:
+        assert loads[1] - loads[0] <= 2 + slack, "never further out of balance than allowed"
+
+
+def test_a_home_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """What was handed to an engine that stops serving is taken by another; nothing is lost."""
+
+    async def scenario() -> None:
+        engines = [StubEngine(), StubEngine()]
+        rollout = replace(CONFIG.rollout, prefix_slack=100, groups_per_request=1)
+        controller, reports = make(
+            tmp_path, engines[0], replace(CONFIG, rollout=rollout), more_engines=engines[1:]
+        )
+        controller.producer.prompts = Repeating()
+        controller.fleet.members[1].version = PolicyVersion(9, 0)  # of another history: not served
+        producer = controller.producer
+        producer._prefixes.sent(1, PolicyVersion(9, 0), Repeating().prompt(0).token_ids)
+        producer._handed[controller.buffer.start()] = 1, producer._partials(0)
+        plans = await running(controller, train(controller, 4))
+        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+        assert not producer._handed
+        assert not engines[1].requests
+        found = [r.metrics.get("async/cached_frac") for r in reports]
+        assert 0.0 in found, "the stub caches nothing"
+
+    asyncio.run(scenario())
