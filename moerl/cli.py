@@ -218,7 +218,14 @@ def check_layout(
     count = _count("--engine count", asked.pop("count", "1"))
     identity = stated_layout(asked, config)
     engines = EngineLayout(identity.tp, identity.ep, identity.dp, count)
-    report = check(model_spec(config), trainer, engines, flavor, engine_dtype=identity.dtype)
+    report = check(
+        model_spec(config),
+        trainer,
+        engines,
+        flavor,
+        engine_dtype=identity.dtype,
+        quantization=identity.quantization,
+    )
     typer.echo(describe(report))
     typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
 

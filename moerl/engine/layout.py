@@ -44,9 +44,9 @@ _REPACKING_RUNNERS = {
 # Server arguments that decide which weights a rank holds or in which form: the values under which
 # the tables of moerl.layout hold, and why others are refused.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "modelopt_quant": ((None,), "quantised weights have other bytes and scales beside them"),
-    "rl_quant_profile": ((None,), "quantised weights have other bytes and scales beside them"),
-    "quantize_and_serve": ((False,), "quantised weights have other bytes and scales beside them"),
+    "modelopt_quant": ((None,), "its weights have other bytes and scales beside them"),
+    "rl_quant_profile": ((None,), "its weights have other bytes and scales beside them"),
+    "quantize_and_serve": ((False,), "the server then quantises by rules of its own"),
     "moe_a2a_backend": (("none", None), "its dispatcher prepares expert weights for itself"),
     "device": (("cpu", "cuda"), "its kernels lay weights out in their own way"),
     "model_impl": (("auto", "sglang"), "its modules have other names"),
@@ -100,13 +100,28 @@ _PLAIN_METHODS = (
     "UnquantizedEmbeddingMethod",
     "UnquantizedFusedMoEMethod",
 )
+_BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
+_CACHE_METHOD = "Fp8KVCacheMethod"  # of every attention layer in a checkpoint of fp8 blocks
 _METHOD_FLAGS = {
     "use_flashinfer_cutlass": "keeps w13 as [up; gate]",
     "use_triton_kernels": "keeps expert weights transposed",
     "use_flashinfer_trtllm_moe": "packs expert weights into blocks",
     "w13_swiglu_interleaved": "interleaves gate and up rows",
     "_aiter_runner": "shuffles expert weights",
+    "use_marlin": "packs weights for a kernel that reads 8 bits and computes in 16",
+    "use_mxfp8": "scales runs of 32 values",
+    "block_fp8_as_mxfp8": "keeps a second form for another kernel",
+    "is_fp4_expert": "keeps experts in 4 bits",
 }
+_WEIGHT_FLAGS = {
+    "format_ue8m0": "are quantised again, to scales that are powers of two",
+    "is_shuffled": "are shuffled in place",
+}
+
+FP8_BLOCK = "fp8_block"  # 128 x 128 values with one fp32 scale, `moerl.layout.wire`
+_BLOCK_SHAPE = [128, 128]
+_KNOWN_FP8 = {"weight_block_size": (_BLOCK_SHAPE,), "activation_scheme": ("dynamic",)}
+_FP8_KERNELS = ("auto", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +144,8 @@ class EngineLayout:
     def __post_init__(self) -> None:
         _check("sglang", self.release, KNOWN_RELEASES, "its layout was not read")
         _check("model_type", self.family, FAMILIES, "no layout is known")
-        quantised = "quantised weights have other bytes and scales beside them"
-        _check("engine.args.quantization", self.quantization, ("none",), quantised)
+        why = "no other form of quantised weights was compared"
+        _check("engine.args.quantization", self.quantization, ("none", FP8_BLOCK), why)
         runner = "engine.args.moe_runner_backend"
         why = _REPACKING_RUNNERS.get(self.moe_runner, "was never compared with load_weights")
         _check(runner, self.moe_runner, _RUNNERS, f"its kernel {why}")
@@ -181,7 +196,7 @@ def engine_layout(
         ep=_get(args, "ep_size"),
         dp=_get(args, "attn_dp_size"),
         moe_runner="triton" if runner == "auto" else runner,  # as for unquantised experts
-        quantization=_get(args, "quantization") or "none",
+        quantization=_quantization(args, config),
         dtype=_dtype(_get(args, "dtype"), config),
         kernel_flags=_kernel_flags(args, environment),
     )
@@ -197,8 +212,8 @@ def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> Engin
     """
     plain: dict[str, Any] = {name: allowed[0] for name, (allowed, _) in _ALLOWED.items()}
     plain |= {"tp_size": 1, "ep_size": 1, "attn_dp_size": 1, "disable_shared_experts_fusion": True}
-    quantised = (config.get("quantization_config") or {}).get("quant_method")
-    plain |= {"moe_runner_backend": "triton", "quantization": quantised}
+    plain |= {"moe_runner_backend": "triton", "quantization": _stored(config).get("quant_method")}
+    plain |= {"fp8_gemm_runner_backend": "auto"}
     plain |= {"dtype": str(config.get("dtype") or config.get("torch_dtype") or "auto")}
     plain |= dict.fromkeys(_ATTENTION)
     environment: dict[str, str] = {}
@@ -217,10 +232,12 @@ def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> Engin
             )
         else:
             plain[name] = _value(name, value, like=plain[name])
+    if plain["quantization"] is None:  # a copy of the checkpoint that is not quantised
+        config = {name: value for name, value in config.items() if name != "quantization_config"}
     return engine_layout(plain, environment, config, release=release)
 
 
-def check_modules(modules: Iterable[tuple[str, object]]) -> None:
+def check_modules(modules: Iterable[tuple[str, Any]]) -> None:
     """Ask the live modules of SGLang themselves (`model.named_modules()`, after loading).
 
     Raises LayoutError naming the first one whose weights are not in the canonical layout: what a
@@ -235,11 +252,38 @@ def check_modules(modules: Iterable[tuple[str, object]]) -> None:
         if method is None:
             continue
         kind = type(method).__name__
-        if kind not in _PLAIN_METHODS:
-            raise LayoutError(f"{name}: weights of {kind} have no layout; use unquantised ones")
+        if kind in _BLOCK_METHODS:
+            _check_block_weights(name, module, kind)
+        elif kind == _CACHE_METHOD:
+            if (module.k_scale_float, module.v_scale_float) != (1.0, 1.0):
+                raise LayoutError(f"{name}: the checkpoint scales its cache; training would not")
+        elif kind not in _PLAIN_METHODS:
+            raise LayoutError(
+                f"{name}: weights of {kind} have no layout; use unquantised ones or fp8 blocks"
+            )
         for flag, effect in _METHOD_FLAGS.items():
             if getattr(method, flag, None):
                 raise LayoutError(f"{name}: {flag} of {kind} {effect}")
+
+
+def _check_block_weights(name: str, module: Any, kind: str) -> None:
+    """Whether a layer keeps its fp8 blocks as they were loaded."""
+    shape = getattr(module.quant_method, "weight_block_size", None)
+    if shape != _BLOCK_SHAPE:
+        raise LayoutError(f"{name}: blocks of {kind} are {shape}, known are {_BLOCK_SHAPE}")
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        for flag, effect in _WEIGHT_FLAGS.items():
+            if getattr(parameter, flag, False):
+                raise LayoutError(f"{name}.{parameter_name}: {flag}, its values {effect}")
+
+
+def weights(model: Any) -> dict[str, Any]:
+    """The parameters that an update writes: all but scales of the cache, which stay 1."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not getattr(parameter, "_skip_weight_check", False)
+    }
 
 
 def check_loaded(_result: None, runner: Any) -> None:
@@ -301,6 +345,31 @@ def _value(name: str, text: str, *, like: Any) -> Any:
             raise ConfigError(f"engine.args.{name}", text, "must be a whole number")
         return int(text)
     return text
+
+
+def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("quantization_config") or {}
+
+
+def _quantization(args: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The form that projections are served in; SGLang takes it from the checkpoint.
+
+    Asking for fp8 over a checkpoint without fp8 makes SGLang quantise whole tensors while it loads.
+    """
+    asked, stored = _get(args, "quantization"), _stored(config)
+    method = stored.get("quant_method")
+    if asked is None and method is None:
+        return "none"
+    field = "engine.args.quantization"
+    if asked not in (None, "fp8") or method != "fp8":
+        why = f"the checkpoint's quant_method is {method!r}; serve unquantised weights, or fp8"
+        raise ConfigError(field, asked or method, f"{why} blocks of a checkpoint that has them")
+    for name, (known,) in _KNOWN_FP8.items():
+        _check(f"quantization_config.{name}", stored.get(name), (known,), "no other was compared")
+    _check("quantization_config.scale_fmt", stored.get("scale_fmt"), (None,), "scales are fp32")
+    kernel = "engine.args.fp8_gemm_runner_backend"
+    _check(kernel, _get(args, kernel.split(".")[-1]), _FP8_KERNELS, "was never compared")
+    return FP8_BLOCK
 
 
 def _kernel_flags(args: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:

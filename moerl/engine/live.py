@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from moerl.config.files import read_json
 from moerl.engine import in_flight
-from moerl.engine.layout import check_modules, engine_layout
+from moerl.engine.layout import check_modules, engine_layout, weights
 from moerl.engine.receiver import COMMIT, SCRATCH, UNCHANGED, Door, Receiver, Seat, socket_path
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import model_spec
@@ -174,7 +174,7 @@ class SglangModel:
         return module
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return {name: param.data for name, param in self.module.named_parameters()}
+        return {name: param.data for name, param in weights(self.module).items()}
 
     def run_hook(self, name: str) -> None:
         from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights

@@ -32,6 +32,7 @@ def register_hooks() -> None:
        fork is safe there (nothing but imports has happened yet) and saves each process the import
        of everything: a start takes 12 s instead of 33 s on two cores, and shares the memory.
     3. Decode attention runs once per layer for the whole batch instead of once per request.
+    4. Layers of fp8 blocks have kernels for GPUs and AMX only.
     """
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -57,7 +58,7 @@ def register_hooks() -> None:
     HookRegistry.register(target, in_flight.return_rows, HookType.AFTER)
     if torch.cuda.is_available():
         return
-    from moerl.engine import cpu_attention
+    from moerl.engine import cpu_attention, cpu_fp8
 
     target = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
     HookRegistry.register(target, _leave_unpinned, HookType.REPLACE)
@@ -66,6 +67,9 @@ def register_hooks() -> None:
     target = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     target += "._run_sdpa_forward_decode"
     HookRegistry.register(target, cpu_attention.decode, HookType.AROUND)
+    fp8 = "sglang.srt.layers.quantization.fp8"
+    HookRegistry.register(f"{fp8}.Fp8LinearMethod.apply", cpu_fp8.linear, HookType.AROUND)
+    HookRegistry.register(f"{fp8}.Fp8MoEMethod.apply", cpu_fp8.experts, HookType.AROUND)
 
 
 def _leave_unpinned(*_args: object, **_kwargs: object) -> None:

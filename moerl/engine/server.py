@@ -25,6 +25,7 @@ import psutil
 
 from moerl.config.files import read_json
 from moerl.config.schema import EngineConfig
+from moerl.engine import support
 from moerl.engine.args import server_args
 from moerl.engine.client import EngineClient
 from moerl.engine.layout import MODULES_CHECKED, EngineLayout, check_model, engine_layout
@@ -99,6 +100,8 @@ class EngineServer:
             raise EngineError(f"engine: model folder {self._model_path} has no config.json")
         config = read_json(path)
         check_model(config)
+        stored = (config.get("quantization_config") or {}).get("quant_method")
+        support.check("quantization", stored, replay=self.args["enable_return_routed_experts"])
         if not _is_free(self.config.host, self.port):
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._spawn()

@@ -22,7 +22,7 @@ from moerl.layout.check import Spread
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER
-from moerl.layout.wire import WirePolicy
+from moerl.layout.wire import WirePolicy, engine_wants
 
 Layouts = tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy]
 
@@ -37,7 +37,8 @@ def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> 
     Raises ConfigError or ModelError for a recipe without a readable model folder.
     """
     trainer = ParallelLayout(**asdict(config.trainer.parallel))
-    spec, policy = model_spec(shapes or _model_config(config)), _policy(config)
+    shapes = shapes or _model_config(config)
+    spec, policy = model_spec(shapes), _policy(config, shapes)
     counts = Counter(config.engine.sizes.values())
     return [
         (spec, trainer, _engines(config, tp, num), policy) for tp, num in sorted(counts.items())
@@ -56,12 +57,11 @@ def _engines(config: Config, tp: int, num: int) -> EngineLayout:
     )
 
 
-def _policy(config: Config) -> WirePolicy:
-    quantization = config.engine.args.get("quantization") or "none"
-    if quantization not in ("none", "fp8"):
-        raise ConfigError("engine.args.quantization", quantization, "use none or fp8")
-    wire = "fp8_block" if quantization == "fp8" else "none"
-    return WirePolicy(config.engine.dtype, wire, config.sync.bucket_bytes)
+def _policy(config: Config, shapes: Mapping[str, Any]) -> WirePolicy:
+    asked = config.engine.args.get("quantization")
+    if asked not in (None, "none", "fp8"):
+        raise ConfigError("engine.args.quantization", asked, "use none or fp8")
+    return WirePolicy(config.engine.dtype, engine_wants(asked, shapes), config.sync.bucket_bytes)
 
 
 def _model_config(config: Config) -> dict[str, Any]:

@@ -62,7 +62,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was proved, counted.  Bytes are of live tensors, padding included, unless sent."""
+    """What was proved, counted.
+
+    Bytes are of live tensors, padding included (but in engines of fp8 blocks), unless sent.
+    """
 
     tensors: int  # Hugging Face tensors
     kinds: int  # kinds of layers, the root included
@@ -80,10 +83,12 @@ def check_layout(
     engines: EngineLayout,
     flavor: Flavor = "local",
     engine_dtype: str = "",
+    quantization: str = "none",
 ) -> Report:
     """Prove the layouts and count.  Raises ConfigError or LayoutError naming axis or tensor.
 
-    engine_dtype: of the engines' weights and of what is sent; the checkpoint's where not given.
+    engine_dtype, quantization: of the engines' weights and of what is sent (`WirePolicy`); the
+    checkpoint's dtype where not given.
     """
     stages = _stages(spec, trainer, flavor)
     targets = Engines(spec, engines)
@@ -92,7 +97,7 @@ def check_layout(
     for holders in kinds:
         _prove(spec, holders, targets)
     dtype = engine_dtype or spec.dtype
-    policy = WirePolicy(dtype if dtype in ITEMSIZE else "bfloat16")
+    policy = WirePolicy(dtype if dtype in ITEMSIZE else "bfloat16", quantization)
     counts = [
         TransferPlan(spec, trainer, engines, e, policy, flavor).tally() for e in range(engines.num)
     ]
@@ -104,7 +109,11 @@ def check_layout(
         trainer_ranks=trainer.world_size,
         engine_ranks=engines.world_size,
         trainer_bytes=trainer_bytes(spec, trainer, flavor),
-        engine_bytes=_engine_bytes(spec, targets, ITEMSIZE[policy.dtype]),
+        engine_bytes=(
+            _engine_bytes(spec, targets, ITEMSIZE[policy.dtype])
+            if quantization == "none"
+            else Spread.of(counts[0].received_bytes)
+        ),
         sent_bytes=Spread.of(sent),
         parts=Spread.of(parts),
     )

@@ -13,9 +13,9 @@ around a cut (bytes that nobody asked for).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout.tiles import Box, full_box, num_elements
@@ -106,6 +106,16 @@ def cut(box: Box, itemsize: int, limit: int, quantised: bool) -> Iterator[Box]:
     step = -(-len(rows) // runs // multiple) * multiple
     for first in range(0, len(rows), step):
         yield (rows[first : first + step], *rest)
+
+
+def engine_wants(asked: object, model: Mapping[str, Any]) -> str:
+    """`WirePolicy.quantization` for engines that serve a model folder.
+
+    asked: engine.args.quantization, if any; model: config.json.  Engines keep projections in the
+    blocks of the checkpoint that they load; one that keeps them otherwise refuses to start.
+    """
+    stored = model.get("quantization_config") or {}
+    return "fp8_block" if "fp8" in (asked, stored.get("quant_method")) else "none"
 
 
 def is_quantised(hf: str, policy: WirePolicy) -> bool:

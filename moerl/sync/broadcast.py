@@ -20,12 +20,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from moerl.config.files import read_model_config
 from moerl.config.schema import Config, SyncConfig
-from moerl.errors import EngineError
+from moerl.errors import ConfigError, EngineError
+from moerl.layout.wire import engine_wants
 from moerl.protocols import (
     CloseUpdate,
     Enlisted,
@@ -43,6 +46,10 @@ from moerl.types import PolicyVersion
 
 def open_outlet(config: Config, seat: Seat) -> BroadcastOutlet:
     """Collective in name only: ranks other than 0 take part in the gather and nothing else."""
+    model = read_model_config(Path(config.model.path))
+    if engine_wants(config.engine.args.get("quantization"), model) != "none":
+        why = "SGLang's update writes unquantised values into fp8 weights; use another transport"
+        raise ConfigError("sync.transport", "broadcast", why)
     if seat.rank:
         return BroadcastOutlet(seat, None, None, bucket_bytes=config.sync.bucket_bytes)
     publisher = BroadcastPublisher(

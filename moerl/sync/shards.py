@@ -17,16 +17,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from moerl.config.files import read_model_config
 from moerl.config.schema import Config
 from moerl.errors import EngineError
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER, Hop, relay_schedule
 from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy
+from moerl.layout.wire import WirePolicy, engine_wants
 from moerl.protocols import Enlisted, PublishFailure, PublishResult
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
@@ -134,7 +136,9 @@ class Ways:
         self.sessions: dict[int, EngineSession] = {}  # of rank 0; {} elsewhere
         self.engines: set[int] = set()
         self._config, self._seat = config, seat
-        self._policy = WirePolicy(dtype=config.engine.dtype, bucket_bytes=config.sync.bucket_bytes)
+        model = read_model_config(Path(config.model.path))
+        wants = engine_wants(config.engine.args.get("quantization"), model)
+        self._policy = WirePolicy(config.engine.dtype, wants, config.sync.bucket_bytes)
 
     def open(self, engines: Sequence[Enlisted]) -> list[EngineSession]:
         """Collective: ways to engines that have none; the sessions are not started yet."""

@@ -36,6 +36,7 @@ from moerl.rundir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
 from tests.e2e import tiny_model as tiny
 from tests.e2e.sync_gang import Order
+from tests.fp8_folder import quantise
 
 ROOT = Path(__file__).resolve().parents[2]
 START = PolicyVersion(0, 0)
@@ -58,18 +59,27 @@ class World:
         transport: str = "shm",
         timeout_s: float = 120.0,
         tp_each: tuple[int, ...] = (),
+        fp8: bool = False,
     ) -> None:
-        """tp_each: of each engine, in place of tp."""
+        """tp_each: of each engine, in place of tp; fp8: engines serve projections in fp8 blocks,
+        from a checkpoint that has them.
+        """
         torch.set_num_threads(1)
         self.run_dir = RunDir(root / "run")
         self.run_dir.create()
         (self.run_dir.root / "orders").mkdir()
+        self._fp8 = fp8
         model = tiny.save(root / "model", 0, moe_ffn=64)
+        replay = ReplayConfig()
+        if fp8:
+            plain = tiny.save(root / "plain", 0, moe_ffn=256, **tiny.BLOCKS)
+            model, replay = quantise(plain, root / "fp8"), ReplayConfig(routing="off")
         engine = EngineConfig(
             count=engines,
             tp=tp,
             tp_each=list(tp_each),
             platform="cpu",
+            dtype="bfloat16" if fp8 else "float32",
             max_total_tokens=8192,
             start_timeout_s=_LATE_S,
         )
@@ -77,6 +87,7 @@ class World:
             model=ModelConfig(path=str(model)),
             engine=engine,
             trainer=TrainerConfig(platform="cpu", parallel=ParallelConfig(tp=2, ep=2)),
+            replay=replay,
             sync=SyncConfig(
                 transport=transport, folder=str(root), bucket_bytes=65536, timeout_s=timeout_s
             ),
@@ -90,7 +101,7 @@ class World:
                 replace(engine, tp=size),
                 model,
                 tiny.FACTS,
-                ReplayConfig(),
+                replay,
                 store,
                 self.run_dir,
                 "engine-token",
@@ -199,8 +210,10 @@ class World:
         The engine goes on as if it had been published to: restore what it had.
         """
         client = self.hosts[engine]._alive()
-        folder = str(self.run_dir.root / f"hf-{version}")
-        self.run(client._succeed("/update_weights_from_disk", {"model_path": folder}))
+        folder = self.run_dir.root / f"hf-{version}"
+        if self._fp8:
+            folder = quantise(folder, folder.with_name(f"fp8-{version}"))
+        self.run(client._succeed("/update_weights_from_disk", {"model_path": str(folder)}))
         return self.checksums(engine)
 
     def generate(self, engine: int) -> Segment:

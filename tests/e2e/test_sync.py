@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Callable[[str], World]]:
+def made(tmp_path: Path) -> Iterator[Callable[..., World]]:
     worlds: list[World] = []
 
-    def make(transport: str) -> World:
-        worlds.append(World(tmp_path, engines=1, tp=2, transport=transport))
+    def make(transport: str, *, fp8: bool = False) -> World:
+        worlds.append(World(tmp_path, engines=1, tp=2, transport=transport, fp8=fp8))
         return worlds[-1]
 
     yield make
@@ -41,7 +41,7 @@ def made(tmp_path: Path) -> Iterator[Callable[[str], World]]:
     ["shm", *(pytest.param(n, marks=pytest.mark.full) for n in ("gloo", "disk", "mooncake"))],
 )
 def test_a_tp2_engine_holds_what_sglang_would_have_loaded(
-    made: Callable[[str], World], transport: str
+    made: Callable[..., World], transport: str
 ) -> None:
     if transport == "mooncake" and (reason := mooncake_missing()):
         pytest.skip(reason)
@@ -61,6 +61,25 @@ def test_a_tp2_engine_holds_what_sglang_would_have_loaded(
         assert f'"{phase}"' in spans
     if transport == "shm":
         _meets_damage(world, last.version)
+
+
+@pytest.mark.full
+def test_an_engine_of_fp8_blocks_holds_what_sglang_would_have_loaded(
+    made: Callable[..., World],
+) -> None:
+    """Senders quantise; SGLang loads the same version quantised as whole tensors."""
+    world = made("shm", fp8=True)
+    start = world.checksums(0)
+    assert any(name.endswith("w2_weight_scale_inv") for name in start[0])
+    world.done(world.publish())
+    last = world.publish()
+    metrics = world.done(last)
+    assert metrics["async/sync_engines_behind"] == 0
+    world.check_serves(0, last.version)
+    served = world.checksums(0)
+    assert all(a[name] != b[name] for a, b in zip(start, served, strict=True) for name in a)
+    assert world.load_folder(0, PolicyVersion(0, 1)) != served, "versions have other checksums"
+    assert world.load_folder(0, last.version) == served
 
 
 def _meets_damage(world: World, before: PolicyVersion) -> None:

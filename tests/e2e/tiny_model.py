@@ -23,35 +23,41 @@ FACTS = ModelFacts(
 )
 
 
-def save(folder: Path, seed: int, moe_ffn: int = 32) -> Path:
+# Heads and widths that two ranks can cut between blocks of 128 x 128.
+BLOCKS = {"hidden_size": 128, "num_key_value_heads": 4, "head_dim": 64}
+
+
+def save(folder: Path, seed: int, moe_ffn: int = 32, **change: int) -> Path:
     """Random weights with peaked routing and sampling distributions, in HF form.
 
     With tp > 1 on a CPU, SGLang pads the experts unless moe_ffn is a multiple of 32 * tp.
+    change: fields of its config.
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=moe_ffn,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        initializer_range=0.15,
-    )
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": moe_ffn,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        "initializer_range": 0.15,
+    }
+    config = Qwen3MoeConfig(**fields | change)
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
     return folder
 

@@ -9,6 +9,7 @@ which is enough because loading never communicates.  Rejected: gloo processes (2
 each rank; a rank takes 20 ms here).
 
     FOLDER/MODEL/                           config.json, model.safetensors
+    FOLDER/FP8_MODEL.plain/                 of FP8_MODELS, before they were quantised
     FOLDER/loaded/CASE.RANK.safetensors     of CASES
     FOLDER/loaded/VARIANT.safetensors       of VARIANTS, one rank
     FOLDER/reports.json                     of each case and runner: its resolved arguments
@@ -137,6 +138,30 @@ MODELS["deepseek_v3_mtp"] = (
     MODELS["deepseek_v3"][1] | {"num_nextn_predict_layers": 1},
 )
 
+# Whole blocks of 128 x 128 on every rank of tp 2, and a kv_a of 192 rows that ends in half a block.
+_BLOCKS = {"hidden_size": 256, "num_attention_heads": 4, "moe_intermediate_size": 256}
+FP8_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe_fp8": (
+        "Qwen3MoeConfig",
+        _MOE | _BLOCKS | {"head_dim": 128, "num_key_value_heads": 2},
+    ),
+    "deepseek_v3_fp8": (
+        "DeepseekV3Config",
+        MODELS["deepseek_v3"][1]
+        | _BLOCKS
+        | {
+            "num_key_value_heads": 4,
+            "intermediate_size": 256,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+    ),
+}
+"""Checkpoints in fp8 blocks, which engines serve as they are."""
+
 _DENSE = _MOE | {"intermediate_size": 48}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_dense_layer": ("Qwen3MoeConfig", _DENSE | {"mlp_only_layers": [0]}),
@@ -202,6 +227,10 @@ CASES = (
     Case("deepseek_v3", 4, ep=2, dp=2),
     Case("qwen3_moe", 2, dtype="float16"),
     Case("glm4_moe", 2, dtype="float32"),
+)
+
+FP8_CASES = tuple(
+    Case(model, tp, ep=ep) for model in FP8_MODELS for tp, ep in ((1, 1), (2, 1), (2, 2))
 )
 
 # Runners that keep experts in another form, the first one without changing a shape.
@@ -270,9 +299,15 @@ def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
     from sglang.srt.distributed.bootstrap import init_layer_runtime
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.model_loader.loader import DefaultModelLoader, _initialize_model
+    from sglang.srt.model_loader.loader import (
+        DefaultModelLoader,
+        _get_quantization_config,
+        _initialize_model,
+    )
     from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, spawn_world_rank
     from sglang.srt.server_args import ServerArgs
+
+    from moerl.engine.layout import weights
 
     server_args = ServerArgs(
         model_path=str(folder),
@@ -297,16 +332,17 @@ def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
         initialize_dp_attention(server_args)
         init_layer_runtime(model_config=model_config)
         torch.set_default_dtype(model_config.dtype)
-        model = _initialize_model(model_config, LoadConfig())
+        form = _get_quantization_config(model_config, LoadConfig())
+        model = _initialize_model(model_config, LoadConfig(), form)
         torch.set_default_dtype(torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in weights(model).values():
                 parameter.fill_(float("nan"))
-        weights = load_file(folder / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
         DefaultModelLoader.load_weights_and_postprocess(
-            model, iter(weights.items()), torch.device("cpu")
+            model, iter(tensors.items()), torch.device("cpu")
         )
-        parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+        parameters = {name: value.detach().clone() for name, value in weights(model).items()}
         return Loaded(parameters, server_args.resolved_dict(), _refusal(model))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -363,12 +399,16 @@ def main(folder: Path) -> None:
     from safetensors.torch import save_file
     from sglang.srt.plugins import load_plugins
 
+    from tests.fp8_folder import quantise
+
     load_plugins()
     (folder / "loaded").mkdir()
-    for name, (config, change) in (MODELS | VARIANTS | REFUSED).items():
+    for name, (config, change) in (MODELS | VARIANTS | REFUSED | FP8_MODELS).items():
         write_model(folder / name, config, change)
+    for name in FP8_MODELS:
+        quantise((folder / name).rename(folder / f"{name}.plain"), folder / name)
     reports = {}
-    for case in CASES:
+    for case in (*CASES, *FP8_CASES):
         for rank in range(case.tp):
             loaded = load(folder / case.model, case.server_args, rank)
             save_file(loaded.parameters, folder / "loaded" / f"{case}.{rank}.safetensors")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_oracle import CASES, REFUSED_CASES, VARIANTS, Case
+from sglang_oracle import CASES, FP8_CASES, REFUSED_CASES, VARIANTS, Case
 
 from moerl.engine.layout import EngineLayout, check_model, engine_layout
 from moerl.errors import ConfigError, LayoutError
@@ -38,7 +38,8 @@ from moerl.layout import (
 from moerl.layout import plan as plan_layout
 from moerl.layout.rules import Part, Rule
 from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy
+from moerl.layout.wire import Piece, WirePolicy, engine_wants
+from moerl.sync.quantize import quantize_blocks
 
 Tensors = dict[str, torch.Tensor]
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +68,13 @@ def config_of(folder: Path) -> dict[str, object]:
 def checkpoint(folder: Path) -> Tensors:
     """The file's tensors, one expert per tensor and rows first, as the layout counts them.
 
-    gpt-oss files stack experts: weights as [E, in, out], biases as [E, out].
+    gpt-oss files stack experts: weights as [E, in, out], biases as [E, out].  Of a quantised
+    checkpoint: what it was made from, which is what a trainer holds.
     """
     tensors: Tensors = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    plain = folder.with_name(f"{folder.name}.plain")
+    held = plain if plain.exists() else folder
+    for name, tensor in load_file(held / "model.safetensors").items():
         prefix, experts, kind = name.partition(".experts.")
         if not experts or kind[0].isdigit():
             tensors[name] = tensor
@@ -121,6 +125,13 @@ def test_tiles_are_what_sglang_loads(oracle: Path, case: Case) -> None:
     check(oracle, case)
 
 
+def as_sent(value: torch.Tensor, piece: Piece, harm: str) -> torch.Tensor:
+    if piece.is_scale or piece.dtype == "float8_e4m3fn":
+        made = quantize_blocks(value)[piece.is_scale]
+        return made.roll(1, -1) if piece.is_scale and harm == "roll" else made
+    return value.to(getattr(torch, piece.dtype))
+
+
 def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
     """Trainer ranks, whose content their tiles define, send bytes; engine ranks place them.
 
@@ -131,14 +142,13 @@ def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
     tp = 1 if spec.kv_heads % 2 else 2
     trainer = ParallelLayout(tp=tp, pp=2, ep=2 if spec.experts else 1)
     engine = plan_layout.EngineLayout(case.tp, case.ep, case.dp)
-    plan = TransferPlan(spec, trainer, engine, 1, WirePolicy(case.dtype, bucket_bytes=1024))
+    wants = engine_wants(None, config_of(folder))
+    plan = TransferPlan(spec, trainer, engine, 1, WirePolicy(case.dtype, wants, bucket_bytes=1024))
     wire: dict[tuple[int, int], torch.Tensor] = {}
     for rank in range(trainer.world_size):
         held = by_tiles(megatron_tiles(spec, trainer, rank), hf, torch.bfloat16)
         for region in plan.sender(rank).regions:
-            parts = [
-                held[p.src_name][at(p.src_box)].to(getattr(torch, p.dtype)) for p in region.pieces
-            ]
+            parts = [as_sent(held[p.src_name][at(p.src_box)], p, harm) for p in region.pieces]
             flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
             wire[region.src, region.dst] = torch.cat(flat)
     for rank in range(case.tp):
@@ -158,7 +168,7 @@ def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
         assert not wrong, f"{case} rank {rank}: {', '.join(wrong)} not as SGLang loads them"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *FP8_CASES], ids=str)
 def test_the_transfer_plan_writes_what_sglang_loads(oracle: Path, case: Case) -> None:
     planned(oracle, case)
 
@@ -167,6 +177,11 @@ def test_the_transfer_plan_is_compared_in_twelve_cases_of_every_kind() -> None:
     named = {(case.model, case.tp) for case in CASES}
     assert len(named) >= 12
     assert {"qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"} <= {model for model, _ in named}
+
+
+def test_a_scale_of_another_block_is_seen(oracle: Path) -> None:
+    with pytest.raises(AssertionError, match=r"weight_scale_inv.* not as SGLang loads them"):
+        planned(oracle, FP8_CASES[0], harm="roll")
 
 
 def test_a_dropped_piece_is_seen(oracle: Path) -> None:
@@ -209,7 +224,7 @@ def layout_of(oracle: Path, report: str, model: str) -> EngineLayout:
 def test_every_compared_layout_has_its_own_fingerprint(oracle: Path) -> None:
     reports = json.loads((oracle / "reports.json").read_text())
     prints = {}
-    for case in CASES:
+    for case in (*CASES, *FP8_CASES):
         assert reports[str(case)]["refusal"] == ""
         if case.model == "olmoe" and case.tp > 1:  # it loads, and then normalises half the heads
             with pytest.raises(ConfigError, match=r"engine.tp = \d is not usable: .* olmoe"):
@@ -217,7 +232,8 @@ def test_every_compared_layout_has_its_own_fingerprint(oracle: Path) -> None:
             continue
         layout = layout_of(oracle, str(case), case.model)
         assert (layout.tp, layout.ep, layout.dp) == (case.tp, case.ep, case.dp)
-        key = (layout.family, case.tp, case.ep, case.dp, case.dtype)
+        assert layout.quantization == ("fp8_block" if case in FP8_CASES else "none")
+        key = (layout.family, case.tp, case.ep, case.dp, case.dtype, layout.quantization)
         assert prints.setdefault(key, layout.fingerprint()) == layout.fingerprint()
     assert len(set(prints.values())) == len(prints)
 

@@ -77,8 +77,8 @@ REFUSED = [
     ("moe_runner_backend", "triton_kernel", "keeps expert weights transposed"),
     ("moe_runner_backend", "aiter", "shuffles expert weights"),
     ("moe_runner_backend", "a_new_one", "was never compared with load_weights"),
-    ("quantization", "fp8", "other bytes and scales"),
-    ("quantization", "a_new_one", "other bytes and scales"),
+    ("quantization", "fp8", "the checkpoint's quant_method is None"),
+    ("quantization", "a_new_one", "serve unquantised weights, or fp8 blocks"),
     ("attention_backend", "intel_amx", "packed for AMX"),
     ("moe_a2a_backend", "deepep", "dispatcher"),
     ("enable_eplb", True, "experts then move"),
@@ -217,7 +217,7 @@ def test_a_started_server_knows_its_layout(tmp_path: Path) -> None:
     ("change", "checked", "why"),
     [
         ({"moe_runner_backend": "flashinfer_trtllm"}, 1, "packs expert weights into blocks"),
-        ({"quantization": "fp8"}, 1, "other bytes and scales"),
+        ({"quantization": "fp8"}, 1, "the checkpoint's quant_method is None"),
         ({"version": "0.6.0"}, 1, "sglang = '0.6.0'"),
         ({"enable_eplb": True}, 1, "experts then move"),
         ({}, 0, "0 of 1 ranks checked the layout of their weights"),
@@ -233,12 +233,81 @@ def test_a_server_with_another_layout_is_ended(
     assert ended(server)
 
 
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+KERNEL = {"fp8_gemm_runner_backend": "auto"}
+
+
+@pytest.mark.parametrize("asked", [None, "fp8"])
+def test_fp8_blocks_are_those_of_the_checkpoint(asked: str | None) -> None:
+    config = QWEN | {"quantization_config": BLOCKS}
+    found = identity(KERNEL | {"quantization": asked}, config=config)
+    assert found == replace(identity(), quantization="fp8_block")
+
+
+@pytest.mark.parametrize(
+    ("stored", "args", "why"),
+    [
+        ({"quant_method": "mxfp4"}, {}, "the checkpoint's quant_method is 'mxfp4'"),
+        ({}, {"quantization": "awq"}, "quantization = 'awq'"),
+        ({"weight_block_size": None}, {}, r"weight_block_size = None .* allowed: \[128, 128\]"),
+        ({"weight_block_size": [64, 128]}, {}, r"weight_block_size = \[64, 128\]"),
+        ({"activation_scheme": "static"}, {}, "activation_scheme = 'static'"),
+        ({"scale_fmt": "ue8m0"}, {}, "scale_fmt = 'ue8m0' .* scales are fp32"),
+        ({}, {"fp8_gemm_runner_backend": "flashinfer_trtllm"}, "was never compared"),
+    ],
+)
+def test_other_forms_of_fp8_are_refused(
+    stored: dict[str, Any], args: dict[str, Any], why: str
+) -> None:
+    config = QWEN | {"quantization_config": BLOCKS | stored}
+    with pytest.raises(ConfigError, match=why):
+        identity(KERNEL | args, config=config)
+
+
+def test_a_quantised_checkpoint_is_not_replayed(tmp_path: Path) -> None:
+    server = new_server(tmp_path, QWEN | {"quantization_config": BLOCKS})
+    server.args["enable_return_routed_experts"] = True
+    with pytest.raises(ConfigError, match="quantised weights or cache is refused with replay"):
+        asyncio.run(server.start(None))  # type: ignore[arg-type]
+
+
 class UnquantizedFusedMoEMethod:
     def __init__(self, **flags: object) -> None:
         vars(self).update(flags)
 
 
-class Fp8MoEMethod:
+class Fp8MoEMethod(UnquantizedFusedMoEMethod):
+    weight_block_size = (128, 128)
+
+
+class Fp8KVCacheMethod:
+    pass
+
+
+def layer(method: object, **flags: object) -> SimpleNamespace:
+    parameters = [("weight", SimpleNamespace(**flags))]
+    return SimpleNamespace(quant_method=method, named_parameters=lambda recurse: parameters)
+
+
+def test_live_fp8_layers_are_asked() -> None:
+    blocks = Fp8MoEMethod(weight_block_size=[128, 128])
+    check_modules([("a", layer(blocks))])
+    with pytest.raises(LayoutError, match=r"a: blocks of Fp8MoEMethod are \(128, 128\)"):
+        check_modules([("a", layer(Fp8MoEMethod()))])
+    for flag in layout._WEIGHT_FLAGS:
+        with pytest.raises(LayoutError, match=rf"a.weight: {flag}, its values"):
+            check_modules([("a", layer(blocks, **{flag: True}))])
+    marlin = Fp8MoEMethod(weight_block_size=[128, 128], use_marlin=True)
+    with pytest.raises(LayoutError, match="a: use_marlin of Fp8MoEMethod"):
+        check_modules([("a", layer(marlin))])
+    cache = SimpleNamespace(quant_method=Fp8KVCacheMethod(), k_scale_float=1.0, v_scale_float=1.0)
+    check_modules([("a", cache)])
+    cache.v_scale_float = 0.5
+    with pytest.raises(LayoutError, match="a: the checkpoint scales its cache"):
+        check_modules([("a", cache)])
+
+
+class AWQLinearMethod:
     pass
 
 
@@ -256,8 +325,8 @@ def test_live_modules_are_asked() -> None:
     for flag in layout._METHOD_FLAGS:
         with pytest.raises(LayoutError, match=f"b: {flag} of UnquantizedFusedMoEMethod"):
             check_modules(modules(UnquantizedFusedMoEMethod(**{flag: True})))
-    with pytest.raises(LayoutError, match="b: weights of Fp8MoEMethod have no layout"):
-        check_modules(modules(Fp8MoEMethod()))
+    with pytest.raises(LayoutError, match="b: weights of AWQLinearMethod have no layout"):
+        check_modules(modules(AWQLinearMethod()))
     with pytest.raises(LayoutError, match="b: SGLang packs its weights for AMX"):
         check_modules(modules(None, use_intel_amx_backend=True))
     with pytest.raises(LayoutError, match="b: SGLang stores its shared experts among"):
@@ -272,5 +341,5 @@ def test_a_rank_says_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None
     layout.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
     assert capsys.readouterr().out == f"{layout.MODULES_CHECKED}\n"
     with pytest.raises(LayoutError):
-        layout.check_loaded(None, runner(Fp8MoEMethod()))
+        layout.check_loaded(None, runner(AWQLinearMethod()))
     assert capsys.readouterr().out == ""

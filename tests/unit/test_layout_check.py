@@ -158,7 +158,7 @@ REFUSED = [
     ("--engine tp=4,ep=3", "engine.tp = 4 .* ep = 3"),
     ("--engine count=0", "engine.num = 0 .* at least 1"),
     ("--engine moe_runner_backend=marlin", "= 'marlin' .* never compared .* allowed: 'triton'"),
-    ("--engine quantization=fp8", "quantization = 'fp8' .* allowed: 'none'"),
+    ("--engine quantization=fp8", "quantization = 'fp8' .* quant_method is None"),
     ("--engine dtype=float64", "engine.dtype = 'float64' .* allowed: 'float32'"),
     ("--engine sglang=0.6.0", "sglang = '0.6.0' .* allowed: '0.5.23'"),
     ("--engine enable_eplb=true", "enable_eplb = True .* allowed: False"),
@@ -177,7 +177,22 @@ def test_what_is_not_known_is_refused_with_field_value_and_what_is_allowed(
 
 
 def test_a_quantised_checkpoint_is_served_quantised() -> None:
-    fp8 = SERVED | {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(ConfigError, match="quantization = 'fp8'"):
+    stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 64]}
+    fp8 = SERVED | {"quantization_config": stored}
+    with pytest.raises(ConfigError, match=r"weight_block_size = \[128, 64\]"):
         stated_layout({}, fp8)
+    stored["weight_block_size"] = [128, 128]
+    assert stated_layout({}, fp8).quantization == "fp8_block"
     assert stated_layout({"quantization": "none"}, fp8).quantization == "none"
+
+
+def test_an_engine_of_fp8_blocks_holds_what_it_is_sent() -> None:
+    wide = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 256}
+    spec = model_spec(SERVED | wide)
+    trainer, engines = ParallelLayout(ep=2, dp=2), EngineLayout(2)
+    report = check_layout(spec, trainer, engines, "local", "bfloat16", "fp8_block")
+    plan = TransferPlan(spec, trainer, engines, 0, WirePolicy("bfloat16", "fp8_block"))
+    received = [plan.receiver(rank).num_bytes for rank in range(2)]
+    assert (report.engine_bytes.low, report.engine_bytes.high) == (min(received), max(received))
+    plain = check_layout(spec, trainer, engines, "local", "bfloat16")
+    assert report.engine_bytes.mean < 0.6 * plain.engine_bytes.mean
