@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PUBLISHES = 20
 
 RUN = [
-    f"run.steps={_PUBLISHES + 2}",  # the first publish is full, the last step's is not waited for
+    f"run.steps={_PUBLISHES + 3}",  # the first is full; step 0 and the last publish have no row
     "rollout.groups_per_step=8",
     "sync.delta=true",
     "engine.dtype=bfloat16",
