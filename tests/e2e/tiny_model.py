@@ -23,8 +23,8 @@ FACTS = ModelFacts(
 )
 
 
-# Heads and widths that two ranks can cut between blocks of 128 x 128.
-BLOCKS = {"hidden_size": 128, "num_key_value_heads": 4, "head_dim": 64}
+# Widths that two ranks can cut between blocks of 128 x 128; Megatron cuts between heads, too.
+BLOCKS = {"hidden_size": 128, "head_dim": 128}
 
 
 def save(folder: Path, seed: int, moe_ffn: int = 32, **change: int) -> Path:
