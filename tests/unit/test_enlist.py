@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moerl.config.schema import Config, EngineConfig, SupervisionConfig, SyncConfig, TinyModel
+from moerl.config.schema import (
+    Config,
+    EngineConfig,
+    ModelConfig,
+    SupervisionConfig,
+    SyncConfig,
+    TinyModel,
+)
 from moerl.errors import TrainerError
 from moerl.launch.dry_run import _tiny_shapes
 from moerl.layout import ParallelLayout, model_spec
@@ -51,7 +59,10 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
+    shapes = _tiny_shapes(TinyModel())
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
     config = Config(
+        model=ModelConfig(path=str(tmp_path)),
         engine=EngineConfig(count=2),
         sync=SyncConfig(transport="shm", timeout_s=20.0),
         supervision=SupervisionConfig(max_restarts=100),
@@ -60,7 +71,7 @@ def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
         rank=0,
         world_size=1,
         control=dist.group.WORLD,
-        spec=model_spec(_tiny_shapes(TinyModel())),
+        spec=model_spec(shapes),
         layout=ParallelLayout(),
         flavor="local",
         backend="gloo",
