@@ -69,7 +69,10 @@ async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutC
     controller.producer.prompts = Repeating()
     assert await controller.handle(Hello("t", 1, 1, V0, ())) == Ok()
     loops = asyncio.create_task(controller.run())
-    await asyncio.sleep(0.3)
+    wanted = 2 * rollout.groups_per_step * rollout.group_size  # as many as the lag allows
+    async with asyncio.timeout(20):
+        while sum(len(engine.requests) for engine in engines) < wanted:
+            await asyncio.sleep(0.01)
     await controller.stop()
     await loops
 
