@@ -108,12 +108,15 @@ def test_a_straggler_is_cut_and_the_run_goes_on(policy: str, tmp_path: Path) -> 
 
 
 def test_prompts_that_come_again_find_their_cache(tmp_path: Path) -> None:
-    """Four long prompts, each twice a step, on two engines: routed, each has one home."""
-    texts = [f"{i} " + f"write some digits like {i}{i} and {i}, please. " * 4 for i in range(4)]
+    """Sixteen long prompts, each twice a step, two groups at a time on two engines.
+
+    By load alone, the second of a prompt meets the first's engine half of the time.
+    """
+    texts = [f"{i:02} " + f"write some digits like {i} and {i}, please. " * 4 for i in range(16)]
     plain = [s for s in SETTINGS if "quorum" not in s and "slice" not in s and "keep" not in s]
-    plain += ["run.steps=4", "rollout.groups_per_step=8", "rollout.group_size=2"]
-    plain += ["rollout.groups_per_request=1", "replay.audit=false", "engine.count=2"]
-    plain += ["task.max_prompt_tokens=400", "sampling.max_new_tokens=32"]
+    plain += ["run.steps=2", "rollout.groups_per_step=32", "rollout.group_size=2"]
+    plain += ["rollout.groups_per_request=1", "rollout.max_groups_in_flight=2", "engine.count=2"]
+    plain += ["task.max_prompt_tokens=400", "sampling.max_new_tokens=16", "replay.audit=false"]
     found = {}
     for slack in (-1, 8):
         folder = tmp_path / str(slack)
