@@ -9,6 +9,8 @@ The pause is the time in which an engine has no running request because of a com
     reach    the commit request on its way to the schedulers: HTTP, a forward pass in flight, and
              the ranks telling each other that they hold the version
     commit   in the schedulers: the copy into live weights, hooks, emptied prefix cache
+    - cpu    of that, the time on a CPU; on a machine without GPU the rest of the commit was spent
+             waiting for a CPU that another process had, and so was most of `reach` and `rest`
     rest     the slowest rank, and the answer on its way back
 
     pause = reach + commit + rest; the target is 1.5 x the commit
@@ -27,14 +29,15 @@ from pathlib import Path
 from moerl.rundir import RunDir
 from moerl.trace import read_spans
 
-PARTS = ("pause_s", "drain_s", "reach_s", "commit_s", "rest_s")
+PARTS = ("pause_s", "drain_s", "reach_s", "commit_s", "commit_cpu_s", "rest_s")
+NAMES = {"commit_cpu_s": "- cpu"}
 
 
 def updates(run: RunDir, skip: int) -> list[dict]:
     """The commits of all engines, the first `skip` of each left out."""
     found, seen = [], dict[str, int]()
     for span in read_spans(run.trace):
-        if span["name"] == "update" and "reach_s" in span:
+        if span["name"] == "update" and "commit_cpu_s" in span:
             seen[span["process"]] = seen.get(span["process"], 0) + 1
             if seen[span["process"]] > skip:
                 rest_s = span["pause_s"] - span["reach_s"] - span["commit_s"]
@@ -58,7 +61,7 @@ def main() -> None:
     for part in PARTS:
         values = [1e3 * span[part] for span in found]
         print(
-            f"{part[:-2]:<10}{statistics.median(values):>9.1f}{max(values):>9.1f}"
+            f"{NAMES.get(part, part[:-2]):<10}{statistics.median(values):>9.1f}{max(values):>9.1f}"
             f"{1e3 * worst[part]:>12.1f}"
         )
     ratios = sorted(span["pause_s"] / span["commit_s"] for span in found)

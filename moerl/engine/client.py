@@ -29,6 +29,7 @@ class Committed(NamedTuple):
     seconds: float  # in which it ran no forward pass
     recomputed: int = 0  # tokens whose KV cache it gave up
     begun_s: float = 0.0  # unix time when the scheduler came to it
+    cpu_s: float = 0.0  # of `seconds`, on a CPU; the rest it waited for one, or for a GPU
 
 
 class EngineClient:
@@ -96,8 +97,8 @@ class EngineClient:
             "flush_cache": True,
         }
         reply = await self._succeed("/update_weights_from_tensor", fields)
-        seconds, recomputed, begun_s = str(reply["message"]).split()[:3]
-        return Committed(float(seconds), int(recomputed), float(begun_s))
+        seconds, recomputed, begun_s, cpu_s = str(reply["message"]).split()[:4]
+        return Committed(float(seconds), int(recomputed), float(begun_s), float(cpu_s))
 
     async def weight_version(self) -> str:
         return str((await self._ask("GET", "/model_info"))["weight_version"])

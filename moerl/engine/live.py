@@ -82,11 +82,11 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
         return UpdateWeightsFromTensorReqOutput(
             success=False, message=f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
         )
-    begun_s, begin = time.time(), time.perf_counter()
+    begun_s, begin, cpu = time.time(), time.perf_counter(), time.thread_time()
     done = in_flight.exchange(manager, mode, request, receiver.commit)
-    commit_s = time.perf_counter() - begin
+    commit_s, cpu_s = time.perf_counter() - begin, time.thread_time() - cpu
     dist.barrier(group=manager.tp_cpu_group)
-    message = f"{commit_s:.6f} {done.recomputed} {begun_s:.6f}"
+    message = f"{commit_s:.6f} {done.recomputed} {begun_s:.6f} {cpu_s:.6f}"
     return UpdateWeightsFromTensorReqOutput(success=done.flushed, message=message)
 
 

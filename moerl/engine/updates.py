@@ -293,6 +293,7 @@ class Updates:
             drain_s=idle_s - start_s,  # aborting what runs
             reach_s=done.begun_s - idle_s,  # request, forward pass in flight, claims of all ranks
             commit_s=done.seconds,
+            commit_cpu_s=done.cpu_s,
             pause_s=pause_s,
         )
         return UpdateClosed(
