@@ -109,6 +109,7 @@ class Bed:
             configure_logging=False,
             _temp_dir=str(scratch / "ray"),
         )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ray.init puts its own in place
         self._engine = place(EngineActor, plan, 0, plan.config.engine.tp)
         self._scorer = place(ScorerActor, plan)
         ray.get(self._engine.start.remote(PolicyVersion(0, 0)))
@@ -341,12 +342,12 @@ def main() -> None:
     todo = [] if arguments.page else missing(out, SERIES, arguments.seeds, arguments.steps)
     if todo:
         become_subreaper()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
         scratch = Path(tempfile.mkdtemp(prefix="moerl-curves-"))
         try:
             run_all(out, todo, arguments.steps, scratch)
         finally:
+            ray.shutdown()  # while its servers live: its client aborts the process without them
             end_descendants(grace_s=2.0)
             shutil.rmtree(scratch, ignore_errors=True)
             shutil.rmtree(Path("/dev/shm") / scratch.name, ignore_errors=True)
