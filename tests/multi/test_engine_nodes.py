@@ -17,7 +17,7 @@ import pytest
 from tests.multi.hosts import Host, environment, hosts, why_not
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
-STEPS = 30
+STEPS = 80
 
 
 @pytest.fixture
