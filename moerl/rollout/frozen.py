@@ -17,7 +17,7 @@ from moerl.data.batching import plan_batch
 from moerl.data.frozen import check_scores
 from moerl.protocols import Scored
 from moerl.rollout.buffer import GroupBuffer
-from moerl.types import BatchPlan, EpisodeGroup, FrozenScores, PolicyVersion
+from moerl.types import BatchPlan, EpisodeGroup, FrozenScores
 
 Planned = dict[int, list[EpisodeGroup]]  # step -> groups
 
@@ -47,7 +47,7 @@ class FrozenLine:
         trainer = self._config.trainer
         return plan_batch(
             self._buffer.next_step,
-            PolicyVersion(0, self._buffer.next_step),
+            max(group.newest for group in groups),  # none is of the future; scores know no version
             groups,
             dp_size=dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,

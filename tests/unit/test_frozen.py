@@ -19,7 +19,7 @@ from moerl.config.clusters import placement
 from moerl.config.schema import AlgorithmConfig, Config, FrozenConfig, ModelConfig
 from moerl.data.batching import plan_batch
 from moerl.data.frozen import basis_of, received, record_digest
-from moerl.data.packing import by_microbatch, by_row
+from moerl.data.packing import by_microbatch, by_row, version_lag
 from moerl.errors import ConfigError, ProtocolError, RecordError
 from moerl.launch.commands import node_commands, torchrun
 from moerl.launch.dry_run import describe, process_table
@@ -27,6 +27,8 @@ from moerl.launch.prepare import _check_frozen
 from moerl.launch.slurm_job import plan as slurm_plan
 from moerl.layout import model_spec
 from moerl.protocols import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
+from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.frozen import FrozenLine
 from moerl.types import BatchPlan, FrozenScores, PolicyVersion, Rollout
 from tests.data.plans import group, make_rollout
 from tests.unit.test_controller import CONFIG, StubEngine, make, publish, running, train
@@ -111,6 +113,16 @@ def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
         await running(controller, work())
 
     asyncio.run(body())
+
+
+def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> None:
+    restarted = PolicyVersion(1, 0)
+    rollout = make_rollout(BlobStore(tmp_path / "blobs", "n"), "4.0", 3, 5, versions=(restarted,))
+    rules = GroupBuffer(groups_per_step=1, depth=1, max_lag=8)
+    line = FrozenLine(with_frozen(tmp_path), rules, {0: [group(4, [rollout], [1.0])]})
+    plan = line.next(1)
+    assert plan is not None
+    assert version_lag(plan.version, restarted) == 0, "its tokens are of no future version"
 
 
 def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> None:
