@@ -69,6 +69,7 @@ def test_the_engine_decodes_while_the_trainer_steps(long_run: Run) -> None:
     assert overlap >= 0.5, overlap
 
 
+@pytest.mark.full
 def test_depth_zero_shows_no_overlap(tmp_path: Path) -> None:
     """Control: a synchronous run of the same shape."""
     settings = [*SETTINGS, "run.steps=3", "rollout.buffer_depth=0"]

@@ -65,8 +65,10 @@ def end_one(run: Run, how: str) -> None:
 @pytest.mark.parametrize(
     "hows",
     [
-        ("interrupt", "controller"),  # what else dies is started again: test_chaos.py
-        pytest.param(("trainer", "engine", "engine host", "trainer"), marks=pytest.mark.full),
+        ("interrupt",),  # what else dies is started again: test_chaos.py
+        pytest.param(
+            ("controller", "trainer", "engine", "engine host", "trainer"), marks=pytest.mark.full
+        ),
     ],
     ids=["some", "others"],
 )
@@ -126,6 +128,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert all([row["step"] for row in run.rows()] == [0, 1, 2] for run in runs)
 
 
+@pytest.mark.full
 def test_a_reward_that_is_not_finite_names_the_setting(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n')

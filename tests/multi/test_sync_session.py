@@ -139,6 +139,7 @@ def test_bits_that_keep_flipping_leave_the_old_version(made: Made, tmp_path: Pat
     wait_until(lambda: engine.served() == V1)
 
 
+@FULL  # a minute; test_chaos.py kills trainers in every test run
 def test_a_killed_sender_leaves_the_old_version_and_a_new_trainer_goes_on(
     made: Made, tmp_path: Path
 ) -> None:

@@ -92,21 +92,26 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def sessions() -> set[str]:
-    names = {thread.name for thread in threading.enumerate()}
-    return {name for name in names if name.startswith("session-")}
+class Threads:
+    """Of this test: other tests of the process may have left some that end by themselves."""
 
+    def __init__(self) -> None:
+        self._before = set(threading.enumerate())
 
-def couriers() -> int:
-    return sum(thread.name.startswith("courier-") for thread in threading.enumerate())
+    def names(self, kind: str) -> list[str]:
+        fresh = set(threading.enumerate()) - self._before
+        return sorted(thread.name for thread in fresh if thread.name.startswith(f"{kind}-"))
+
+    def are(self, sessions: list[str], num_couriers: int) -> bool:
+        return self.names("session") == sessions and len(self.names("courier")) == num_couriers
 
 
 def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
-    engines, before = Engines(), couriers()
+    engines, threads = Engines(), Threads()
     outlet = outlet_of(engines, tmp_path)
-    assert sessions() == {"session-0", "session-1"}
+    assert threads.names("session") == ["session-0", "session-1"]
     outlet.enlist([Enlisted(1, 1), Enlisted(7, 2)])
-    until(lambda: sessions() == {"session-1", "session-7"} and couriers() == before + 2)
+    until(lambda: threads.are(["session-1", "session-7"], 2))
     assert not engines.asked, "nothing is frozen yet"
     outlet.publish(V1)
     until(lambda: engines.of(V1) == {1, 7})
@@ -116,4 +121,4 @@ def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
     assert len(set(plans.values())) == 3, "sizes and engines have plans of their own"
     outlet.wait()
     outlet.enlist([])
-    until(lambda: not sessions() and couriers() == before)
+    until(lambda: threads.are([], 0))
