@@ -217,7 +217,8 @@ class Supervisor:
             self.console.status(status)
             if self._trainer and status["trainer/incarnation"] == self.plan.incarnation:
                 self._is_back("trainer")
-            if self._frozen and status["frozen/start"] == self._frozen.starts - 1:
+            frozen = self._frozen  # one that is dead has no pid; its number is still the last
+            if frozen and frozen.pid and status["frozen/start"] == frozen.starts - 1:
                 self._is_back("frozen")
             for row in rows:
                 self._count(row)
