@@ -49,7 +49,6 @@ from moerl.protocols import (
     StepDone,
     TakePlan,
     UpdateClosed,
-    encode,
 )
 from moerl.rollout.admission import ModelFacts
 from moerl.rollout.controller import Controller
@@ -66,6 +65,7 @@ from moerl.types import (
     Score,
     Segment,
 )
+from moerl.wire import encode
 
 GROUP, DEPTH, ENGINES = 16, 4, 16
 PROMPT, MEAN_TOKENS, MAX_TOKENS = 200, 800, 4000

@@ -84,3 +84,8 @@ class TransportError(MoerlError):
 
 class ProtocolError(MoerlError):
     """A message between trainer and controller that was late, unknown or out of order."""
+
+
+def cause_of(error: BaseException) -> str:
+    """One sentence for a person: our own errors as they are, others with their type."""
+    return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"

@@ -50,12 +50,11 @@ from moerl.protocols import (
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
-    decode,
-    encode,
 )
 from moerl.transport.base import Staging, Transport
 from moerl.transport.delta import DeltaError, apply
 from moerl.types import PolicyVersion
+from moerl.wire import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -42,11 +42,10 @@ from moerl.protocols import (
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
-    decode,
-    encode,
 )
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
+from moerl.wire import decode, encode
 
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
 _VERSIONS = 256  # a request that runs through more versions than these is refused

@@ -37,7 +37,8 @@ from moerl.protocols import (
     SessionMessage,
     UpdateClosed,
 )
-from moerl.rollout.controller import Controller, StepReport
+from moerl.rollout.controller import Controller
+from moerl.rollout.samples import StepReport
 from moerl.rollout.server import TrainerServer
 from moerl.stacks import write_on_request
 from moerl.trace import Tracer

@@ -40,12 +40,12 @@ from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
 from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
 from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.observe.mismatch_page import write_page
-from moerl.protocols import encode_value
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
 from moerl.trainer.score_job import ScoreJob
 from moerl.types import PolicyVersion, RecordShape, Rollout, SamplingParams
 from moerl.types import check as check_rollout
+from moerl.wire import encode_value
 
 VARIANTS = NEEDED
 _WORST = 24  # tokens in the table of worst ones

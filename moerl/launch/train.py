@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from moerl.config import Config, save_config
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, cause_of
 from moerl.launch.plan import RunPlan
 from moerl.launch.prepare import prepare
 from moerl.launch.processes import end_descendants
@@ -26,7 +26,6 @@ from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.report import reward_gain, write_report
-from moerl.rollout.controller import cause_of
 from moerl.rundir import RunDir
 
 log = logging.getLogger(__name__)

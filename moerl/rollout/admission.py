@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from moerl.algorithms.selection import resample_correct
 from moerl.config import Config
+from moerl.config.schema import SamplingConfig
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.protocols import Scorer
 from moerl.rollout.assemble import blob_uris
@@ -27,7 +28,7 @@ from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.rollout.past import uris_of
-from moerl.types import Episode, EpisodeGroup, Prompt, Rollout, Score, Turn, check
+from moerl.types import Episode, EpisodeGroup, Prompt, Rollout, SamplingParams, Score, Turn, check
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +39,24 @@ _MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatev
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the door check needs to know of the model."""
+    """What the door check and a request need to know of the model."""
 
     vocab_size: int
     num_moe_layers: int
     top_k_experts: int
     stop_token_ids: tuple[int, ...]
+
+    def sampling(self, config: SamplingConfig) -> SamplingParams:
+        """Every parameter of a request, from the settings and the model's stop tokens."""
+        return SamplingParams(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=config.ignore_eos,
+        )
 
 
 class Admission:

@@ -7,8 +7,9 @@ concatenation is complete, and the row count T-1 is checked at the door.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from moerl.types import (
     Segment,
     VersionSpan,
 )
+
+Blob = TypeVar("Blob", MaskBlob, LogprobBlob)
 
 
 class PartialRollout:
@@ -182,12 +185,12 @@ class PartialRollout:
                 for rows in (s.prompt_rows, s.routing)
                 if rows is not None
             ),
-            sampling_mask=self._masks(),
+            sampling_mask=self._placed(lambda s: s.sampling_mask),
             finish=self.segments[-1].finish,
             sampling=self.sampling,
             engine=self.segments[-1].engine,
             audit_rows=tuple(s.audit_rows for s in self.segments if s.audit_rows is not None),
-            sealed_logprobs=self._sealed_logprobs(),
+            sealed_logprobs=self._placed(lambda s: s.sealed_logprobs),
         )
 
     def _sampled(self) -> Array:
@@ -204,19 +207,12 @@ class PartialRollout:
             at += len(segment.output_ids)
         return tuple(spans)
 
-    def _masks(self) -> tuple[MaskBlob, ...]:
+    def _placed(self, blob_of: Callable[[Segment], Blob | None]) -> tuple[Blob, ...]:
+        """Blobs of the segments that have one, each at its first token among the sampled."""
         at, parts = 0, []
         for segment in self.segments:
-            if segment.sampling_mask is not None:
-                parts.append(replace(segment.sampling_mask, first=at))
-            at += len(segment.output_ids)
-        return tuple(parts)
-
-    def _sealed_logprobs(self) -> tuple[LogprobBlob, ...]:
-        at, parts = 0, []
-        for segment in self.segments:
-            if segment.sealed_logprobs is not None:
-                parts.append(replace(segment.sealed_logprobs, first=at))
+            if (blob := blob_of(segment)) is not None:
+                parts.append(replace(blob, first=at))
             at += len(segment.output_ids)
         return tuple(parts)
 

@@ -13,13 +13,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.data.batching import plan_batch
-from moerl.errors import MoerlError, ProtocolError, TrainerError
+from moerl.errors import ProtocolError, TrainerError
 from moerl.protocols import (
     AbortUpdate,
     AskEngine,
@@ -43,7 +42,6 @@ from moerl.protocols import (
     TakePlan,
     TakeRecords,
     VerifyUpdate,
-    encode_value,
 )
 from moerl.rollout.admission import Admission, ModelFacts
 from moerl.rollout.blob_holders import BlobHolders
@@ -59,21 +57,12 @@ from moerl.rollout.loops import Loops, collect_rarely
 from moerl.rollout.past import Past, spread, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
-from moerl.rollout.samples import samples_of
+from moerl.rollout.samples import StepReport, samples_of
 from moerl.rollout.whereabouts import Whereabouts
-from moerl.types import EpisodeGroup, PolicyVersion, SamplingParams
+from moerl.types import EpisodeGroup, PolicyVersion
+from moerl.wire import encode_value
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepReport:
-    """One finished optimizer step, for metrics.jsonl, the panel and the report."""
-
-    step: int
-    version: PolicyVersion
-    metrics: dict[str, float]
-    samples: list[dict[str, object]]
 
 
 class Controller:
@@ -122,25 +111,17 @@ class Controller:
             selection=rollout.selection,
         )
         holders = BlobHolders(blobs)
-        self.ledger, self._history, self._loops = Ledger(), History(), Loops()
+        ledger, history, loops = Ledger(), History(), Loops()
+        self.ledger, self._history, self._loops = ledger, history, loops
         self.fleet = Fleet(engines, rollout, self.ledger, self._loops, self._to_come)
         self._roster = Roster(config.engine, sizes, changed=fleet_changed and gang_lives)
         self.admission = Admission(
-            config,
-            facts,
-            scorer,
-            decode,
-            holders,
-            self.buffer,
-            self._history,
-            journal,
-            self.ledger,
-            self._loops,
+            config, facts, scorer, decode, holders, self.buffer, history, journal, ledger, loops
         )
-        environment = Environment(scorer, decode, encode)
+        environment, sampling = Environment(scorer, decode, encode), facts.sampling(config.sampling)
         self.producer = Producer(
             config,
-            sampling_of(config, facts),
+            sampling,
             prompts,
             self.buffer,
             self.fleet,
@@ -167,7 +148,7 @@ class Controller:
             if held_out is None
             else Evaluator(
                 config.evaluation,
-                sampling_of(config, facts),
+                sampling,
                 held_out,
                 scorer,
                 decode,
@@ -187,7 +168,9 @@ class Controller:
         self._done = self._dp_size = 0
         self._rows = config.run.steps  # of metrics, when all steps are done
         self._go_on_from(journal.load(), gang_lives)
-        self._frozen = FrozenLine(config, self.buffer, self._planned)
+        self._frozen = FrozenLine(
+            config, self.buffer, self._planned, self._loops, self.admission, self._whereabouts
+        )
         self._ages_s: list[float] = []  # of the groups planned last, in the buffer
 
     # --- life -------------------------------------------------------------------------------
@@ -328,11 +311,9 @@ class Controller:
             ):
                 return await self.fleet.session(message)
             case TakeRecords():
-                return await self._take_records(message)
+                return await self._frozen.take(message, lambda: self._done >= self.config.run.steps)
             case Scored():
                 self._frozen.add(message)
-                self.admission.hold(())
-                self._loops.notify()
                 return Ok()
             case Failed():
                 error = TrainerError(f"{message.gang} rank {message.rank}: {message.cause}")
@@ -412,39 +393,15 @@ class Controller:
 
     async def _scored_plan(self, message: TakePlan) -> Plan:
         """The plan of a step that has its groups, once frozen ranks have scored all of them."""
-        begin, incarnation = time.monotonic(), self.fleet.incarnation
-        while True:
-            if self.fleet.incarnation != incarnation or message.step not in self._planned:
-                raise ProtocolError("another gang has taken over")
-            waiting = self._frozen.waits(self._planned[message.step])
-            if not waiting:
-                break
-            if (waited := time.monotonic() - begin) > message.timeout_s:
-                raise ProtocolError(
-                    f"{len(waiting)} groups of step {message.step} were not scored by the frozen "
-                    f"ranks after {waited:.0f} s, see logs/frozen.log"
-                )
-            await self._loops.wait_change(min(1.0, message.timeout_s))
-        waited = time.monotonic() - begin
-        self.ledger.frozen_wait_s += waited
-        self.ledger.trainer_wait_s += waited
-        return await self._plan(message.step)
+        incarnation = self.fleet.incarnation
 
-    async def _take_records(self, message: TakeRecords) -> Message:
-        """Groups for the frozen gang: what it had asked for before it died is asked for again."""
-        self._frozen.start, deadline = message.start, time.monotonic() + message.timeout_s
-        while self._done < self.config.run.steps:
-            if (plan := self._frozen.next(message.dp_size)) is not None:
-                self.admission.hold(plan.groups)  # its kept sets are about to be read
-                planned = {g.group_id for groups in self._planned.values() for g in groups}
-                ready = [group for group in plan.groups if group.group_id not in planned]
-                if await self._whereabouts.drop_lost(ready):
-                    return Plan(plan)
-                continue
-            if time.monotonic() > deadline:
-                return Ok()
-            await self._loops.wait_change(min(1.0, message.timeout_s))
-        return Stop(f"all {self.config.run.steps} steps are done")
+        def is_current() -> bool:
+            return self.fleet.incarnation == incarnation and message.step in self._planned
+
+        waited_s = await self._frozen.wait(message.step, message.timeout_s, is_current)
+        self.ledger.frozen_wait_s += waited_s
+        self.ledger.trainer_wait_s += waited_s
+        return await self._plan(message.step)
 
     async def _end(self, message: TakePlan) -> Message:
         """Stop; evaluations that no step's row holds, that of the last weights, get their own."""
@@ -537,22 +494,3 @@ class Controller:
         if self.records is None:
             for group in groups:
                 self.admission.forget(group)
-
-
-def sampling_of(config: Config, facts: ModelFacts) -> SamplingParams:
-    """Every parameter of a request, from the settings and the model's stop tokens."""
-    sampling = config.sampling
-    return SamplingParams(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop_token_ids=facts.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-    )
-
-
-def cause_of(error: BaseException) -> str:
-    """One sentence for a person: our own errors as they are, others with their type."""
-    return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"

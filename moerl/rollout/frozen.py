@@ -8,15 +8,20 @@ again scores once more, to the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from moerl.config import Config
 from moerl.config.algorithms import frozen_models
 from moerl.data.batching import plan_batch
 from moerl.data.frozen import check_scores
-from moerl.protocols import Scored
+from moerl.errors import ProtocolError
+from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.rollout.admission import Admission
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.loops import Loops
+from moerl.rollout.whereabouts import Whereabouts
 from moerl.types import BatchPlan, EpisodeGroup, FrozenScores
 
 Planned = dict[int, list[EpisodeGroup]]  # step -> groups
@@ -25,12 +30,55 @@ Planned = dict[int, list[EpisodeGroup]]  # step -> groups
 class FrozenLine:
     """Scores of the groups that are ready or planned, by rollout."""
 
-    def __init__(self, config: Config, buffer: GroupBuffer, planned: Planned) -> None:
+    def __init__(
+        self,
+        config: Config,
+        buffer: GroupBuffer,
+        planned: Planned,
+        loops: Loops,
+        admission: Admission,
+        whereabouts: Whereabouts,
+    ) -> None:
         """planned: the controller's own, which it keeps up to date."""
         self.start = -1  # of the gang that asked last
         self._config, self._buffer, self._planned = config, buffer, planned
+        self._loops, self._admission, self._whereabouts = loops, admission, whereabouts
         self._roles = frozen_models(config) if config.frozen.ranks == "own" else {}
         self._known: dict[str, FrozenScores] = {}
+
+    async def wait(self, step: int, timeout_s: float, is_current: Callable[[], bool]) -> float:
+        """Until the groups of a planned step are scored; returns the seconds.
+
+        Raises ProtocolError when that takes too long, or the gang that asks is not current.
+        """
+        begin = time.monotonic()
+        while is_current():
+            waited_s = time.monotonic() - begin
+            if not (waiting := self.waits(self._planned[step])):
+                return waited_s
+            if waited_s > timeout_s:
+                raise ProtocolError(
+                    f"{len(waiting)} groups of step {step} were not scored by the frozen ranks "
+                    f"after {waited_s:.0f} s, see logs/frozen.log"
+                )
+            await self._loops.wait_change(min(1.0, timeout_s))
+        raise ProtocolError("another gang has taken over")
+
+    async def take(self, message: TakeRecords, is_over: Callable[[], bool]) -> Message:
+        """Groups for the frozen gang: what it had asked for before it died is asked for again."""
+        self.start, deadline = message.start, time.monotonic() + message.timeout_s
+        while not is_over():
+            if (plan := self.next(message.dp_size)) is not None:
+                self._admission.hold(plan.groups)  # its kept sets are about to be read
+                planned = {g.group_id for groups in self._planned.values() for g in groups}
+                ready = [group for group in plan.groups if group.group_id not in planned]
+                if await self._whereabouts.drop_lost(ready):
+                    return Plan(plan)
+                continue
+            if time.monotonic() > deadline:
+                return Ok()
+            await self._loops.wait_change(min(1.0, message.timeout_s))
+        return Stop(f"all {self._config.run.steps} steps are done")
 
     def waits(self, groups: Iterable[EpisodeGroup]) -> list[EpisodeGroup]:
         """Those with a rollout that is not scored; none where the trainer scores for itself."""
@@ -65,6 +113,8 @@ class FrozenLine:
                 check_scores(scores, rollout, self._roles)
                 self._known[scores.rollout_id] = scores
         self._known = {name: scores for name, scores in self._known.items() if name in live}
+        self._admission.hold(())
+        self._loops.notify()
 
     def with_scores(self, plan: BatchPlan) -> BatchPlan:
         """The plan with its scores by row, where there are frozen ranks."""

@@ -38,10 +38,10 @@ import msgspec
 
 from moerl.blob import BlobStore
 from moerl.errors import JournalError
-from moerl.protocols import decode_value, encode_value
 from moerl.rollout.past import Facts, Past, digest_of, ranges, spread, uris_of
 from moerl.rollout.segments import Segments
 from moerl.types import EpisodeGroup, PolicyVersion
+from moerl.wire import decode_value, encode_value
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,24 @@
-"""Text and reward of a trained rollout, for the report."""
+"""What the controller says of a finished step, with text and reward of a rollout for the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from moerl.config import Config
-from moerl.types import EpisodeGroup
+from moerl.types import EpisodeGroup, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReport:
+    """One finished optimizer step, for metrics.jsonl, the panel and the report."""
+
+    step: int
+    version: PolicyVersion
+    metrics: dict[str, float]
+    samples: list[dict[str, object]]
 
 
 def samples_of(

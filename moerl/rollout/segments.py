@@ -16,9 +16,9 @@ import msgspec
 
 from moerl.blob import BlobStore
 from moerl.errors import BlobError, JournalError
-from moerl.protocols import decode_value, encode_value
 from moerl.rollout.past import Facts, Past, digest_of, spread, uris_of
 from moerl.types import EpisodeGroup
+from moerl.wire import decode_value, encode_value
 
 log = logging.getLogger(__name__)
 

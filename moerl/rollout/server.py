@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable
 import zmq
 import zmq.asyncio
 
-from moerl.errors import MoerlError
-from moerl.protocols import Message, Plan, Refused, decode, encode
-from moerl.rollout.controller import cause_of
+from moerl.errors import MoerlError, cause_of
+from moerl.protocols import Message, Plan, Refused
+from moerl.wire import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from typing import TypeVar
 import zmq
 
 from moerl.errors import ProtocolError, TrainerError
-from moerl.protocols import Message, Refused, decode, encode
+from moerl.protocols import Message, Refused
+from moerl.wire import decode, encode
 
 Reply = TypeVar("Reply")
 

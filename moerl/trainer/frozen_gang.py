@@ -20,7 +20,7 @@ from moerl.config.schema import Config
 from moerl.data.frozen import basis_of, record_digest
 from moerl.data.packing import by_row
 from moerl.errors import TrainerError
-from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords, decode, encode
+from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords
 from moerl.trace import Tracer
 from moerl.trainer.client import ControllerClient
 from moerl.trainer.frozen_policy import open_policies
@@ -29,6 +29,7 @@ from moerl.trainer.hf_folder import HfFolder
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.schedule import Batches
 from moerl.types import Array, BatchPlan, FrozenScores
+from moerl.wire import decode, encode
 
 _ASK_S = 20.0  # longest wait for records in one question
 

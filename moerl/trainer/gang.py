@@ -42,7 +42,6 @@ from moerl.protocols import (
     StepDone,
     Stop,
     TakePlan,
-    decode,
 )
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
@@ -57,6 +56,7 @@ from moerl.trainer.model import build, layout_of
 from moerl.trainer.parallel import Parallel
 from moerl.trainer.step import Learner
 from moerl.types import BatchPlan, PolicyVersion
+from moerl.wire import decode
 
 REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
 

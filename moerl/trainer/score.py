@@ -50,12 +50,12 @@ from moerl.data.audit import split_segments
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.errors import MoerlError, RecordError
-from moerl.protocols import decode_value
 from moerl.trainer.agreement import downstream
 from moerl.trainer.platform import prepare
 from moerl.trainer.replay import Mode
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
+from moerl.wire import decode_value
 
 if TYPE_CHECKING:
     from moerl.trainer.model import Model

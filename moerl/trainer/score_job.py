@@ -28,7 +28,7 @@ class ScoreJob:
     """Score kept rollouts with one set of weights."""
 
     model: str  # Hugging Face folder
-    rollouts: str  # file: msgpack of list[Rollout] (`protocols.encode_value`)
+    rollouts: str  # file: msgpack of list[Rollout] (`wire.encode_value`)
     blob_dir: str
     blob_node: str
     out: str  # .npz to write, see `moerl.trainer.score`

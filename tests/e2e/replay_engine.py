@@ -29,7 +29,6 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.host import EngineHost
 from moerl.errors import RecordError
-from moerl.protocols import encode_value
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
 from moerl.trainer.score_job import ScoreJob
@@ -42,6 +41,7 @@ from moerl.types import (
     Segment,
     check,
 )
+from moerl.wire import encode_value
 from tests.e2e import tiny_model as tiny
 
 TOKEN = "replay-run-token"

@@ -35,19 +35,10 @@ from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.server import EngineServer
 from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.protocols import (
-    AbortUpdate,
-    Bucket,
-    CloseUpdate,
-    JoinSync,
-    Ok,
-    OpenUpdate,
-    Refused,
-    decode,
-    encode,
-)
+from moerl.protocols import AbortUpdate, Bucket, CloseUpdate, JoinSync, Ok, OpenUpdate, Refused
 from moerl.rundir import RunDir
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.wire import decode, encode
 from tests.e2e import tiny_model as tiny
 
 pytestmark = pytest.mark.e2e

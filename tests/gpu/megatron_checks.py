@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from moerl.blob.store import BlobStore
-from moerl.protocols import encode_value
 from moerl.trainer.score_job import VARIANTS, ScoreJob
+from moerl.wire import encode_value
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multi"))  # where the trainer's tests keep it
 from trainer_support import LAYERS, make_model, make_plan, torchrun

@@ -6,6 +6,9 @@ does and keeps what was broadcast to it, so a test can compare it with the train
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -15,7 +18,9 @@ import torch
 import torch.distributed as dist
 import zmq
 from torch.distributed import distributed_c10d as c10d
+from trainer_support import ROOT
 
+from moerl.blob.store import BlobStore
 from moerl.protocols import (
     CloseUpdate,
     Enlist,
@@ -33,10 +38,10 @@ from moerl.protocols import (
     TakePlan,
     TakeRecords,
     UpdateClosed,
-    decode,
-    encode,
 )
+from moerl.rundir import RunDir
 from moerl.types import BatchPlan, PolicyVersion
+from moerl.wire import decode, encode
 
 
 class FakeEngine:
@@ -165,3 +170,26 @@ class FakeController:
             case Failed():
                 self.failed.append(message)
         return Ok()
+
+
+def run_gang(
+    controller: FakeController, run: RunDir, blobs: BlobStore, ranks: int, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the trainer under torchrun to its end; closes the controller."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "moerl.trainer.main", *arguments]
+    command += ["--run-dir", str(run.root), "--controller", controller.endpoint]
+    command += ["--blob-dir", str(blobs.root), "--blob-node", "n0"]
+    environment = os.environ | {
+        "MOERL_TOKEN": controller.token,
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+    }
+    try:
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=150, check=False
+        )
+    finally:
+        controller.close()

@@ -54,14 +54,13 @@ from moerl.protocols import (
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
-    decode,
-    encode,
 )
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
 from moerl.sync.session import EngineSession, Terms
 from moerl.transport.registry import make
 from moerl.types import PolicyVersion
+from moerl.wire import decode, encode
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
 TOKEN = "a run's token"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_controller import FakeController
+from fake_controller import FakeController, run_gang
 from trainer_support import ROOT, make_model, make_plan, torchrun
 
 from moerl.blob.store import BlobStore
@@ -24,8 +21,9 @@ from moerl.config.schema import (
     ReplayConfig,
     TrainerConfig,
 )
-from moerl.protocols import Scored, encode
+from moerl.protocols import Scored
 from moerl.rundir import RunDir
+from moerl.wire import encode
 
 GATE = 1e-5  # fp32, another layout: other orders of summation
 LAYOUTS = {
@@ -60,23 +58,7 @@ def _scored(root: Path, models: list[Path], layout: ParallelConfig) -> tuple[Run
     store = BlobStore(root / "blobs", "n0")
     controller = FakeController("token", lambda step: None)
     controller.records = [make_plan(store, dp_size=layout.dp)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(layout.world_size), "-m", "moerl.trainer.main", "--frozen"]
-    command += ["--run-dir", str(run.root), "--controller", controller.endpoint]
-    command += ["--blob-dir", str(store.root), "--blob-node", "n0"]
-    environment = os.environ | {
-        "MOERL_TOKEN": "token",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(ROOT),
-    }
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=150, check=False
-        )
-    finally:
-        controller.close()
+    done = run_gang(controller, run, store, layout.world_size, "--frozen")
     assert done.returncode == 0, done.stderr[-4000:]
     (scored,) = controller.scored
     return run, scored

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_controller import FakeController
-from trainer_support import ROOT, make_model, make_plan
+from fake_controller import FakeController, run_gang
+from trainer_support import make_model, make_plan
 
 from moerl.blob.store import BlobStore
 from moerl.config.load import save_config
@@ -64,26 +62,10 @@ class Bench:
         """Run the gang until `until`; the plan of step `spoil` has a missing blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
         controller = FakeController(TOKEN, plans, fleets)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += ["--standalone", "-m", "moerl.trainer.main", "--run-dir", str(self.run.root)]
-        command += ["--controller", controller.endpoint, "--incarnation", str(incarnation)]
-        command += ["--blob-dir", str(self.store.root), "--blob-node", "n0"]
+        arguments = ["--incarnation", str(incarnation)]
         if checkpoint is not None:
-            command += ["--checkpoint", str(checkpoint)]
-        environment = os.environ | {
-            "MOERL_TOKEN": TOKEN,
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(ROOT),
-        }
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=150, check=False
-            )
-        finally:
-            controller.close()
-        return done, controller
+            arguments += ["--checkpoint", str(checkpoint)]
+        return run_gang(controller, self.run, self.store, 2, *arguments), controller
 
     def _plan(self, step: int, incarnation: int, until: int, spoil: int):  # type: ignore[no-untyped-def]
         if step >= until:

@@ -10,8 +10,8 @@ from trainer_support import LAYERS, make_model, make_plan, torchrun
 
 from moerl.blob.store import BlobStore
 from moerl.errors import ConfigError
-from moerl.protocols import encode_value
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
+from moerl.wire import encode_value
 
 LIMIT = 1e-5
 

@@ -40,12 +40,11 @@ from moerl.protocols import (
     Stop,
     TakePlan,
     UpdateClosed,
-    decode,
-    encode,
 )
 from moerl.rollout.admission import ModelFacts
-from moerl.rollout.controller import Controller, StepReport
+from moerl.rollout.controller import Controller
 from moerl.rollout.journal import Journal
+from moerl.rollout.samples import StepReport
 from moerl.rollout.server import TrainerServer
 from moerl.types import (
     Episode,
@@ -56,6 +55,7 @@ from moerl.types import (
     Score,
     Segment,
 )
+from moerl.wire import decode, encode
 
 CONFIG = Config(
     run=RunConfig(steps=4),

@@ -22,12 +22,11 @@ from moerl.protocols import (
     UpdateClosed,
     UpdateVerified,
     VerifyUpdate,
-    decode,
-    encode,
 )
 from moerl.rollout.controller import Controller
 from moerl.rollout.server import TrainerServer
 from moerl.types import PolicyVersion
+from moerl.wire import decode, encode
 from tests.unit.test_controller import StubEngine, make, publish, running, train
 
 

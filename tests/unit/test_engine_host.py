@@ -24,7 +24,7 @@ from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.records import ModelFacts
 from moerl.errors import BlobError, EngineError, RecordError
-from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate, Plan, decode, encode
+from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate, Plan
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
 from moerl.types import (
@@ -40,6 +40,7 @@ from moerl.types import (
     Turn,
     check,
 )
+from moerl.wire import decode, encode
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 FACTS = ModelFacts(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)

@@ -17,7 +17,7 @@ from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.data.packing import pack_microbatch
 from moerl.errors import BlobError, ProtocolError, RecordError
-from moerl.protocols import Plan, decode, decode_value, encode, encode_value
+from moerl.protocols import Plan
 from moerl.rollout.assemble import blob_uris
 from moerl.types import (
     BatchPlan,
@@ -31,6 +31,7 @@ from moerl.types import (
     Turn,
     check,
 )
+from moerl.wire import decode, decode_value, encode, encode_value
 from tests.data.plans import LAYERS, TOP_K, VOCAB, make_rollout
 
 V3 = PolicyVersion(0, 3)

@@ -14,11 +14,12 @@ import zmq
 
 from moerl.errors import ConfigError, ProtocolError, TrainerError
 from moerl.launch import prepare
-from moerl.protocols import AskEngine, EngineHolds, Message, Ok, Refused, decode, encode
+from moerl.protocols import AskEngine, EngineHolds, Message, Ok, Refused
 from moerl.stacks import stacks
 from moerl.trainer import client
 from moerl.trainer.client import ControllerClient
 from moerl.types import PolicyVersion
+from moerl.wire import decode, encode
 
 HOLDS = EngineHolds(PolicyVersion(0, 3), "")
 

@@ -1,0 +1,115 @@
+"""The bytes of messages and of kept values: msgpack by msgspec, no pickle.
+
+A message travels inside an envelope tagged with the name of its class, from an explicit registry.
+Arrays are [dtype, shape, bytes], booleans bits.  A plan names the prompt of a group once (`_cut`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from moerl.errors import ProtocolError
+from moerl.protocols import Message, Plan
+from moerl.types import Array, EpisodeGroup
+
+_TYPES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """A plan of thousands of rollouts takes long: do it on a thread."""
+    if isinstance(message, Plan):
+        plan = message.plan
+        message = Plan(replace(plan, groups=tuple(_with_turns(g, _cut) for g in plan.groups)))
+    return _ENCODER.encode((type(message).__name__, message))
+
+
+def decode(data: bytes) -> Message:
+    """Raises ProtocolError for an unknown or malformed message."""
+    try:
+        name, body = _ENVELOPE.decode(data)
+        message: Message = _DECODERS[name].decode(body)
+        if isinstance(message, Plan):
+            plan = message.plan
+            message = Plan(replace(plan, groups=tuple(_with_turns(g, _join) for g in plan.groups)))
+        return message
+    except (msgspec.MsgspecError, LookupError, ValueError, TypeError) as error:
+        raise ProtocolError(f"unreadable message: {error}") from error
+
+
+def _with_turns(group: EpisodeGroup, change: Callable[[Array, int, Array], Array]) -> EpisodeGroup:
+    """The group with other `token_ids`: change(own, full length, what the turn continues)."""
+    prompt = np.asarray(group.prompt.token_ids, np.int32)
+    episodes = []
+    for episode in group.episodes:
+        whole: list[Array] = []  # of each turn, before it was cut or after it was joined
+        turns = []
+        for turn in episode.turns:
+            rollout = turn.rollout
+            before = whole[turn.parents[-1]] if turn.parents else prompt
+            tokens = change(rollout.token_ids, len(rollout.loss_mask), before)
+            whole.append(max(rollout.token_ids, tokens, key=len))
+            turns.append(replace(turn, rollout=replace(rollout, token_ids=tokens)))
+        episodes.append(replace(episode, turns=tuple(turns)))
+    return replace(group, episodes=tuple(episodes))
+
+
+def _cut(tokens: Array, _length: int, before: Array) -> Array:
+    """Without the leading tokens that the prompt, or the turn before, holds already."""
+    known = len(before)
+    return tokens[known:] if np.array_equal(tokens[:known], before) else tokens
+
+
+def _join(tokens: Array, length: int, before: Array) -> Array:
+    """Raises ProtocolError when what is missing is not exactly what came before."""
+    missing = length - len(tokens)
+    if missing not in (0, len(before)):
+        raise ProtocolError(f"a turn of {length} tokens has {len(tokens)} and {len(before)} before")
+    return np.concatenate([before, tokens]) if missing else tokens
+
+
+def encode_value(value: Any) -> bytes:
+    """Msgpack of any dataclass of `moerl.types` (blobs of the journal, kept records)."""
+    return _ENCODER.encode(value)
+
+
+def decode_value(data: bytes, type_: type) -> Any:
+    return msgspec.msgpack.decode(data, type=type_, dec_hook=_dec_hook)
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype == np.bool_:
+        return (value.dtype.str, value.shape, np.packbits(value).tobytes())
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value)} is not a wire type")
+
+
+def _dec_hook(type_: type, value: Any) -> Any:
+    if type_ is np.ndarray:
+        dtype, shape, data = value
+        if dtype == _BITS:
+            return _unpack(np.frombuffer(data, np.uint8), math.prod(shape)).reshape(shape)
+        return np.frombuffer(data, dtype).reshape(shape)
+    raise NotImplementedError(f"{type_} is not a wire type")
+
+
+def _unpack(packed: Array, count: int) -> Array:
+    if len(packed) != -(-count // 8):
+        raise ValueError(f"{len(packed)} bytes for {count} bits")
+    return np.unpackbits(packed, count=count).view(np.bool_)
+
+
+_BITS = np.dtype(np.bool_).str
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_ENVELOPE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    name: msgspec.msgpack.Decoder(cls, dec_hook=_dec_hook) for name, cls in _TYPES.items()
+}
