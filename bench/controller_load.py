@@ -6,7 +6,8 @@ The real controller with its buffer, admission, batching and ledger, in one proc
 loop.  Engines and scorer are stubs that wait like real ones (heavy-tailed answer times) and give
 records of random tokens; requests, replies and plans go through the same encoding as between
 processes (pickle to the engines as Ray does, msgpack to the trainer), whose cost falls on this
-loop.  A trainer takes plans, waits, publishes (which interrupts every running call) and reports.
+loop.  A trainer takes plans, waits, publishes (which interrupts every running call), reports and
+saves.
 
 Reported, and required (exit status 1 when not):
 - lag of the event loop: how late a task that sleeps 5 ms wakes; 99% below 50 ms.  How much CPU the
@@ -70,6 +71,7 @@ from moerl.wire import encode
 GROUP, DEPTH, ENGINES = 16, 4, 16
 PROMPT, MEAN_TOKENS, MAX_TOKENS = 200, 800, 4000
 LAYERS, EXPERTS, TOP_K = tuple(range(48)), 128, 8
+CHECKPOINT_EVERY = 5  # steps; groups that a restart could train again are kept until then
 LAG_MS, BYTES, GROWTH = 50.0, 16.0, 0.05
 FIRST = PolicyVersion(0, 0)
 _INLINE = np.zeros(0, np.float32)  # log-probabilities are sealed with the routes
@@ -216,25 +218,37 @@ class Watch:
                 self.rss.append(own.memory_info().rss)
 
 
-async def train(controller: Controller, step_s: float, traffic: Traffic, until_s: float) -> int:
-    """Take plans, publish, report; returns the number of steps."""
-    await controller.handle(Hello("t", 1, 1, FIRST, ()))
-    step = 0
-    while time.monotonic() < until_s:
+class Trainer:
+    """Takes plans, publishes, reports, and saves a checkpoint every few steps."""
+
+    def __init__(self, step_s: float, traffic: Traffic) -> None:
+        self.step_s, self.traffic = step_s, traffic
+        self.steps = 0
+
+    def saved(self) -> int:
+        """Optimizer steps inside the newest checkpoint."""
+        return self.steps // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+
+    async def run(self, controller: Controller, until_s: float) -> None:
+        await controller.handle(Hello("t", 1, 1, FIRST, ()))
+        while time.monotonic() < until_s:
+            await self._step(controller)
+
+    async def _step(self, controller: Controller) -> None:
+        step, traffic = self.steps, self.traffic
         reply = await controller.handle(TakePlan(step, 600.0))
         assert isinstance(reply, Plan), reply
         traffic.bytes["plans"] += len(await asyncio.to_thread(encode, reply))
         traffic.planned += sum(
             rollout.num_sampled for group in reply.plan.groups for rollout in group.rollouts()
         )
-        await asyncio.sleep(step_s)
+        await asyncio.sleep(self.step_s)
         version = PolicyVersion(0, step + 1)
+        self.steps += 1
         await controller.handle(StepDone(step, version, {"mismatch/tokens": 1.0}, ""))
         for engine in range(ENGINES):
             await controller.handle(OpenUpdate(engine, version, "g", ()))
             await controller.handle(CloseUpdate(engine, version))
-        step += 1
-    return step
 
 
 async def load(episodes: int, seconds: float, step_s: float) -> bool:
@@ -255,6 +269,7 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
         trainer=TrainerConfig(max_tokens_per_microbatch=65536),
     )
     traffic, watch = Traffic(), Watch()
+    trainer = Trainer(step_s, traffic)
     with tempfile.TemporaryDirectory() as folder:
         blobs = Records(Path(folder) / "blobs", "n0")
         controller = Controller(
@@ -269,7 +284,7 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
             blobs=blobs,
             journal=Journal(Path(folder) / "journal", blobs),
             records=None,
-            saved_steps=lambda: 0,
+            saved_steps=trainer.saved,
             on_step=lambda report: None,
             on_rewind=lambda step: None,
         )
@@ -277,13 +292,13 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
         running = asyncio.create_task(controller.run())
         beat = asyncio.create_task(watch.run())
         before_s = time.process_time()
-        steps = await train(controller, step_s, traffic, time.monotonic() + seconds)
+        await trainer.run(controller, time.monotonic() + seconds)
         cpu_s = time.process_time() - before_s
         most = controller.status()["async/in_flight"]
         beat.cancel()
         await controller.stop()
         await running
-    return report(watch, traffic, steps, cpu_s, int(most))
+    return report(watch, traffic, trainer.steps, cpu_s, int(most))
 
 
 def report(watch: Watch, traffic: Traffic, steps: int, cpu_s: float, in_flight: int) -> bool:

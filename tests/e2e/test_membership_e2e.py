@@ -13,7 +13,7 @@ from moerl.launch.desk import ask
 from tests.e2e.runs import Run, start
 from tests.e2e.test_chaos import check_history, trained_groups
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 24
 SETTINGS = [

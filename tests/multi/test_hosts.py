@@ -20,8 +20,10 @@ import pytest
 
 from moerl.observe.metrics import read_rows
 from moerl.rundir import RunDir
+from tests.e2e.test_chaos import check_history, trained_groups
 from tests.multi.hosts import Host, hosts, why_not
 
+STEPS, CUT_S = 16, 20.0
 START_S = 560.0  # of everything, on a loaded machine of two cores
 RECIPE = (
     "cluster=hosts",
@@ -151,27 +153,57 @@ def cluster_run(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_a_run_over_three_hosts(three: list[Host], tmp_path: Path) -> None:
+def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path: Path) -> None:
+    """The engines' host is away for 20 s, then a trainer host until its ranks start again."""
     assert all("default" not in host.routes() for host in three), "nothing outside is reachable"
-    with cluster_run(three, tmp_path, "run.steps=3", "checkpoint.every=2") as run:
-        run.wait_for(lambda: bool(run.rows()))
+    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=20")
+    more = ("supervision.max_restarts=6", "rollout.keep_records=true")
+    with cluster_run(three, tmp_path, *settings, *more) as run:
+        run.wait_for(lambda: len(run.rows()) >= 3)
         members = run.members()
         secrets = [(run.dir.board.folder / name).read_text() for name in ("token", "ray-token")]
         assert no_command_line_has(secrets, members)
         assert (run.dir.board.folder.stat().st_mode & 0o777) == 0o700
-        run.finish()
-        rows = run.rows()
-        assert [row["step"] for row in rows] == [0, 1, 2]
-        assert all(
-            row["routing/replay_cover_frac"] == row["keep/cover_frac"] == 1.0 for row in rows
-        ), rows
+        assert "10.231.17.1:17110" in blobs_of(run), "records were read from the engine's host"
+        cut_engines(run)
+        members += cut_trainer(run)
+        run.finish(600)
+        check_rows(run)
         assert (run.dir.hf / "config.json").is_file()
         assert run.dir.latest_checkpoint() is not None
-        assert "10.231.17.1:17110" in blobs_of(run), "records were read from the engine's host"
         for secret in secrets:
             assert secret not in run.text(), "a log shows a secret"
         assert not psutil_alive(members), "a process outlives the run"
         assert not (run.dir.board.folder / "token").exists()
+
+
+def cut_engines(run: ClusterRun) -> None:
+    """The first host is away; afterwards the run goes on."""
+    run.hosts[0].cut()
+    before = len(run.rows())
+    time.sleep(CUT_S)
+    run.hosts[0].restore()
+    run.wait_for(lambda: len(run.rows()) > before + 2)
+
+
+def cut_trainer(run: ClusterRun) -> list[psutil.Process]:
+    """The last host is away until its gang fell; returns the processes after the new start."""
+    started = starts(run)
+    run.hosts[2].cut()
+    run.wait_for(lambda: "torchrun ended" in run.output.read_text() or gang_fell(run, started))
+    run.hosts[2].restore()
+    run.wait_for(lambda: starts(run) > started)
+    return run.members()
+
+
+def check_rows(run: ClusterRun) -> None:
+    """One row per surviving step, replay complete in each, two incarnations, each group once."""
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    for name in ("routing/replay_cover_frac", "keep/cover_frac"):
+        assert {row[name] for row in rows} == {1.0}
+    assert len({row["version"].split(".")[0] for row in rows}) >= 2
+    check_history(run, trained_groups(run))
 
 
 @pytest.mark.full
@@ -188,38 +220,6 @@ def test_reference_ranks_over_two_hosts(three: list[Host], tmp_path: Path) -> No
         assert rows[2]["loss/kl_ref_k3"] != rows[0]["loss/kl_ref_k3"]
         assert (run.dir.logs / "frozen-1.log").is_file()
         assert "10.231.17.1:17110" in (run.dir.logs / "frozen-1.log").read_text(), "kept sets"
-
-
-CUT_S = 20.0
-
-
-@pytest.mark.full
-@pytest.mark.e2e
-@pytest.mark.timeout(1500)
-def test_links_that_are_cut_and_restored(three: list[Host], tmp_path: Path) -> None:
-    """The engines' host is away for 20 s, then a trainer host until its ranks start again."""
-    settings = ("run.steps=40", "checkpoint.every=2", "trainer.step_timeout_s=60")
-    more = ("supervision.max_restarts=6", "sync.timeout_s=60", "rollout.keep_records=false")
-    with cluster_run(three, tmp_path, *settings, *more) as run:
-        run.wait_for(lambda: len(run.rows()) >= 3)
-        three[0].cut()
-        before = len(run.rows())
-        time.sleep(CUT_S)
-        three[0].restore()
-        run.wait_for(lambda: len(run.rows()) > before + 2)
-
-        started = starts(run)
-        three[2].cut()
-        run.wait_for(lambda: "torchrun ended" in run.output.read_text() or gang_fell(run, started))
-        three[2].restore()
-        run.wait_for(lambda: starts(run) > started)
-        run.finish(900)
-        rows = run.rows()
-        assert [row["step"] for row in rows] == list(range(40)), "one row per surviving step"
-        for name in ("routing/replay_cover_frac", "keep/cover_frac"):
-            assert {row[name] for row in rows} == {1.0}
-        assert len({row["version"].split(".")[0] for row in rows}) >= 2, "two incarnations trained"
-        assert (run.dir.hf / "config.json").is_file()
 
 
 def starts(run: ClusterRun) -> int:
