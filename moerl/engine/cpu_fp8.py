@@ -3,7 +3,8 @@
 The weights stay in fp8, as loaded and as published; each call multiplies them out to the dtype of
 the activations and goes on as an unquantised layer does.  It is there to serve small models in
 tests: a call reads every weight of the layer.  Activations are not quantised, as in SGLang's own
-CPU kernels (FP8_W8A16); kernels for GPUs quantise them too.
+CPU kernels (FP8_W8A16); kernels for GPUs quantise them too.  So any dtype of activations will do;
+float32 makes an engine comparable with a trainer to the last digits.
 
 Legend: T tokens, H hidden size.
 """
@@ -14,8 +15,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear as plain_linear
+
+
+def dtypes(supported: list[torch.dtype], _config: type) -> list[torch.dtype]:
+    """AFTER Fp8Config.get_supported_act_dtypes, which names those of the kernels for GPUs."""
+    return [*supported, torch.float32]
 
 
 def linear(

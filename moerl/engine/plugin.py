@@ -33,6 +33,7 @@ def register_hooks() -> None:
        of everything: a start takes 12 s instead of 33 s on two cores, and shares the memory.
     3. Decode attention runs once per layer for the whole batch instead of once per request.
     4. Layers of fp8 blocks have kernels for GPUs and AMX only.
+    5. The torch path for experts knows no expert parallelism.
     """
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -58,7 +59,7 @@ def register_hooks() -> None:
     HookRegistry.register(target, in_flight.return_rows, HookType.AFTER)
     if torch.cuda.is_available():
         return
-    from moerl.engine import cpu_attention, cpu_fp8
+    from moerl.engine import cpu_attention, cpu_experts, cpu_fp8
 
     target = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
     HookRegistry.register(target, _leave_unpinned, HookType.REPLACE)
@@ -70,6 +71,10 @@ def register_hooks() -> None:
     fp8 = "sglang.srt.layers.quantization.fp8"
     HookRegistry.register(f"{fp8}.Fp8LinearMethod.apply", cpu_fp8.linear, HookType.AROUND)
     HookRegistry.register(f"{fp8}.Fp8MoEMethod.apply", cpu_fp8.experts, HookType.AROUND)
+    target = f"{fp8}.Fp8Config.get_supported_act_dtypes"
+    HookRegistry.register(target, cpu_fp8.dtypes, HookType.AFTER)
+    target = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+    HookRegistry.register(target, cpu_experts.forward, HookType.AROUND)
 
 
 def _leave_unpinned(*_args: object, **_kwargs: object) -> None:

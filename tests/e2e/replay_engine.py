@@ -43,9 +43,11 @@ from moerl.types import (
 )
 from moerl.wire import encode_value
 from tests.e2e import tiny_model as tiny
+from tests.fp8_folder import quantise
 
 TOKEN = "replay-run-token"
 A, B, C = (PolicyVersion(0, step) for step in range(3))
+UNROUNDED = PolicyVersion(1, 0)  # A as it was before its projections became fp8 blocks
 TRUNCATED = SamplingParams(24, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
 FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)
 LONG = replace(TRUNCATED, max_new_tokens=900)
@@ -60,6 +62,7 @@ class World:
 
     root: Path
     config: EngineConfig
+    fp8: bool = False  # the one version is a checkpoint of fp8 blocks
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
@@ -71,7 +74,10 @@ class World:
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
-        self.folders = save_versions(self.root, rounded=self.config.dtype == "bfloat16")
+        if self.fp8:
+            self.folders = save_blocks(self.root)
+        else:
+            self.folders = save_versions(self.root, rounded=self.config.dtype == "bfloat16")
         self.store = BlobStore(self.root / "blobs", "node0")
         run = RunDir(self.root / "run")
         run.create()
@@ -237,6 +243,16 @@ def save_versions(root: Path, *, rounded: bool = False) -> dict[PolicyVersion, P
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         folders[version] = folder
     return folders
+
+
+def save_blocks(root: Path) -> dict[PolicyVersion, Path]:
+    """A random model in fp8 blocks; the trainer multiplies them out when it reads the folder.
+
+    Twice as wide as the others, with weights as much smaller: the size of logits, on which the
+    rounding of log-probabilities depends, stays.
+    """
+    plain = tiny.save(root / "unrounded", 0, 256, initializer_range=0.106, **tiny.BLOCKS)
+    return {A: quantise(plain, root / "A"), UNROUNDED: plain}
 
 
 def tokens(length: int, seed: int) -> tuple[int, ...]:

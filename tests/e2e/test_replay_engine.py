@@ -19,7 +19,7 @@ from moerl.data.audit import split_segments
 from moerl.engine.support import FEATURES
 from moerl.errors import RecordError
 from moerl.types import Rollout
-from tests.e2e.replay_engine import CHUNK, A, B, C, Scoring, World, refused
+from tests.e2e.replay_engine import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -240,6 +240,57 @@ def test_other_schedules(kind: str, tmp_path: Path) -> None:
     assert np.abs(all_gaps(scoring, "all", "both_shifted")).max() > 1e-2
     retracted = "#retracted_reqs" in world.log.read_text()
     assert retracted == (kind == "pressure"), "control: memory ran out where it should"
+
+
+@pytest.mark.full
+def test_expert_parallelism(tmp_path: Path) -> None:
+    """Each rank holds half of the experts; the rows name experts of the whole model."""
+    scoring = crowd_of_two_ranks(World(tmp_path, EXPERT_PARALLEL))
+    scoring.run()
+    check(all_gaps(scoring, "all"))
+    assert np.abs(all_gaps(scoring, "all", "both_shifted")).max() > 1e-2
+
+
+@pytest.mark.full
+def test_fp8_blocks_on_expert_parallel_ranks(tmp_path: Path) -> None:
+    """A trainer that reads the same checkpoint holds the numbers that the engine multiplies out.
+
+    Weights as they were before they were rounded must fail.  They are what a trainer holds after a
+    step, since it keeps its own precision: there, replayed routes are nearer than its own.
+    """
+    scoring = crowd_of_two_ranks(World(tmp_path, EXPERT_PARALLEL, fp8=True))
+    rollouts = list(scoring.world.rollouts.values())
+    scoring.add("unrounded", rollouts, UNROUNDED, ["both", "mask"])
+    scoring.run()
+    check(all_gaps(scoring, "all"))
+    assert np.abs(all_gaps(scoring, "all", "both_shifted")).max() > 1e-2
+    replayed, live = (np.abs(all_gaps(scoring, "unrounded", v)) for v in ("both", "mask"))
+    for name, gap in (("replayed", replayed), ("live", live)):
+        print(f"unrounded weights, {name} routes: mean |d| {gap.mean():.1e}, max {gap.max():.1e}")
+    assert replayed.max() > 100 * MAX_GAP
+    assert live.mean() > replayed.mean()
+
+
+EXPERT_PARALLEL = EngineConfig(
+    tp=2, args={"chunked_prefill_size": CHUNK, "ep_size": 2}, max_total_tokens=16384
+)
+
+
+def crowd_of_two_ranks(world: World) -> Scoring:
+    try:
+        world.run(world.host.start(A), 240.0)
+        server = world.host._server
+        assert server is not None
+        assert server.layout is not None
+        assert server.layout.ep == 2
+        assert (server.layout.quantization == "fp8_block") == world.fp8
+        world.run(world.crowd(), 240.0)
+    finally:
+        world.run(world.host.stop())
+    world.loop.close()
+    scoring = Scoring(world, world.root)
+    scoring.add("all", list(world.rollouts.values()), A, ["both", "both_shifted"])
+    return scoring
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ FACTS = ModelFacts(
 BLOCKS = {"hidden_size": 128, "head_dim": 128}
 
 
-def save(folder: Path, seed: int, moe_ffn: int = 32, **change: int) -> Path:
+def save(folder: Path, seed: int, moe_ffn: int = 32, **change: float) -> Path:
     """Random weights with peaked routing and sampling distributions, in HF form.
 
     With tp > 1 on a CPU, SGLang pads the experts unless moe_ffn is a multiple of 32 * tp.
