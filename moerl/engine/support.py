@@ -75,6 +75,19 @@ FEATURES = (
         proof=_REPLAY + "test_every_segment_matches_the_weights_that_sampled_it",
     ),
     Feature(
+        "expert parallelism",
+        Verdict.PROVEN,
+        "`ep_size`: routing is done before tokens are sent to ranks, with ids of the whole model",
+        proof=_REPLAY + "test_expert_parallelism",
+    ),
+    Feature(
+        "weights in fp8 blocks",
+        Verdict.PROVEN,
+        "of a checkpoint that has them: the rounded weights choose, and the trainer, with its own "
+        "precision, replays what they chose",
+        proof=_REPLAY + "test_fp8_blocks_on_expert_parallel_ranks",
+    ),
+    Feature(
         "abort and resume, with a weight update in between",
         Verdict.PROVEN,
         "segments tile the rows and each matches its own weights",
@@ -202,11 +215,10 @@ FEATURES = (
         {"enable_dp_attention": _OFF, "attn_dp_size": _ONE, "dp_size": _ONE},
     ),
     Feature(
-        "expert parallelism",
+        "experts over data-parallel ranks, all-to-all between experts",
         Verdict.WITHOUT_REPLAY,
-        "not compared yet; experts are cut by engine.tp",
+        "tokens are scattered over ranks before they are routed, which nobody compared",
         {
-            "ep_size": _ONE,
             "moe_dp_size": _ONE,
             "moe_a2a_backend": ("none", None),
             "dwdp_size": _ONE,
@@ -255,11 +267,11 @@ FEATURES = (
         {"enable_lora": (None, False), "lora_paths": _NONE},
     ),
     Feature(
-        "quantised weights or cache",
+        "other quantised weights, or a quantised cache",
         Verdict.WITHOUT_REPLAY,
-        "the engine would sample from other numbers than the trainer holds",
+        "nobody compared their records; weights in fp8 blocks are proven",
         {
-            "quantization": _NONE,
+            "quantization": (None, "fp8"),
             "quantize_and_serve": _OFF,
             "kv_cache_dtype": ("auto",),
             "rl_quant_profile": _NONE,

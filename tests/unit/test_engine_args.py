@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from moerl.config import load_config
 from moerl.config.schema import EngineConfig
 from moerl.engine import args
 from moerl.engine.secret import Secret
 from moerl.engine.server import cause_in, free_port
 from moerl.errors import ConfigError
+
+RECIPES = sorted(p.stem for p in (Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 
 
 def built(config: EngineConfig, routing: bool = True) -> dict[str, Any]:
@@ -37,6 +40,19 @@ def test_cuda_arguments_keep_weights_as_loaded(monkeypatch: pytest.MonkeyPatch) 
     assert got["disable_shared_experts_fusion"] is True
     assert "device" not in got
     assert set(got) <= args.field_names()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_asks_for_what_a_start_allows(recipe: str) -> None:
+    config = load_config(recipe)
+    args.check_args(config.engine.args, replay=config.replay.routing == "R3")
+
+
+def test_large_recipes_replay_the_routes_of_quantised_experts_on_many_ranks() -> None:
+    for recipe in ("deepseek-v3", "kimi-k2"):
+        config = load_config(recipe)
+        assert config.engine.args == {"ep_size": 8, "quantization": "fp8"}
+        assert (config.replay.routing, config.replay.sampling_mask) == ("R3", True)
 
 
 def test_user_arguments_replace_defaults_we_do_not_own() -> None:

@@ -264,11 +264,21 @@ def test_other_forms_of_fp8_are_refused(
         identity(KERNEL | args, config=config)
 
 
-def test_a_quantised_checkpoint_is_not_replayed(tmp_path: Path) -> None:
+def test_a_checkpoint_of_fp8_blocks_is_replayed(tmp_path: Path) -> None:
     server = new_server(tmp_path, QWEN | {"quantization_config": BLOCKS})
     server.args["enable_return_routed_experts"] = True
-    with pytest.raises(ConfigError, match="quantised weights or cache is refused with replay"):
+    serve(server, RECORDED | KERNEL)
+    assert server.layout is not None
+    assert server.layout.quantization == "fp8_block"
+    asyncio.run(server.stop())
+
+
+def test_another_quantised_checkpoint_is_not_replayed(tmp_path: Path) -> None:
+    server = new_server(tmp_path, QWEN | {"quantization_config": {"quant_method": "mxfp4"}})
+    server.args["enable_return_routed_experts"] = True
+    with pytest.raises(ConfigError, match="a quantised cache is refused with replay"):
         asyncio.run(server.start(None))  # type: ignore[arg-type]
+    assert server.pid == 0
 
 
 class UnquantizedFusedMoEMethod:
