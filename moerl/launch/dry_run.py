@@ -26,6 +26,7 @@ from moerl.config.clusters import Placement, TrainerSeat, is_local, placement
 from moerl.config.files import read_model_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import ParallelConfig, TinyModel
+from moerl.engine import support
 from moerl.engine.args import arguments
 from moerl.launch.commands import host_of, node_commands, torchrun
 from moerl.launch.plan import RunPlan, frozen_command, trainer_command
@@ -49,7 +50,12 @@ _WIDTH = 110
 
 
 def describe(config: Config, recipe: Sequence[str]) -> str:
-    """Everything; recipe: the arguments that follow `moerl train`."""
+    """Everything; recipe: the arguments that follow `moerl train`.
+
+    Raises ConfigError for what a start would refuse without starting anything.
+    """
+    for name, value in config.engine.args.items():
+        support.check(name, value, replay=config.replay.routing == "R3")
     placed = placement(config)
     sections = [
         OmegaConf.to_yaml(OmegaConf.create(asdict(config))),

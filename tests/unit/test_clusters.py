@@ -14,7 +14,7 @@ from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.errors import ConfigError
-from moerl.launch.dry_run import process_table
+from moerl.launch.dry_run import describe, process_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/processes"
@@ -92,6 +92,16 @@ def test_every_recipe_is_described_on_a_login_node() -> None:
     assert len(done.stdout.splitlines()) == len(RECIPES)
     assert "dry" not in before
     assert not (ROOT / "runs" / "dry").exists(), "a dry run leaves nothing"
+
+
+def test_a_dry_run_refuses_what_a_start_would_refuse() -> None:
+    """The control of every recipe above: with routing recorded, and without."""
+    eplb = ("engine.args.enable_eplb=true",)
+    with pytest.raises(ConfigError, match=r"engine\.args\.enable_eplb = True .* with replay"):
+        describe(resolve(load_config("qwen3-30b-a3b", eplb)), [])
+    assert "enable_eplb" in describe(
+        resolve(load_config("qwen3-30b-a3b", (*eplb, "replay.routing=off"))), []
+    )
 
 
 def test_the_blocker_blocks() -> None:
