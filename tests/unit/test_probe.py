@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.config.schema import Config, ReplayConfig
+from moerl.config.schema import Config, EngineConfig, ReplayConfig
 from moerl.observe.console import alerts
 from moerl.trainer.agreement import RouteAgreement
 from moerl.trainer.probe import Findings, exact_metrics, judge
@@ -44,6 +44,11 @@ def test_records_that_agree_raise_nothing_at_any_lag() -> None:
 
 def test_each_question_has_its_alert() -> None:
     assert raised(exact=sums(2e-3)) == ["alert/replay_exact"]
+    fp8 = Config(engine=EngineConfig(args={"quantization": "fp8"}))
+    assert exact_metrics(sums(2e-3), fp8).keys() == {
+        "probe/exact_tokens",
+        "probe/exact_abs_dlogp_max",
+    }, "an engine of rounded weights has no limit"
     shifted = RouteAgreement(pairs=1000, agree=100, clean=200, roots=150)
     assert raised(routes=shifted) == ["alert/replay_routes"]
     assert raised(replayed=sums(0.4), live=sums(0.1)) == ["alert/replay_worth"]
