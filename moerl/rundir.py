@@ -195,6 +195,14 @@ class Board:
                     ) from None
                 time.sleep(0.2)
 
+    def start(self) -> str:
+        """The name of the present opening; empty while none is posted."""
+        try:
+            found: dict[str, str] = json.loads((self.folder / "controller.json").read_text())
+        except FileNotFoundError:
+            return ""
+        return found["start"]
+
     def done(self, start: str) -> None:
         """The gang trained the last step and saved the model."""
         _write(self.folder / "done.json", {"start": start})
@@ -215,10 +223,9 @@ class Board:
         """What a mark of this start says; None without one."""
         try:
             found: dict[str, str] = json.loads((self.folder / name).read_text())
-            now = json.loads((self.folder / "controller.json").read_text())
         except FileNotFoundError:
             return None
-        return found if found["start"] == now["start"] else None
+        return found if found["start"] == self.start() else None
 
 
 def next_incarnation(run: RunDir, *, resume: bool) -> int:

@@ -97,6 +97,8 @@ class Supervisor:
         self._restarted: dict[str, float] = {}  # and at which the start began that followed
         self._stepped = time.monotonic()  # the last step, or start of the trainer
         self._is_late = False  # and its lateness was shown
+        self._given_up = ""  # why this gang was ended from here
+        self._incarnation = -1  # that said hello last
         self._rank_died = 0.0  # unix time at which a rank of this gang was seen dead; 0 = none
         self._most_ranks = 0  # of this gang that were alive at once
         self._tracer = Tracer(plan.run.trace, "supervisor")
@@ -137,7 +139,7 @@ class Supervisor:
 
     def _start_trainer(self) -> None:
         self.console.wait("trainer")
-        self._stepped, self._is_late = time.monotonic(), False
+        self._stepped, self._is_late, self._given_up = time.monotonic(), False, ""
         self._rank_died, self._most_ranks = 0.0, 0
         self.close()
         self._log = (self.plan.run.logs / "trainer.log").open("ab")
@@ -215,7 +217,9 @@ class Supervisor:
         if polled is not None:
             status, rows = polled
             self.console.status(status)
-            if self._trainer and status["trainer/incarnation"] == self.plan.incarnation:
+            incarnation = int(status["trainer/incarnation"])  # nodes of a cluster choose theirs
+            if self._trainer and incarnation > self._incarnation:
+                self._incarnation = incarnation
                 self._is_back("trainer")
             frozen = self._frozen  # one that is dead has no pid; its number is still the last
             if frozen and frozen.pid and status["frozen/start"] == frozen.starts - 1:
@@ -259,6 +263,7 @@ class Supervisor:
             )
             self._stuck("trainer", what, [*self._ranks(), *others])
         elif waited_s > 2 * limit_s:
+            self._given_up = f"it made no step for {waited_s:.0f} s"
             self._trainer.kill()
 
     def _ranks(self) -> list[tuple[int, Path]]:
@@ -391,7 +396,7 @@ class Supervisor:
                 except EngineError as error:
                     if not isinstance(error.__cause__, RayActorError):
                         raise  # else it died as well, which its watch will say
-        last = last_error(self.plan.run.logs / "trainer.log")
+        last = self._given_up or last_error(self.plan.run.logs / "trainer.log")
         cause = f"the trainer ended with {ending_of(code)}: {last}"
         self._schedule("trainer", TrainerError(cause), self._start_trainer_again)
         self._trainer = None

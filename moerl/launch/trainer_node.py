@@ -2,9 +2,11 @@
 
 Runs this node's part of torchrun, from the run's resolved configuration, until the gang is done.
 torchrun itself starts the ranks again when one ends; when an agent of it loses the others for too
-long it ends, and is started again here, so that a node that was cut off finds back.  The run's end
-is seen on the board: this process waits for a controller to be posted, and ends when there is
-none.  It ends only what it started.
+long it ends, and is started again here, so that a node that was cut off finds back.  A new opening
+of the board asks for a new gang (the supervisor gave this one up, or the run was resumed), however
+alive the ranks are here: they are ended and started again.  The run's end is seen on the board too:
+this process waits for a controller to be posted, and ends when there is none.  It ends only what it
+started.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from moerl.config import Config
 from moerl.config.clusters import TrainerSeat, placement
@@ -27,7 +30,7 @@ from moerl.launch.commands import GANGS, seats_of, torchrun
 from moerl.launch.processes import become_subreaper, end_descendants
 from moerl.rundir import RunDir
 
-_GRACE_S = 5.0
+_GRACE_S, _LOOK_S = 5.0, 0.5
 
 
 def main() -> int:
@@ -51,30 +54,42 @@ def main() -> int:
 
 
 def _until_done(run: RunDir, gang: str, index: int, wait_s: float) -> int:
-    run.board.read(wait_s)
+    start = run.board.read(wait_s)[2]
     config = load_saved(run.config)
     seat = seats_of(placement(config), gang)[index]
     name = f"torchrun-{index}.log" if gang == "trainer" else f"torchrun-{gang}-{index}.log"
+    attempts, limit = 0, config.supervision.max_restarts + 1
     with (run.logs / name).open("ab") as log:
-        for attempt in range(config.supervision.max_restarts + 1):
-            code = subprocess.call(
-                _command(config, seat, gang),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(config, seat),
+        while attempts < limit:
+            code = _torchrun(
+                _command(config, seat, gang), _environment(config, seat), log, run, start
             )
             if code == 0:
                 return 0
             end_descendants(_GRACE_S)
-            print(f"moerl: torchrun ended with {code}, attempt {attempt + 1}", file=sys.stderr)
+            attempts += code is not None
+            why = "is asked for anew" if code is None else f"ended with {code}"
+            print(f"moerl: torchrun {why}, attempt {attempts} of {limit}", file=sys.stderr)
             time.sleep(config.supervision.backoff_s)
-            run.board.read(wait_s)  # raises when the run is over
-    run.board.give_up(
-        f"{gang} node {index}: torchrun ended {config.supervision.max_restarts + 1} times, "
-        f"see {run.logs / name}"
-    )
+            before, start = start, run.board.read(wait_s)[2]  # raises when the run is over
+            attempts = attempts if start == before else 0
+    run.board.give_up(f"{gang} node {index}: torchrun ended {limit} times, see {run.logs / name}")
     return 1
+
+
+def _torchrun(
+    command: list[str], environment: dict[str, str], log: IO[bytes], run: RunDir, start: str
+) -> int | None:
+    """Its exit status; None, and it is told to end, when the board asks for another gang."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+    )
+    while (code := process.poll()) is None:
+        if run.board.start() not in ("", start):
+            process.terminate()
+            return None
+        time.sleep(_LOOK_S)
+    return code
 
 
 def _command(config: Config, seat: TrainerSeat, gang: str) -> list[str]:

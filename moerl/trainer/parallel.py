@@ -99,7 +99,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
-        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+        distributed_timeout_minutes=timeout_s / 60,  # a timedelta takes parts of them
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -8,7 +8,6 @@ gang and for the weights, records read from the engine's host by byte range.
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 import time
@@ -177,6 +176,36 @@ def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path:
         assert not (run.dir.board.folder / "token").exists()
 
 
+@pytest.mark.full
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_a_gang_that_hangs_is_started_again(three: list[Host], tmp_path: Path) -> None:
+    """All ranks are stopped: nobody among them notices, and their nodes have to end them."""
+    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=15")
+    more = ("supervision.max_restarts=6", "rollout.keep_records=true")
+    with cluster_run(three, tmp_path, *settings, *more) as run:
+        run.wait_for(lambda: len(run.rows()) >= 3)
+        before, ranks = incarnation(run), ranks_of(run)
+        assert len(ranks) == 2
+        for rank in ranks:
+            rank.suspend()
+        run.wait_for(lambda: incarnation(run) > before)
+        assert "it made no step for" in run.output.read_text()
+        assert not psutil_alive(ranks)
+        run.finish()
+        check_rows(run)
+
+
+def ranks_of(run: ClusterRun) -> list[psutil.Process]:
+    found = []
+    for member in run.members():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            is_python = "moerl.trainer.main" in member.cmdline()
+            if is_python and "torch.distributed.run" not in member.cmdline():
+                found.append(member)
+    return found
+
+
 def cut_engines(run: ClusterRun) -> None:
     """The first host is away; afterwards the run goes on."""
     run.hosts[0].cut()
@@ -187,12 +216,12 @@ def cut_engines(run: ClusterRun) -> None:
 
 
 def cut_trainer(run: ClusterRun) -> list[psutil.Process]:
-    """The last host is away until its gang fell; returns the processes after the new start."""
-    started = starts(run)
+    """The last host is away until its gang fell; returns the processes of the next one."""
+    before = incarnation(run)
     run.hosts[2].cut()
-    run.wait_for(lambda: "torchrun ended" in run.output.read_text() or gang_fell(run, started))
+    run.wait_for(lambda: gang_fell(run))
     run.hosts[2].restore()
-    run.wait_for(lambda: starts(run) > started)
+    run.wait_for(lambda: incarnation(run) > before)
     return run.members()
 
 
@@ -222,15 +251,15 @@ def test_reference_ranks_over_two_hosts(three: list[Host], tmp_path: Path) -> No
         assert "10.231.17.1:17110" in (run.dir.logs / "frozen-1.log").read_text(), "kept sets"
 
 
-def starts(run: ClusterRun) -> int:
-    """How often the gang began."""
-    return int(json.loads((run.dir.root / "state.json").read_text())["starts"])
+def incarnation(run: ClusterRun) -> int:
+    """Of the gang that made the newest step."""
+    return int(run.rows()[-1]["version"].split(".")[0])
 
 
-def gang_fell(run: ClusterRun, started: int) -> bool:
+def gang_fell(run: ClusterRun) -> bool:
     """Its ranks ended: they say so in the log that torchrun keeps."""
-    text = "".join(p.read_text(errors="replace") for p in run.dir.logs.glob("torchrun-*.log"))
-    return "TrainerError: trainer rank" in text or starts(run) > started
+    logs = run.dir.logs.glob("torchrun-*.log")
+    return any("TrainerError: trainer rank" in log.read_text(errors="replace") for log in logs)
 
 
 def no_command_line_has(secrets: list[str], members: list[psutil.Process]) -> bool:
