@@ -26,33 +26,27 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moerl.config.clusters import is_local
-from moerl.errors import EngineError, MoerlError, TrainerError
+from moerl.errors import EngineError, MoerlError
 from moerl.launch.actors import ControllerActor, ScorerActor, place
 from moerl.launch.frozen import FrozenRanks
 from moerl.launch.membership import Membership
-from moerl.launch.plan import GANG, RunPlan, trainer_command, trainer_environment
-from moerl.launch.processes import (
-    children_with,
-    end_descendants,
-    ending_of,
-    last_error,
-    serving,
-)
+from moerl.launch.plan import GANG, RunPlan
+from moerl.launch.processes import end_descendants, serving
 from moerl.launch.ray_nodes import start_ray
+from moerl.launch.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.rundir import next_incarnation
@@ -82,8 +76,7 @@ class Supervisor:
 
     def __init__(self, plan: RunPlan, console: Console, scratch: Path) -> None:
         self.plan, self.console, self.scratch = plan, console, scratch
-        self._trainer: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self._trainer = TrainerRanks(plan.run.logs, plan.config.trainer.step_timeout_s)
         self._frozen: FrozenRanks | None = None
         self._watches: dict[Any, str] = {}  # calls that return only when their process ended
         self._starts: dict[Any, int] = {}  # engines that are being started again
@@ -95,12 +88,6 @@ class Supervisor:
         self._pids: dict[str, int] = {}
         self._down: dict[str, float] = {}  # unix time at which a death was seen
         self._restarted: dict[str, float] = {}  # and at which the start began that followed
-        self._stepped = time.monotonic()  # the last step, or start of the trainer
-        self._is_late = False  # and its lateness was shown
-        self._given_up = ""  # why this gang was ended from here
-        self._incarnation = -1  # that said hello last
-        self._rank_died = 0.0  # unix time at which a rank of this gang was seen dead; 0 = none
-        self._most_ranks = 0  # of this gang that were alive at once
         self._tracer = Tracer(plan.run.trace, "supervisor")
 
     def run(self) -> dict[str, float]:
@@ -128,8 +115,7 @@ class Supervisor:
         return self._measure()
 
     def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
+        self._trainer.close()
 
     # --- start --------------------------------------------------------------------------------
     def _start_ray(self) -> None:
@@ -139,17 +125,7 @@ class Supervisor:
 
     def _start_trainer(self) -> None:
         self.console.wait("trainer")
-        self._stepped, self._is_late, self._given_up = time.monotonic(), False, ""
-        self._rank_died, self._most_ranks = 0.0, 0
-        self.close()
-        self._log = (self.plan.run.logs / "trainer.log").open("ab")
-        self._trainer = subprocess.Popen(
-            trainer_command(self.plan, self._endpoint),
-            env=trainer_environment(self.plan),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
+        self._trainer.start(self.plan, self._endpoint)
 
     def _start_frozen(self) -> None:
         assert self._frozen is not None, "there is a frozen gang"
@@ -174,7 +150,7 @@ class Supervisor:
         for index, engine in self.members.actors.items():
             self._watches[engine.watch.remote()] = f"engine {index}"
         self.get(self.controller.engines_started.remote(), "controller")
-        self._stepped = time.monotonic()
+        self._trainer.restart_clock()
 
     def write_pids(self) -> None:
         """Who is who, for a person and for the tests that end one of them."""
@@ -191,10 +167,8 @@ class Supervisor:
             with contextlib.suppress(EngineError):  # it just died
                 found = self.get(ref, name, timeout_s=_ANSWER_S)
                 pids[name] = found.pid if name in servers else found
-        if self._trainer is not None:
-            pids["trainer"] = self._trainer.pid
-        if self._frozen is not None and self._frozen.pid is not None:
-            pids["frozen"] = self._frozen.pid
+        gangs = {"trainer": self._trainer.pid, "frozen": self._frozen and self._frozen.pid}
+        pids |= {name: pid for name, pid in gangs.items() if pid is not None}
         self._pids = pids
         fresh = self.plan.run.root / "pids.tmp"
         fresh.write_text(json.dumps(pids))
@@ -217,9 +191,9 @@ class Supervisor:
         if polled is not None:
             status, rows = polled
             self.console.status(status)
-            incarnation = int(status["trainer/incarnation"])  # nodes of a cluster choose theirs
-            if self._trainer and incarnation > self._incarnation:
-                self._incarnation = incarnation
+            if self._trainer.fell(status["trainer/failures"]):
+                self._fell()
+            if self._trainer.says_hello(int(status["trainer/incarnation"])):
                 self._is_back("trainer")
             frozen = self._frozen  # one that is dead has no pid; its number is still the last
             if frozen and frozen.pid and status["frozen/start"] == frozen.starts - 1:
@@ -246,31 +220,23 @@ class Supervisor:
                 raise  # else its watch is about to say so
         return None
 
+    def _fell(self) -> None:
+        """Ranks on other nodes are started again there: this is for people and for the trace."""
+        if not is_local(self.plan.config.cluster):
+            self._down.setdefault("trainer", time.time())
+            self._restarted["trainer"] = time.time()
+            self.console.event("trainer: a rank failed, the nodes start the gang again")
+
     def _look_at_the_clock(self) -> None:
         """A trainer that makes no step is shown, and ended when it makes none for as long again."""
-        limit_s = self.plan.config.trainer.step_timeout_s
-        waited_s = time.monotonic() - self._stepped
-        if self._trainer is None or waited_s < limit_s:
-            return
-        if not self._is_late:
-            self._is_late = True
-            what = f"no step for {waited_s:.0f} s, trainer.step_timeout_s = {limit_s:g}"
+        if what := self._trainer.lateness():
             # on several nodes the numbers of the others are not of this machine
             others = (
                 serving(self._pids, self.plan.run.logs)
                 if is_local(self.plan.config.cluster)
                 else []
             )
-            self._stuck("trainer", what, [*self._ranks(), *others])
-        elif waited_s > 2 * limit_s:
-            self._given_up = f"it made no step for {waited_s:.0f} s"
-            self._trainer.kill()
-
-    def _ranks(self) -> list[tuple[int, Path]]:
-        """Living processes of the gang, and where each writes."""
-        assert self._trainer is not None, "there is a gang"
-        ranks = children_with(self._trainer.pid, "RANK")
-        return [(pid, self.plan.run.logs / f"trainer-{rank}.log") for pid, rank in ranks]
+            self._stuck("trainer", what, [*self._trainer.ranks(), *others])
 
     def _stuck(self, name: str, what: str, processes: list[tuple[int, Path]]) -> None:
         log.error("%s: %s\n%s", name, what, stacks(processes))
@@ -282,7 +248,7 @@ class Supervisor:
         self.console.step(row)
         if row["step"] >= self._steps:
             self._steps = row["step"] + 1
-            self._stepped, self._is_late = time.monotonic(), False
+            self._trainer.restart_clock()
             self._restarts.clear()
 
     def _look_at_watches(self, timeout_s: float) -> None:
@@ -380,11 +346,7 @@ class Supervisor:
             raise Interrupted(INTERRUPT)
         if self._frozen is not None and (error := self._frozen.death()) is not None:
             self._schedule("frozen", error, self._start_frozen)
-        if self._trainer is None:
-            return False  # its restart is due soon
-        code = self._trainer.poll()
-        if code is None:
-            self._look_for_dead_ranks()
+        code = self._trainer.exit_status()
         if code is None or code == 0:
             return code == 0
         for ref, name in self._watches.items():
@@ -396,18 +358,8 @@ class Supervisor:
                 except EngineError as error:
                     if not isinstance(error.__cause__, RayActorError):
                         raise  # else it died as well, which its watch will say
-        last = self._given_up or last_error(self.plan.run.logs / "trainer.log")
-        cause = f"the trainer ended with {ending_of(code)}: {last}"
-        self._schedule("trainer", TrainerError(cause), self._start_trainer_again)
-        self._trainer = None
+        self._schedule("trainer", self._trainer.bury(code), self._start_trainer_again)
         return False
-
-    def _look_for_dead_ranks(self) -> None:
-        """A rank's death is seen at once; torchrun ends the others before it ends itself."""
-        alive = len(self._ranks())
-        if alive < self._most_ranks and not self._rank_died:
-            self._rank_died = time.time()
-        self._most_ranks = max(alive, self._most_ranks)
 
     def _start_trainer_again(self) -> None:
         end_descendants(_GRACE_S, mark=(GANG, str(self.plan.incarnation)))
@@ -431,7 +383,7 @@ class Supervisor:
         self._restarts[name] += 1
         pause_s = supervision.backoff_s * 2 ** (self._restarts[name] - 1)
         self._due[name] = (time.monotonic() + pause_s, restart)
-        self._down.setdefault(name, (name == "trainer" and self._rank_died) or time.time())
+        self._down.setdefault(name, (name == "trainer" and self._trainer.rank_died) or time.time())
         log.error("%s died, restart %d: %s", name, self._restarts[name], error)
         self.console.event(
             f"{name} died, restart {self._restarts[name]} of {supervision.max_restarts} "

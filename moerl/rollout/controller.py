@@ -165,7 +165,7 @@ class Controller:
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
         self._trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
-        self._done = self._dp_size = 0
+        self._done = self._dp_size = self._failures = 0
         self._rows = config.run.steps  # of metrics, when all steps are done
         self._go_on_from(journal.load(), gang_lives)
         self._frozen = FrozenLine(
@@ -270,6 +270,7 @@ class Controller:
             "trainer/incarnation": float(
                 -1 if self.fleet.incarnation is None else self.fleet.incarnation
             ),
+            "trainer/failures": float(self._failures),
             "frozen/start": float(self._frozen.start),
         } | {f"refused/{reason}": float(n) for reason, n in self.ledger.refused.items()}
 
@@ -316,6 +317,7 @@ class Controller:
                 self._frozen.add(message)
                 return Ok()
             case Failed():
+                self._failures += message.gang == "trainer"
                 error = TrainerError(f"{message.gang} rank {message.rank}: {message.cause}")
                 log.error("%s", error)
                 if not self.config.supervision.max_restarts:

@@ -155,7 +155,7 @@ def cluster_run(
 def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path: Path) -> None:
     """The engines' host is away for 20 s, then a trainer host until its ranks start again."""
     assert all("default" not in host.routes() for host in three), "nothing outside is reachable"
-    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=20")
+    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=30")
     more = ("supervision.max_restarts=6", "rollout.keep_records=true")
     with cluster_run(three, tmp_path, *settings, *more) as run:
         run.wait_for(lambda: len(run.rows()) >= 3)
