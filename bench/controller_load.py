@@ -236,7 +236,7 @@ class Trainer:
 
     async def _step(self, controller: Controller) -> None:
         step, traffic = self.steps, self.traffic
-        reply = await controller.handle(TakePlan(step, 600.0))
+        reply = await controller.handle(TakePlan(step, 600.0, 0))
         assert isinstance(reply, Plan), reply
         traffic.bytes["plans"] += len(await asyncio.to_thread(encode, reply))
         traffic.planned += sum(

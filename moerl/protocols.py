@@ -52,6 +52,7 @@ class TakePlan:
 
     step: int
     timeout_s: float
+    incarnation: int  # of the asker: one that was replaced gets nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,7 @@ class Failed:
     rank: int
     cause: str
     gang: str = "trainer"  # | frozen
+    incarnation: int = -1  # of a trainer that knew its own
 
 
 # --- frozen gang (reference, teacher) -> controller ----------------------------------------------

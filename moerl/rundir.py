@@ -177,8 +177,11 @@ class Board:
     def _secret(self, name: str, text: str) -> None:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.folder.chmod(0o700)
-        (self.folder / name).touch(mode=0o600)
-        (self.folder / name).write_text(text)
+        fresh = self.folder / f"{name}.{os.getpid()}.tmp"
+        fresh.unlink(missing_ok=True)
+        fresh.touch(mode=0o600)
+        fresh.write_text(text)
+        fresh.rename(self.folder / name)
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:
         """(endpoint, token, start).  Raises TrainerError when nothing is posted in time."""
@@ -196,7 +199,7 @@ class Board:
                 time.sleep(0.2)
 
     def start(self) -> str:
-        """The name of the present opening; empty while none is posted."""
+        """The name of the present opening; empty while none is posted.  Raises OSError."""
         try:
             found: dict[str, str] = json.loads((self.folder / "controller.json").read_text())
         except FileNotFoundError:
@@ -209,6 +212,13 @@ class Board:
 
     def is_done(self) -> bool:
         return self._marked("done.json") is not None
+
+    def was_done(self, start: str) -> bool:
+        """Whether the gang of this opening finished the run; asked after the board was closed."""
+        try:
+            return bool(json.loads((self.folder / "done.json").read_text())["start"] == start)
+        except FileNotFoundError:
+            return False
 
     def give_up(self, cause: str) -> None:
         """A trainer node will not try again."""
@@ -226,6 +236,12 @@ class Board:
         except FileNotFoundError:
             return None
         return found if found["start"] == self.start() else None
+
+
+def newest_incarnation(run: RunDir) -> int:
+    """Of the trainer that started last; -1 before the first."""
+    path = run.root / "state.json"
+    return int(json.loads(path.read_text())["starts"]) - 1 if path.exists() else -1
 
 
 def next_incarnation(run: RunDir, *, resume: bool) -> int:

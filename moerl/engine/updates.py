@@ -112,6 +112,11 @@ class Updates:
         client = self._alive()
         if self._update is not None:
             raise EngineError(f"engine {self._gate.index}: an update is open already")
+        if message.version < self.version:
+            raise EngineError(
+                f"engine {self._gate.index}: {message.version} is older than {self.version}, "
+                "which it serves"
+            )
         start_s = time.time()
         self._gate.admit.clear()
         self.aborted = 0

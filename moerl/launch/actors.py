@@ -339,13 +339,14 @@ class ControllerActor:
         """What each engine does."""
         return self._controller.fleet.table()
 
-    async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Status for the panel, and the rows of metrics.jsonl since the last call."""
+    async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str]:
+        """Status for the panel, rows of metrics.jsonl and failure of the trainer since then."""
         rows, self._rows = self._rows, []
+        failure, self._controller.failure = self._controller.failure, ""
         status = self._controller.status()
         for name in ("async/buffer_depth", "async/in_flight"):
             self._tracer.count(name, status[name])
-        return status, rows
+        return status, rows, failure
 
     async def measure_engines(self, seconds: float) -> float:
         """Tokens/s of the engines with nothing else running, both replays on."""

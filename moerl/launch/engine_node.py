@@ -28,12 +28,13 @@ from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError
 from moerl.launch.desk import ask
-from moerl.launch.processes import become_subreaper, end_descendants
+from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.launch.ray_nodes import ENGINE_SEAT, gpus, seats
 from moerl.rundir import RunDir
 
 _LOOK_S = 1.0
 _GRACE_S = 5.0
+_ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
@@ -50,7 +51,8 @@ def main() -> int:
         parser.error("give INDEX, or --seats of a node that is not configured")
     run = RunDir(args.run_dir)
     become_subreaper()
-    signal.signal(signal.SIGTERM, _leave)
+    for signum in _ENDINGS:
+        signal.signal(signum, _leave)
     address, token = run.board.read_ray(args.wait_s)
     scratch = Path(f"/tmp/moerl-engine-{os.getpid()}")
     config, mine = load_saved(run.config), []
@@ -60,7 +62,11 @@ def main() -> int:
         if node is None
         else (seats(config, node), gpus(node))
     )
-    child = subprocess.Popen(_command(config, offer, address, scratch), env=_environment(token))
+    child = subprocess.Popen(
+        _command(config, offer, address, scratch),
+        env=_environment(token),
+        preexec_fn=die_with_parent,
+    )
     try:
         for _ in range(args.seats):
             mine.append(ask(run, args.wait_s, do="add", tp=0))
@@ -71,6 +77,8 @@ def main() -> int:
         print(f"moerl: {error}", file=sys.stderr)
         return 1
     finally:
+        for signum in _ENDINGS:
+            signal.signal(signum, signal.SIG_IGN)  # a second one must not stop this
         _let_go(run, mine, args.leave_s)
         end_descendants(_GRACE_S)
         shutil.rmtree(scratch, ignore_errors=True)

@@ -42,6 +42,10 @@ class FrozenRanks:
         """Of torchrun, while it lives."""
         return None if self._process is None else self._process.pid
 
+    def is_through(self) -> bool:
+        """Whether it ended well: the controller had no more for it."""
+        return self._process is not None and self._process.poll() == 0
+
     def death(self) -> TrainerError | None:
         """Why the gang died, said once; None while it works and after it ended well."""
         code = None if self._process is None else self._process.poll()

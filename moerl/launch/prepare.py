@@ -29,8 +29,6 @@ def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool 
     reset_optimizer: with resume, begin with fresh optimizer state.
     Raises ConfigError before any process is started.
     """
-    from moerl.observe.metrics import truncate_after
-
     config = resolve(config)
     check(config)
     check_args(config.engine.args, replay=config.replay.routing == "R3")
@@ -40,13 +38,10 @@ def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool 
         )
     config = _with_model(config, run)
     hf_config = check_model(config)
-    step, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
+    _, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
     incarnation = next_incarnation(run, resume=resume)
-    if resume:
-        truncate_after(run.metrics, step)
-        truncate_after(run.samples, step)
     own = outside_name(run)
     journal_dir = (
         Path(config.rollout.journal_dir) / own if config.rollout.journal_dir else run.journal

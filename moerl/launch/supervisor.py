@@ -39,7 +39,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moerl.config.clusters import is_local
-from moerl.errors import EngineError, MoerlError
+from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.actors import ControllerActor, ScorerActor, place
 from moerl.launch.frozen import FrozenRanks
 from moerl.launch.membership import Membership
@@ -149,7 +149,7 @@ class Supervisor:
             self._look_at_trainer()  # before the first step its end is the run's
         for index, engine in self.members.actors.items():
             self._watches[engine.watch.remote()] = f"engine {index}"
-        self.get(self.controller.engines_started.remote(), "controller")
+        self.get(self.controller.engines_started.remote(), "controller", timeout_s=_ANSWER_S)
         self._trainer.restart_clock()
 
     def write_pids(self) -> None:
@@ -189,10 +189,10 @@ class Supervisor:
     def _poll_controller(self) -> None:
         polled = self.tell(lambda controller: controller.poll.remote())
         if polled is not None:
-            status, rows = polled
+            status, rows, failure = polled
             self.console.status(status)
-            if self._trainer.fell(status["trainer/failures"]):
-                self._fell()
+            if failure and not is_local(self.plan.config.cluster) and self._trainer.fell():
+                self._fell(failure)
             if self._trainer.says_hello(int(status["trainer/incarnation"])):
                 self._is_back("trainer")
             frozen = self._frozen  # one that is dead has no pid; its number is still the last
@@ -212,20 +212,19 @@ class Supervisor:
         try:
             return self.get(call(self.controller), "controller", timeout_s=_ANSWER_S)
         except Late as late:
-            processes = [(self._pids["controller"], self.plan.run.logs / "controller.log")]
-            self._stuck("controller", str(late), processes)
+            pid, logs = self._pids.get("controller"), self.plan.run.logs
+            self._stuck("controller", str(late), [(pid, logs / "controller.log")] if pid else [])
             ray.kill(self.controller)  # its watch starts it again
         except EngineError as error:
             if not isinstance(error.__cause__, RayActorError):
                 raise  # else its watch is about to say so
         return None
 
-    def _fell(self) -> None:
-        """Ranks on other nodes are started again there: this is for people and for the trace."""
-        if not is_local(self.plan.config.cluster):
-            self._down.setdefault("trainer", time.time())
-            self._restarted["trainer"] = time.time()
-            self.console.event("trainer: a rank failed, the nodes start the gang again")
+    def _fell(self, cause: str) -> None:
+        """Nodes start their ranks again by themselves; how often without a step is decided here."""
+        self._count_restart("trainer", TrainerError(cause))
+        self._restarted["trainer"] = time.time()
+        self.console.event(f"trainer: the nodes start the gang again: {cause.splitlines()[0]}")
 
     def _look_at_the_clock(self) -> None:
         """A trainer that makes no step is shown, and ended when it makes none for as long again."""
@@ -246,9 +245,11 @@ class Supervisor:
         """A new step: the trainer is up, and earlier deaths are forgiven."""
         self.console.ready("trainer")
         self.console.step(row)
+        self._trainer.restart_clock()  # steps that are trained again are life, too
+        if row["step"] >= self.plan.config.run.steps - 1:
+            self._trainer.stop_clock()  # saving the model is no step
         if row["step"] >= self._steps:
             self._steps = row["step"] + 1
-            self._trainer.restart_clock()
             self._restarts.clear()
 
     def _look_at_watches(self, timeout_s: float) -> None:
@@ -349,6 +350,8 @@ class Supervisor:
         code = self._trainer.exit_status()
         if code is None or code == 0:
             return code == 0
+        if not is_local(self.plan.config.cluster) and self.plan.run.board.is_done():
+            return True  # it finished while it was being given up
         for ref, name in self._watches.items():
             if name == "controller":  # the gang may have told the controller why
                 try:
@@ -373,22 +376,28 @@ class Supervisor:
             reset_optimizer=self.plan.reset_optimizer and newest == self.plan.checkpoint,
         )
         self._start_trainer()
+        if self._frozen is not None and self._frozen.is_through():
+            self._start_frozen()  # steps that are trained again want their scores
         self.write_pids()
 
     def _schedule(self, name: str, error: MoerlError, restart: Callable[[], None]) -> None:
         """Start `name` again after a pause, or raise `error` when that is not allowed any more."""
         supervision = self.plan.config.supervision
-        if self._steps == 0 or self._restarts[name] >= supervision.max_restarts:
-            raise error
-        self._restarts[name] += 1
+        self._count_restart(name, error)
         pause_s = supervision.backoff_s * 2 ** (self._restarts[name] - 1)
         self._due[name] = (time.monotonic() + pause_s, restart)
-        self._down.setdefault(name, (name == "trainer" and self._trainer.rank_died) or time.time())
-        log.error("%s died, restart %d: %s", name, self._restarts[name], error)
         self.console.event(
             f"{name} died, restart {self._restarts[name]} of {supervision.max_restarts} "
             f"in {pause_s:g} s: {str(error).splitlines()[0]}"
         )
+
+    def _count_restart(self, name: str, error: MoerlError) -> None:
+        """Raises `error` when one more restart without a new step is not allowed."""
+        if self._steps == 0 or self._restarts[name] >= self.plan.config.supervision.max_restarts:
+            raise error
+        self._restarts[name] += 1
+        self._down.setdefault(name, (name == "trainer" and self._trainer.rank_died) or time.time())
+        log.error("%s died, restart %d: %s", name, self._restarts[name], error)
 
     def _restart_what_is_due(self) -> None:
         for name, (when, restart) in list(self._due.items()):
@@ -420,9 +429,12 @@ class Supervisor:
         seconds = self.plan.config.observe.engine_alone_s
         if seconds > 0 and self._controller_is_up:
             self.console.wait("engine alone, measured")
-            numbers["engine tokens/s alone"] = self.get(
-                self.controller.measure_engines.remote(seconds), "controller"
-            )
+            asked: Any = self.controller.measure_engines.remote(seconds)
+            try:
+                rate = self.get(asked, "controller", timeout_s=seconds + _ANSWER_S)
+                numbers["engine tokens/s alone"] = rate
+            except EngineError as error:  # the run is done all the same
+                self.say(f"engine tokens/s alone were not measured: {error}")
             self.console.ready("engine alone, measured")
         return numbers
 

@@ -12,11 +12,15 @@ started.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -25,12 +29,14 @@ from moerl.config import Config
 from moerl.config.clusters import TrainerSeat, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, TrainerError
 from moerl.launch.commands import GANGS, seats_of, torchrun
-from moerl.launch.processes import become_subreaper, end_descendants
-from moerl.rundir import RunDir
+from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.observe.metrics import read_rows
+from moerl.rundir import RunDir, newest_incarnation
 
 _GRACE_S, _LOOK_S = 5.0, 0.5
+_ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
@@ -42,54 +48,118 @@ def main() -> int:
     parser.add_argument("--wait-s", type=float, default=600.0, help="for the controller's node")
     args = parser.parse_args()
     become_subreaper()
-    signal.signal(signal.SIGTERM, _leave)
+    for signum in _ENDINGS:
+        signal.signal(signum, _leave)
     run = RunDir(args.run_dir)
     try:
-        return _until_done(run, args.gang, args.index, args.wait_s)
+        start = run.board.read(args.wait_s)[2]
+        with _seat_taken(run, f"{args.gang}-{args.index}", args.wait_s):
+            return _until_done(run, args.gang, args.index, start, args.wait_s)
     except MoerlError as error:
         print(f"moerl: {error}", file=sys.stderr)
         return 1
     finally:
+        for signum in _ENDINGS:
+            signal.signal(signum, signal.SIG_IGN)  # a second one must not stop this
         end_descendants(_GRACE_S)
 
 
-def _until_done(run: RunDir, gang: str, index: int, wait_s: float) -> int:
-    start = run.board.read(wait_s)[2]
-    config = load_saved(run.config)
-    seat = seats_of(placement(config), gang)[index]
-    name = f"torchrun-{index}.log" if gang == "trainer" else f"torchrun-{gang}-{index}.log"
-    attempts, limit = 0, config.supervision.max_restarts + 1
-    with (run.logs / name).open("ab") as log:
-        while attempts < limit:
-            code = _torchrun(
-                _command(config, seat, gang), _environment(config, seat), log, run, start
-            )
-            if code == 0:
-                return 0
-            end_descendants(_GRACE_S)
-            attempts += code is not None
-            why = "is asked for anew" if code is None else f"ended with {code}"
-            print(f"moerl: torchrun {why}, attempt {attempts} of {limit}", file=sys.stderr)
+@contextlib.contextmanager
+def _seat_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
+    """One process a seat: a second torchrun for it would take the place of ranks that train.
+
+    Raises TrainerError when another one keeps it for longer than wait_s.
+    """
+    deadline = time.monotonic() + wait_s
+    with (run.board.folder / f"{name}.lock").open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise TrainerError(f"{name} of this run is served by {file.read()}") from None
+                time.sleep(_LOOK_S)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _until_done(run: RunDir, gang: str, index: int, start: str, wait_s: float) -> int:
+    """torchrun, again and again.  start: the opening of the board that asks for it."""
+    failures, seen = 0, _last_step(run)
+    while True:
+        config = load_saved(run.config)  # another opening may bring another layout
+        seat = seats_of(placement(config), gang)[index]
+        name = f"torchrun-{index}.log" if gang == "trainer" else f"torchrun-{gang}-{index}.log"
+        with (run.logs / name).open("ab") as log:
+            command, environment = _command(config, seat, gang), _environment(config, seat)
+            code = _torchrun(command, environment, log, run, start)
+        end_descendants(_GRACE_S)
+        is_wanted = code != 0 or (gang == "frozen" and _falls_back(run, start))
+        if (not is_wanted and _opening(run, start) in (start, "")) or run.board.was_done(start):
+            return 0
+        if code:
+            failures = 1 if _last_step(run) > seen else failures + 1
+            seen = _last_step(run)
+            print(f"moerl: torchrun ended with {code}, failure {failures}", file=sys.stderr)
             time.sleep(config.supervision.backoff_s)
-            before, start = start, run.board.read(wait_s)[2]  # raises when the run is over
-            attempts = attempts if start == before else 0
-    run.board.give_up(f"{gang} node {index}: torchrun ended {limit} times, see {run.logs / name}")
-    return 1
+        if failures > config.supervision.max_restarts:
+            run.board.give_up(f"{gang} node {index}: torchrun ended {failures} times, see {name}")
+            while _opening(run, start) == start:  # the supervisor decides what becomes of the run
+                time.sleep(_LOOK_S)
+        before, start = start, run.board.read(wait_s)[2]  # raises when the run is over
+        failures = failures if start == before else 0
+
+
+def _falls_back(run: RunDir, start: str) -> bool:
+    """Whether a new trainer wants scores again, after frozen ranks were told that all are there."""
+    trainer = newest_incarnation(run)
+    while _opening(run, start) == start and not run.board.was_done(start):
+        if newest_incarnation(run) != trainer:
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 def _torchrun(
     command: list[str], environment: dict[str, str], log: IO[bytes], run: RunDir, start: str
 ) -> int | None:
-    """Its exit status; None, and it is told to end, when the board asks for another gang."""
+    """Its exit status; None, and it is told to end, when the board no longer asks for it.
+
+    It is told as well when this process dies: nobody would watch the board for it then.
+    """
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        preexec_fn=die_with_parent,
     )
+    unwanted = 0
     while (code := process.poll()) is None:
-        if run.board.start() not in ("", start):
+        unwanted = unwanted + 1 if _opening(run, start) != start else 0
+        if unwanted == 2:  # seen twice: file servers stumble
             process.terminate()
             return None
         time.sleep(_LOOK_S)
     return code
+
+
+def _opening(run: RunDir, known: str) -> str:
+    """The present opening of the board; the one known while its file system does not answer."""
+    try:
+        return run.board.start()
+    except OSError:
+        return known
+
+
+def _last_step(run: RunDir) -> int:
+    rows = read_rows(run.metrics) if run.metrics.exists() else []
+    return rows[-1]["step"] if rows else -1
 
 
 def _command(config: Config, seat: TrainerSeat, gang: str) -> list[str]:
@@ -115,8 +185,8 @@ def _environment(config: Config, seat: TrainerSeat) -> dict[str, str]:
     }
 
 
-def _leave(_signum: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
+def _leave(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

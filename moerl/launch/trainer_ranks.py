@@ -7,6 +7,7 @@ There the ranks start again by themselves when one of them ends; the controller 
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 from pathlib import Path
@@ -30,13 +31,13 @@ class TrainerRanks:
         self._is_late = False  # and its lateness was shown
         self._given_up = ""  # why this gang was ended from here
         self._incarnation = -1  # that said hello last
-        self._failures = 0.0  # that the controller heard of
+        self._fell = False  # it said so itself, after its hello
         self._most_ranks = 0  # of this gang that were alive at once
 
     def start(self, plan: RunPlan, endpoint: str) -> None:
         self.close()
         self.restart_clock()
-        self._given_up, self.rank_died, self._most_ranks = "", 0.0, 0
+        self._given_up, self._fell, self.rank_died, self._most_ranks = "", False, 0.0, 0
         self._log = (self._logs / "trainer.log").open("ab")
         self._process = subprocess.Popen(
             trainer_command(plan, endpoint),
@@ -85,21 +86,25 @@ class TrainerRanks:
         """A step was made, or a start begins."""
         self._since, self._is_late = time.monotonic(), False
 
+    def stop_clock(self) -> None:
+        """No step is to come."""
+        self._since = math.inf
+
     def says_hello(self, incarnation: int) -> bool:
         """Whether this gang has not been seen before.  Nodes of a cluster choose their number."""
         if self._process is None or incarnation <= self._incarnation:
             return False
-        self._incarnation = incarnation
+        self._incarnation, self._fell = incarnation, False
         self.restart_clock()
         return True
 
-    def fell(self, failures: float) -> bool:
-        """Whether a rank said since the last look that it ends.  failures: said so far."""
-        has_more = failures > self._failures
-        self._failures = failures
-        if has_more:
-            self.restart_clock()
-        return has_more
+    def fell(self) -> bool:
+        """A rank said why it ends; whether it is the first of its gang, which starts again."""
+        if self._fell or self._process is None:
+            return False
+        self._fell = True
+        self.restart_clock()
+        return True
 
     def lateness(self) -> str:
         """What to show of a gang that makes no step, once; after as long again it is ended."""

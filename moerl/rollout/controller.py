@@ -165,7 +165,8 @@ class Controller:
         self._engines_up = asyncio.Event()
         self._planned: dict[int, list[EpisodeGroup]] = {}
         self._trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
-        self._done = self._dp_size = self._failures = 0
+        self._done = self._dp_size = 0
+        self.failure = ""  # what a rank of the trainer said last, when it ended
         self._rows = config.run.steps  # of metrics, when all steps are done
         self._go_on_from(journal.load(), gang_lives)
         self._frozen = FrozenLine(
@@ -270,7 +271,6 @@ class Controller:
             "trainer/incarnation": float(
                 -1 if self.fleet.incarnation is None else self.fleet.incarnation
             ),
-            "trainer/failures": float(self._failures),
             "frozen/start": float(self._frozen.start),
         } | {f"refused/{reason}": float(n) for reason, n in self.ledger.refused.items()}
 
@@ -317,8 +317,10 @@ class Controller:
                 self._frozen.add(message)
                 return Ok()
             case Failed():
-                self._failures += message.gang == "trainer"
                 error = TrainerError(f"{message.gang} rank {message.rank}: {message.cause}")
+                is_newest = message.incarnation in (-1, self.fleet.incarnation)
+                if message.gang == "trainer" and is_newest:
+                    self.failure = str(error)
                 log.error("%s", error)
                 if not self.config.supervision.max_restarts:
                     self._loops.fail(error)
@@ -328,6 +330,7 @@ class Controller:
 
     async def _hello(self, message: Hello) -> Message:
         await self._engines_up.wait()
+        self._expect_no_newer(message.version.incarnation)
         consumed = set(message.consumed)
         self._journal.began(message.version, message.dp_size, consumed)
         self._dp_size, self._done = message.dp_size, message.version.step
@@ -350,6 +353,7 @@ class Controller:
         return self._roster.begin() or Ok()
 
     async def _take_plan(self, message: TakePlan) -> Message:
+        self._expect_no_newer(message.incarnation)
         self._roster.asked()
         self._loops.notify()
         if message.step >= self.config.run.steps:
@@ -440,6 +444,13 @@ class Controller:
         if self.fleet.incarnation is None:
             raise ProtocolError(
                 "the journal lost what this gang has trained: it has to start from its checkpoint"
+            )
+
+    def _expect_no_newer(self, incarnation: int) -> None:
+        """A gang that was cut off may live on beside the one that took its place."""
+        if self.fleet.incarnation is not None and incarnation < self.fleet.incarnation:
+            raise ProtocolError(
+                f"gang {incarnation} was replaced: {self.fleet.incarnation} is the newest one"
             )
 
     def _drop_stale(self) -> None:

@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
-from moerl.rundir import RunDir, read_manifest
+from moerl.rundir import RunDir, newest_incarnation, read_manifest
 from moerl.trace import Tracer
 from moerl.trainer.parallel import Parallel
 
@@ -65,9 +65,15 @@ class CheckpointWriter:
     """Writes the checkpoints of one gang; every rank has one, all calls are collective."""
 
     def __init__(
-        self, run: RunDir, config: CheckpointConfig, parallel: Parallel, tracer: Tracer
+        self,
+        run: RunDir,
+        config: CheckpointConfig,
+        parallel: Parallel,
+        tracer: Tracer,
+        incarnation: int,
     ) -> None:
-        self._shelf = Shelf(run, config)
+        """incarnation: of this gang; one that was replaced publishes no checkpoint."""
+        self._shelf = Shelf(run, config, incarnation)
         self._parallel, self._tracer = parallel, tracer
         self._group = dist.new_group(backend="gloo")
         self._buffers: dict[MetadataIndex, Tensor] = {}
@@ -172,7 +178,7 @@ class CheckpointWriter:
                     assert strategy.metadata is not None, "rank 0 has the plan of all"
                     strategy.writer.finish(strategy.metadata, every)
                     self._shelf.publish(step, manifest)
-            except OSError as error:
+            except (OSError, TrainerError) as error:
                 verdict = [str(error)]
             if verdict[0]:
                 shutil.rmtree(self._shelf.hidden(step), ignore_errors=True)
@@ -186,12 +192,13 @@ class Shelf:
 
     run: RunDir
     config: CheckpointConfig
+    incarnation: int
     _read_bytes: int = 0  # of metrics.jsonl
 
     def hidden(self, step: int) -> Path:
         """Where the checkpoint of `step` is while it is being written."""
         path = self.run.checkpoint(step)
-        return path.with_name(f".{path.name}.writing")
+        return path.with_name(f".{path.name}.{self.incarnation}.writing")
 
     def clean(self) -> None:
         """Remove what writers that died have left."""
@@ -199,7 +206,14 @@ class Shelf:
             shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, step: int, manifest: dict[str, Any]) -> None:
-        """Make the hidden folder a checkpoint, and remove those that are not kept."""
+        """Make the hidden folder a checkpoint, and remove those that are not kept.
+
+        Raises TrainerError when another gang has started: the folder is that one's.
+        """
+        if (newest := newest_incarnation(self.run)) > self.incarnation:
+            raise TrainerError(
+                f"checkpoint of step {step}: gang {self.incarnation} was replaced by {newest}"
+            )
         hidden, target = self.hidden(step), self.run.checkpoint(step)
         save_config(CheckpointingConfig(_BACKEND, _FORMAT), str(hidden))
         score = self._score()

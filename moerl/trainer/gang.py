@@ -131,7 +131,9 @@ class Gang:
         self.version = PolicyVersion(post.incarnation, 0)
         self.consumed: list[int] = []
         self.saved_step = -1  # optimizer steps inside the newest checkpoint
-        self.writer = CheckpointWriter(post.run, config.checkpoint, parallel, self.tracer)
+        self.writer = CheckpointWriter(
+            post.run, config.checkpoint, parallel, self.tracer, post.incarnation
+        )
         self.client: ControllerClient | None = None
         self.outlet: Outlet | None = None
         if parallel.is_first:
@@ -221,7 +223,8 @@ class Gang:
                 limit_s = self.config.trainer.step_timeout_s
                 holder = [
                     self.client.ask_encoded(
-                        TakePlan(self.version.step, limit_s), limit_s + REPLY_SLACK_S
+                        TakePlan(self.version.step, limit_s, self.version.incarnation),
+                        limit_s + REPLY_SLACK_S,
                     )
                 ]
             return self._shared(holder)
@@ -345,4 +348,4 @@ def report_failure(post: Post, cause: str, gang: str) -> None:
     """Tell the controller why this rank dies; a controller that is gone cannot be told."""
     with contextlib.suppress(MoerlError):
         client = ControllerClient(post.controller, post.token, timeout_s=2.0)
-        client.ask(Failed(int(os.environ.get("RANK", "0")), cause, gang))
+        client.ask(Failed(int(os.environ.get("RANK", "0")), cause, gang, post.incarnation))

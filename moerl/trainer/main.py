@@ -34,8 +34,6 @@ from moerl.trainer import platform
 
 log = logging.getLogger(__name__)
 
-_GROUP_SLACK_S = 120.0  # ranks wait in a collective while rank 0 waits for the controller
-
 
 def main() -> None:
     """Train as one rank until the controller says stop."""

@@ -20,6 +20,8 @@ from moerl.trainer.platform import Platform
 
 Group = dist.ProcessGroup
 
+_CONTROL_SLACK = timedelta(seconds=60)  # rank 0 waits for the controller, the others for rank 0
+
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
@@ -119,7 +121,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        control=dist.new_group(backend="gloo", timeout=timeout),
+        control=dist.new_group(backend="gloo", timeout=timeout + _CONTROL_SLACK),
     )
 
 

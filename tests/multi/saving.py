@@ -20,7 +20,7 @@ def save_whole(
     run = RunDir(root)
     if ranks.is_first:
         run.create()
-    writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"))
+    writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
     checkpoint.save(writer, learner, progress, ranks)
     writer.finish()
     return run.checkpoint(progress.version.step)

@@ -43,7 +43,9 @@ def run(tmp_path: Path) -> RunDir:
 
 def _writer(run: RunDir, **config: Any) -> CheckpointWriter:
     first: Any = SimpleNamespace(is_first=True)
-    return CheckpointWriter(run, CheckpointConfig(**config), first, Tracer(run.trace, "trainer-0"))
+    return CheckpointWriter(
+        run, CheckpointConfig(**config), first, Tracer(run.trace, "trainer-0"), 0
+    )
 
 
 def _state(weights: torch.Tensor, note: int) -> dict[str, Any]:
@@ -124,11 +126,24 @@ def test_a_full_disk_costs_one_checkpoint(run: RunDir, monkeypatch: pytest.Monke
     assert run.latest_checkpoint() == (3, run.checkpoint(3))
 
 
+def test_a_gang_that_was_replaced_publishes_nothing(run: RunDir) -> None:
+    """It was cut off and lives on: the folder is its successor's, whose step has the same name."""
+    assert next_incarnation(run, resume=True) == 0
+    old = _writer(run)
+    old.save(1, _state(torch.ones(1000), 1), {})
+    old.finish()
+    assert next_incarnation(run, resume=True) == 1
+    old.save(2, _state(torch.full((1000,), 2.0), 2), {})
+    with pytest.raises(TrainerError, match="gang 0 was replaced by 1"):
+        old.finish()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+
+
 def test_a_writer_that_was_killed_leaves_the_one_before(run: RunDir) -> None:
     writer = _writer(run)
     writer.save(1, _state(torch.ones(1000), 1), {})
     writer.finish()
-    hidden = run.checkpoints / ".step-000002.writing"  # as a kill leaves it
+    hidden = run.checkpoints / ".step-000002.0.writing"  # as a kill leaves it
     hidden.mkdir()
     (hidden / "__0_0.distcp").write_bytes(b"half")
     assert run.latest_checkpoint() == (1, run.checkpoint(1))

@@ -56,6 +56,7 @@ def test_engine_nodes_come_and_go(
         *("engine.count=2", f"run.steps={STEPS}", "checkpoint.every=4", "sync.timeout_s=20"),
         *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
         *("task.reward=tests.e2e.rewards:gated", "task.score_timeout_s=300"),
+        "rollout.groups_per_request=1",  # so that three engines have something to do
     )
     folder = str(tmp_path / "run")
     with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:

@@ -199,7 +199,8 @@ async def train(
         await publish(controller, start)
     plans = []
     for step in range(start.step, steps):
-        while (reply := await controller.handle(TakePlan(step, 5.0))) == Refresh():
+        ask = TakePlan(step, 5.0, start.incarnation)
+        while (reply := await controller.handle(ask)) == Refresh():
             await publish(controller, PolicyVersion(start.incarnation, step))
         assert isinstance(reply, Plan), reply
         plans.append(reply.plan)
@@ -240,7 +241,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
         async def work() -> list:
             plans = await train(controller, 4)
-            assert isinstance(await controller.handle(TakePlan(4, 1.0)), Stop)
+            assert isinstance(await controller.handle(TakePlan(4, 1.0, 0)), Stop)
             return plans
 
         plans = await running(controller, work())
@@ -453,7 +454,7 @@ def test_a_restarted_trainer_makes_one_history(tmp_path: Path) -> None:
         async def work() -> list:
             first = await train(controller, 3)
             held = [g.group_id for g in first[0].groups]
-            await controller.handle(TakePlan(3, 5.0))  # a plan that is never trained
+            await controller.handle(TakePlan(3, 5.0, 0))  # a plan that is never trained
             again = await train(controller, 4, tuple(held), PolicyVersion(1, 1))
             return [first[0], *again]
 
@@ -480,12 +481,21 @@ def test_a_plan_that_a_dead_gang_waits_for_takes_no_groups(tmp_path: Path) -> No
 
         async def work() -> list:
             await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
-            waiting = asyncio.create_task(controller.handle(TakePlan(0, 5.0)))
+            waiting = asyncio.create_task(controller.handle(TakePlan(0, 5.0, 0)))
             await asyncio.sleep(0.01)
             await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
             engine.open.set()
             with pytest.raises(ProtocolError, match="another gang has taken over"):
                 await waiting
+            replaced = "gang 0 was replaced: 1 is the newest one"
+            with pytest.raises(ProtocolError, match=replaced):
+                await controller.handle(TakePlan(0, 5.0, 0))
+            with pytest.raises(ProtocolError, match=replaced):
+                await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(Failed(0, "its peers are gone", incarnation=0))
+            assert controller.failure == "", "what an old gang dies of says nothing of the new one"
+            await controller.handle(Failed(1, "no memory", incarnation=1))
+            assert controller.failure == "trainer rank 1: no memory"
             return await train(controller, 4, (), PolicyVersion(1, 0))
 
         plans = await running(controller, work())
@@ -550,7 +560,7 @@ def test_an_engine_of_another_history_gets_no_work(tmp_path: Path) -> None:
             assert not engine.requests
             await controller.handle(OpenUpdate(0, PolicyVersion(1, 2), "g", ()))
             await controller.handle(CloseUpdate(0, PolicyVersion(1, 2)))
-            await controller.handle(TakePlan(2, 5.0))
+            await controller.handle(TakePlan(2, 5.0, 1))
             assert engine.requests
 
         await running(controller, work())
@@ -608,7 +618,7 @@ def test_the_door_requires_the_token(token: str) -> None:
         serving = asyncio.create_task(server.serve())
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         socket.connect(server.endpoint)
-        await socket.send_multipart([token.encode(), b"1", encode(TakePlan(0, 1.0))])
+        await socket.send_multipart([token.encode(), b"1", encode(TakePlan(0, 1.0, 0))])
         async with asyncio.timeout(5):
             reply = decode((await socket.recv_multipart())[-1])
         assert isinstance(reply, Ok if token == "right" else Refused)

@@ -39,7 +39,8 @@ def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):
 
 async def at_step(controller: Controller, step: int) -> list[int]:
     """Take the plan of a step; its group ids."""
-    reply = await controller.handle(TakePlan(step, 5.0))
+    incarnation = controller.fleet.incarnation or 0
+    reply = await controller.handle(TakePlan(step, 5.0, incarnation))
     assert isinstance(reply, Plan), reply
     return [group.group_id for group in reply.plan.groups]
 
@@ -121,7 +122,7 @@ def test_after_damage_the_trainer_starts_again(tmp_path: Path) -> None:
         await second.rejoin([])
 
         async def work() -> list:
-            for message in (TakePlan(2, 1.0), StepDone(1, PolicyVersion(0, 2), {}, "")):
+            for message in (TakePlan(2, 1.0, 0), StepDone(1, PolicyVersion(0, 2), {}, "")):
                 with pytest.raises(ProtocolError, match="it has to start from its checkpoint"):
                     await second.handle(message)
             return await train(second, 4, tuple(held), PolicyVersion(1, 2))
@@ -248,7 +249,7 @@ def test_a_repeated_request_is_served_once() -> None:
         server = TrainerServer("127.0.0.1", "t", handle)
         serving = asyncio.create_task(server.serve())
         sockets = [zmq.asyncio.Context.instance().socket(zmq.DEALER) for _ in range(2)]
-        frames = [b"t", b"name", encode(TakePlan(0, 1.0))]
+        frames = [b"t", b"name", encode(TakePlan(0, 1.0, 0))]
         for socket in sockets:
             socket.connect(server.endpoint)
             await socket.send_multipart(frames)

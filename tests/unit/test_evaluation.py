@@ -62,8 +62,8 @@ def test_the_last_weights_are_evaluated_whatever_their_number(tmp_path: Path) ->
 
         async def work() -> None:
             await train(controller, 4)
-            assert isinstance(await controller.handle(TakePlan(4, 5.0)), Stop)
-            assert isinstance(await controller.handle(TakePlan(4, 5.0)), Stop), "asked twice"
+            assert isinstance(await controller.handle(TakePlan(4, 5.0, 0)), Stop)
+            assert isinstance(await controller.handle(TakePlan(4, 5.0, 0)), Stop), "asked twice"
 
         await running(controller, work())
         return reports

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from moerl.config import load_config
+from moerl.config.schema import Config
+from moerl.errors import TrainerError
+from moerl.launch import trainer_node
 from moerl.launch.trainer_node import _torchrun
-from moerl.rundir import RunDir
+from moerl.rundir import Board, RunDir
 
 
 def posted(root: Path) -> tuple[RunDir, str]:
@@ -31,11 +42,127 @@ def test_a_new_opening_of_the_board_ends_the_gang(tmp_path: Path) -> None:
     assert run.board.start() not in ("", start)
 
 
-def test_a_closed_board_leaves_the_gang_alone(tmp_path: Path) -> None:
-    """Nobody is posted while the controller's side starts again, or the run is over."""
+def test_a_closed_board_ends_the_gang(tmp_path: Path) -> None:
+    """The run is over: ranks without a controller would wait for hours."""
     run, start = posted(tmp_path)
     run.board.close()
-    assert ended(run, start, "sh", "-c", "sleep 0.7; exit 3") == 3
+    assert ended(run, start, "sleep", "60") is None
+
+
+def test_an_open_board_leaves_the_gang_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    run, start = posted(tmp_path)
+    assert ended(run, start, "sh", "-c", "sleep 1.2; exit 3") == 3
+    answers = iter([start, OSError("stale file handle"), "", start])
+
+    def stumbling(_board: object) -> str:
+        answer = next(answers, start)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Board, "start", stumbling)
+    assert ended(run, start, "sh", "-c", "sleep 2.2; exit 4") == 4, "a file server stumbles"
+
+
+class Node:
+    """`_until_done` of one seat, with a torchrun that ends as the test says."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.start = posted(root)
+        self.codes: list[Callable[[], int | None]] = []
+        self.layouts: list[int] = []
+        self.config = load_config("quickstart", ["supervision.backoff_s=0.01"])
+        monkeypatch.setattr(trainer_node, "load_saved", lambda path: self.config)
+        monkeypatch.setattr(trainer_node, "placement", lambda config: config)
+        monkeypatch.setattr(trainer_node, "seats_of", lambda placed, gang: [None])
+        monkeypatch.setattr(trainer_node, "_environment", lambda config, seat: {})
+        monkeypatch.setattr(trainer_node, "_command", self.command)
+        monkeypatch.setattr(trainer_node, "_torchrun", lambda *_: self.codes.pop(0)())
+
+    def command(self, config: Config, _seat: None, _gang: str) -> list[str]:
+        self.layouts.append(config.run.steps)
+        return []
+
+    def until_done(self, gang: str = "trainer") -> int:
+        return trainer_node._until_done(self.run, gang, 0, self.start, 0.3)
+
+    def step(self, number: int) -> int:
+        with self.run.metrics.open("a") as file:
+            file.write(json.dumps({"step": number, "version": "0.0", "time_s": 0.0}) + "\n")
+        return 1
+
+    def reopen(self, result: int | None = None) -> int | None:
+        self.run.board.open("tcp://127.0.0.1:1", "token")
+        return result
+
+
+def test_failures_with_steps_in_between_are_forgiven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    node.codes = [partial(node.step, number) for number in range(8)] + [lambda: 0]
+    assert node.until_done() == 0
+    assert not node.run.board.given_up()
+
+
+def test_a_node_that_gave_up_serves_the_next_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor may try again, and a resume may bring another layout."""
+    node = Node(tmp_path, monkeypatch)
+    said = []
+
+    def supervisor() -> None:
+        while not (cause := node.run.board.given_up()):
+            time.sleep(0.01)
+        said.append(cause)
+        node.config = load_config("quickstart", ["run.steps=7"])
+        node.reopen()
+
+    threading.Thread(target=supervisor, daemon=True).start()
+    node.codes = [lambda: 1] * 4 + [lambda: 0]
+    assert node.until_done() == 0
+    assert said == ["trainer node 0: torchrun ended 4 times, see torchrun-0.log"]
+    assert node.layouts[-1] == 7 != node.layouts[0]
+
+
+def test_the_end_of_a_gang_that_was_given_up_is_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    node.codes = [partial(node.reopen, 0), lambda: 0]
+    assert node.until_done() == 0
+    assert not node.codes, "the new opening was served"
+
+
+def test_frozen_ranks_come_back_for_a_trainer_that_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    starts = iter([0, 1, 1, 1])
+    monkeypatch.setattr(trainer_node, "newest_incarnation", lambda run: next(starts, 1))
+
+    def scored() -> int:
+        node.run.board.done(node.start)
+        return 0
+
+    node.codes = [lambda: 0, scored]
+    assert node.until_done("frozen") == 0
+    assert not node.codes, "told to stop, asked again"
+
+
+def test_a_seat_has_one_process(tmp_path: Path) -> None:
+    run, _ = posted(tmp_path)
+    with trainer_node._seat_taken(run, "trainer-0", 0.0):
+        with trainer_node._seat_taken(run, "trainer-1", 0.0):
+            pass
+        with (
+            pytest.raises(TrainerError, match="trainer-0 of this run is served by process"),
+            trainer_node._seat_taken(run, "trainer-0", 0.1),
+        ):
+            pass
+    with trainer_node._seat_taken(run, "trainer-0", 0.0):
+        pass
 
 
 def test_marks_of_another_opening_count_for_nothing(tmp_path: Path) -> None:

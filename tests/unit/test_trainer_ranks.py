@@ -61,10 +61,10 @@ def test_signs_of_life_give_it_as_long_again(gang: Any, sign: str) -> None:
         assert gang.says_hello(1)
         assert not gang.says_hello(1), "the same gang"
     elif sign == "failure":
-        assert gang.fell(2.0)
-        assert not gang.fell(2.0)
-        assert not gang.fell(0.0), "another controller counts from 0"
-        assert gang.fell(1.0)
+        assert gang.fell()
+        assert not gang.fell(), "another rank of the same gang"
+        assert gang.says_hello(1)
+        assert gang.fell()
     else:
         gang.restart_clock()
     gang.now.value = 28.0
