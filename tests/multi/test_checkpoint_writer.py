@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
-from moerl.rundir import RunDir, read_manifest
+from moerl.rundir import RunDir, next_incarnation, read_manifest
 from moerl.trace import Tracer
 from moerl.trainer import checkpoint_writer
 from moerl.trainer.checkpoint_writer import CheckpointWriter
