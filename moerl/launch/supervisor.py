@@ -243,7 +243,6 @@ class Supervisor:
 
     def _count(self, row: dict[str, Any]) -> None:
         """A new step: the trainer is up, and earlier deaths are forgiven."""
-        self.console.ready("trainer")
         self.console.step(row)
         self._trainer.restart_clock()  # steps that are trained again are life, too
         if row["step"] >= self.plan.config.run.steps - 1:

@@ -1,0 +1,78 @@
+"""Decisions of the supervisor that no run of minutes would meet; its processes are stand-ins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from moerl.config import load_config
+from moerl.errors import EngineError, TrainerError
+from moerl.launch.supervisor import Supervisor
+from moerl.rundir import RunDir
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Any:
+    """As in the middle of a run over several nodes: 40 steps are made, one death was seen."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    settings = ["cluster=hosts", "supervision.max_restarts=3", "run.steps=100"]
+    made: Any = Supervisor(
+        MagicMock(run=run, config=load_config("quickstart", settings)), MagicMock(), tmp_path
+    )
+    made._trainer = MagicMock(rank_died=0.0)
+    made._steps, made._restarts = 40, Counter(trainer=1)
+    return made
+
+
+def test_steps_that_are_trained_again_are_life_but_no_pardon(supervisor: Any) -> None:
+    """Else a gang whose checkpoint is far back would be ended for making no step."""
+    supervisor._count({"step": 21})
+    supervisor._trainer.restart_clock.assert_called_once()
+    assert supervisor._restarts == {"trainer": 1}
+    supervisor._count({"step": 40})
+    assert not supervisor._restarts
+    supervisor._trainer.stop_clock.assert_not_called()
+    supervisor._count({"step": 99})
+    supervisor._trainer.stop_clock.assert_called_once()
+
+
+def test_gangs_that_fall_without_a_step_end_the_run(supervisor: Any) -> None:
+    """Their nodes start them again by themselves, which no exit status here tells of."""
+    for _ in range(2):
+        supervisor._fell("trainer rank 0: no memory")
+    with pytest.raises(TrainerError, match="no memory"):
+        supervisor._fell("trainer rank 0: no memory")
+    supervisor._restarts.clear()
+    supervisor._steps = 0
+    with pytest.raises(TrainerError, match="a wrong setting"):
+        supervisor._fell("trainer rank 1: a wrong setting")
+
+
+def test_a_gang_that_finished_while_it_was_given_up_is_done(supervisor: Any) -> None:
+    board = supervisor.plan.run.board
+    board.open("tcp://127.0.0.1:1", "token")
+    supervisor._trainer.exit_status.return_value = -9
+    board.done(board.start())
+    assert supervisor._look_at_trainer()
+    board.open("tcp://127.0.0.1:1", "token")
+    supervisor._trainer.bury.return_value = TrainerError("it made no step")
+    assert not supervisor._look_at_trainer(), "control: the mark is of another opening"
+    assert "trainer" in supervisor._due
+
+
+def test_a_finished_run_stays_finished_when_engines_cannot_be_measured(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.controller = MagicMock()
+    assert supervisor.plan.config.observe.engine_alone_s > 0
+
+    def died(*_: object, timeout_s: float) -> float:
+        raise EngineError("the process of engine 0 died")
+
+    monkeypatch.setattr(supervisor, "get", died)
+    assert supervisor._measure() == {}
