@@ -46,8 +46,13 @@ class RunDir:
 
     @property
     def journal(self) -> Path:
-        """The controller's journal (unless rollout.journal_dir) and its shipped segments."""
+        """The controller's journal (unless rollout.journal_dir), and `segments`."""
         return self.root / "journal"
+
+    @property
+    def segments(self) -> Path:
+        """Admitted groups with their blobs, with rollout.durability = shared."""
+        return self.journal / "segments"
 
     @property
     def hf(self) -> Path:

@@ -7,6 +7,10 @@ them exactly as `BlobStore` does.  Each request carries the run's token.  A serv
 answer is asked again until a deadline, because a link may be down for a while; a blob that it says
 it has not is an error at once.
 
+With durability `shared` a blob has a copy in the run directory (`moerl.blob.copies`), which is read
+as soon as its node does not answer or has it not: the same bytes, verified alike, so there is
+nothing to wait for.  For a minute the node is then not asked for what has a copy.
+
 Rejected: multipart/byteranges replies (a parser for nothing, both ends are ours); one request per
 run (a pipeline stage asks for hundreds); deleting from the controller's event loop (a dead node
 would stall it: a thread sends deletions in batches, and drops those that fail, since the node's
@@ -30,14 +34,18 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from moerl.blob.store import _FORMAT, BlobStore, Run, _spans, _table_bytes, _verify
+from moerl.blob.copies import Copies
+from moerl.blob.store import _FORMAT, BlobStore, Found, Run, _spans, _table_bytes, _verify
+from moerl.config.schema import Config
 from moerl.errors import BlobError
+from moerl.rundir import RunDir
 from moerl.types import Array, BlobRef
 
 log = logging.getLogger(__name__)
 
 _TRY_S = 10.0  # one request; then it is repeated
 _PAUSE_S = 0.2
+_ASK_AGAIN_S = 60.0  # copies are read meanwhile
 _BATCH = 256  # deletions of one request
 
 
@@ -59,7 +67,8 @@ class RangeServer:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive); POST /delete, /missing with names."""
+    """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive; without it the whole file);
+    POST /delete, /missing with names."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: else 40 ms for every answer
@@ -71,6 +80,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._may() or path is None:
             return
         try:
+            if "Range" not in self.headers:
+                return self._answer(200, path.read_bytes())
             with path.open("rb", buffering=0) as file:
                 parts = []
                 for span in self.headers["Range"].removeprefix("bytes=").split(","):
@@ -79,7 +90,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     parts.append(_read(file, int(end) - int(begin)))
         except FileNotFoundError:
             return self._answer(404)
-        except (AttributeError, ValueError):
+        except ValueError:
             return self._answer(400)
         self._answer(206, b"".join(parts))
 
@@ -121,23 +132,37 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class ClusterBlobs(BlobStore):
     """The blobs of all nodes; seals below `root` when this node serves blobs itself."""
 
-    def __init__(self, root: Path, node: str, token: str, *, timeout_s: float = 120.0) -> None:
-        """node: of this process's own range server; empty = it only reads what others sealed."""
+    def __init__(
+        self,
+        root: Path,
+        node: str,
+        token: str,
+        *,
+        timeout_s: float = 120.0,
+        copies: Path | None = None,
+    ) -> None:
+        """node: of this process's own range server; empty = it only reads what others sealed.
+
+        copies: folder of what durability `shared` keeps in the run directory; None = nothing.
+        """
         self.root, self.node, self.bytes_read = root, node, 0
-        self._token, self._timeout_s = token, timeout_s
+        self._token, self._timeout_s, self._folder = token, timeout_s, copies
+        self._copies = None if copies is None else Copies(copies)
         self._lines = threading.local()
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._deleter: threading.Thread | None = None
         self._silent: set[str] = set()  # nodes that were waited for in vain
+        self._passed_over: dict[str, float] = {}  # nodes: until when their copies are read first
+        self._told: set[str] = set()  # nodes whose copies were read
         if node:
             root.mkdir(parents=True, exist_ok=True)
 
-    def __getstate__(self) -> tuple[Path, str, str, float]:
-        return self.root, self.node, self._token, self._timeout_s
+    def __getstate__(self) -> tuple[Path, str, str, float, Path | None]:
+        return self.root, self.node, self._token, self._timeout_s, self._folder
 
-    def __setstate__(self, state: tuple[Path, str, str, float]) -> None:
-        root, node, token, timeout_s = state
-        self.__init__(root, node, token, timeout_s=timeout_s)  # type: ignore[misc]
+    def __setstate__(self, state: tuple[Path, str, str, float, Path | None]) -> None:
+        root, node, token, timeout_s, folder = state
+        self.__init__(root, node, token, timeout_s=timeout_s, copies=folder)  # type: ignore[misc]
 
     def load(self, ref: BlobRef) -> Array:
         if self._is_here(ref.uri):
@@ -169,6 +194,9 @@ class ClusterBlobs(BlobStore):
             at += high - low
         return joined
 
+    def read(self, uri: str) -> bytes:
+        return super().read(uri) if self._is_here(uri) else self._ask(uri, None)
+
     def delete(self, uri: str) -> None:
         """As ever on this node; elsewhere soon, or never when the node is gone."""
         if self._is_here(uri):
@@ -178,41 +206,67 @@ class ClusterBlobs(BlobStore):
             self._deleter.start()
         self._gone.put(uri)
 
-    def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
-        """Those that their nodes have not, or whose node does not answer within patience_s.
+    def find(self, uris: Iterable[str], patience_s: float = 0.0) -> Found:
+        """What their nodes have not, or whose node does not answer within patience_s.
 
         A node that was waited for in vain is asked once from then on, until it answers again.
         """
         by_node: dict[str, set[str]] = defaultdict(set)
         for uri in uris:
-            node, name = _split(uri)
-            by_node[node].add(name)
-        found = set()
-        for node, names in by_node.items():
+            by_node[_split(uri)[0]].add(uri)
+        found = Found(set(), set())
+        for node, wanted in by_node.items():
             if node == self.node:
-                gone = {name for name in names if not (self.root / name).exists()}
+                found.gone.update(super().find(wanted).gone)
             else:
-                gone = self._missing_at(node, names, patience_s)
-            found |= {f"blob://{node}/{name}" for name in gone}
+                gone, copied = self._find_at(node, wanted, patience_s)
+                found.gone.update(gone)
+                found.copied.update(copied)
         return found
 
-    def _missing_at(self, node: str, names: set[str], patience_s: float) -> set[str]:
+    def _find_at(self, node: str, uris: set[str], patience_s: float) -> Found:
+        """What is not at its node."""
+        copied = self._which(uris) if self._is_passed_over(node) else set()
         deadline = time.monotonic() + (0.0 if node in self._silent else patience_s)
-        while True:
+        while left := uris - copied:
             try:
-                gone = self._post(node, "/missing", sorted(names))
+                names = self._post(node, "/missing", sorted(_split(uri)[1] for uri in left))
             except (OSError, http.client.HTTPException) as error:
                 self._hang_up(node)
-                if time.monotonic() > deadline:
+                if new := self._which(left):
+                    self._pass_over(node, error)
+                    copied |= new
+                elif time.monotonic() > deadline:
                     log.warning(
-                        "%d blobs are lost: node %s does not answer: %s", len(names), node, error
+                        "%d blobs are lost: node %s does not answer: %s", len(left), node, error
                     )
                     self._silent.add(node)
-                    return names
-                time.sleep(_PAUSE_S)
+                    return Found(left, copied)
+                else:
+                    time.sleep(_PAUSE_S)
             else:
                 self._silent.discard(node)
-                return set(gone)
+                gone = {f"blob://{node}/{name}" for name in names}
+                if new := self._which(gone):
+                    self._tell(node, f"it has {len(new)} of them no more")
+                return Found(gone - new, copied | new)
+        return Found(set(), copied)
+
+    def _which(self, uris: set[str]) -> set[str]:
+        """Those that have a copy."""
+        return self._copies.which(uris) if self._copies is not None and uris else set()
+
+    def _is_passed_over(self, node: str) -> bool:
+        return time.monotonic() < self._passed_over.get(node, 0.0)
+
+    def _pass_over(self, node: str, why: object) -> None:
+        self._passed_over[node] = time.monotonic() + _ASK_AGAIN_S
+        self._tell(node, f"it does not answer: {why}")
+
+    def _tell(self, node: str, why: str) -> None:
+        if node not in self._told:
+            self._told.add(node)
+            log.warning("blobs of node %s are read from copies in %s: %s", node, self._folder, why)
 
     def sweep(self, uris: Iterable[str]) -> int:
         """Of this node's own blobs only: other nodes' folders end with their engines."""
@@ -223,33 +277,57 @@ class ClusterBlobs(BlobStore):
 
     def _fetch(self, ref: BlobRef, spans: Sequence[Run]) -> bytes:
         """The bytes of the spans, counted from the array's start, one after the other."""
-        node, name = _split(ref.uri)
-        ranges = ",".join(f"{ref.offset + begin}-{ref.offset + end}" for begin, end in spans)
         size = sum(end - begin for begin, end in spans)
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                data = self._get(node, name, f"bytes={ranges}", ref.uri)
-                break
-            except (OSError, http.client.HTTPException) as error:
-                self._hang_up(node)
-                if time.monotonic() > deadline:
-                    raise BlobError(
-                        f"{ref.uri} could not be read within {self._timeout_s:g} s: {error}"
-                    ) from error
-                time.sleep(_PAUSE_S)
+        data = self._ask(ref.uri, [(ref.offset + begin, ref.offset + end) for begin, end in spans])
         if len(data) != size:
             raise BlobError(f"{ref.uri}: {len(data)} bytes came, {size} asked for")
         self.bytes_read += size
         return data
 
-    def _get(self, node: str, name: str, ranges: str, uri: str) -> bytes:
+    def _ask(self, uri: str, spans: Sequence[Run] | None) -> bytes:
+        """Spans of a file, or all of it (None): from its node, or else from its copy."""
+        node, _ = _split(uri)
+        if self._is_passed_over(node) and (data := self._read_copy(uri, spans)) is not None:
+            return data
+        deadline = time.monotonic() + (0.0 if node in self._silent else self._timeout_s)
+        while True:
+            try:
+                data = self._get(uri, spans)
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up(node)
+                if (data := self._read_copy(uri, spans)) is not None:
+                    self._pass_over(node, error)
+                    return data
+                if time.monotonic() > deadline:
+                    self._silent.add(node)
+                    raise BlobError(
+                        f"{uri} could not be read within {self._timeout_s:g} s: {error}"
+                    ) from error
+                time.sleep(_PAUSE_S)
+                continue
+            self._silent.discard(node)
+            if data is None:
+                if (data := self._read_copy(uri, spans)) is None:
+                    raise BlobError(f"{uri}: its node answered 404")
+                self._tell(node, "it has some no more")
+            return data
+
+    def _read_copy(self, uri: str, spans: Sequence[Run] | None) -> bytes | None:
+        return None if self._copies is None else self._copies.read(uri, spans)
+
+    def _get(self, uri: str, spans: Sequence[Run] | None) -> bytes | None:
+        """None: the node has no such blob."""
+        node, name = _split(uri)
         line = self._line(node)
-        headers = {"Range": ranges, "Authorization": f"Bearer {self._token}"}
+        headers = {"Authorization": f"Bearer {self._token}"}
+        if spans is not None:
+            headers["Range"] = "bytes=" + ",".join(f"{begin}-{end}" for begin, end in spans)
         line.request("GET", f"/{name}", headers=headers)
         reply = line.getresponse()
         data = reply.read()
-        if reply.status != 206:
+        if reply.status == 404:
+            return None
+        if reply.status != (200 if spans is None else 206):
             raise BlobError(f"{uri}: its node answered {reply.status}")
         return data
 
@@ -295,6 +373,18 @@ class ClusterBlobs(BlobStore):
         line = self._lines.__dict__.get("open", {}).pop(node, None)
         if line is not None:
             line.close()
+
+
+def cluster_reader(config: Config, run: RunDir, token: str) -> ClusterBlobs:
+    """For the controller and trainer ranks of a run on several nodes, which seal nothing."""
+    is_copied = config.rollout.durability == "shared"
+    return ClusterBlobs(
+        Path(config.cluster.blob_dir),
+        "",
+        token,
+        timeout_s=config.sync.timeout_s,
+        copies=run.segments if is_copied else None,
+    )
 
 
 def _split(uri: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -33,6 +34,13 @@ _DIGEST_BYTES = 8
 _DTYPES = ("uint8", "uint16", "int32", "int64", "float32")
 
 Run = tuple[int, int]  # begin and end (exclusive), in bytes of an array
+
+
+class Found(NamedTuple):
+    """Where blobs are that are not, or no more, where they were sealed."""
+
+    gone: set[str]  # nowhere
+    copied: set[str]  # in the run directory (durability `shared`)
 
 
 class BlobStore:
@@ -117,14 +125,18 @@ class BlobStore:
         return joined
 
     def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
-        """Those that are not sealed; the bytes of the others are checked when they are read.
+        """Those that cannot be read; the bytes of the others are checked when they are read."""
+        return self.find(uris, patience_s).gone
+
+    def find(self, uris: Iterable[str], patience_s: float = 0.0) -> Found:
+        """What of these is not where it was sealed.
 
         patience_s: how long a node that does not answer is asked again; here none is asked.
         """
-        return {uri for uri in uris if not self._path(uri).exists()}
+        return Found({uri for uri in uris if not self._path(uri).exists()}, set())
 
     def read(self, uri: str) -> bytes:
-        """The sealed file as it is, to be kept elsewhere.  Raises OSError."""
+        """The sealed file as it is, to be kept elsewhere.  Raises OSError, BlobError."""
         return self._path(uri).read_bytes()
 
     def put_back(self, uri: str, data: bytes) -> None:

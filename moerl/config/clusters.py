@@ -141,10 +141,6 @@ def _check_network(config: Config) -> None:
         raise ConfigError(
             "sync.transport", "shm", "it ends at the machine; use gloo, nccl, mooncake or disk"
         )
-    if config.rollout.durability == "shared":
-        raise ConfigError(
-            "rollout.durability", "shared", "records of other nodes are not shipped yet; use node"
-        )
     numbers = {
         "controller": ports.controller,
         "blobs": ports.blobs,

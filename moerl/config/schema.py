@@ -93,7 +93,7 @@ class RolloutConfig:
     journal_dir: str = (
         ""  # node-local folder of the controller's journal; empty = the run directory
     )
-    durability: str = "node"  # what survives: node (every process) | shared (also the node's loss)
+    durability: str = "node"  # what survives: node (every process) | shared (also a node's loss)
 
 
 @dataclass(frozen=True)

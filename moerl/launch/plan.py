@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from moerl.blob import BlobStore
-from moerl.blob.remote import ClusterBlobs, RangeServer
+from moerl.blob.remote import ClusterBlobs, RangeServer, cluster_reader
 from moerl.config import Config
 from moerl.config.clusters import TrainerSeat, is_local, placement
 from moerl.config.network import here, own_address
@@ -59,7 +59,7 @@ class RunPlan:
         """As the controller uses them; on several nodes they lie beside the engines."""
         if is_local(self.config.cluster):
             return BlobStore(self.blob_dir, self.node)
-        return ClusterBlobs(self.blob_dir, "", self.token, timeout_s=self.config.sync.timeout_s)
+        return cluster_reader(self.config, self.run, self.token)
 
     def serve_blobs(self, index: int) -> BlobStore:
         """Where an engine seals its records; on several nodes a range server is started here."""
@@ -83,7 +83,7 @@ class RunPlan:
 
         config, rollout = self.config, self.config.rollout
         is_shared = rollout.durability == "shared"
-        segments = Segments(self.run.journal / "segments") if is_shared else None
+        segments = Segments(self.run.segments) if is_shared else None
         made_with = (config.model, config.task, config.sampling, config.replay, config.run.seed)
         settings = repr((made_with, rollout.group_size, rollout.oversample))
         folder = self.journal_dir or self.run.journal

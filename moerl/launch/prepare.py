@@ -50,7 +50,7 @@ def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool 
     keeps = config.rollout.keep_records
     blob_dir = run.records / "blobs" if keeps else Path(config.cluster.blob_dir) / own
     if not resume:  # left by a run of this name that was removed
-        for folder in (journal_dir, blob_dir):
+        for folder in (journal_dir, run.journal, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
     run.board.close()  # of an earlier start that was killed
     run.board.close_ray()

@@ -69,9 +69,10 @@ def _tidy(plan: RunPlan, *, is_done: bool, has_steps: bool) -> str:
     """Remove journal and blobs of a run that nobody will continue; else say what is kept where."""
     if plan.records is not None:
         return ""
-    if is_done or not has_steps:
-        shutil.rmtree(plan.journal_dir or plan.run.journal, ignore_errors=True)
-        shutil.rmtree(plan.blob_dir, ignore_errors=True)
+    if is_done or not has_steps:  # with `shared`, segments lie in the run directory in any case
+        for folder in (plan.journal_dir, plan.run.journal, plan.blob_dir):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         return ""
     num_bytes = sum(path.stat().st_size for path in plan.blob_dir.glob("*"))
     return f"{num_bytes / 2**20:.1f} MiB of finished rollouts wait in {plan.blob_dir}"

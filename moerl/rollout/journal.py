@@ -16,7 +16,7 @@ which knows what is consumed (`Past.is_whole`).
 Durability `node`: survives SIGKILL of every process; headers and blobs are where they were.  It
 does not wait for the disk (`synchronous = off`); damage by a power cut is found as above.
 `shared` (with `Segments`): each admitted group, blobs included, is also one sealed file in the run
-directory, so it survives the node.
+directory, so it survives every node.
 
 Rejected: LMDB (a dependency more, its file never shrinks), an append-only log of our own (a store's
 recovery written again), SQLite on a network file system (its locks do not hold there), an fsync per
@@ -98,21 +98,21 @@ class Journal:
             damage = str(error)
         past, cause = self._read()
         damage = damage or cause
+        if self._segments is not None and (is_new or damage):
+            self._segments.restore(past, self._blobs)
         if past.facts.settings not in ("", self._settings):
             damage = "its groups were made under other settings"
             count = len(past.ready) + len(past.trained) + sum(map(len, past.planned.values()))
             past = Past(past.facts, consumed=past.consumed, lost=count)
-            if self._segments is not None:
-                self._segments.clear()
         if damage:
             past.is_whole = False
             log.error("not all of the journal %s can be used: %s", self._path, damage)
             self._set_aside()
-        if self._segments is not None and (is_new or damage):
-            self._segments.restore(past, self._blobs)
         if is_new or damage:
             self._write_all(past)
         self._leave_out_missing(past)
+        if self._segments is not None:
+            self._segments.keep_only(past.with_headers())
         lives = past.facts.lives + 1 if past.is_whole else int(time.time())
         past.facts = replace(past.facts, lives=lives, settings=self._settings)
         self._write(past.facts)
@@ -140,6 +140,7 @@ class Journal:
             self._write(facts, db)
             self._sweep(db)
         if self._segments is not None:
+            self._segments.remove(self._segments.held() & consumed)
             self._segments.keep_facts(facts)
 
     @property
@@ -213,6 +214,7 @@ class Journal:
         """This id is given up for good."""
         dropped = ranges({*spread(self._facts.dropped), group_id})
         self._write(replace(self._facts, dropped=dropped))
+        self._unship([group_id])  # of an earlier try that got no row
 
     # --- reading ------------------------------------------------------------------------------
     def _read(self) -> tuple[Past, str]:

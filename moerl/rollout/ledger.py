@@ -45,6 +45,7 @@ class Ledger:
         self.dropped_stale = 0
         self.dropped_branch = 0
         self.dropped_lost = 0
+        self.copied = 0  # groups of this batch with records that their node has no more
         self.engine_restarts = 0
         self.score_failures = 0
         self.engines_suspended = 0
@@ -79,6 +80,7 @@ class Ledger:
             "async/engine_restarts": float(self.engine_restarts),
             "async/dropped_branch_groups": float(self.dropped_branch),
             "async/dropped_lost_groups": float(self.dropped_lost),
+            "async/copied_groups": float(self.copied),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "async/dropped_siblings": float(self.dropped_siblings),
             "async/carried_siblings": float(self.carried_siblings),

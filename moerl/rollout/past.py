@@ -38,6 +38,11 @@ class Past:
     lost: int = 0  # groups left out: damaged row, or a blob is missing
     is_whole: bool = True  # False: what is consumed is known to the trainer's checkpoint only
 
+    def with_headers(self) -> set[int]:
+        """Ids of groups that may be trained, for the first time or again."""
+        planned = (group for groups in self.planned.values() for group in groups)
+        return {group.group_id for group in (*self.ready, *planned, *self.trained)}
+
 
 def ranges(ids: Iterable[int]) -> Ranges:
     """{0, 1, 2, 7} -> ((0, 3), (7, 8))."""

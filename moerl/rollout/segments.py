@@ -1,28 +1,27 @@
 """Durability `shared`: one sealed file per admitted group in the run directory.
 
-A file holds the group's header and its blobs behind a digest, so a run whose node is gone finds
-everything it needs to train the group; `facts` beside them holds the history, without which nobody
-could say which tokens are legal.
+A file holds the group's header and its blobs (`moerl.blob.copies`), so a run that lost a node finds
+everything it needs to train the group: of an engine's node its blobs, which readers find there, of
+the controller's the journal, which `restore` fills again.  `facts` beside them holds the history,
+without which nobody could say which tokens are legal.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
 from moerl.blob import BlobStore
+from moerl.blob.copies import SUFFIX, parts_of, seal
 from moerl.errors import BlobError, JournalError
-from moerl.rollout.past import Facts, Past, digest_of, spread, uris_of
+from moerl.rollout.past import Facts, Past, spread, uris_of
 from moerl.types import EpisodeGroup
 from moerl.wire import decode_value, encode_value
 
 log = logging.getLogger(__name__)
 
-_DIGEST_CHARS = 16
+_HEADER = ""  # the part that is no blob
 
 
 class Segments:
@@ -32,69 +31,77 @@ class Segments:
         self._folder = folder
 
     def ship(self, group: EpisodeGroup, blobs: BlobStore) -> None:
-        uris = uris_of(group)
+        """Raises JournalError: no room, or a blob's node is gone."""
+        path = self._path(group.group_id)
         try:
-            body = msgspec.msgpack.encode(
-                (encode_value(group), {uri: blobs.read(uri) for uri in uris})
-            )
-            self._seal(f"{group.group_id}.group", body)
+            parts = [(_HEADER, encode_value(group))]
+            parts += [(uri, blobs.read(uri)) for uri in uris_of(group)]
+            seal(path, parts)
         except (OSError, BlobError) as error:
+            path.unlink(missing_ok=True)  # of an earlier try
             raise JournalError(f"group {group.group_id} was not shipped: {error}") from error
 
     def keep_facts(self, facts: Facts) -> None:
         try:
-            self._seal("facts", encode_value(facts))
+            seal(self._folder / "facts", [(_HEADER, encode_value(facts))])
         except OSError as error:
             raise JournalError(f"the history was not shipped: {error}") from error
 
     def remove(self, group_ids: Iterable[int]) -> None:
         for group_id in group_ids:
-            (self._folder / f"{group_id}.group").unlink(missing_ok=True)
+            self._path(group_id).unlink(missing_ok=True)
 
-    def clear(self) -> None:
-        for path in self._folder.glob("*.group"):
+    def held(self) -> set[int]:
+        """Groups that were shipped and not removed."""
+        paths = self._folder.glob(f"*{SUFFIX}")
+        return {int(path.stem) for path in paths if not path.name.startswith(".")}
+
+    def keep_only(self, group_ids: set[int]) -> None:
+        """Remove all other groups, and half-written files.  Only while nothing is being shipped."""
+        self.remove(self.held() - group_ids)
+        for path in self._folder.glob(".*"):
             path.unlink()
 
     def restore(self, past: Past, blobs: BlobStore) -> None:
-        """Add what was shipped and is not in the journal; the trainer has to say hello again."""
-        facts = self._unseal(self._folder / "facts")
+        """Add what was shipped and is not in the journal; the trainer has to say hello again.
+
+        Blobs that nobody can read are put back into this node's store.
+        """
+        facts = self._facts()
         if facts is None:
             return
         if not past.facts.begins:
-            past.facts = decode_value(facts, Facts)
+            past.facts = facts
             past.consumed |= set(spread(past.facts.consumed))
         past.is_whole = False
-        known = {g.group_id for g in (*past.ready, *past.trained)} | past.consumed
-        known |= {group.group_id for groups in past.planned.values() for group in groups}
-        for path in sorted(self._folder.glob("*.group")):
-            body = self._unseal(path)
-            if body is None:
+        for group_id in sorted(self.held() - past.with_headers() - past.consumed):
+            group = self._group(group_id, blobs)
+            if group is None:
                 past.lost += 1
-                path.unlink()
-                continue
-            header, files = msgspec.msgpack.decode(body, type=tuple[bytes, dict[str, bytes]])
-            group = decode_value(header, EpisodeGroup)
-            if group.group_id not in known:
-                for uri, data in files.items():
-                    blobs.put_back(uri, data)
+            else:
                 past.ready.append(group)
 
-    def _seal(self, name: str, body: bytes) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        fresh = self._folder / f".{name}"
-        with fresh.open("wb") as file:
-            file.write(digest_of(body).encode() + body)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._folder / name)
+    def _path(self, group_id: int) -> Path:
+        return self._folder / f"{group_id}{SUFFIX}"
 
-    @staticmethod
-    def _unseal(path: Path) -> bytes | None:
-        """None when it is not there, or not what was written."""
-        if not path.exists():
+    def _facts(self) -> Facts | None:
+        parts = parts_of(self._folder / "facts")
+        try:
+            return None if parts is None else decode_value(parts[_HEADER].read(), Facts)
+        except BlobError as error:
+            log.error("the shipped history is left out: %s", error)
             return None
-        data = path.read_bytes()
-        if digest_of(data[_DIGEST_CHARS:]).encode() != data[:_DIGEST_CHARS]:
-            log.error("%s does not match its digest", path)
+
+    def _group(self, group_id: int, blobs: BlobStore) -> EpisodeGroup | None:
+        """A group with blobs that can be read; None when its file is not what was written."""
+        parts = parts_of(self._path(group_id))
+        if parts is None:
             return None
-        return data[_DIGEST_CHARS:]
+        try:
+            group = decode_value(parts.pop(_HEADER).read(), EpisodeGroup)
+            for uri in blobs.missing(parts):
+                blobs.put_back(uri, parts[uri].read())
+        except BlobError as error:
+            log.error("shipped group %d is left out: %s", group_id, error)
+            return None
+        return group

@@ -1,7 +1,8 @@
 """Where the records of groups lie, and what becomes of groups whose records are lost.
 
 Records stay on the node of the engine that sealed them until they were trained.  A node, or its
-store, may be lost meanwhile: its groups are generated again.
+store, may be lost meanwhile: its groups are generated again, unless durability `shared` has copies
+of them in the run directory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from moerl.blob import BlobStore
+from moerl.blob.store import Found
 from moerl.rollout.admission import Admission
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.journal import Journal
@@ -45,28 +47,37 @@ class Whereabouts:
         self._patience_s = patience_s
 
     async def are_whole(self, due: list[EpisodeGroup]) -> bool:
-        """Whether this batch is due still, and its records are where its engines sealed them."""
-        return await self.drop_lost(due) and self._buffer.due() == due
+        """Whether this batch is due still, and its records can be read."""
+        gone, copied = await self._drop_lost(due)
+        if gone or self._buffer.due() != due:
+            return False
+        self._ledger.copied += sum(not copied.isdisjoint(uris_of(group)) for group in due)
+        return True
 
     async def drop_lost(self, groups: Sequence[EpisodeGroup]) -> bool:
-        """Whether the records of these groups are where their engines sealed them.
+        """Whether the records of these groups can be read.
 
         Ready groups whose records are lost are generated again.  A node that does not answer is
         waited for once.
         """
-        gone = await asyncio.to_thread(self._missing, groups, self._patience_s)
-        if gone:  # what else lay there is lost as well
-            gone = await asyncio.to_thread(self._missing, self._buffer.ready(), 0.0)
+        gone, _ = await self._drop_lost(groups)
+        return not gone
+
+    async def _drop_lost(self, groups: Sequence[EpisodeGroup]) -> Found:
+        found = await asyncio.to_thread(self._find, groups, self._patience_s)
+        if found.gone:  # what else lay there is lost as well
+            found = await asyncio.to_thread(self._find, self._buffer.ready(), 0.0)
+        gone = found.gone
         lost = self._buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
         self._journal.left(group.group_id for group in lost)
         for group in lost:
             log.warning("the records of group %d are lost: it is generated again", group.group_id)
             self._ledger.dropped_lost += 1
             self._admission.forget(group)
-        return not gone
+        return found
 
-    def _missing(self, groups: Sequence[EpisodeGroup], patience_s: float) -> set[str]:
-        return self._blobs.missing(uris_in(groups), patience_s)
+    def _find(self, groups: Sequence[EpisodeGroup], patience_s: float) -> Found:
+        return self._blobs.find(uris_in(groups), patience_s)
 
     async def leave(self, node: str, trainable: Callable[[], Iterable[EpisodeGroup]]) -> None:
         """Returns when nothing that may be trained lies on a node."""

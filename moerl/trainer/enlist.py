@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from moerl.blob.remote import ClusterBlobs
+from moerl.blob.remote import cluster_reader
 from moerl.config.schema import Config
 from moerl.rundir import RunDir, next_incarnation
 from moerl.trainer.gang import Post
@@ -27,9 +26,7 @@ def read_board(run: RunDir, config: Config) -> tuple[Post, str]:
     Raises TrainerError when no controller is posted within trainer.step_timeout_s.
     """
     controller, token, start = run.board.read(config.trainer.step_timeout_s)
-    own = Path(config.cluster.blob_dir)  # nothing is sealed here
-    blobs = ClusterBlobs(own, "", token, timeout_s=config.sync.timeout_s)
-    return Post(run, controller, token, -1, blobs, None), start
+    return Post(run, controller, token, -1, cluster_reader(config, run, token), None), start
 
 
 def enlist(post: Post, parallel: Parallel) -> Post:

@@ -1,0 +1,179 @@
+"""Copies of blobs in the run directory, one sealed file per group: they outlive their node.
+
+A file holds named parts: `digest of the index | length of the index | index | part | part ...`, the
+index (name, bytes, digest) of each part.  So a reader that knows a blob's URI finds it by reading
+indexes only, a slice of a blob is a range of the file, and a part can be checked alone.
+
+A file is written under a temporary name, flushed to the disk and renamed: what exists is whole.  It
+goes in one step, with its group; a blob that two groups name is in both files, so nobody counts.
+
+Rejected: a file per blob (dozens of flushes and names per group on a network file system, and a
+count of the groups that name it), one file of one digest (a slice would cost the whole file).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from moerl.errors import BlobError
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".group"
+_DIGEST_CHARS, _LENGTH_BYTES = 16, 8
+
+Stamp = tuple[int, int, int]  # inode, time of change, bytes: of one file under its name
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some bytes of a sealed file."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    digest: str
+
+    def read(self) -> bytes:
+        """All of it.  Raises OSError; BlobError when it is not what was written."""
+        data = self.read_spans([(0, self.num_bytes)])
+        if xxhash.xxh3_64_hexdigest(data) != self.digest:
+            raise BlobError(f"{self.path} at byte {self.offset} does not match its digest")
+        return data
+
+    def read_spans(self, spans: Iterable[tuple[int, int]]) -> bytes:
+        """Begin..end of each span, one after the other, unchecked.  Raises OSError, BlobError."""
+        with self.path.open("rb", buffering=0) as file:
+            return b"".join(self._span(file.fileno(), *span) for span in spans)
+
+    def _span(self, fd: int, begin: int, end: int) -> bytes:
+        parts, at = [], begin
+        while at < end <= self.num_bytes:
+            part = os.pread(fd, end - at, self.offset + at)
+            if not part:
+                break
+            parts.append(part)
+            at += len(part)
+        if at != end:
+            raise BlobError(f"{self.path} ends before byte {end} of a copy")
+        return b"".join(parts)
+
+
+def seal(path: Path, parts: Sequence[tuple[str, bytes]]) -> None:
+    """Write named parts as one file; replaces a file of that name.  Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    index = msgspec.msgpack.encode([(n, len(b), xxhash.xxh3_64_hexdigest(b)) for n, b in parts])
+    fresh = path.with_name(f".{path.name}")
+    try:
+        with fresh.open("wb") as file:
+            file.write(xxhash.xxh3_64_hexdigest(index).encode())
+            file.write(len(index).to_bytes(_LENGTH_BYTES, "little"))
+            file.write(index)
+            for _, data in parts:
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def parts_of(path: Path) -> dict[str, Part] | None:
+    """By name; None when the file is not there, or not what was written.  Raises OSError."""
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            digest = file.read(_DIGEST_CHARS)
+            size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            begin = _DIGEST_CHARS + _LENGTH_BYTES
+            index = file.read(size) if size <= total - begin else b""
+    except FileNotFoundError:
+        return None
+    if not index or xxhash.xxh3_64_hexdigest(index).encode() != digest:
+        log.error("the index of %s does not match its digest", path)
+        return None
+    found, at = {}, begin + size
+    for name, num_bytes, part in msgspec.msgpack.decode(index, type=list[tuple[str, int, str]]):
+        found[name] = Part(path, at, num_bytes, part)
+        at += num_bytes
+    if at != total:
+        log.error("%s holds %d bytes, %d were written", path, total, at)
+        return None
+    return found
+
+
+class Copies:
+    """Finds copies of blobs by URI; any thread.  It only reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[Path, tuple[Stamp, dict[str, Part]]] = {}
+        self._parts: dict[str, Part] = {}  # of all files, by URI
+        self._lock = threading.Lock()
+
+    def which(self, uris: Collection[str]) -> set[str]:
+        """Those that have a copy just now."""
+        return set(self._find(uris))
+
+    def read(self, uri: str, spans: Sequence[tuple[int, int]] | None) -> bytes | None:
+        """Spans of a copy, unchecked, or all of it, checked; None when it cannot be had.
+
+        Raises BlobError: it is not what was written.
+        """
+        part = self._find([uri]).get(uri)
+        try:
+            if part is not None:
+                return part.read() if spans is None else part.read_spans(spans)
+        except OSError as error:
+            log.warning("the copy of %s could not be read: %s", uri, error)
+        return None
+
+    def _find(self, uris: Collection[str]) -> dict[str, Part]:
+        with self._lock:
+            try:
+                found = self._known(uris)
+                if len(found) < len(set(uris)):
+                    self._look()
+                    found = self._known(uris)
+            except OSError as error:
+                log.warning("%s could not be read: %s", self.folder, error)
+                return {}
+        return found
+
+    def _known(self, uris: Iterable[str]) -> dict[str, Part]:
+        found = {uri: self._parts[uri] for uri in uris if uri in self._parts}
+        paths = {part.path for part in found.values()}
+        there = {path for path in paths if _stamp_of(path) == self._files[path][0]}
+        return {uri: part for uri, part in found.items() if part.path in there}
+
+    def _look(self) -> None:
+        """Read the indexes of files that are new; forget files that are gone."""
+        files = {}
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            stamp = _stamp_of(path)
+            before = self._files.get(path)
+            if before is not None and before[0] == stamp:
+                files[path] = before
+            elif stamp is not None:
+                files[path] = (stamp, parts_of(path) or {})
+        self._files = files
+        self._parts = {
+            name: part for _, parts in files.values() for name, part in parts.items() if name
+        }
+
+
+def _stamp_of(path: Path) -> Stamp | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
