@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moerl.blob.copies import parts_of
 from tests.multi.hosts import Host, environment, hosts, why_not
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
@@ -89,6 +90,50 @@ def test_engine_nodes_come_and_go(
     assert rows[-1]["async/engines"] == 1.0
     assert max(row["async/engines"] for row in rows) == 3.0
     print("groups lost with a node:", sum(row["async/dropped_lost_groups"] for row in rows))
+
+
+@pytest.mark.full
+@pytest.mark.e2e
+@pytest.mark.timeout(1200)
+def test_shared_records_outlive_an_engine_node(four: list[Host], tmp_path: Path) -> None:
+    """It is lost with records of groups in the line: they are trained from the run directory."""
+    first, second, trainer, _ = four
+    settings = (
+        *("engine.count=2", "run.steps=24", "checkpoint.every=4", "sync.timeout_s=20"),
+        *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
+        "rollout.durability=shared",
+    )
+    folder = str(tmp_path / "run")
+    with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:
+        run.wait_for(lambda: len(run.rows()) >= 2)
+        run.wait_for(lambda: copies_of(run, second) >= 6)
+        end_of(run.engine_nodes[0])
+        run.wait_for(lambda: said(run, "engine 1 died"))
+        before = len(run.rows())
+        run.wait_for(lambda: len(run.rows()) >= before + 4)
+        engines(run, first, "remove", folder, "1")
+        run.finish(600)
+        rows = run.rows()
+        assert f"blobs of node {second.address}" in copies_read(run)
+    assert [row["step"] for row in rows] == list(range(24))
+    for name in ("routing/replay_cover_frac", "keep/cover_frac"):
+        assert {row[name] for row in rows} == {1.0}
+    assert sum(row["async/dropped_lost_groups"] for row in rows) == 0
+    assert not run.dir.segments.exists()
+    print("groups trained from copies:", sum(row["async/copied_groups"] for row in rows))
+
+
+def copies_of(run: ClusterRun, host: Host) -> int:
+    """Shipped groups with records of a host."""
+    files = [parts_of(path) or {} for path in run.dir.segments.glob("[!.]*.group")]
+    return sum(any(host.address in name for name in parts) for parts in files)
+
+
+def copies_read(run: ClusterRun) -> str:
+    """What the controller and trainer ranks say of copies that they read."""
+    lines = trainer_log(run).splitlines()
+    lines += (run.dir.logs / "controller.log").read_text().splitlines()
+    return "\n".join(line for line in lines if "read from copies" in line)
 
 
 def trainer_log(run: ClusterRun) -> str:

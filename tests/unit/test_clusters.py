@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from moerl.blob.copies import seal
+from moerl.blob.remote import cluster_reader
+from moerl.blob.store import Found
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.errors import ConfigError
 from moerl.launch.dry_run import describe, process_table
+from moerl.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/processes"
@@ -134,6 +138,15 @@ def test_the_blocker_blocks() -> None:
 def test_what_cannot_run_is_refused(overrides: tuple[str, ...], field: str) -> None:
     with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
         check(resolve(load_config("quickstart", overrides)))
+
+
+def test_readers_on_several_nodes_know_the_copies_of_shared_runs(tmp_path: Path) -> None:
+    run, lost = RunDir(tmp_path), "blob://127.0.0.1:9/a"
+    seal(run.segments / "6.group", [(lost, b"123")])
+    for durability, expected in (("shared", Found(set(), {lost})), ("node", Found({lost}, set()))):
+        config = resolve(load_config("quickstart", (*HOSTS, f"rollout.durability={durability}")))
+        check(config, starts=False)
+        assert cluster_reader(config, run, "t").find([lost]) == expected
 
 
 def test_any_part_of_a_recipe_is_replaced_on_the_command_line() -> None:

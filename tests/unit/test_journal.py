@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.blob import BlobStore
+from moerl.blob.copies import parts_of
+from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.errors import JournalError
 from moerl.rollout.journal import Journal
-from moerl.rollout.past import Past, ranges, spread
+from moerl.rollout.past import Past, ranges, spread, uris_of
 from moerl.rollout.segments import Segments
 from moerl.types import (
     Episode,
@@ -253,6 +257,105 @@ def test_shared_survives_the_node(tmp_path: Path) -> None:
     assert other.blobs.load(past.ready[-1].rollouts()[0].routing[0].ids)[0, 0, 0] == 6
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert files == ["0.group", "4.group", "5.group", "6.group", "facts"]
+
+
+def test_shared_survives_every_node(tmp_path: Path) -> None:
+    """Engine's and controller's node are lost, the run directory is not; without it all is."""
+    folder = tmp_path / "run"
+    server = RangeServer(tmp_path / "node", "127.0.0.1", 0, "t")
+    engine = ClusterBlobs(tmp_path / "node", server.node, "t")
+    reader = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=0.3, copies=folder)
+    journal = Journal(tmp_path / "a", reader, Segments(folder))
+    journal.load()
+    journal.began(START, 2, ())
+    groups = {group_id: group_of(group_id, engine) for group_id in (4, 5)}
+    for group in groups.values():
+        journal.ship(group)
+        journal.admitted(group)
+    journal.planned(0, [4])
+    expected = {i: engine.read(uri) for i, group in groups.items() for uri in uris_of(group)}
+    journal.close()
+    server.close()
+    shutil.rmtree(tmp_path / "node")
+
+    blind = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=0.3)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    past = Journal(tmp_path / "b", blind).load()
+    assert (past.lost, past.ready) == (2, [])
+
+    past = Journal(tmp_path / "a", reader, Segments(folder)).load()
+    assert (ids(past.ready), ids(past.planned[0]), past.lost) == ([5], [4], 0)
+    past = Journal(tmp_path / "c", reader, Segments(folder)).load()
+    assert (ids(past.ready), past.is_whole, past.lost) == ([4, 5], False, 0)
+    rank = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=0.3, copies=folder)
+    for group in past.ready:
+        assert rank.read(*uris_of(group)) == expected[group.group_id]
+        (part,) = group.rollouts()[0].routing
+        assert (rank.load(part.ids) == group.group_id).all()
+
+
+def test_shipped_files_go_with_their_groups(tmp_path: Path) -> None:
+    world = World(tmp_path, shared=True)
+    assert world.segments is not None
+    some_history(world)
+    assert world.segments.held() == {0, 4, 5, 6}, "1, 2 and 3 are of no use for a restart"
+    world.journal.saved(1)
+    assert world.segments.held() == {4, 5, 6}
+    world.journal.left([6])
+    world.journal.done(2, kept=[4])
+    assert world.segments.held() == {4}
+    world.journal.ship(group_of(9, world.blobs))  # it was killed before it was admitted
+    (tmp_path / "run" / ".10.group").write_bytes(b"half")
+    world.admit(11)
+    world.open()
+    assert world.segments.held() == {4, 11}
+    assert not (tmp_path / "run" / ".10.group").exists()
+    world.journal.ship(group_of(12, world.blobs))
+    world.journal.dropped(12)
+    world.journal.began(PolicyVersion(1, 0), 2, (4,))
+    assert world.segments.held() == {11}
+
+
+def test_a_group_that_cannot_be_shipped_leaves_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path, shared=True)
+    assert world.segments is not None
+    group = group_of(0, world.blobs)
+    world.journal.ship(group)
+    world.blobs.delete(*uris_of(group))
+    with pytest.raises(JournalError, match="group 0 was not shipped"):
+        world.journal.ship(group)
+    assert world.segments.held() == set()
+
+
+def test_shipped_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
+    """Their journal is lost, too."""
+    world = World(tmp_path, shared=True)
+    assert world.segments is not None
+    some_history(world)
+    for settings, adopted in (("", [0, 4, 5, 6]), ("b", [])):
+        folder = tmp_path / f"new{settings}"
+        if settings:
+            world.segments.keep_facts(replace(world.past.facts, begins=(START,), settings="a"))
+        past = Journal(folder, world.blobs, world.segments, settings).load()
+        assert ids(past.ready) == adopted
+    assert world.segments.held() == set()
+
+
+@pytest.mark.parametrize("how", ["header", "blob"])
+def test_a_flipped_byte_of_a_segment_is_found(tmp_path: Path, how: str) -> None:
+    world = World(tmp_path, shared=True)
+    some_history(world)
+    path = tmp_path / "run" / "6.group"
+    parts, data = parts_of(path), bytearray(path.read_bytes())
+    assert parts is not None
+    data[parts["" if how == "header" else "blob://n/6.0-s0"].offset + 3] ^= 1
+    path.write_bytes(data)
+    world.journal.close()
+    world.database.unlink()
+    world.blobs.delete("blob://n/6.0-s0")
+    past = world.open()
+    assert past.lost == 1
+    assert ids(past.ready) == [0, 4, 5]
 
 
 def test_a_damaged_segment_is_left_out(tmp_path: Path) -> None:

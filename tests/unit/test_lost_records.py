@@ -1,4 +1,7 @@
-"""An engine's host that is lost takes its records along: their groups are generated again."""
+"""An engine's host that is lost takes its records along: their groups are generated again.
+
+With durability `shared` they are read from the run directory instead, and nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from moerl.config.schema import SyncConfig
 from moerl.protocols import Plan, TakeRecords
 from moerl.rollout.controller import Controller
 from moerl.rollout.past import uris_of
-from moerl.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
+from moerl.rollout.segments import Segments
+from moerl.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
 from tests.unit.test_frozen import with_frozen
 from tests.unit.test_membership import Trainer
@@ -105,6 +109,55 @@ def test_the_run_goes_on_without_them(how: str, tmp_path: Path) -> None:
         kept.end()
 
 
+@pytest.mark.parametrize("how", ["node", "store"])
+def test_shared_records_outlive_their_node(how: str, tmp_path: Path) -> None:
+    """The same loss with durability `shared`: no group is generated again, all can be read."""
+    folder = tmp_path / "segments"
+
+    async def body() -> None:
+        config = replace(CONFIG, sync=SyncConfig(timeout_s=600.0))  # nobody waits that long
+        reader = ClusterBlobs(tmp_path / "none", "", "t", copies=folder)
+        more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
+        controller, reports = make(tmp_path, lost, config, segments=Segments(folder), **more)
+        trainer = Trainer(controller, (0, 1))
+        rank = ClusterBlobs(tmp_path / "rank", "", "t", copies=folder)
+
+        async def work() -> None:
+            await trainer.hello()
+            await trainer.step()
+            while not (doomed := ready_at(controller, lost)):
+                await asyncio.sleep(0.005)
+            sealed = {uri: lost.store.read(uri) for g in doomed.values() for uri in uris_of(g)}
+            controller.engine_lost(0)
+            trainer.engines = (1,)
+            if how == "node":
+                lost.end()
+            shutil.rmtree(lost.folder)
+            assert {uri: await asyncio.to_thread(rank.read, uri) for uri in sealed} == sealed
+            for rollout in (rollout for group in doomed.values() for rollout in group.rollouts()):
+                rows = await asyncio.to_thread(rank.load, rollout.routing[0].ids)
+                assert rows[..., 1].all()
+            while trainer.version.step < 4:
+                await trainer.step()
+            trained = {group.group_id: group for group in trainer.groups}
+            assert doomed.keys() <= trained.keys()
+            assert all(trained[i] is group for i, group in doomed.items()), "generated again"
+
+        await running(controller, work())
+        assert sorted(group.group_id for group in trainer.groups) == list(range(8))
+        rows = [report.metrics for report in reports]
+        assert sum(row["async/dropped_lost_groups"] for row in rows) == 0
+        assert sum(row["async/copied_groups"] for row in rows) >= 1
+        assert rows[0]["async/copied_groups"] == 0
+
+    lost, kept = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
+    try:
+        asyncio.run(body())
+    finally:
+        lost.end()
+        kept.end()
+
+
 def test_reference_ranks_are_not_given_what_is_lost(tmp_path: Path) -> None:
     async def body() -> None:
         config = replace(with_frozen(tmp_path), sync=SyncConfig(timeout_s=LOST_S))
@@ -138,9 +191,13 @@ def test_reference_ranks_are_not_given_what_is_lost(tmp_path: Path) -> None:
 
 def at(controller: Controller, engine: Sealing) -> set[int]:
     """Groups in the line with records in the store of an engine."""
+    return set(ready_at(controller, engine))
+
+
+def ready_at(controller: Controller, engine: Sealing) -> dict[int, EpisodeGroup]:
     node = f"blob://{engine.node}/"
     return {
-        group.group_id
+        group.group_id: group
         for group in controller.buffer.ready()
         if any(uri.startswith(node) for uri in uris_of(group))
     }
