@@ -75,7 +75,7 @@ class CheckpointWriter:
         """incarnation: of this gang; one that was replaced publishes no checkpoint."""
         self._shelf = Shelf(run, config, incarnation)
         self._parallel, self._tracer = parallel, tracer
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=parallel.timeout)
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._ended: dict[str, float] = {}  # metrics of the write that ended last

@@ -43,6 +43,7 @@ class Parallel:
     ep_rank: int
     etp_rank: int
     control: Group  # gloo group of all ranks: plans, verdicts, checkpoints
+    timeout: timedelta  # of collectives
 
     @property
     def dp_size(self) -> int:
@@ -122,6 +123,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         control=dist.new_group(backend="gloo", timeout=timeout + _CONTROL_SLACK),
+        timeout=timeout,
     )
 
 

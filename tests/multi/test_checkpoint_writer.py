@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def _writer(run: RunDir, **config: Any) -> CheckpointWriter:
-    first: Any = SimpleNamespace(is_first=True)
+    first: Any = SimpleNamespace(is_first=True, timeout=timedelta(seconds=60))
     return CheckpointWriter(
         run, CheckpointConfig(**config), first, Tracer(run.trace, "trainer-0"), 0
     )

@@ -216,10 +216,10 @@ def cut_engines(run: ClusterRun) -> None:
 
 
 def cut_trainer(run: ClusterRun) -> list[psutil.Process]:
-    """The last host is away until its gang fell; returns the processes of the next one."""
+    """The last host is away until its gang fell or was given up; returns the next processes."""
     before = incarnation(run)
     run.hosts[2].cut()
-    run.wait_for(lambda: gang_fell(run))
+    run.wait_for(lambda: gang_fell(run) or "trainer died" in run.output.read_text())
     run.hosts[2].restore()
     run.wait_for(lambda: incarnation(run) > before)
     return run.members()
