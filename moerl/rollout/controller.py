@@ -53,7 +53,7 @@ from moerl.rollout.frozen import FrozenLine
 from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger, facts_of
-from moerl.rollout.loops import Loops, collect_rarely
+from moerl.rollout.loops import Loops, look_after_memory
 from moerl.rollout.past import Past, spread, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
@@ -212,7 +212,7 @@ class Controller:
 
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""
-        self._loops.spawn(collect_rarely())
+        self._loops.spawn(look_after_memory())
         self.producer.start()
         if self._evaluator:
             self._evaluator.start()
@@ -330,7 +330,7 @@ class Controller:
 
     async def _hello(self, message: Hello) -> Message:
         await self._engines_up.wait()
-        self._expect_no_newer(message.version.incarnation)
+        self.fleet.expect_no_newer(message.version.incarnation)
         consumed = set(message.consumed)
         self._journal.began(message.version, message.dp_size, consumed)
         self._dp_size, self._done = message.dp_size, message.version.step
@@ -353,12 +353,12 @@ class Controller:
         return self._roster.begin() or Ok()
 
     async def _take_plan(self, message: TakePlan) -> Message:
-        self._expect_no_newer(message.incarnation)
+        self.fleet.expect_no_newer(message.incarnation)
         self._roster.asked()
         self._loops.notify()
         if message.step >= self.config.run.steps:
             return await self._end(message)
-        self._expect_gang()
+        self.fleet.expect_gang()
         if news := self._roster.news():
             return news
         if message.step in self._planned:  # the reply was lost with a controller
@@ -440,19 +440,6 @@ class Controller:
         )
         return Plan(self._frozen.with_scores(plan))
 
-    def _expect_gang(self) -> None:
-        if self.fleet.incarnation is None:
-            raise ProtocolError(
-                "the journal lost what this gang has trained: it has to start from its checkpoint"
-            )
-
-    def _expect_no_newer(self, incarnation: int) -> None:
-        """A gang that was cut off may live on beside the one that took its place."""
-        if self.fleet.incarnation is not None and incarnation < self.fleet.incarnation:
-            raise ProtocolError(
-                f"gang {incarnation} was replaced: {self.fleet.incarnation} is the newest one"
-            )
-
     def _drop_stale(self) -> None:
         stale = self.buffer.evict_stale()
         self._journal.left(group.group_id for group in stale)
@@ -465,7 +452,7 @@ class Controller:
             facts_of, tuple(self._planned.get(message.step, ())), message.step
         )
         engines = await self.fleet.statuses()  # from here on nothing else gets between
-        self._expect_gang()
+        self.fleet.expect_gang()
         if message.version.incarnation != self.fleet.incarnation:
             raise ProtocolError(f"step {message.step} of {message.version}: that gang is gone")
         if message.step < self._done:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moerl.config.schema import RolloutConfig
-from moerl.errors import EngineError
+from moerl.errors import EngineError, ProtocolError
 from moerl.protocols import (
     AskEngine,
     CloseUpdate,
@@ -128,6 +128,20 @@ class Fleet:
     @property
     def any_behind(self) -> bool:
         return any(member.behind for member in self.members.values())
+
+    def expect_gang(self) -> None:
+        """Raises ProtocolError when no gang has said hello."""
+        if self.incarnation is None:
+            raise ProtocolError(
+                "the journal lost what this gang has trained: it has to start from its checkpoint"
+            )
+
+    def expect_no_newer(self, incarnation: int) -> None:
+        """Raises ProtocolError: a gang that was cut off may live on beside its successor."""
+        if self.incarnation is not None and incarnation < self.incarnation:
+            raise ProtocolError(
+                f"gang {incarnation} was replaced: {self.incarnation} is the newest one"
+            )
 
     async def look(self, lost: Collection[int], is_new_run: bool) -> None:
         """Ask every engine what it serves: for a controller that takes over a running fleet."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 from collections.abc import Awaitable
@@ -15,6 +16,7 @@ from collections.abc import Awaitable
 log = logging.getLogger(__name__)
 
 _COLLECT_S = 300.0  # between full passes of the garbage collector
+_TRIM_S = 20.0  # between returns of free memory
 _NEVER = 2**31 - 1
 
 
@@ -34,6 +36,24 @@ async def collect_rarely() -> None:
             gc.collect()
     finally:
         gc.set_threshold(young, middle, old)
+
+
+async def return_memory() -> None:
+    """Give free pages back to the system at intervals; until cancelled.
+
+    Records come and go by the hundred thousand and batches are encoded in tens of megabytes: holes
+    in glibc's heap, 200 MiB of 570 at 20,000 episodes, and growing.  `man malloc_trim`; other C
+    libraries have none.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_TRIM_S)
+        await asyncio.to_thread(trim, 0)
+
+
+async def look_after_memory() -> None:
+    """Both of the above."""
+    await asyncio.gather(collect_rarely(), return_memory())
 
 
 class Loops:
