@@ -34,6 +34,7 @@ import numpy as np
 import psutil
 
 from moerl.blob import BlobStore
+from moerl.blob.store import Found
 from moerl.config.schema import (
     Config,
     EngineConfig,
@@ -191,8 +192,8 @@ class StubScorer:
 class Records(BlobStore):
     """The stub engines seal nothing, and whoever asks is told that all is there."""
 
-    def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
-        return set()
+    def find(self, uris: Iterable[str], patience_s: float = 0.0) -> Found:
+        return Found(set(), set())
 
 
 class Prompts:
