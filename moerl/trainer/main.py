@@ -19,7 +19,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -41,7 +40,7 @@ def main() -> None:
     run = RunDir(args.run_dir)
     gang = "frozen" if args.frozen else "trainer"
     _log_to(run.logs / f"{gang}-{os.environ.get('RANK', '0')}.log")
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also inside a wait for a peer that never comes
     config = here(load_saved(run.config))
     torch.set_num_threads(config.trainer.cpu_threads)
     try:
@@ -119,10 +118,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--blob-dir", type=Path, help="where records are sealed")
     parser.add_argument("--blob-node", help="name of this node's blobs")
     return parser.parse_args()
-
-
-def _leave(_signum: int, _frame: FrameType | None) -> None:
-    os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
