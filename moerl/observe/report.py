@@ -140,7 +140,9 @@ def _tiles(
         )
     )
     raised = sorted({name.removeprefix("alert/") for row in rows for name in alerts(row)})
-    tiles.append(Tile("Alerts", ", ".join(raised) or "none", "of the probe", bad=bool(raised)))
+    steps = sum(bool(alerts(row)) for row in rows)
+    where = f"in {steps} of {len(rows)} steps, docs/metrics.md"
+    tiles.append(Tile("Alerts", ", ".join(raised) or "none", where, bad=bool(raised)))
     refused = _num_refused(rows)
     tiles.append(Tile("Records refused", f"{refused:,.0f}", "never trained on", bad=refused > 0))
     return tiles
