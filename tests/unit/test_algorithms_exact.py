@@ -256,7 +256,9 @@ def test_distillation_adds_to_a_reward() -> None:
 
 # --- group baselines: all groups of two actions --------------------------------------------------
 @pytest.mark.parametrize(
-    ("function", "scale"), [(rloo, 1.0), (grpo_mean, 0.5), (grpo_std, None)], ids=str
+    ("function", "scale"),
+    [(rloo, 1.0), (grpo_mean, 0.5), (grpo_std, None)],
+    ids=["rloo", "grpo_mean", "grpo_std"],
 )
 def test_group_baselines(function: Callable[[Outcomes], Tensor], scale: float | None) -> None:
     """Leave-one-out is unbiased, the group mean by (G - 1) / G, the standard deviation is not."""
