@@ -24,7 +24,7 @@ from moerl.config.load import load_saved  # noqa: E402
 from moerl.config.schema import Config, FrozenConfig  # noqa: E402
 from moerl.data.packing import by_row  # noqa: E402
 from moerl.errors import RecordError  # noqa: E402
-from moerl.protocols import Scored, decode  # noqa: E402
+from moerl.protocols import Scored  # noqa: E402
 from moerl.rundir import RunDir  # noqa: E402
 from moerl.trainer import parallel  # noqa: E402
 from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
@@ -32,6 +32,7 @@ from moerl.trainer.model import build  # noqa: E402
 from moerl.trainer.schedule import Batches  # noqa: E402
 from moerl.trainer.step import Learner  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
+from moerl.wire import decode  # noqa: E402
 
 NAMES = ("loss/total", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")
 
