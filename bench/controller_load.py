@@ -13,8 +13,8 @@ Reported, and required (exit status 1 when not):
 - lag of the event loop: how late a task that sleeps 5 ms wakes; 99% below 50 ms.  How much CPU the
   process used meanwhile tells its own blocking from that of a busy machine.
 - bytes per sampled token that go through the controller, all directions; at most 16
-- memory: growth of the process between the two halves of the run, without the first steps, in
-  which buffer, journal and rollouts of several versions fill up; flat
+- memory: its mean over a checkpoint's cycle, growth from the first to the last whole one, without
+  the first steps, in which buffer, journal and rollouts of several versions fill up; flat
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ GROUP, DEPTH, ENGINES = 16, 4, 16
 PROMPT, MEAN_TOKENS, MAX_TOKENS = 200, 800, 4000
 LAYERS, EXPERTS, TOP_K = tuple(range(48)), 128, 8
 CHECKPOINT_EVERY = 5  # steps; groups that a restart could train again are kept until then
-WARM_STEPS = 10
+WARM_CYCLES = 2  # checkpoints
 LAG_MS, BYTES, GROWTH = 50.0, 16.0, 0.05
 FIRST = PolicyVersion(0, 0)
 _INLINE = np.zeros(0, np.float32)  # log-probabilities are sealed with the routes
@@ -207,8 +207,8 @@ class Watch:
     def __init__(self) -> None:
         self.late_ms: list[float] = []
         self.held_ms: list[float] = []  # CPU of this process in the same time
-        self.rss: list[int] = []
-        self.is_warm = False
+        self.rss: dict[int, list[int]] = {}  # by checkpoint of the trainer
+        self.cycle = 0
 
     async def run(self) -> None:
         own, beat = psutil.Process(), 0
@@ -218,8 +218,8 @@ class Watch:
             self.held_ms.append((time.thread_time() - cpu) * 1e3)
             self.late_ms.append((time.perf_counter() - begin - 0.005) * 1e3)
             beat += 1
-            if beat % 40 == 0 and self.is_warm:
-                self.rss.append(own.memory_info().rss)
+            if beat % 40 == 0:
+                self.rss.setdefault(self.cycle, []).append(own.memory_info().rss)
 
 
 class Trainer:
@@ -249,7 +249,7 @@ class Trainer:
         await asyncio.sleep(self.step_s)
         version = PolicyVersion(0, step + 1)
         self.steps += 1
-        self.watch.is_warm = self.steps >= WARM_STEPS
+        self.watch.cycle = self.steps // CHECKPOINT_EVERY
         await controller.handle(StepDone(step, version, {"mismatch/tokens": 1.0}, ""))
         for engine in range(ENGINES):
             await controller.handle(OpenUpdate(engine, version, "g", ()))
@@ -312,15 +312,15 @@ def report(watch: Watch, traffic: Traffic, steps: int, cpu_s: float, in_flight: 
     p50, p99, worst = np.percentile(late, [50, 99, 100])
     held50, held99, held = np.percentile(watch.held_ms, [50, 99, 100])
     per_token = traffic.per_token()
-    half = max(1, len(watch.rss) // 2)
-    early = float(np.mean(watch.rss[:half] or [np.nan]))
-    growth = float(np.mean(watch.rss[half:] or [np.nan])) / early - 1
+    cycles = [float(np.mean(rss)) / 2**20 for _, rss in sorted(watch.rss.items())]
+    whole = cycles[WARM_CYCLES:-1] or [np.nan]
+    growth = whole[-1] / whole[0] - 1
     print(f"{steps} steps, {traffic.planned:,} tokens planned, {in_flight:,} episodes in flight")
     print(f"CPU {cpu_s:.1f} s, {cpu_s / traffic.sampled * 1e6:.2f} us per sampled token")
     print(f"loop lag ms: 50% {p50:.1f}, 99% {p99:.1f}, worst {worst:.0f} ({len(late):,} beats)")
     print(f"of it own CPU ms: 50% {held50:.1f}, 99% {held99:.1f}, worst {held:.0f}")
     print("bytes per token: " + ", ".join(f"{k} {v:.2f}" for k, v in per_token.items()))
-    print(f"memory after {WARM_STEPS} steps: {early / 2**20:.0f} MiB, then {growth:+.1%}")
+    print(f"memory by checkpoint, MiB: {', '.join(f'{mib:.0f}' for mib in cycles)}: {growth:+.1%}")
     checks = {
         f"99% of loop lag below {LAG_MS:g} ms": p99 < LAG_MS,
         f"at most {BYTES:g} bytes per token": sum(per_token.values()) <= BYTES,
