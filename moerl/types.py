@@ -31,6 +31,29 @@ def _no_tokens() -> Array:
     return np.zeros(0, np.int32)
 
 
+def _packed_state(value: Any, ids: str) -> list[Any]:
+    """The fields of a dataclass for pickle, its token ids `ids` in three bytes each.
+
+    Ids are most of what passes the controller.  What does not fit into three bytes stays an array.
+    """
+    state = [getattr(value, name) for name in value.__dataclass_fields__]
+    at, tokens = list(value.__dataclass_fields__).index(ids), getattr(value, ids)
+    if tokens.dtype == np.int32 and tokens.ndim == 1 and not (tokens >> 24).any():
+        little = np.ascontiguousarray(tokens, "<i4").view(np.uint8).reshape(-1, 4)
+        state[at] = little[:, :3].tobytes()
+    return state
+
+
+def _set_packed_state(value: Any, state: list[Any], ids: str) -> None:
+    """Inverse of `_packed_state`."""
+    for name, field_state in zip(value.__dataclass_fields__, state, strict=True):
+        if name == ids and isinstance(field_state, bytes):
+            little = np.zeros((len(field_state) // 3, 4), np.uint8)
+            little[:, :3] = np.frombuffer(field_state, np.uint8).reshape(-1, 3)
+            field_state = little.view("<i4").ravel().astype(np.int32, copy=False)
+        object.__setattr__(value, name, field_state)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
     """One set of weights: the trainer's restart count and its optimizer step.  Ordered.
@@ -217,6 +240,12 @@ class GenerateRequest:
     rows_known: int = 0  # leading rows that an earlier turn recorded, under the same weights
     prompt_ids: Array = field(default_factory=_no_tokens)  # i32: leading tokens
 
+    def __getstate__(self) -> list[Any]:
+        return _packed_state(self, "tail_ids")  # not prompt_ids: an object that siblings share
+
+    def __setstate__(self, state: list[Any]) -> None:
+        _set_packed_state(self, state, "tail_ids")
+
     @property
     def token_ids(self) -> Array:
         """[T'] i32: prompt and what was sampled so far."""
@@ -263,6 +292,12 @@ class Segment:
     kept_kv: bool = False  # see VersionSpan
     rest: tuple[Segment, ...] = ()  # weights changed under the request: what newer ones sampled
     sealed_logprobs: LogprobBlob | None = None
+
+    def __getstate__(self) -> list[Any]:
+        return _packed_state(self, "output_ids")
+
+    def __setstate__(self, state: list[Any]) -> None:
+        _set_packed_state(self, state, "output_ids")
 
     @property
     def pieces(self) -> tuple[Segment, ...]:
