@@ -23,35 +23,9 @@ from typing import Any
 import numpy as np
 
 from moerl.errors import RecordError
+from moerl.packed import packed_state, set_packed_state
 
 Array = np.ndarray
-
-
-def _no_tokens() -> Array:
-    return np.zeros(0, np.int32)
-
-
-def _packed_state(value: Any, ids: str) -> list[Any]:
-    """The fields of a dataclass for pickle, its token ids `ids` in three bytes each.
-
-    Ids are most of what passes the controller.  What does not fit into three bytes stays an array.
-    """
-    state = [getattr(value, name) for name in value.__dataclass_fields__]
-    at, tokens = list(value.__dataclass_fields__).index(ids), getattr(value, ids)
-    if tokens.dtype == np.int32 and tokens.ndim == 1 and not (tokens >> 24).any():
-        little = np.ascontiguousarray(tokens, "<i4").view(np.uint8).reshape(-1, 4)
-        state[at] = little[:, :3].tobytes()
-    return state
-
-
-def _set_packed_state(value: Any, state: list[Any], ids: str) -> None:
-    """Inverse of `_packed_state`."""
-    for name, field_state in zip(value.__dataclass_fields__, state, strict=True):
-        if name == ids and isinstance(field_state, bytes):
-            little = np.zeros((len(field_state) // 3, 4), np.uint8)
-            little[:, :3] = np.frombuffer(field_state, np.uint8).reshape(-1, 3)
-            field_state = little.view("<i4").ravel().astype(np.int32, copy=False)
-        object.__setattr__(value, name, field_state)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -238,13 +212,13 @@ class GenerateRequest:
     sampling: SamplingParams  # max_new_tokens counts what is still allowed
     audit: bool = False  # also return the rows of the re-prefilled prefix
     rows_known: int = 0  # leading rows that an earlier turn recorded, under the same weights
-    prompt_ids: Array = field(default_factory=_no_tokens)  # i32: leading tokens
+    prompt_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # i32: leading tokens
 
     def __getstate__(self) -> list[Any]:
-        return _packed_state(self, "tail_ids")  # not prompt_ids: an object that siblings share
+        return packed_state(self, "tail_ids")  # not prompt_ids: an object that siblings share
 
     def __setstate__(self, state: list[Any]) -> None:
-        _set_packed_state(self, state, "tail_ids")
+        set_packed_state(self, state, "tail_ids")
 
     @property
     def token_ids(self) -> Array:
@@ -294,10 +268,10 @@ class Segment:
     sealed_logprobs: LogprobBlob | None = None
 
     def __getstate__(self) -> list[Any]:
-        return _packed_state(self, "output_ids")
+        return packed_state(self, "output_ids")
 
     def __setstate__(self, state: list[Any]) -> None:
-        _set_packed_state(self, state, "output_ids")
+        set_packed_state(self, state, "output_ids")
 
     @property
     def pieces(self) -> tuple[Segment, ...]:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest layer first: a package imports only from rows before its own.
 ROWS = [
-    {"types", "errors", "protocols", "wire", "config", "trace", "rundir", "stacks"},
+    {"types", "packed", "errors", "protocols", "wire", "config", "trace", "rundir", "stacks"},
     {"kernels"},
     {"codec", "blob", "layout", "transport"},
     {"algorithms", "data"},

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,9 +65,21 @@ class Sealing(StubEngine):
         return replace(segment, routing=RoutingBlob(ref, begin, end, segment.version, (0,), 4))
 
 
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[tuple[Sealing, Sealing]]:
+    """The records of engine 0, which are lost, and of engine 1."""
+    made = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
+    yield made
+    for store in made:
+        store.end()
+
+
 @pytest.mark.parametrize("how", ["node", "store"])
-def test_the_run_goes_on_without_them(how: str, tmp_path: Path) -> None:
+def test_the_run_goes_on_without_them(
+    how: str, tmp_path: Path, stores: tuple[Sealing, Sealing]
+) -> None:
     """The node ends, or comes back with an empty store; the other engine finishes the run."""
+    lost, kept = stores
 
     async def body() -> None:
         config = replace(CONFIG, sync=SyncConfig(timeout_s=LOST_S))
@@ -101,17 +114,15 @@ def test_the_run_goes_on_without_them(how: str, tmp_path: Path) -> None:
         named = {uri for group in trainer.groups[2:] for uri in uris_of(group)}
         assert not any(lost.node in uri for uri in named), "a plan names records that are lost"
 
-    lost, kept = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
-    try:
-        asyncio.run(body())
-    finally:
-        lost.end()
-        kept.end()
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize("how", ["node", "store"])
-def test_shared_records_outlive_their_node(how: str, tmp_path: Path) -> None:
+def test_shared_records_outlive_their_node(
+    how: str, tmp_path: Path, stores: tuple[Sealing, Sealing]
+) -> None:
     """The same loss with durability `shared`: no group is generated again, all can be read."""
+    lost, kept = stores
     folder = tmp_path / "segments"
 
     async def body() -> None:
@@ -150,15 +161,14 @@ def test_shared_records_outlive_their_node(how: str, tmp_path: Path) -> None:
         assert sum(row["async/copied_groups"] for row in rows) >= 1
         assert rows[0]["async/copied_groups"] == 0
 
-    lost, kept = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
-    try:
-        asyncio.run(body())
-    finally:
-        lost.end()
-        kept.end()
+    asyncio.run(body())
 
 
-def test_reference_ranks_are_not_given_what_is_lost(tmp_path: Path) -> None:
+def test_reference_ranks_are_not_given_what_is_lost(
+    tmp_path: Path, stores: tuple[Sealing, Sealing]
+) -> None:
+    lost, kept = stores
+
     async def body() -> None:
         config = replace(with_frozen(tmp_path), sync=SyncConfig(timeout_s=LOST_S))
         reader = ClusterBlobs(tmp_path / "none", "", "t")
@@ -181,12 +191,7 @@ def test_reference_ranks_are_not_given_what_is_lost(tmp_path: Path) -> None:
 
         await running(controller, work())
 
-    lost, kept = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
-    try:
-        asyncio.run(body())
-    finally:
-        lost.end()
-        kept.end()
+    asyncio.run(body())
 
 
 def at(controller: Controller, engine: Sealing) -> set[int]:
