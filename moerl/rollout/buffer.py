@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from moerl.rollout.ids import IdSet
 from moerl.types import EpisodeGroup
 
 
@@ -46,7 +47,7 @@ class GroupBuffer:
         self._ready: dict[int, EpisodeGroup] = {}
         self._admitted: dict[int, float] = {}  # monotonic seconds; of ready groups
         self.ages_s: list[float] = []  # of the groups taken last, since they were admitted
-        self._consumed: set[int] = set()
+        self._consumed = IdSet()
 
     @property
     def num_ready(self) -> int:
@@ -79,8 +80,8 @@ class GroupBuffer:
         self._ready |= {group.group_id: group for group in planned}
         twice = [self._ready.pop(group_id) for group_id in spent & set(self._ready)]
         self._again = [group_id for group_id in self._again if group_id not in spent]
-        self._redo(self._consumed - spent - set(self._ready))
-        self._consumed = spent
+        self._redo(set(self._consumed) - spent - set(self._ready))
+        self._consumed = IdSet(ids=spent)
         return twice
 
     def restore(
@@ -91,9 +92,9 @@ class GroupBuffer:
         ready: Iterable[EpisodeGroup],
     ) -> None:
         """Go on where a controller ended; ids that are none of these are generated again."""
-        self.next_step, self._consumed = next_step, set(consumed)
+        self.next_step, self._consumed = next_step, IdSet(ids=consumed)
         self._ready = {group.group_id: group for group in ready}
-        known = self._consumed | set(dropped) | set(self._ready)
+        known = {*self._consumed, *dropped, *self._ready}
         self._cursor = max([-1, *known]) + 1
         self._again = sorted(set(range(self._cursor)) - known)
 
@@ -126,7 +127,7 @@ class GroupBuffer:
     def carry(self, group_id: int) -> int | None:
         """Id under which late siblings of a started group go on; None: earlier ones did already."""
         late = ~group_id
-        if group_id < 0 or late in (self._started | self._consumed) or late in self._ready:
+        if group_id < 0 or any(late in ids for ids in (self._started, self._consumed, self._ready)):
             return None
         self._started.add(late)
         return late

@@ -51,10 +51,11 @@ from moerl.rollout.evaluation import Evaluator
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.frozen import FrozenLine
 from moerl.rollout.history import History
+from moerl.rollout.ids import spread
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger, facts_of
 from moerl.rollout.loops import Loops, look_after_memory
-from moerl.rollout.past import Past, spread, uris_of
+from moerl.rollout.past import Past, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
 from moerl.rollout.samples import StepReport, samples_of
@@ -484,10 +485,10 @@ class Controller:
         self._done = step + 1
         self._trained |= {group.group_id: group for group in kept}
         gone = [group for group in groups if group.group_id not in self._trained]
-        held = self._journal.saved(saved)
-        for group in held:
-            self._trained.pop(group.group_id, None)
-        return gone + held
+        for group_id in self._journal.saved(saved):
+            if group := self._trained.pop(group_id, None):
+                gone.append(group)
+        return gone
 
     def _let_go(self, groups: Iterable[EpisodeGroup]) -> None:
         """Trained groups leave; kept records keep their blobs.  Any thread."""

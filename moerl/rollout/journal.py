@@ -38,7 +38,8 @@ import msgspec
 
 from moerl.blob import BlobStore
 from moerl.errors import JournalError
-from moerl.rollout.past import Facts, Past, digest_of, ranges, spread, uris_of
+from moerl.rollout.ids import joined, ranges, spread
+from moerl.rollout.past import Facts, Past, digest_of, uris_of
 from moerl.rollout.segments import Segments
 from moerl.types import EpisodeGroup, PolicyVersion
 from moerl.wire import decode_value, encode_value
@@ -183,23 +184,21 @@ class Journal:
         self._unused |= gone
         self._unship(gone)
 
-    def saved(self, steps: int) -> list[EpisodeGroup]:
-        """A checkpoint holds so many steps: prune them; returns groups whose blobs may go."""
+    def saved(self, steps: int) -> list[int]:
+        """A checkpoint holds so many steps: forget their groups, which are returned."""
         rows = self._query(
-            "select id, body from groups left join headers using (id) where state = ? and step < ? "
-            "union all select id, null from groups where state = ? and step < ?",
-            (_TRAINED, steps, _SPENT, steps),
+            "select id from groups where state in (?, ?) and step < ?", (_TRAINED, _SPENT, steps)
         ).fetchall()
         if not rows:
             return []
         ids = [row[0] for row in rows]
-        facts = replace(self._facts, consumed=ranges({*spread(self._facts.consumed), *ids}))
+        facts = replace(self._facts, consumed=joined(self._facts.consumed, ids))
         with self._transaction() as db:
             db.executemany("delete from groups where id = ?", [(i,) for i in ids])
             self._write(facts, db)
         self._unused.update(ids)
         self._unship(ids)
-        return [decode_value(header, EpisodeGroup) for _, header in rows if header is not None]
+        return ids
 
     def left(self, group_ids: Iterable[int]) -> None:
         """These groups left the line unused and are generated again."""
@@ -212,8 +211,7 @@ class Journal:
 
     def dropped(self, group_id: int) -> None:
         """This id is given up for good."""
-        dropped = ranges({*spread(self._facts.dropped), group_id})
-        self._write(replace(self._facts, dropped=dropped))
+        self._write(replace(self._facts, dropped=joined(self._facts.dropped, [group_id])))
         self._unship([group_id])  # of an earlier try that got no row
 
     # --- reading ------------------------------------------------------------------------------

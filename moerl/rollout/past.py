@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import xxhash
 
 from moerl.rollout.assemble import blob_uris
+from moerl.rollout.ids import Ranges
 from moerl.types import EpisodeGroup, PolicyVersion
-
-Ranges = tuple[tuple[int, int], ...]  # begin and end (exclusive), ascending and apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +41,6 @@ class Past:
         """Ids of groups that may be trained, for the first time or again."""
         planned = (group for groups in self.planned.values() for group in groups)
         return {group.group_id for group in (*self.ready, *planned, *self.trained)}
-
-
-def ranges(ids: Iterable[int]) -> Ranges:
-    """{0, 1, 2, 7} -> ((0, 3), (7, 8))."""
-    found: list[tuple[int, int]] = []
-    for one in sorted(set(ids)):
-        if found and found[-1][1] == one:
-            found[-1] = (found[-1][0], one + 1)
-        else:
-            found.append((one, one + 1))
-    return tuple(found)
-
-
-def spread(parts: Ranges) -> Iterator[int]:
-    """Inverse of `ranges`."""
-    return (one for begin, end in parts for one in range(begin, end))
 
 
 def uris_of(group: EpisodeGroup) -> list[str]:

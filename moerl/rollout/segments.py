@@ -15,7 +15,8 @@ from pathlib import Path
 from moerl.blob import BlobStore
 from moerl.blob.copies import SUFFIX, parts_of, seal
 from moerl.errors import BlobError, JournalError
-from moerl.rollout.past import Facts, Past, spread, uris_of
+from moerl.rollout.ids import spread
+from moerl.rollout.past import Facts, Past, uris_of
 from moerl.types import EpisodeGroup
 from moerl.wire import decode_value, encode_value
 

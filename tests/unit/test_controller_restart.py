@@ -160,7 +160,9 @@ def test_a_resume_keeps_finished_groups_that_are_legal(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_trained_groups_wait_for_the_checkpoint_that_holds_them(tmp_path: Path) -> None:
+def test_trained_groups_wait_for_the_checkpoint_that_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups of version 0.0 can be trained again by a trainer that starts from the beginning."""
 
     async def body() -> None:
@@ -177,9 +179,12 @@ def test_trained_groups_wait_for_the_checkpoint_that_holds_them(tmp_path: Path) 
             assert set(await at_step(controller, 0)) == set(sorted(first)[:2])
             again = {int(r.rollout_id.split(".")[0]) for r in engine.requests[asked:]}
             assert not again & first, "what could be trained again was generated again"
+            forgotten, last = [], {g.group_id for g in controller._planned[0]}
+            monkeypatch.setattr(controller.admission, "forget", forgotten.append)
             saved[0] = 1
             await controller.handle(StepDone(0, PolicyVersion(1, 1), {}, ""))
             assert controller._trained == {}
+            assert {g.group_id for g in forgotten} == last, "their blobs are of no more use"
 
         await running(controller, work())
 
