@@ -11,7 +11,8 @@ import contextlib
 import ctypes
 import gc
 import logging
-from collections.abc import Awaitable
+from collections.abc import Coroutine
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Loops:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def spawn(self, work: Awaitable[None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` beside the others; its failure becomes everybody's."""
 
         async def guarded() -> None:
@@ -80,6 +81,7 @@ class Loops:
         task = asyncio.get_running_loop().create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # cancelled before its first turn
 
     def fail(self, error: BaseException) -> None:
         if not self.failure.done():
