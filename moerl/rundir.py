@@ -93,21 +93,28 @@ class RunDir:
         """Where the checkpoint of `step` finished optimizer steps is; it exists only when whole."""
         return self.checkpoints / f"step-{step:06d}"
 
-    def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """Finished steps and folder of the newest whole checkpoint."""
-        found = [
+    @property
+    def best(self) -> Path:
+        """Says which checkpoint is the best by `checkpoint.best`, and its figure."""
+        return self.checkpoints / "best.json"
+
+    def finished_checkpoints(self) -> list[tuple[int, Path]]:
+        """Finished steps and folder of each whole checkpoint, ascending."""
+        return sorted(
             (int(path.name.removeprefix("step-")), path)
             for path in self.checkpoints.glob("step-*")
             if path.name.removeprefix("step-").isdigit()
-        ]
-        return max(found, default=None)
+        )
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Finished steps and folder of the newest whole checkpoint."""
+        return max(self.finished_checkpoints(), default=None)
 
     def best_checkpoint(self) -> tuple[int, Path] | None:
         """Finished steps and folder of the best checkpoint by `checkpoint.best`, if it is there."""
-        named = self.checkpoints / "best.json"
-        if not named.exists():
+        if not self.best.exists():
             return None
-        step = int(json.loads(named.read_text())["step"])
+        step = int(json.loads(self.best.read_text())["step"])
         folder = self.checkpoint(step)
         return (step, folder) if folder.is_dir() else None
 

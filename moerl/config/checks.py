@@ -305,8 +305,21 @@ def _check_sampling(config: Config) -> None:
         )
 
 
+def _check_best(config: Config) -> None:
+    """Every checkpoint that is ranked by its evaluation must get one."""
+    best, every = config.checkpoint.best, config.evaluation.every
+    if best.startswith("eval/") and (not every or config.checkpoint.every % every):
+        raise ConfigError(
+            "checkpoint.best",
+            best,
+            f"evaluation.every must divide checkpoint.every = {config.checkpoint.every}, "
+            f"not be {every}: only evaluated weights can be compared",
+        )
+
+
 def _check_evaluation(config: Config) -> None:
     evaluation, task = config.evaluation, config.task
+    _check_best(config)
     if not evaluation.every:
         return
     if not 0.0 < evaluation.top_p <= 1.0:

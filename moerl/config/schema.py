@@ -262,7 +262,9 @@ class EvaluationConfig:
 class CheckpointConfig:
     every: int = 50  # batches; 0 = only at the end
     keep: int = 2  # newest
-    best: str = ""  # metric by whose mean since the one before the best checkpoint is kept as well
+    # metric by which the best is kept as well: its mean since the checkpoint before, or, of eval/*,
+    # the evaluation of exactly these weights
+    best: str = ""
     best_is: str = "highest"  # highest | lowest
     keep_versions: bool = False  # also save HF weights of every published version (audit)
 

@@ -16,21 +16,18 @@ checkpointing.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
@@ -48,9 +45,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
-from moerl.rundir import RunDir, newest_incarnation, read_manifest
+from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.parallel import Parallel
+from moerl.trainer.shelf import BACKEND, FORMAT, Shelf
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,6 @@ METADATA = {  # the optimizer state is cut independently of the layout; megatron
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-_BACKEND, _FORMAT = "torch_dist", 1
 
 
 class CheckpointWriter:
@@ -135,6 +132,8 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait; raises TrainerError when the last checkpoint could not be written."""
         self.wait()
+        if self._parallel.is_first:
+            self._shelf.rank()
         if self._error:
             raise TrainerError(f"the last checkpoint was not written: {self._error}")
 
@@ -186,80 +185,11 @@ class CheckpointWriter:
         return str(verdict[0])
 
 
-@dataclass(slots=True)
-class Shelf:
-    """The folder of finished checkpoints: which appear, which go, which one is the best."""
-
-    run: RunDir
-    config: CheckpointConfig
-    incarnation: int
-    _read_bytes: int = 0  # of metrics.jsonl
-
-    def hidden(self, step: int) -> Path:
-        """Where the checkpoint of `step` is while it is being written."""
-        path = self.run.checkpoint(step)
-        return path.with_name(f".{path.name}.{self.incarnation}.writing")
-
-    def clean(self) -> None:
-        """Remove what writers that died have left."""
-        for path in self.run.checkpoints.glob(".step-*.writing"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def publish(self, step: int, manifest: dict[str, Any]) -> None:
-        """Make the hidden folder a checkpoint, and remove those that are not kept.
-
-        Raises TrainerError when another gang has started: the folder is that one's.
-        """
-        if (newest := newest_incarnation(self.run)) > self.incarnation:
-            raise TrainerError(
-                f"checkpoint of step {step}: gang {self.incarnation} was replaced by {newest}"
-            )
-        hidden, target = self.hidden(step), self.run.checkpoint(step)
-        save_config(CheckpointingConfig(_BACKEND, _FORMAT), str(hidden))
-        score = self._score()
-        if score is not None:
-            manifest[self.config.best] = score
-        _write_json(hidden / "manifest.json", manifest)
-        if target.exists():  # a step that was redone after a crash
-            shutil.rmtree(target)
-        hidden.rename(target)
-        _sync_folder(target.parent)
-        self._choose_best(step, score)
-        best = self.run.best_checkpoint()
-        finished = sorted(self.run.checkpoints.glob("step-*"))
-        for old in finished[: -self.config.keep]:
-            if best is None or old != best[1]:
-                shutil.rmtree(old)
-
-    def _score(self) -> float | None:
-        """Mean of the named metric over the rows since the checkpoint before; None without one."""
-        if not self.config.best or not self.run.metrics.exists():
-            return None
-        with self.run.metrics.open("rb") as file:
-            file.seek(self._read_bytes)
-            lines = file.read().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
-        self._read_bytes += sum(map(len, whole))
-        values = [
-            row[self.config.best] for row in map(json.loads, whole) if self.config.best in row
-        ]
-        return sum(values) / len(values) if values else None
-
-    def _choose_best(self, step: int, score: float | None) -> None:
-        if score is None:
-            return
-        found = self.run.best_checkpoint()
-        sign = 1.0 if self.config.best_is == "highest" else -1.0
-        before = read_manifest(found[1]).get(self.config.best) if found else None
-        if before is None or sign * score > sign * before:
-            _write_json(self.run.checkpoints / "best.json", {"step": step, self.config.best: score})
-
-
 class _Frozen(TorchDistSaveShardedStrategy):
     """Megatron's strategy with our writer: plans over our group, freezes, writes nothing yet."""
 
     def __init__(self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor]) -> None:
-        super().__init__(_BACKEND, _FORMAT, thread_count=1)
+        super().__init__(BACKEND, FORMAT, thread_count=1)
         self._group, self._buffers = group, buffers
         self.metadata: Metadata | None = None  # of all ranks, on rank 0
         self.writer: _Writer
@@ -327,21 +257,3 @@ class _Writer(FileSystemWriterAsync):
             stream.flush()
             os.fsync(stream.fileno())
         return results
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a rename in the folder outlive the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

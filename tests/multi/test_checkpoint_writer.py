@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
+from moerl.observe.metrics import truncate_after
 from moerl.rundir import RunDir, next_incarnation, read_manifest
 from moerl.trace import Tracer
 from moerl.trainer import checkpoint_writer
@@ -152,19 +153,52 @@ def test_a_writer_that_was_killed_leaves_the_one_before(run: RunDir) -> None:
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
 
 
-@pytest.mark.parametrize(("best_is", "best"), [("highest", 2), ("lowest", 3)])
+def _add_rows(run: RunDir, *rows: dict[str, float]) -> None:
+    with run.metrics.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(("best_is", "best"), [("highest", 4), ("lowest", 6)])
 def test_the_newest_are_kept_and_the_best(run: RunDir, best_is: str, best: int) -> None:
     writer = _writer(run, keep=2, best="reward/mean", best_is=best_is)
     assert run.best_checkpoint() is None
-    for step, rewards in enumerate([(0.4, 0.6), (0.9, 0.8), (0.1, 0.2), (0.5,), ()], start=1):
-        with run.metrics.open("a") as file:
-            for reward in rewards:
-                file.write(json.dumps({"step": 0, "reward/mean": reward}) + "\n")
-            file.write('{"step": 9, "loss/pg": 1.0}\n')  # a row without the metric
+    rewards = dict(enumerate([0.4, 0.6, 0.9, 0.8, 0.1, 0.2, 0.5, 0.5]))
+    for step in range(2, 11, 2):
+        for row in (step - 2, step - 1):
+            figure = {"reward/mean": rewards[row]} if row in rewards else {"loss/pg": 1.0}
+            _add_rows(run, {"step": row} | figure)
+        if step == 2:  # a row of later weights may be there already, and is taken back
+            _add_rows(run, {"step": 2, "reward/mean": 99.0})
         writer.save(step, _state(torch.ones(1000), step), {"step": step})
         writer.finish()
-    kept = sorted(path.name for path in run.checkpoints.glob("step-*"))
-    assert kept == sorted({f"step-{step:06d}" for step in (best, 4, 5)})
+        truncate_after(run.metrics, step)
+    kept = [step for step, _ in run.finished_checkpoints()]
+    assert kept == sorted({best, 8, 10})
     assert run.best_checkpoint() == (best, run.checkpoint(best))
-    assert read_manifest(run.checkpoint(4))["reward/mean"] == 0.5
-    assert "reward/mean" not in read_manifest(run.checkpoint(5))
+    assert read_manifest(run.checkpoint(8))["reward/mean"] == 0.5
+    assert "reward/mean" not in read_manifest(run.checkpoint(10))
+
+
+def test_a_gang_that_started_again_ranks_as_the_one_before(run: RunDir) -> None:
+    for step, reward in ((1, 0.2), (2, 0.9), (3, 0.5)):
+        writer = _writer(run, keep=1, best="reward/mean")  # it has read nothing yet
+        _add_rows(run, {"step": step - 1, "reward/mean": reward})
+        writer.save(step, _state(torch.ones(1000), step), {"step": step})
+        writer.finish()
+    assert run.best_checkpoint() == (2, run.checkpoint(2))
+    assert read_manifest(run.checkpoint(3))["reward/mean"] == 0.5
+
+
+def test_evaluations_rank_the_weights_that_they_saw(run: RunDir) -> None:
+    """Each ends a step after its weights were saved, in a row of later weights."""
+    writer = _writer(run, keep=2, best="eval/reward_mean")
+    for step, reward in ((1, 0.3), (2, 0.8), (3, 0.5), (4, 0.9)):
+        writer.save(step, _state(torch.ones(1000), step), {"step": step})
+        writer.wait()
+        if step < 4:
+            _add_rows(run, {"step": step, "eval/step": step, "eval/reward_mean": reward})
+    assert run.best_checkpoint() == (2, run.checkpoint(2))
+    assert [step for step, _ in run.finished_checkpoints()] == [2, 3, 4]
+    _add_rows(run, {"step": 4, "eval/step": 4, "eval/reward_mean": 0.9})
+    writer.finish()
+    assert run.best_checkpoint() == (4, run.checkpoint(4)), "the last one is ranked at the end"

@@ -127,6 +127,8 @@ def test_its_distribution() -> None:
         (["evaluation.top_p=0.9"], "with top_p < 1"),
         (["evaluation.top_k=1"], "temperature=0 is greedy"),
         (["evaluation.hold_s=0"], "above 0"),
+        (["checkpoint.best=eval/reward_mean", "checkpoint.every=12"], "every = 12, not be 5"),
+        (["checkpoint.best=eval/reward_mean", "evaluation.every=0"], "not be 0"),
     ],
 )
 def test_refusals(overrides: list[str], says: str) -> None:

@@ -1,0 +1,149 @@
+"""The folder of finished checkpoints: which appear, which go, and which one is the best.
+
+A checkpoint's figure is the mean of the metric `checkpoint.best` over the rows since the checkpoint
+before.  Of an `eval/` metric it is the evaluation of exactly its weights, which ends some steps
+later: each new checkpoint, and the end of the run, asks again for those that are still there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from moerl.config.schema import CheckpointConfig
+from moerl.errors import TrainerError
+from moerl.rundir import RunDir, newest_incarnation
+
+log = logging.getLogger(__name__)
+
+BACKEND, FORMAT = "torch_dist", 1
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Rank 0 has one."""
+
+    run: RunDir
+    config: CheckpointConfig
+    incarnation: int
+    _read_bytes: int = 0  # of metrics.jsonl
+    _values: dict[int, float] = field(default_factory=dict)  # of the metric, by steps of weights
+
+    def hidden(self, step: int) -> Path:
+        """Where the checkpoint of `step` is while it is being written."""
+        path = self.run.checkpoint(step)
+        return path.with_name(f".{path.name}.{self.incarnation}.writing")
+
+    def clean(self) -> None:
+        """Remove what writers that died have left."""
+        for path in self.run.checkpoints.glob(".step-*.writing"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def publish(self, step: int, manifest: dict[str, Any]) -> None:
+        """Make the hidden folder a checkpoint, and remove those that are not kept.
+
+        Raises TrainerError when another gang has started: the folder is that one's.
+        """
+        if (newest := newest_incarnation(self.run)) > self.incarnation:
+            raise TrainerError(
+                f"checkpoint of step {step}: gang {self.incarnation} was replaced by {newest}"
+            )
+        hidden, target = self.hidden(step), self.run.checkpoint(step)
+        save_config(CheckpointingConfig(BACKEND, FORMAT), str(hidden))
+        score = self._mean_before(step)
+        if score is not None:
+            manifest[self.config.best] = score
+        write_json(hidden / "manifest.json", manifest)
+        if target.exists():  # a step that was redone after a crash
+            shutil.rmtree(target)
+        hidden.rename(target)
+        sync_folder(target.parent)
+        if score is not None:
+            self._offer(step, score)
+        self.rank()
+        self._remove_old()
+
+    def rank(self) -> None:
+        """Name the best by the evaluations that have ended."""
+        if not self._is_evaluated:
+            return
+        self._read()
+        for step, score in sorted(self._values.items()):
+            if self.run.checkpoint(step).is_dir():
+                self._offer(step, score)
+
+    @property
+    def _is_evaluated(self) -> bool:
+        return self.config.best.startswith("eval/")
+
+    def _mean_before(self, step: int) -> float | None:
+        """Of the rows between the checkpoint before and this one; None without a metric or row."""
+        if not self.config.best or self._is_evaluated:
+            return None
+        self._read()
+        earlier = [found for found, _ in self.run.finished_checkpoints() if found < step]
+        before = max(earlier, default=0)
+        values = [value for row, value in self._values.items() if before <= row < step]
+        if not values:
+            log.warning("no row before step %d has checkpoint.best = %s", step, self.config.best)
+        return statistics.fmean(values) if values else None
+
+    def _read(self) -> None:
+        """Take in the rows that were added; all of them again when rows were taken back."""
+        if not self.run.metrics.exists():
+            return
+        with self.run.metrics.open("rb") as file:
+            file.seek(max(0, self._read_bytes - 1))
+            if self._read_bytes and file.read(1) != b"\n":
+                self._read_bytes = file.seek(0)
+            lines = file.read().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        self._read_bytes += sum(map(len, whole))
+        at = "eval/step" if self._is_evaluated else "step"
+        for row in map(json.loads, whole):
+            if self.config.best in row:
+                self._values[int(row[at])] = row[self.config.best]
+
+    def _offer(self, step: int, score: float) -> None:
+        """This checkpoint is named the best, if it is."""
+        found = self.run.best_checkpoint()
+        sign = 1.0 if self.config.best_is == "highest" else -1.0
+        before = json.loads(self.run.best.read_text()).get(self.config.best) if found else None
+        is_same = found is not None and found[0] == step  # made again after a crash, or known
+        if before is None or is_same or sign * score > sign * before:
+            write_json(self.run.best, {"step": step, self.config.best: score})
+
+    def _remove_old(self) -> None:
+        best, finished = self.run.best_checkpoint(), self.run.finished_checkpoints()
+        for _, path in finished[: -self.config.keep]:
+            if best is None or path != best[1]:
+                shutil.rmtree(path)
+        oldest = finished[-self.config.keep :][0][0]
+        self._values = {step: value for step, value in self._values.items() if step >= oldest}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Make a rename in the folder outlive the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
