@@ -44,7 +44,11 @@ ENGINE_ALONE = "engine tokens/s alone"  # names in the summary of a run
 ENGINE_TRAINING = "engine tokens/s while training"
 MAX_SAMPLES = 40  # rows of the table, spread over the run
 WINDOW_STEPS = 6  # trainer steps in the timeline window
-PUBLISH = "publish"  # span of the publishing thread
+# Spans of threads beside the trainer's steps, and what their lanes are called; the parts of a
+# publish ("publish commit", ...) lie inside it and are not drawn.
+_BESIDE = {"publish": "publish", "checkpoint write": "checkpoint"}
+_PART = "publish "
+_WORKERS = ("engine", "trainer", "frozen")  # processes whose kinds of work get colours first
 WINDOW_S = 20.0  # its length when there is no trainer step
 MAX_LANES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
 
@@ -121,14 +125,10 @@ def _tiles(
     num_done: int,
 ) -> list[Tile]:
     tiles = [_reward_tile(rows)]
-    tiles.append(Tile("Wall time", clock(wall_time_s(rows)), f"for {num_done:,} steps"))
+    tiles.append(Tile("Wall time", clock(wall_time_s(rows)), f"min:s, for {num_done:,} steps"))
     tiles += _throughput_tiles(rows, summary)
     tiles.append(_overlap_tile(spans))
-    tiles.append(
-        _extreme_tile(
-            "Largest mismatch", rows, "mismatch/abs_dlogp_max", ".2g", "max |dlogp|, nats"
-        )
-    )
+    tiles.append(_mismatch_tile(rows))
     tiles += [
         _coverage_tile("Routing replayed", rows, "routing/replay_cover_frac"),
         _coverage_tile("Sampling masks kept", rows, "keep/cover_frac"),
@@ -141,7 +141,7 @@ def _tiles(
     )
     raised = sorted({name.removeprefix("alert/") for row in rows for name in alerts(row)})
     steps = sum(bool(alerts(row)) for row in rows)
-    where = f"in {steps} of {len(rows)} steps, docs/metrics.md"
+    where = f"in {steps} of {len(rows)} steps; names in docs/metrics.md"
     tiles.append(Tile("Alerts", ", ".join(raised) or "none", where, bad=bool(raised)))
     refused = _num_refused(rows)
     tiles.append(Tile("Records refused", f"{refused:,.0f}", "never trained on", bad=refused > 0))
@@ -187,10 +187,24 @@ def _overlap_tile(spans: Sequence[Span]) -> Tile:
     return Tile("Overlap", _number(share, ".0%"), "engine decoding while the trainer works")
 
 
+def _mismatch_tile(rows: Sequence[Row]) -> Tile:
+    """Of fresh tokens where the probe names them, since old weights differ by right."""
+    fresh = "probe/exact_abs_dlogp_max"
+    of_all = _extreme(rows, "mismatch/abs_dlogp_max")
+    if (worst := _extreme(rows, fresh)) is None:
+        return Tile("Largest mismatch", _number(of_all, ".2g"), "max |dlogp| in nats")
+    note = f"max |dlogp| in nats, lag 0; all lags: {_number(of_all, '.2g')}"
+    return Tile("Largest mismatch", _number(worst, ".2g"), note)
+
+
+def _extreme(rows: Sequence[Row], name: str) -> float | None:
+    return max((row[name] for row in rows if name in row), default=None)
+
+
 def _extreme_tile(
     label: str, rows: Sequence[Row], name: str, form: str, note: str, limit: float | None = None
 ) -> Tile:
-    worst = max((row[name] for row in rows if name in row), default=None)
+    worst = _extreme(rows, name)
     bad = limit is not None and worst is not None and worst > limit
     return Tile(label, _number(worst, form), note, bad=bad)
 
@@ -259,7 +273,11 @@ def _section(section: Section, rows: Sequence[Row]) -> dict[str, Any]:
 def _timeline(spans: Sequence[Span]) -> dict[str, Any]:
     """Work per process in a window around the middle of the run, and the overlap of all of it."""
     share = decode_overlap(spans)
-    text = "Work of each process in a window around the middle of the run. "
+    text = (
+        "What each process did in a window around the middle of the run. generate: an engine "
+        "answers requests; update: it takes new weights. step: forward, backward and optimizer; "
+        "wait: for a batch; publish: new weights on their way to the engines. "
+    )
     if share is not None:
         text += (
             f"Over the whole run an engine was decoding during {share:.1%} of the time in which "
@@ -297,24 +315,25 @@ def _bars(spans: Sequence[Span], window: Interval) -> tuple[list[Bar], int]:
     """
     found: dict[tuple[str, str], list[Interval]] = {}
     for span in spans:
-        if span["start_s"] < window[1] and span["end_s"] > window[0]:
+        inside = span["start_s"] < window[1] and span["end_s"] > window[0]
+        if inside and not str(span["name"]).startswith(_PART):
             key = (str(span["process"]), str(span["name"]))
             found.setdefault(key, []).append((span["start_s"], span["end_s"]))
     lanes = sorted({lane for lane, _ in found})
-    kept = set([x for x in lanes if x.startswith(("engine", "trainer", "frozen"))][:MAX_LANES])
+    kept = set([x for x in lanes if x.startswith(_WORKERS)][:MAX_LANES])
     kept |= set([x for x in lanes if x not in kept][: MAX_LANES - len(kept)])
     names = _main_kinds(found)
     bars: dict[tuple[str, str], list[Interval]] = {}
     for (lane, name), parts in found.items():
         if lane not in kept:
             continue
-        if name == PUBLISH:
-            lane = f"{lane} publish"  # a thread of its own, beside the steps
+        if name in _BESIDE:
+            lane = f"{lane} {_BESIDE[name]}"
         if name == STEP:
             phases = [
                 part
                 for (own, kind), others in found.items()
-                if own == lane and kind not in (STEP, PUBLISH)
+                if own == lane and kind != STEP and kind not in _BESIDE
                 for part in others
             ]
             parts = subtract(parts, phases)
@@ -327,11 +346,14 @@ def _bars(spans: Sequence[Span], window: Interval) -> tuple[list[Bar], int]:
 
 
 def _main_kinds(found: Mapping[tuple[str, str], Iterable[Interval]]) -> set[str]:
-    """The kinds of work that fill most time; the rest share one colour."""
+    """The kinds that fill most time, those of engines and trainer first; others share a colour."""
     seconds: dict[str, float] = {}
-    for (_, name), parts in found.items():
+    works: set[str] = set()
+    for (lane, name), parts in found.items():
         seconds[name] = seconds.get(name, 0.0) + length(parts)
-    order = sorted(seconds, key=lambda name: -seconds[name])
+        if lane.startswith(_WORKERS):
+            works.add(name)
+    order = sorted(seconds, key=lambda name: (name not in works, -seconds[name]))
     return set(order if len(order) <= MAX_KINDS else order[: MAX_KINDS - 1])
 
 

@@ -18,13 +18,18 @@ SECTIONS = (
     Section(
         "Learning",
         "Raw reward of the rollouts each step trained on: thin line per step, thick line a "
-        "moving mean, band one standard deviation of rewards.",
+        "moving mean. Held-out prompts are answered by one version; they are never trained on. A "
+        "group is the answers to one prompt: with equal rewards it has nothing to learn from.",
         (
-            Chart("Reward", "reward", (Line("reward/mean", "mean", "reward/std", smooth=True),)),
+            Chart(
+                "Reward",
+                "reward",
+                (Line("reward/mean", "mean \u00b1 standard deviation", "reward/std", smooth=True),),
+            ),
             Chart(
                 "Held-out prompts",
                 "reward",
-                (Line("eval/reward_mean", "mean \u00b1 se", "eval/reward_se"),),
+                (Line("eval/reward_mean", "mean \u00b1 standard error", "eval/reward_se"),),
             ),
             Chart("Response length", "tokens", (Line("sample/length_mean", "mean"),), zero=True),
             Chart(
@@ -41,8 +46,10 @@ SECTIONS = (
     ),
     Section(
         "Mismatch between trainer and engine",
-        "Trainer log-probability against the one the engine recorded when it sampled the token. "
-        "Staleness is part of it: at lag 0 with both replays only rounding is left.",
+        "Trainer log-probability against the one the engine recorded when it sampled the token, "
+        "over all tokens of the step, old ones too: at lag 0 with both replays only rounding is "
+        "left. k3 estimates the KL divergence; the ratio is trainer over engine probability, 1 on "
+        "average when nothing is missing from the records.",
         (
             Chart("k3 divergence", "nats", (Line("mismatch/k3", "k3"),), log=True),
             Chart(
@@ -57,7 +64,14 @@ SECTIONS = (
             Chart(
                 "Mean importance ratio",
                 "ratio",
-                (Line("mismatch/ratio_mean", "mean \u00b1 4 se", "mismatch/ratio_se", 4.0),),
+                (
+                    Line(
+                        "mismatch/ratio_mean",
+                        "mean \u00b1 4 standard errors",
+                        "mismatch/ratio_se",
+                        4.0,
+                    ),
+                ),
                 level=1.0,
             ),
             Chart(
@@ -73,7 +87,9 @@ SECTIONS = (
     ),
     Section(
         "Asynchrony",
-        "Two sides work at the same time: lag is the price, idle time is what it buys back.",
+        "Engines generate while the trainer works. The lag of a token is the number of versions "
+        "between the weights that sampled it and those it trains. A weight update aborts running "
+        "requests; they are sent again, and what they had is prefilled again.",
         (
             Chart(
                 "Version lag",
@@ -107,7 +123,7 @@ SECTIONS = (
                     Line("async/lag_frac/lag_1", "1"),
                     Line("async/lag_frac/lag_2_3", "2-3"),
                     Line("async/lag_frac/lag_4_7", "4-7"),
-                    Line("async/lag_frac/lag_8", "8 and more"),
+                    Line("async/lag_frac/lag_8", "8+"),
                 ),
                 share=True,
             ),

@@ -128,7 +128,8 @@ footer { margin-top: 36px; font-size: 12.5px; }
 {% if samples %}
 <p>Reward and text as they were scored, and the mean reward of the group that the
 rollout belongs to. Lag is the number of weight updates between the weights that wrote the text and
-the weights that learned from it.</p>
+the weights that learned from it. Version names the weights that wrote it: restarts of the trainer,
+a dot, batches trained.</p>
 <div class="card"><div class="scroll"><table>
 <thead><tr><th class="number">Step</th><th class="number">Reward</th>
 <th class="number">Group mean</th><th class="number">Lag</th>

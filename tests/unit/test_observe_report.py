@@ -12,9 +12,9 @@ import pytest
 
 from moerl.config.schema import Config, RunConfig
 from moerl.observe.metrics import MetricsWriter
-from moerl.observe.report import ENGINE_ALONE, reward_gain, wall_time_s, write_report
+from moerl.observe.report import ENGINE_ALONE, _bars, reward_gain, wall_time_s, write_report
 from moerl.rundir import RunDir
-from moerl.trace import Tracer
+from moerl.trace import Tracer, read_spans
 
 HOSTILE = (
     "</div><script>alert('x')</script><img src=x onerror=y> & \x07 \ud800 {{ 7 * 7 }} $\\frac$"
@@ -109,6 +109,35 @@ def test_headline_numbers(run: RunDir) -> None:
     assert tile(html, "Largest lag") == "2"
     assert "Complete: 20 of 20 steps" in html
     assert 'class="tile bad"' not in html
+
+
+def test_the_mismatch_of_fresh_tokens_is_the_headline(run: RunDir) -> None:
+    """Tokens of older weights differ by right; they must not look like a broken replay."""
+    fill(run, 3, **{"probe/exact_abs_dlogp_max": 1e-6})
+    html = report(run)
+    assert tile(html, "Largest mismatch") == "1e-06"
+    assert "all lags: 0.001" in html
+
+
+def test_a_publish_beside_a_step_does_not_hide_it(run: RunDir) -> None:
+    """Its parts are spans of their own in the same process; the engine's update has a colour."""
+    trainer, engine = Tracer(run.trace, "trainer-0"), Tracer(run.trace, "engine0")
+    controller = Tracer(run.trace, "controller")
+    for start in (100.0, 110.0, 120.0):
+        trainer.add("step", start, start + 8.0)
+        trainer.add("wait", start, start + 1.0)
+        trainer.add("publish", start + 2.0, start + 6.0)
+        trainer.add("publish commit", start + 3.0, start + 6.0)
+        engine.add("update", start + 3.0, start + 4.0)
+        for kind in ("TakePlan", "StepDone", "CommitUpdate", "Hello", "AskEngine"):
+            controller.add(kind, start, start + 8.0)
+    bars, hidden = _bars(read_spans(run.trace), (100.0, 130.0))
+    drawn = {(bar.lane, bar.kind): list(bar.intervals) for bar in bars}
+    assert drawn["trainer-0", "step"] == [(1.0, 8.0), (11.0, 18.0), (21.0, 28.0)]
+    assert drawn["trainer-0 publish", "publish"][0] == (2.0, 6.0)
+    assert ("engine0", "update") in drawn
+    assert ("trainer-0", "other") not in drawn
+    assert not hidden
 
 
 def test_alarms_are_marked(run: RunDir) -> None:
@@ -206,7 +235,7 @@ def test_a_row_of_the_last_evaluation_alone(run: RunDir) -> None:
     writer.close()
     after = report(run)
     assert "Complete: 20 of 20 steps" in after
-    assert "for 20 steps" in after
+    assert "min:s, for 20 steps" in after
     assert tile(after, "Wall time") == "0:41"
     for label in ("Reward", "Engine tokens/s", "Largest mismatch", "Routing replayed"):
         assert tile(after, label) == tile(before, label)
