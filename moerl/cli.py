@@ -1,4 +1,4 @@
-"""The command line: `moerl train`, `sft`, `mismatch`, `check-layout`, `plan` and `trace`.
+"""The command line: `moerl train`, `sft`, `mismatch`, `plan`, `doctor` and the others below.
 
 Heavy packages are imported only when a command that needs them runs.
 """
@@ -14,14 +14,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from moerl.config.files import read_model_config
 from moerl.errors import ConfigError, MoerlError
 from moerl.launch.engines_cli import engines
-from moerl.rundir import find_run
+from moerl.rundir import RunDir, find_run, read_manifest
 
 if TYPE_CHECKING:
     from moerl.layout import ParallelLayout
@@ -38,19 +38,24 @@ app.add_typer(engines, name="engines")
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the recipe."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings that replace those of the recipe, such as run.steps=20; all of them, with "
+        "units and defaults, are in moerl/config/schema.py.",
+    ),
 ]
-Recipe = Annotated[
-    str | None,
-    typer.Argument(metavar="RECIPE", help="A YAML file, or a name under configs/recipes."),
+_RECIPE = typer.Argument(metavar="RECIPE", help="A YAML file, or a name under configs/recipes.")
+Recipe = Annotated[str, _RECIPE]
+RunName = Annotated[
+    str, typer.Option(metavar="NAME", help="Name of the run: its folder below run.root.")
 ]
 
 
 @app.command()
 def train(
-    recipe: Recipe = None,
+    recipe: Annotated[str | None, _RECIPE] = None,
     overrides: Overrides = None,
-    run: Annotated[str, typer.Option(help="Name of the run directory below run.root.")] = "",
+    run: RunName = "",
     resume: Annotated[
         str, typer.Option(metavar="RUN", help="Continue runs/RUN (or a path) from its checkpoint.")
     ] = "",
@@ -59,36 +64,46 @@ def train(
         typer.Option("--reset-optimizer", help="With --resume: begin with fresh optimizer state."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Resolve and check everything, start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Start nothing: check the settings, then print all of them, every process and "
+            "command, ports, and memory in GB.",
+        ),
     ] = False,
 ) -> None:
-    """Train a recipe to its last step.
+    """Train a recipe to its last step, or continue a run.
+
+    Leaves metrics, logs, checkpoints, report.html and the trained model in runs/NAME; without
+    --run, NAME is the recipe's with the time.
 
     Examples:
 
       moerl train quickstart
+      moerl train quickstart run.steps=300 sampling.top_p=0.9 --run mine
+      moerl train qwen3-30b-a3b model.path=/data/Qwen3-30B-A3B --dry-run
 
-      moerl train configs/recipes/quickstart.yaml run.steps=300 sampling.top_p=0.9 --run mine
-
-      moerl train --resume mine
-
-      moerl train --resume mine run.steps=400
-
+      moerl train --resume mine                  (after Ctrl-C or a crash)
+      moerl train --resume mine run.steps=400    (further than planned)
       moerl train --resume mine trainer.parallel.dp=4 trainer.parallel.ep=4
     """
     if resume:
+        if run:
+            raise ConfigError(
+                "--run", run, "--resume goes on in the run's own folder; leave it out"
+            )
         changed = [item for item in (recipe, *(overrides or [])) if item]
-        raise typer.Exit(_resume(find_run(resume, "--resume"), changed, reset_optimizer))
+        _resume(find_run(resume, "--resume"), changed, reset_optimizer, dry_run)
     if reset_optimizer:
         raise ConfigError("--reset-optimizer", True, "a new run has no optimizer state yet")
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
-    settings = list(overrides or [])
+    settings = [*(overrides or []), *_named_run(run)]
     config = _checked(recipe, settings, starts=not dry_run)
-    name = run or config.run.name
+    name = config.run.name
     if not run and name == Path(recipe).stem:
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings.append(f"run.name={name}")
+        settings += _named_run(name)
     if dry_run:
         from moerl.launch.dry_run import describe
 
@@ -104,60 +119,72 @@ def train(
 
 
 @app.command()
-def sft(
-    recipe: Recipe = None,
-    overrides: Overrides = None,
-    run: Annotated[str, typer.Option(help="Name of the run directory below run.root.")] = "",
-) -> None:
+def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     """Train on the answers of a recipe's task: a warm start, left in runs/NAME/hf.
 
-    Each step learns the answers to the next rollout.groups_per_step prompts of the task, a JSONL
-    file of {"prompt" or "messages", "answer"} for example.  Engine, rollout and algorithm settings
-    are not used.
+    Each of run.steps steps learns the answers to the next rollout.groups_per_step prompts of the
+    task, a JSONL file of {"prompt" or "messages", "answer"} for example.  No engine is started;
+    engine, other rollout and algorithm settings are not used.
 
-    Example:
+    Examples:
 
       moerl sft quickstart task.name=jsonl task.path=demos.jsonl task.reward=exact_match --run warm
-
       moerl train quickstart model.path=runs/warm/hf
     """
-    if not recipe:
-        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
-    settings = list(overrides or [])
+    settings = [*(overrides or []), *_named_run(run)]
     config = _checked(recipe, settings)
-    name = run or f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings.append(f"run.name={name}")
+    if not run:
+        settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
     request = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(request, module="moerl.launch.sft"))
 
 
 @app.command()
 def mismatch(
-    recipe: Recipe = None,
+    recipe: Recipe,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str, typer.Option(metavar="DIR", help="Hugging Face folder to probe, e.g. runs/X/hf.")
+        str,
+        typer.Option(
+            metavar="DIR", help="Hugging Face folder to probe, e.g. runs/X/hf; default: model.path."
+        ),
     ] = "",
-    tokens: Annotated[int, typer.Option(help="Sampled tokens to score, at least.")] = 20000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Sampled tokens to score, at least; not with --records.")
+    ] = 20000,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
     keep: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep records and scores in this new folder.")
+        str, typer.Option(metavar="DIR", help="Keep records and scores in this folder.")
     ] = "",
     records: Annotated[
         str,
-        typer.Option(metavar="FILE", help="Score this .jsonl or .npz instead (docs/dumps.md)."),
+        typer.Option(
+            metavar="FILE", help="Score this .jsonl or .npz instead (docs/dumps.md); no engine."
+        ),
     ] = "",
-    page: Annotated[str, typer.Option(metavar="FILE", help="Page to write.")] = "mismatch.html",
+    page: Annotated[
+        str, typer.Option(metavar="FILE", help="Where the page goes.")
+    ] = "mismatch.html",
 ) -> None:
-    """Measure the train/inference mismatch with {none, routing, mask, both} replayed.
+    """Measure how far trainer and engine disagree, with and without the two replays.
 
-    Generates fresh rollouts at lag 0 with the real engine, or reads those of another system, and
-    scores them with the real trainer, in fp32 and in bf16.  Writes a page that says where the gap
-    comes from: cause, layer, position, age of the weights, worst tokens.
+    Generates fresh rollouts with the real engine, or reads those of another system, and scores
+    them with the real trainer, in fp32 and in bf16, replaying nothing, routes, masks and both.
+    Differences are of log-probabilities, in nats.  Writes a page that says where they come from:
+    cause, layer, position, age of the weights, worst tokens.
+
+    Examples:
+
+      moerl mismatch quickstart sampling.top_p=0.9 --checkpoint runs/mine/hf
+      moerl mismatch quickstart model.path=MODEL --records dump.jsonl --page gap.html
     """
-    if not recipe:
-        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
     _checked(recipe, list(overrides or []), checkpoint)
+    if records and not (Path(records).is_file() and records.endswith((".jsonl", ".npz"))):
+        raise ConfigError("--records", records, "an existing .jsonl or .npz file is needed")
+    if not Path(page).resolve().parent.is_dir():
+        raise ConfigError("--page", page, "its folder does not exist")
     request = {
         "recipe": recipe,
         "overrides": list(overrides or []),
@@ -173,7 +200,9 @@ def mismatch(
 
 @app.command("check-layout")
 def check_layout(
-    model: Annotated[Path, typer.Argument(help="A model folder, or a config.json.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A model folder, or a config.json.")
+    ],
     parallel: Annotated[
         str,
         typer.Option(
@@ -198,13 +227,12 @@ def check_layout(
 
     Every parameter of every rank is tiled exactly and every engine byte is covered once, or the
     tensor that is not is named.  An engine that keeps its weights in a form that is not known is
-    refused.  No weight is read, for up to thousands of ranks.
+    refused.  No weight is read, for up to thousands of ranks.  Prints MiB and boxes per rank.
 
     Examples:
 
-      moerl check-layout Qwen3-235B-A22B --parallel tp=4,pp=2,ep=8 --engine tp=32,count=32
-
-      moerl check-layout runs/quickstart/hf --parallel ep=2 --engine tp=2,moe_runner_backend=triton
+      moerl check-layout configs/models/qwen3-235b-a22b --parallel tp=4,pp=2,ep=8 --engine tp=32
+      moerl check-layout runs/mine/hf --parallel ep=2 --engine tp=2,moe_runner_backend=triton
     """
     from moerl.engine.layout import stated_layout
     from moerl.layout import model_spec
@@ -266,13 +294,13 @@ def _count(field: str, text: str) -> int:
 
 @app.command()
 def plan(
-    recipe: Recipe = None,
+    recipe: Recipe,
     overrides: Overrides = None,
     nic_gb_s: Annotated[float, typer.Option(help="GB/s of each rank's network card.")] = 50.0,
     ranks_per_node: Annotated[int, typer.Option(help="Engine ranks that share a node.")] = 8,
     efficiency: Annotated[
         float | None,
-        typer.Option(help="Share of line rate to predict with; default: what others published."),
+        typer.Option(help="Share of line rate, 0 to 1; default: what others published."),
     ] = None,
     direct: Annotated[
         int, typer.Option(help="Engines the trainer serves itself; 0 = the fastest number.")
@@ -281,32 +309,28 @@ def plan(
         str,
         typer.Option(
             metavar="train_s=..,token_s=..",
-            help="Measured or guessed seconds; then the number of engines, buffer depth and "
-            "in-flight mode are advised (docs/operations.md).",
+            help="Measured or guessed seconds of the run's parts; their names are in "
+            "docs/operations.md.",
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Forecast one publish of a recipe: bytes, traffic against a broadcast, seconds, buffers.
 
-    With --costs also the pace of the whole run: how many engines, what depth, which mode.
-
-    Reads the model's config.json and nothing else, for up to thousands of ranks.
+    With --costs it also simulates the run and advises how many engines, what buffer depth and
+    which in-flight mode.  Reads the model's config.json and nothing else, for up to thousands of
+    ranks.
 
     Examples:
 
       moerl plan kimi-k2
-
       moerl plan qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
-
       moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
     from moerl.launch import pace_plan, sync_plan
     from moerl.layout.forecast import Links, forecast
 
-    if not recipe:
-        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
     config = resolve(load_config(recipe, list(overrides or [])))
@@ -332,22 +356,22 @@ def plan(
 def trace(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
 ) -> None:
-    """Join the timelines of all processes of a run, also one that goes on, in RUN/trace.json.
+    """Write RUN/trace.json, every process of a run on one time axis; the run may be going on.
 
-    Open it at ui.perfetto.dev or in chrome://tracing; both read it on this machine.
+    Open it at ui.perfetto.dev or in chrome://tracing; both read it on this machine.  What the
+    spans are is in docs/metrics.md.
+
+    Example:
+
+      moerl trace mine
     """
     from moerl.observe.perfetto import write_trace
-    from moerl.rundir import RunDir
 
     typer.echo(write_trace(RunDir(find_run(run, "RUN"))))
 
 
 @app.command()
-def manifest(
-    recipe: Recipe = None,
-    overrides: Overrides = None,
-    run: Annotated[str, typer.Option(help="Name of the run directory below run.root.")] = "",
-) -> None:
+def manifest(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     """Print Kubernetes objects of a run (KubeRay and an indexed Job); applies nothing.
 
     Example:
@@ -356,28 +380,25 @@ def manifest(
     """
     from moerl.launch.manifest import manifest as objects
 
-    if not recipe:
-        raise ConfigError("RECIPE", recipe, "give a YAML file or a name under configs/recipes")
-    config = _checked(recipe, list(overrides or []), starts=False)
-    config = replace(config, run=replace(config.run, name=run or config.run.name))
+    config = _checked(recipe, [*(overrides or []), *_named_run(run)], starts=False)
     typer.echo(objects(config, [recipe, *(overrides or []), "--run", config.run.name]))
 
 
 @app.command()
 def doctor(
     cluster: Annotated[
-        str, typer.Argument(metavar="[CLUSTER]", help="A name under configs/clusters, or a recipe.")
+        str, typer.Argument(metavar="CLUSTER", help="A name under configs/clusters, or a recipe.")
     ] = "laptop",
     overrides: Overrides = None,
 ) -> None:
     """Look at every node before a run does: versions, network, disks, ports, clocks, model, links.
 
-    Exit status 1 when something is wrong; every such row says what to do.
+    Other nodes are reached with cluster.remote, such as "ssh {host}".  Exit status 1 when
+    something is wrong; every such row says what to do.
 
     Examples:
 
       moerl doctor
-
       moerl doctor qwen3-30b-a3b model.path=/data/Qwen3-30B-A3B run.root=/shared/runs
     """
     from moerl.config import load_config, resolve
@@ -415,16 +436,29 @@ def _checked(
     return config
 
 
-def _resume(folder: Path, overrides: list[str], reset_optimizer: bool) -> int:
+def _named_run(name: str) -> list[str]:
+    """The override of run.name, as text whatever it looks like; none without a name."""
+    return [f"run.name={json.dumps(name)}"] if name else []
+
+
+def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: bool) -> NoReturn:
     from moerl.config import resolve
     from moerl.config.checks import check, check_model
     from moerl.config.load import load_saved
+    from moerl.config.resume import check_resume
 
     config = resolve(load_saved(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
+    if newest := RunDir(folder).latest_checkpoint():
+        check_resume(config, read_manifest(newest[1]), reset_optimizer=reset_optimizer)
+    if dry_run:
+        from moerl.launch.dry_run import describe
+
+        typer.echo(describe(config, ["--resume", str(folder), *overrides]))
+        raise typer.Exit
     request = {"resume": str(folder), "overrides": overrides, "reset_optimizer": reset_optimizer}
-    return _guarded(request)
+    raise typer.Exit(_guarded(request))
 
 
 def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:

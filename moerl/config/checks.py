@@ -6,17 +6,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.config.algorithms import check_algorithm, frozen_models
+from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, frozen_models
 from moerl.config.clusters import check_cluster
 from moerl.config.files import read_model_config
 from moerl.config.schema import Config, FrozenConfig, ParallelConfig, RolloutConfig
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, ModelError
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "run.console": ("auto", "panel", "lines", "quiet"),
@@ -127,6 +127,9 @@ _POSITIVE = (
     "evaluation.hold_s",
     "sampling.temperature",
 )
+_RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
+_REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
+_ENVIRONMENTS = ("check_digits",)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by family
 _ENGINE_MASK_CAP = 4096  # SGLang's default --sampling-mask-max-tokens
 
@@ -149,6 +152,10 @@ def check(config: Config, *, starts: bool = True) -> None:
     for name in _POSITIVE:
         if not (math.isfinite(get(config, name)) and get(config, name) > 0):
             raise ConfigError(name, get(config, name), "a finite number above 0 is needed")
+    if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
+        raise ConfigError(
+            "run.name", config.run.name, "use letters, digits, _, . and -, not . or - first"
+        )
     _check_sampling(config)
     _check_parallel("trainer.parallel", config.trainer.parallel)
     _check_frozen(config)
@@ -171,13 +178,15 @@ def check_model(config: Config) -> dict[str, Any]:
     """
     folder = Path(config.model.path)
     if not config.model.path or not folder.is_dir():
-        raise ConfigError("model.path", config.model.path, "a Hugging Face model folder is needed")
-    try:
-        hf = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
         raise ConfigError(
-            "model.path", config.model.path, f"its config.json is not readable: {error}"
-        ) from error
+            "model.path",
+            config.model.path,
+            "a Hugging Face model folder of this machine is needed; nothing is downloaded",
+        )
+    try:
+        hf = read_model_config(folder)
+    except ModelError as error:
+        raise ConfigError("model.path", config.model.path, str(error)) from error
     if not any(folder.glob("*.safetensors")):
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
     for tp in {config.engine.tp, *config.engine.tp_each}:
@@ -443,9 +452,11 @@ def _check_task(config: Config) -> None:
         if not task.path or not Path(task.path).is_file():
             raise ConfigError("task.path", task.path, "a readable JSONL file of prompts is needed")
         if not task.reward:
-            raise ConfigError(
-                "task.reward", "", "use exact_match, math_verify or package.module:function"
-            )
+            raise ConfigError("task.reward", "", f"use {_functions(_REWARDS)}")
+    for field, named in (("reward", _REWARDS), ("environment", _ENVIRONMENTS)):
+        value = getattr(task, field)
+        if value and value not in named and ":" not in value:
+            raise ConfigError(f"task.{field}", value, f"use {_functions(named)}")
     if (task.max_turns > 1) != bool(task.environment):
         raise ConfigError(
             "task.environment",
@@ -454,6 +465,10 @@ def _check_task(config: Config) -> None:
         )
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
+
+
+def _functions(named: Sequence[str]) -> str:
+    return _either((*named, "package.module:function"))
 
 
 def _either(allowed: tuple[Any, ...]) -> str:

@@ -13,8 +13,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """One JSON object.  Raises ModelError for a missing file and for anything else in it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: missing or not JSON: {error}") from error
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value

@@ -102,8 +102,10 @@ def _with_includes(
         raise ConfigError("include", str(path), "a file cannot include itself")
     data = _read_yaml(path)
     layers: list[dict[str, Any]] = []
-    own = [str(name) for name in data.get("include") or []]
-    for name in own:
+    own = data.get("include") or []
+    if not isinstance(own, list):
+        raise ConfigError("include", own, f"a list of files is needed in {path}")
+    for name in map(str, own):
         found = _find_include(name, path)
         for key in [key for key in parts if found.parent == CONFIG_ROOT / PARTS[key]]:
             found = parts.pop(key)
@@ -121,7 +123,7 @@ def _find_include(name: str, recipe: Path) -> Path:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             "RECIPE", str(path), f"not readable as YAML: {_one_line(error)}"
@@ -131,6 +133,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError("RECIPE", str(path), "a YAML mapping of settings is needed")
     return data
+
+
+class _Loader(yaml.SafeLoader):
+    """With YAML's own rule, which PyYAML drops: a key stands once in its mapping."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if (name := str(key.value)) in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} sets {name} a second time")
+            seen.add(name)
+        return node
 
 
 def _dotlist(overrides: Sequence[str]) -> DictConfig:
@@ -146,6 +161,7 @@ def _dotlist(overrides: Sequence[str]) -> DictConfig:
 def _merge(layers: Sequence[Any]) -> Config:
     merged = OmegaConf.structured(Config)
     for layer in layers:
+        _check_sections(layer, Config())
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
@@ -158,6 +174,19 @@ def _merge(layers: Sequence[Any]) -> Config:
         raise ConfigError("configuration", "", _one_line(error)) from error
     assert isinstance(config, Config), type(config)
     return config
+
+
+def _check_sections(layer: Any, schema: Any, above: str = "") -> None:
+    """A section of settings holds settings; OmegaConf's own sentence does not say which one."""
+    for item in fields(schema):
+        section, field = getattr(schema, item.name), f"{above}{item.name}"
+        if not is_dataclass(section) or item.name not in layer:
+            continue
+        value = layer[item.name]
+        if not isinstance(value, dict | DictConfig):
+            names = ", ".join(f.name for f in fields(section))
+            raise ConfigError(field, value, f"it is a section of settings: {names}")
+        _check_sections(value, section, f"{field}.")
 
 
 def _look_up(layer: Any, key: str) -> Any:
@@ -175,7 +204,9 @@ def _allowed(key: str, error: Exception) -> str:
     *parents, last = key.split(".")
     for part in parents:
         section = getattr(section, part, None)
-    if is_dataclass(section) and not isinstance(section, type):
+    if section is None:  # an entry of a table, such as cluster.nodes.trainer
+        section = getattr(error, "object_type", None)
+    if is_dataclass(section):
         types = {f.name: f.type for f in fields(section)}
         if last not in types:
             return f"unknown key; {'.'.join(parents) or 'the configuration'} has {', '.join(types)}"

@@ -32,6 +32,10 @@ def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: b
     saved: the checkpoint's manifest.  reset_optimizer: only its weights and its place are used.
     """
     trainer = config.trainer
+    if config.run.steps < (done := saved.get("step", 0)):
+        raise ConfigError(
+            "run.steps", config.run.steps, f"{done} steps are done; use at least that"
+        )
     if trainer.dtype != saved["dtype"]:
         raise ConfigError(
             "trainer.dtype", trainer.dtype, f"the checkpoint holds {saved['dtype']} weights; use it"

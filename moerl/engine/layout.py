@@ -226,9 +226,12 @@ def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> Engin
         elif name in _SWITCHES:
             environment[name] = value
         elif name not in plain:
-            near = difflib.get_close_matches(short, known, 3) or known[:4]
+            near = difflib.get_close_matches(short, known, 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(
-                f"engine.{short}", value, f"no layout asks for it; known: {', '.join(near)}, ..."
+                f"engine.{short}",
+                value,
+                "use tp, ep, dp, count, or a server argument that decides how weights lie" + hint,
             )
         else:
             plain[name] = _value(name, value, like=plain[name])

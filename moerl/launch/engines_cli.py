@@ -17,9 +17,15 @@ _RUN = typer.Argument(metavar="RUN", help="A run's name, or its folder; it must 
 
 @engines.command("list")
 def engines_list(run: Annotated[str, _RUN]) -> None:
-    """What each engine does: its size, state, version, and groups in generation."""
+    """Each engine's size (tp), state, version of its weights, and groups in generation.
+
+    Example:
+
+      moerl engines list mine
+    """
+    rows = _asked(run, do="list")
     typer.echo(f"{'engine':>6} {'tp':>3}  {'state':<10}{'version':<10}{'groups':>6}")
-    for row in _asked(run, do="list"):
+    for row in rows:
         typer.echo(
             f"{row['engine']:>6} {row['tp']:>3}  {row['state']:<10}{row['version']:<10}"
             f"{row['groups']:>6}"
@@ -29,7 +35,7 @@ def engines_list(run: Annotated[str, _RUN]) -> None:
 @engines.command("add")
 def engines_add(
     run: Annotated[str, _RUN],
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; 0 = engine.tp.")] = 0,
+    tp: Annotated[int, typer.Option(min=0, help="Tensor-parallel ranks; 0 = engine.tp.")] = 0,
 ) -> None:
     """Start one more engine beside the others; it is brought to the newest weights, then works.
 
@@ -47,9 +53,18 @@ def engines_add(
 @engines.command("remove")
 def engines_remove(
     run: Annotated[str, _RUN],
-    engine: Annotated[int, typer.Argument(help="Its number.")],
+    engine: Annotated[
+        int, typer.Argument(metavar="ENGINE", min=0, help="Its number, as `list` shows it.")
+    ],
 ) -> None:
-    """Let an engine go: it starts nothing any more, what runs on it goes on elsewhere."""
+    """Let an engine go: it starts nothing any more, what runs on it goes on elsewhere.
+
+    The last engine that works cannot go.
+
+    Example:
+
+      moerl engines remove mine 1
+    """
     state = _asked(run, do="remove", engine=engine)
     typer.echo(f"engine {engine} is {state}; moerl engines list {run} shows those that stay")
 

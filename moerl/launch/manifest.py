@@ -9,6 +9,7 @@ this text.  YAML is printed, nothing is applied.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,12 @@ def manifest(config: Config, recipe: Sequence[str]) -> str:
     """YAML of all objects.  Raises ConfigError for a cluster of another launcher."""
     if config.cluster.launcher != "kuberay":
         raise ConfigError("cluster.launcher", config.cluster.launcher, "add cluster=kuberay")
+    if not re.fullmatch(r"[a-z0-9-]{1,40}", config.run.name):
+        raise ConfigError(
+            "run.name",
+            config.run.name,
+            "names of Kubernetes objects are made of it: at most 40 of a-z, 0-9 and -",
+        )
     name = f"moerl-{config.run.name}"
     objects = [
         _ray_cluster(config, name, [*recipe, _trainer_hosts(config, name)]),

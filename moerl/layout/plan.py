@@ -45,8 +45,9 @@ class EngineLayout:
     def __post_init__(self) -> None:
         for name, lowest in (("tp", 1), ("ep", 1), ("dp", 1), ("num", 1), ("dense_tp", 0)):
             if getattr(self, name) < lowest:
+                setting = "count" if name == "num" else name
                 raise ConfigError(
-                    f"engine.{name}", getattr(self, name), f"must be at least {lowest}"
+                    f"engine.{setting}", getattr(self, name), f"must be at least {lowest}"
                 )
         if self.tp % self.ep or self.tp % self.dp or self.tp % (self.dense_tp or 1):
             raise ConfigError(

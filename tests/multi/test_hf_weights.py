@@ -132,7 +132,7 @@ def test_load_refuses_a_parameter_without_a_rule(folder: Path) -> None:
     ("harm", "message"),
     [
         ("no folder", "no such model folder"),
-        ("no config", r"config\.json: missing or not JSON"),
+        ("no config", r"config\.json: there is no such file"),
         ("no weights", r"has neither model\.safetensors nor"),
         ("truncated", r"model\.safetensors: missing, truncated"),
         ("missing", rf"tensor {GATE} is missing"),

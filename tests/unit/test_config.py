@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+from typer.models import CommandInfo
 from typer.testing import CliRunner
 
-from moerl.cli import app
+from moerl.cli import _named_run, app
 from moerl.config import Config, load_config, resolve, save_config
-from moerl.config.checks import _AT_LEAST, _CHOICES, _POSITIVE, check, check_divides, get
+from moerl.config.checks import (
+    _AT_LEAST,
+    _CHOICES,
+    _ENVIRONMENTS,
+    _POSITIVE,
+    _REWARDS,
+    check,
+    check_divides,
+    get,
+)
 from moerl.config.load import load_saved
+from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
+from moerl.data import environments, rewards
 from moerl.errors import ConfigError
+from moerl.launch.engines_cli import engines
+from moerl.rundir import RunDir
+
+
+def _commands() -> list[CommandInfo]:
+    return [*app.registered_commands, *engines.registered_commands]
+
 
 BAD = [
     ("run.stepz=3", "run.stepz = 3", "unknown key; run has name, root, seed, steps, console"),
@@ -37,6 +56,12 @@ BAD = [
     ("replay.probe=-1", "replay.probe = -1", "at least 0"),
     ("replay.routing=R9", "replay.routing = 'R9'", "R3, R2 or off"),
     ("bogus.key=1", "bogus", "unknown key"),
+    ("run=3", "run = 3", "a section of settings: name, root, seed"),
+    ("trainer.parallel=2", "trainer.parallel = 2", "a section of settings: tp, pp"),
+    ("cluster.nodes.x.gpus=2", "cluster.nodes.x.gpus = 2", "nodes.x has roles, count, hosts"),
+    ("run.name=../x", "run.name = '../x'", "not . or - first"),
+    ("task.reward=exact", "task.reward = 'exact'", "math_verify, position_steps, turn_gains or"),
+    ("task.environment=x", "task.environment = 'x'", "check_digits or package.module:function"),
     ("steps", "override = 'steps'", "key=value"),
 ]
 
@@ -49,6 +74,39 @@ def test_bad_override(override: str, names: str, allows: str) -> None:
     assert names in text
     assert allows in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("run: [1,\n", "not readable as YAML"),
+        ("- a\n", "a YAML mapping of settings is needed"),
+        ("include: models/tiny_moe\n", "a list of files is needed"),
+        ("include: [models/no_such]\n", "no such file beside"),
+        ("run:\n  steps: 3\n  steps: 4\n", "line 3 sets steps a second time"),
+        ("run: 3\n", "run = 3 is not usable: it is a section"),
+        ("run: {steps: [1]}\n", "run.steps = [1] is not usable: int is needed"),
+    ],
+)
+def test_bad_recipe_file(tmp_path: Path, text: str, says: str) -> None:
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(text)
+    sentence = fails("train", str(recipe), "--dry-run")
+    assert says in sentence
+    assert "\n" not in sentence
+
+
+def test_an_anchor_may_be_merged_and_one_of_its_keys_replaced(tmp_path: Path) -> None:
+    recipe = tmp_path / "merged.yaml"
+    recipe.write_text(
+        "include: [recipes/quickstart]\nengine: {args: {a: &a {x: 1}, b: {<<: *a, x: 2}, c: *a}}\n"
+    )
+    assert load_config(str(recipe)).engine.args == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 1}}
+
+
+def test_named_rewards_and_environments_are_those_that_exist() -> None:
+    assert set(_REWARDS) == {*rewards.NAMED, *rewards.PROCESS}
+    assert set(_ENVIRONMENTS) == set(environments.NAMED)
 
 
 def test_tp_without_expert_cut_is_refused() -> None:
@@ -180,7 +238,83 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_help_shows_examples() -> None:
-    text = CliRunner().invoke(app, ["train", "--help"]).output
-    assert "--resume" in text
-    assert "moerl train quickstart" in text
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The folder of a run with 20 steps behind it."""
+    run = RunDir(tmp_path / "mine")
+    run.create()
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8}
+    (model / "config.json").write_text(json.dumps(sizes))
+    (model / "x.safetensors").touch()
+    config = load_config(
+        "quickstart", [f"model.path={model}", f"run.root={tmp_path}", "run.steps=20"]
+    )
+    save_config(replace(config, run=replace(config.run, name="mine")), run.config)
+    run.checkpoint(20).mkdir()
+    manifest = resume_facts(config) | {"step": 20}
+    (run.checkpoint(20) / "manifest.json").write_text(json.dumps(manifest))
+    return run.root
+
+
+def test_a_resume_is_checked_before_anything_starts(finished: Path) -> None:
+    sentence = fails("train", "--resume", str(finished), "run.steps=2")
+    assert sentence == "run.steps = 2 is not usable: 20 steps are done; use at least that"
+    assert fails("train", "--resume", str(finished), "--run", "x").startswith("--run = 'x'")
+    wider = ["trainer.parallel.ep=1", "trainer.parallel.dp=1"]
+    assert "--reset-optimizer" in fails("train", "--resume", str(finished), *wider)
+
+
+def test_a_dry_run_of_a_resume_starts_nothing(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moerl.cli._guarded", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("moerl.launch.dry_run.describe", lambda config, words: f"{words}")
+    done = CliRunner().invoke(app, ["train", "--resume", str(finished), "--dry-run"])
+    assert (done.exit_code, done.output) == (0, f"['--resume', '{finished}']\n")
+
+
+@pytest.mark.parametrize("name", ["007", "1e3", "true", "null"])
+def test_a_run_is_named_as_it_was_called(name: str) -> None:
+    assert load_config("quickstart", _named_run(name)).run.name == name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--records", "none.jsonl", "an existing .jsonl or .npz file"),
+        ("--records", "README.md", "an existing .jsonl or .npz file"),
+        ("--page", "no/such/folder/x.html", "its folder does not exist"),
+    ],
+)
+def test_mismatch_refuses_before_it_starts_an_engine(option: str, value: str, says: str) -> None:
+    assert fails("mismatch", "quickstart", option, value) == (
+        f"{option} = '{value}' is not usable: {says}" + (" is needed" if "file" in says else "")
+    )
+
+
+def test_mismatch_needs_a_token() -> None:
+    done = CliRunner().invoke(app, ["mismatch", "quickstart", "--tokens", "0"])
+    assert done.exit_code == 2
+    assert "--tokens" in done.output
+
+
+def test_kubernetes_has_names_of_its_own() -> None:
+    sentence = fails("manifest", "qwen3-30b-a3b", "cluster=kuberay", "--run", "My_run")
+    assert sentence.startswith("run.name = 'My_run'")
+
+
+def test_a_run_that_is_over_has_no_engines(finished: Path) -> None:
+    done = CliRunner().invoke(app, ["engines", "list", str(finished)])
+    assert "is not being trained now" in str(done.exception)
+    assert done.output == ""
+
+
+@pytest.mark.parametrize("command", [c.callback.__name__ for c in _commands() if c.callback])
+def test_every_command_says_what_it_does_with_an_example(command: str) -> None:
+    words = command.removeprefix("engines_").replace("_", "-").split()
+    group = ["engines"] if command.startswith("engines_") else []
+    done = CliRunner().invoke(app, [*group, *words, "--help"])
+    assert done.exit_code == 0
+    assert f"moerl {' '.join([*group, *words])} " in done.output.partition("Example")[2]
