@@ -70,12 +70,13 @@ class SharedPrompts:
     """Prompt rows that siblings of one engine call recorded alike: sealed once, named by all.
 
     Rows are compared, never assumed equal: two prefills of one prompt may round differently, and
-    the rows a sibling is trained on are those of its own KV cache.
+    the rows a sibling is trained on are those of its own KV cache.  Only siblings share: a blob
+    goes when its group is trained, and another group of the same prompt may still wait.
     """
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
         self._times = Counter(_prompt_key(request) for request in requests)
-        self._sealed: dict[bytes, tuple[Array, RoutingBlob]] = {}
+        self._sealed: dict[tuple[str, bytes], tuple[Array, RoutingBlob]] = {}
 
     def split(self, request: GenerateRequest, rows: Array | None) -> int:
         """How many leading rows to seal apart: those of a prompt that has siblings here."""
@@ -91,8 +92,9 @@ class SharedPrompts:
         self._sealed.setdefault(_prompt_key(request), (rows, blob))
 
 
-def _prompt_key(request: GenerateRequest) -> bytes:
-    return request.token_ids.tobytes()
+def _prompt_key(request: GenerateRequest) -> tuple[str, bytes]:
+    """Group and prompt; a rollout is named GROUP.SIBLING."""
+    return request.rollout_id.partition(".")[0], request.token_ids.tobytes()
 
 
 def first_row(request: GenerateRequest) -> int:

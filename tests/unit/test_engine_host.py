@@ -358,6 +358,19 @@ def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:
     play(scenario)
 
 
+def test_groups_of_one_prompt_share_no_blob(play: Any) -> None:
+    """Data repeats prompts: the group that is trained first takes its blobs along."""
+
+    async def scenario(host: EngineHost) -> None:
+        pairs = await host.generate([ask("7.0"), ask("7.1"), ask("8.0"), ask("8.1")])
+        assert not any(isinstance(segment, RecordError) for segment in pairs)
+        first, second = ({s.prompt_rows.ids.uri for s in pair} for pair in (pairs[:2], pairs[2:]))
+        assert len(first) == len(second) == 1, "siblings do"
+        assert first.isdisjoint(second)
+
+    play(scenario)
+
+
 def test_log_probabilities_are_sealed_beside_the_routes(play: Any) -> None:
     async def scenario(host: EngineHost) -> None:
         one, two = await host.generate([ask("a.0"), ask("a.1")])
