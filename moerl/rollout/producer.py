@@ -7,10 +7,11 @@ that interrupts a call leaves partial rollouts, which are sent again as they are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from moerl.config import Config
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.episodes import Environment, PartialEpisode
+from moerl.rollout.episodes import Environment, PartialEpisode, blob_uris_of
 from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
@@ -110,8 +111,8 @@ class Producer:
             ]
             member = self._fleet.members[engine]
             replies = await member.engine.generate([p.request() for p in partials])
-            _join(partials, replies)
-            for uri in (uri for p in partials for uri in p.blob_uris()):
+            _, untaken = _join(range(len(partials)), partials, replies)
+            for uri in (*untaken, *(uri for p in partials for uri in p.blob_uris())):
                 blobs.delete(uri)
             return sum(p.num_sampled for p in partials)
 
@@ -209,13 +210,15 @@ class Producer:
         try:
             while groups:
                 pending = [p for group in groups.values() for p in group if not p.finished]
+                owners = [g for g, group in groups.items() for p in group if not p.finished]
                 try:
                     replies = await self._ask(index, pending)
                 except EngineError as error:
                     self._rescue(index, groups, error)
                     return
                 self._count(pending, replies)
-                refused = _join(pending, replies)
+                refused, untaken = _join(owners, pending, replies)
+                self._holders.release(untaken)
                 for group_id in refused:
                     self._on_refused(group_id, groups.pop(group_id), refused[group_id])
                 await self._converse(groups)
@@ -278,17 +281,28 @@ class Producer:
         async with self._turn:
             await asyncio.sleep(0)
             requests = [p.request() for p in pending]
+        call = asyncio.ensure_future(self._fleet.engine(index).generate(requests))
         try:
             async with asyncio.timeout(limit_s):
-                replies = await self._fleet.engine(index).generate(requests)
+                replies = await asyncio.shield(call)
         except TimeoutError as error:
+            self._loops.spawn(self._drop_late(call))
             raise EngineError(
                 f"engine {index} did not answer {len(requests)} requests within "
                 f"rollout.request_timeout_s = {limit_s:g} s"
             ) from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
         if len(replies) != len(requests):
+            self._holders.release(_uris_of(replies))
             raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
         return replies
+
+    async def _drop_late(self, call: asyncio.Future[list[Segment | RecordError]]) -> None:
+        """An engine goes on with a call that nobody waits for, and seals what comes of it."""
+        with contextlib.suppress(EngineError):
+            self._holders.release(_uris_of(await call))
 
     async def _converse(self, groups: dict[int, Partials]) -> None:
         """Where a turn ended the environment answers, or ends the episode; all at once."""
@@ -329,14 +343,26 @@ class Producer:
         ]
 
 
-def _join(pending: Partials, replies: Sequence[Segment | RecordError]) -> dict[int, RecordError]:
-    """Add each reply to its partial; returns the groups that hold a refused record."""
+def _join(
+    owners: Iterable[int], pending: Partials, replies: Sequence[Segment | RecordError]
+) -> tuple[dict[int, RecordError], list[str]]:
+    """Add each reply to its partial; owners: their groups.
+
+    Returns the groups that hold a refused record, and the blobs of segments that were not taken.
+    """
     refused: dict[int, RecordError] = {}
-    for partial, reply in zip(pending, replies, strict=True):
+    untaken: list[str] = []
+    for group_id, partial, reply in zip(owners, pending, replies, strict=True):
         try:
             if isinstance(reply, RecordError):
                 raise reply
             partial.add(reply)
         except RecordError as error:
-            refused[partial.prompt.index] = error
-    return refused
+            refused[group_id] = error
+            untaken += _uris_of([reply])
+    return refused, untaken
+
+
+def _uris_of(replies: Sequence[Segment | RecordError]) -> list[str]:
+    segments = [reply for reply in replies if isinstance(reply, Segment)]
+    return [uri for segment in segments for uri in blob_uris_of(segment)]

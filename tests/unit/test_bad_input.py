@@ -27,7 +27,15 @@ from moerl.types import (
     Score,
     Segment,
 )
-from tests.unit.test_controller import CONFIG, StubEngine, StubScorer, make, running, train
+from tests.unit.test_controller import (
+    CONFIG,
+    Staggered,
+    StubEngine,
+    StubScorer,
+    make,
+    running,
+    train,
+)
 
 
 class Wrong(StubEngine):
@@ -74,6 +82,34 @@ def test_a_bad_reply_is_refused_and_generated_again(
         for rollout in (r for p in plans for g in p.groups for r in g.rollouts()):
             assert np.isfinite(rollout.logprobs).all()
             assert rollout.versions[-1].version.incarnation == 0
+
+    asyncio.run(body())
+
+
+class LateWrong(Staggered):
+    """The first reply to a sibling that was carried is refused."""
+
+    wrong = 0
+
+    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
+        if request.num_sampled >= 8 and not self.wrong:  # its group has closed
+            self.wrong += 1
+            return RecordError("nan", "the engine sampled from NaN logits")
+        return super()._reply(request, version)
+
+
+def test_a_bad_reply_to_a_late_sibling_costs_the_late_ones_only(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollout = replace(CONFIG.rollout, group_size=4, group_quorum=2, slice_tokens=4)
+        rollout = replace(rollout, late_siblings="carry", max_lag=100)
+        sampling = replace(CONFIG.sampling, max_new_tokens=4000)
+        config = replace(CONFIG, rollout=rollout, sampling=sampling)
+        engine = LateWrong()
+        controller, reports = make(tmp_path, engine, config)
+        plans = await running(controller, train(controller, 4))
+        ids = [group.group_id for plan in plans for group in plan.groups]
+        assert len(ids) == len(set(ids)) == 4 * CONFIG.rollout.groups_per_step
+        assert reports[-1].metrics["refused/nan"] == engine.wrong == 1
 
     asyncio.run(body())
 
