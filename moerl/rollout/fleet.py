@@ -18,9 +18,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from moerl.config.schema import RolloutConfig
 from moerl.errors import EngineError, ProtocolError
@@ -45,7 +46,10 @@ log = logging.getLogger(__name__)
 
 _REST_S = 2.0  # before an engine that failed a call and did not die is used again
 _INTERRUPT_S = 0.2  # between interrupts of an engine that leaves: a request may be on its way
+_ANSWER_S = 10.0  # for what needs no work of an engine, and beyond the deadline of what does
 _MODEL_FOLDER = PolicyVersion(0, 0)  # what an engine serves when it starts
+
+T = TypeVar("T")
 
 
 class State(StrEnum):
@@ -150,7 +154,7 @@ class Fleet:
                 member.state = State.LOST
                 continue
             try:
-                member.version = (await member.engine.status()).version
+                member.version = (await _answer(member.engine.status(), "status")).version
             except EngineError:
                 self.rest(index)
                 continue
@@ -185,12 +189,15 @@ class Fleet:
 
     async def statuses(self) -> list[EngineStatus]:
         """Of the engines that answer."""
-        found = []
-        for member in list(self.members.values()):
-            if member.state != State.LOST:
-                with contextlib.suppress(EngineError):
-                    found.append(await member.engine.status())
-        return found
+        asked = {i: m.engine for i, m in self.members.items() if m.state != State.LOST}
+        answers = (_answer(engine.status(), "status") for engine in asked.values())
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        for index, answer in zip(asked, found, strict=True):
+            if isinstance(answer, EngineError):
+                log.warning("engine %d: %s", index, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in found if isinstance(answer, EngineStatus)]
 
     # --- engines that join and leave --------------------------------------------------------------
     def join(self, index: int, engine: Engine, *, is_new_run: bool) -> None:
@@ -214,7 +221,7 @@ class Fleet:
         while member.generating:
             if self.interrupts:
                 with contextlib.suppress(EngineError):  # its calls fail too, and go on elsewhere
-                    await member.engine.interrupt()
+                    await _answer(member.engine.interrupt(), "interrupt")
             await self._loops.wait_change(_INTERRUPT_S)
 
     def remove(self, index: int) -> None:
@@ -295,7 +302,9 @@ class Fleet:
         try:
             if isinstance(message, CommitUpdate):
                 await self._settle(message.engine)
-            reply = await self._answering(message.engine).session(message)
+            asked = self._answering(message.engine).session(message)
+            limit_s = 0.0 if isinstance(message, AskEngine) else message.timeout_s
+            reply = await _answer(asked, type(message).__name__, limit_s)
         except EngineError as error:
             member.draining = False
             await self._ask_fitness(message.engine)
@@ -324,8 +333,18 @@ class Fleet:
         if member.state in (State.LOST, State.SUSPENDED) or member.leaving:
             return
         with contextlib.suppress(EngineError):
-            holds = await member.engine.session(AskEngine(index))
+            holds = await _answer(member.engine.session(AskEngine(index)), "AskEngine")
             if isinstance(holds, EngineHolds) and holds.cause:
                 log.warning("engine %d is left out until it is refreshed: %s", index, holds.cause)
                 self._ledger.engines_suspended += 1
                 member.state = State.SUSPENDED
+
+
+async def _answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
+    """Raises EngineError: the host failed, or hangs.  limit_s: that it gives itself."""
+    limit_s += _ANSWER_S
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError as error:
+        raise EngineError(f"no answer to {what} within {limit_s:g} s") from error
