@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.config.schema import CheckpointConfig
-from moerl.errors import TrainerError
+from moerl.errors import TrainerError, cause_of
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.parallel import Parallel
@@ -142,8 +142,9 @@ class CheckpointWriter:
         results: list[WriteResult] | str
         try:
             results = strategy.writer.write()
-        except OSError as error:
-            results = str(error)
+        except Exception as error:  # torch has words of its own for a disk that fills
+            log.exception("the checkpoint of step %d", step)
+            results = cause_of(error)
         try:
             self._error = self._commit(step, strategy, manifest, results)
         except Exception as error:  # a peer is gone: the gang ends, the older checkpoint stays
@@ -177,8 +178,9 @@ class CheckpointWriter:
                     assert strategy.metadata is not None, "rank 0 has the plan of all"
                     strategy.writer.finish(strategy.metadata, every)
                     self._shelf.publish(step, manifest)
-            except (OSError, TrainerError) as error:
-                verdict = [str(error)]
+            except Exception as error:  # whatever it is, the other ranks wait for the verdict
+                log.exception("the checkpoint of step %d", step)
+                verdict = [cause_of(error)]
             if verdict[0]:
                 shutil.rmtree(self._shelf.hidden(step), ignore_errors=True)
         dist.broadcast_object_list(verdict, src=0, group=self._group)

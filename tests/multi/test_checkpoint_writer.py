@@ -5,6 +5,7 @@ One rank, a state of one tensor and one object; layouts are test_resume_layouts'
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -126,6 +127,71 @@ def test_a_full_disk_costs_one_checkpoint(run: RunDir, monkeypatch: pytest.Monke
     writer.save(3, _state(torch.ones(1000), 3), {})
     writer.finish()
     assert run.latest_checkpoint() == (3, run.checkpoint(3))
+
+
+class _Full(io.RawIOBase):
+    """A file on a disk that fills while it is written."""
+
+    written = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.written
+
+    def write(self, data: Any) -> int:
+        self.written += len(data)
+        if self.written > 5000:
+            raise OSError(28, "No space left on device")
+        return len(data)
+
+
+def test_a_disk_that_fills_in_the_middle_costs_one_checkpoint(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch then raises an error of its own; the ranks that wait for this one must hear of it."""
+    writer = _writer(run)
+    writer.save(1, _state(torch.ones(1000), 1), {})
+    writer.wait()
+    plain = Path.open
+
+    def opened(path: Path, *args: Any, **fields: Any) -> Any:
+        is_data = path.suffix == ".distcp" and args == ("wb",)
+        return io.BufferedWriter(_Full()) if is_data else plain(path, *args, **fields)
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", opened)
+        writer.save(2, _state(torch.ones(100_000), 2), {})
+        writer.wait()
+    assert writer.metrics()["checkpoint/failed"] == 1.0
+    with pytest.raises(TrainerError, match="the last checkpoint was not written"):
+        writer.finish()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+
+
+def test_what_cannot_be_scored_is_said_to_all_ranks(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, said = _Gate(monkeypatch), []
+    plain = dist.broadcast_object_list
+
+    def broadcast(verdict: list[str], **fields: Any) -> None:
+        said.append(verdict)
+        plain(verdict, **fields)
+
+    run.metrics.write_text("no row\n")
+    writer = _writer(run, best="reward/mean")
+    writer.save(1, _state(torch.ones(1000), 1), {})
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    gate.open.set()
+    with pytest.raises(TrainerError, match="the last checkpoint was not written"):
+        writer.finish()
+    assert len(said) == 1, "the other ranks wait for it"
+    assert list(run.checkpoints.iterdir()) == []
 
 
 def test_a_gang_that_was_replaced_publishes_nothing(run: RunDir) -> None:
