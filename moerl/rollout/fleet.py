@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -111,18 +112,19 @@ class Fleet:
             for index, member in self.members.items()
         )
 
-    def is_least_busy(self, index: int) -> bool:
-        """Whether no engine on weights as new as this one's has fewer groups to generate.
+    def share(self, index: int, wanted: int) -> int:
+        """Of so many new groups, those for this engine: then all have equally many to generate.
 
         Engines on older weights do not count: they may have no room left to start anything.
         """
         member = self.members[index]
-        rivals = (
+        rivals = [
             other.generating
             for place, other in self.members.items()
             if self.serves(place) and other.version >= member.version
-        )
-        return member.generating <= min(rivals, default=0)
+        ]
+        even = math.ceil((sum(rivals) + wanted) / max(1, len(rivals)))
+        return max(0, min(wanted, even - member.generating))
 
     @property
     def interrupts(self) -> bool:

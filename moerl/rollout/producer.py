@@ -156,10 +156,8 @@ class Producer:
         ]
         if mine:
             return {group_id: self._handed.pop(group_id)[1] for group_id in sorted(mine)[:room]}
-        if not self._fleet.is_least_busy(index):
-            return {}
-        count = max(0, min(room, self.wanted(version.step)))
-        return self._start(index, count)
+        fair = self._fleet.share(index, self.wanted(version.step))
+        return self._start(index, max(0, min(room, fair)))
 
     def _start(self, index: int, count: int) -> dict[int, Partials]:
         """Begin groups; those whose prompt another engine knows wait for it, the rest are ours."""

@@ -102,7 +102,6 @@ def test_shared_records_outlive_an_engine_node(four: list[Host], tmp_path: Path)
         *("engine.count=2", "run.steps=24", "checkpoint.every=4", "sync.timeout_s=20"),
         *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
         "rollout.durability=shared",
-        "rollout.groups_per_request=1",  # so that both engines have something to do
     )
     folder = str(tmp_path / "run")
     with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:

@@ -629,8 +629,9 @@ def test_the_door_requires_the_token(token: str) -> None:
     asyncio.run(body())
 
 
-def test_groups_go_to_the_least_busy_engine(tmp_path: Path) -> None:
-    """The first engine to look does not take all; a full one does not block another."""
+@pytest.mark.parametrize("at_once", [1, 4, 8])
+def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> None:
+    """The first engine to look does not take all, however many groups a call may have."""
 
     class Slow(StubEngine):
         async def generate(self, requests: Sequence[GenerateRequest]) -> list:
@@ -640,19 +641,21 @@ def test_groups_go_to_the_least_busy_engine(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         engines = [Slow(), Slow(), Slow()]
-        rollout = replace(CONFIG.rollout, groups_per_request=1, buffer_depth=2)
+        rollout = replace(CONFIG.rollout, groups_per_request=at_once, buffer_depth=2)
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
         assert await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ())) == Ok()
         loops = asyncio.create_task(controller.run())
         await asyncio.sleep(0.3)
         assert [len(engine.requests) for engine in engines] == [4, 4, 4]  # 6 groups of 2
+        fleet = controller.fleet
+        assert [fleet.share(0, wanted) for wanted in range(5)] == [0, 1, 1, 1, 2]
         # newer weights: the other engines, less busy but older, are not waited for
-        controller.fleet.members[0].version = PolicyVersion(0, 1)
-        assert controller.fleet.is_least_busy(0)
-        assert controller.fleet.is_least_busy(1)
-        controller.fleet.members[0].generating = 0
-        assert not controller.fleet.is_least_busy(1)
+        fleet.members[0].version = PolicyVersion(0, 1)
+        fleet.members[1].generating = 0
+        assert (fleet.share(0, 4), fleet.share(1, 4)) == (4, 3)
+        fleet.members[1].generating = 5
+        assert (fleet.share(1, 1), fleet.share(2, 1)) == (0, 1)
         await controller.stop()
         await loops
 
