@@ -10,7 +10,9 @@ is sampled by step.  Printed at the end:
 
     memory       of each role, in its longest life: samples, MiB at the start and at the end, slope
                  per 1,000 steps (least squares, without the first `--warm` steps of that life)
-    files        largest size of journal, blobs, checkpoints, logs and trace in each half
+    files        largest size of journal, blobs, checkpoints, logs and trace in each half, MiB
+    held         most processes of the run, dead ones that nobody collected among them, and most
+                 open files of root and controller, in each half
     downtimes    per role: seconds until a death was seen, and until the process was back
 
 Exit status 1: the run failed, a step is missing, a process was left, or a slope is above 5% of the
@@ -98,6 +100,7 @@ class Watch:
         self.due = sorted(draw.randint(3, max(4, publishes - 10)) for _ in range(kills))
         self.memory: dict[str, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
         self.files: list[tuple[int, dict[str, int]]] = []
+        self.held: list[tuple[int, dict[str, int]]] = []
         self.kills: list[tuple[str, float]] = []
         self.members: set[psutil.Process] = set()
 
@@ -115,6 +118,8 @@ class Watch:
                     mib = process.memory_full_info().uss / 2**20
                     self.memory[role][process.pid].append((step, mib))
         self.files.append((step, self._sizes()))
+        with contextlib.suppress(psutil.Error, KeyError):  # one of them is down
+            self.held.append((step, self._held(pids)))
         if self.due and step >= self.due[0]:
             victim = self.draw.choice(ROLES)
             if victim in pids:
@@ -130,7 +135,8 @@ class Watch:
             "kills": len(self.kills),
             "left": [process.pid for process in alive],
             "memory": {role: slope(lives, warm) for role, lives in self.memory.items()},
-            "files": growth(self.files),
+            "files": growth(self.files, unit=2**20),
+            "held": growth(self.held),
             "downtimes": self._downtimes(),
         }
 
@@ -147,6 +153,14 @@ class Watch:
         sizes = {name: size_of(self.run.root / name) for name in names}
         sizes["blobs"] = size_of(Path(ClusterConfig().blob_dir) / outside_name(self.run))
         return sizes | {"metrics": self.run.metrics.stat().st_size}
+
+    def _held(self, pids: dict[str, int]) -> dict[str, int]:
+        root = psutil.Process(pids["root"])
+        return {
+            "processes": len(root.children(recursive=True)),
+            "open files, root": root.num_fds(),
+            "open files, controller": psutil.Process(pids["controller"]).num_fds(),
+        }
 
     def _downtimes(self) -> dict[str, dict[str, float]]:
         downs = [span for span in read_spans(self.run.trace) if span["process"] == "supervisor"]
@@ -185,15 +199,19 @@ def slope(lives: dict[int, list[Sample]], warm: int) -> dict[str, float]:
     }
 
 
-def growth(files: list[tuple[int, dict[str, int]]]) -> dict[str, dict[str, float]]:
-    """Largest size in each half of the run, MiB."""
-    middle = files[len(files) // 2][0]
+def growth(looks: list[tuple[int, dict[str, int]]], unit: int = 1) -> dict[str, dict[str, float]]:
+    """The most in each half of the run."""
+    middle = looks[len(looks) // 2][0]
+    halves = {
+        "first half": [found for step, found in looks if step <= middle],
+        "second half": [found for step, found in looks if step > middle],
+    }
     return {
         name: {
-            "first half": max((s[name] for step, s in files if step <= middle), default=0) / 2**20,
-            "second half": max((s[name] for step, s in files if step > middle), default=0) / 2**20,
+            half: max((found[name] for found in part), default=0) / unit
+            for half, part in halves.items()
         }
-        for name in files[0][1]
+        for name in looks[0][1]
     }
 
 
@@ -208,7 +226,7 @@ def size_of(folder: Path) -> int:
 def describe(found: dict[str, Any]) -> str:
     lines = [f"status {found['status']}, {found['kills']} kills, load {found['load']:.1f}"]
     lines += [f"processes left: {found['left'] or 'none'}"]
-    for part in ("memory", "files", "downtimes"):
+    for part in ("memory", "files", "held", "downtimes"):
         lines.append(part)
         for name, numbers in found[part].items():
             text = ", ".join(f"{key} {value:.2f}" for key, value in numbers.items())

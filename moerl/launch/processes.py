@@ -69,6 +69,33 @@ def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
     return killed
 
 
+class Orphans:
+    """The dead that were handed to this subreaper; uncollected, each keeps a process number.
+
+    Whoever started a process asks for its exit status soon after its end (`Popen.poll`).  A child
+    that is dead for `patience_s` and was not asked for lost its parent: two for each server or
+    torchrun that is killed.
+    """
+
+    def __init__(self, patience_s: float = 30.0) -> None:
+        self._patience_s = patience_s
+        self._dead: dict[int, float] = {}  # monotonic seconds at which it was first seen dead
+        self._due = 0.0
+
+    def collect(self) -> int:
+        """Call often; returns how many were collected."""
+        now = time.monotonic()
+        if now < self._due:
+            return 0
+        self._due = now + self._patience_s / 3
+        self._dead = {pid: self._dead.get(pid, now) for pid in _dead_children()}
+        late = [pid for pid, since in self._dead.items() if now - since >= self._patience_s]
+        for pid in late:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return len(late)
+
+
 def run_guarded(command: Sequence[str], *, stop_timeout_s: float) -> int:
     """The front: run the root, pass Ctrl-C and SIGTERM on once, sweep whatever is left.
 
@@ -146,6 +173,15 @@ def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:
             if mark is None or process.environ().get(mark[0]) == mark[1]:
                 alive.append(process)
     return alive
+
+
+def _dead_children() -> list[int]:
+    dead = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                dead.append(process.pid)
+    return dead
 
 
 def _reap() -> None:

@@ -44,7 +44,7 @@ from moerl.launch.actors import ControllerActor, ScorerActor, place
 from moerl.launch.frozen import FrozenRanks
 from moerl.launch.membership import Membership
 from moerl.launch.plan import GANG, RunPlan
-from moerl.launch.processes import end_descendants, serving
+from moerl.launch.processes import Orphans, end_descendants, serving
 from moerl.launch.ray_nodes import start_ray
 from moerl.launch.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
@@ -86,6 +86,7 @@ class Supervisor:
         self._interrupted = False
         self._controller_is_up = True
         self._pids: dict[str, int] = {}
+        self._orphans = Orphans()
         self._down: dict[str, float] = {}  # unix time at which a death was seen
         self._restarted: dict[str, float] = {}  # and at which the start began that followed
         self._tracer = Tracer(plan.run.trace, "supervisor")
@@ -185,6 +186,7 @@ class Supervisor:
             self._restart_what_is_due()
             self._poll_controller()
             self._look_at_the_clock()
+            self._orphans.collect()
 
     def _poll_controller(self) -> None:
         polled = self.tell(lambda controller: controller.poll.remote())

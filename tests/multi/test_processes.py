@@ -109,3 +109,34 @@ def test_others_are_left_alone(run) -> None:
     assert bystander.poll() is None
     os.kill(bystander.pid, signal.SIGKILL)
     bystander.wait()
+
+
+ADOPTS = """
+import subprocess, sys, time
+from moerl.launch.processes import Orphans, become_subreaper
+import psutil
+become_subreaper()
+orphan = "import time; time.sleep(0.3)"
+launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}])"
+own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+subprocess.run([sys.executable, "-c", launcher])
+dead = []
+while len(dead) < 2:
+    time.sleep(0.05)
+    dead = [c for c in psutil.Process().children() if c.status() == psutil.STATUS_ZOMBIE]
+orphans = Orphans(patience_s=0.6)
+first = orphans.collect()
+time.sleep(0.3)
+assert own.poll() == 7, "its exit status is still there for who started it"
+time.sleep(0.5)
+print(first, orphans.collect(), len(psutil.Process().children()))
+"""
+
+
+def test_dead_orphans_are_collected_and_no_exit_status_is_lost(tmp_path: Path) -> None:
+    script = tmp_path / "adopts.py"
+    script.write_text(ADOPTS)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["0", "1", "0"]
