@@ -16,6 +16,7 @@ srt/model_executor/model_runner_components/weight_updater.py.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -64,6 +65,10 @@ def after_start(_result: None, manager: Any) -> None:
         log.warning("rank %d receives no weights: %s", rank, error)
         handle = _refusing(str(error))
     Door(handle, socket_path(scratch, rank), scheduler.server_args.api_key).start()
+    # On a CPU SGLang collects garbage whenever it empties its cache (srt/platforms/cpu.py), so in
+    # every commit; what was imported and loaded by now is not walked again then.
+    gc.collect()
+    gc.freeze()
 
 
 def around_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
