@@ -431,6 +431,8 @@ def _checked(
     if checkpoint:
         config = replace(config, model=replace(config.model, path=checkpoint))
     check(config, starts=starts)
+    if not (config.model.path or config.model.tiny.enabled):
+        raise ConfigError("model.path", "", "name a model's folder, or use model.tiny.enabled=true")
     if starts and (config.model.path or not config.model.tiny.enabled):
         check_model(config)
     return config

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.config.files import read_json
 from moerl.errors import ConfigError, TrainerError
 
 
@@ -86,8 +87,14 @@ class RunDir:
         return self.root / "report.html"
 
     def create(self) -> None:
-        for folder in (self.root, self.checkpoints, self.logs, self.trace):
-            folder.mkdir(parents=True, exist_ok=True)
+        """Make the folders.  Raises ConfigError where that is not possible."""
+        try:
+            for folder in (self.root, self.checkpoints, self.logs, self.trace):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                "run.root", str(self.root.parent), f"{folder} cannot be made: {error.strerror}"
+            ) from error
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of `step` finished optimizer steps is; it exists only when whole."""
@@ -128,9 +135,11 @@ def find_run(name: str, option: str) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: layout, version, time, score (docs/operations.md)."""
-    found: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
-    return found
+    """What a checkpoint says of itself: layout, version, time, score (docs/operations.md).
+
+    Raises ModelError when that is missing or damaged.
+    """
+    return read_json(checkpoint / "manifest.json")
 
 
 @dataclass(frozen=True, slots=True)

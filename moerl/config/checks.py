@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,118 +14,15 @@ from typing import Any
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, frozen_models
 from moerl.config.clusters import check_cluster
 from moerl.config.files import read_model_config
+from moerl.config.ranges import check_ranges, either, get
 from moerl.config.schema import Config, FrozenConfig, ParallelConfig, RolloutConfig
 from moerl.errors import ConfigError, ModelError
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "run.console": ("auto", "panel", "lines", "quiet"),
-    "task.name": ("sort_digits", "reasoning_gym", "jsonl"),
-    "task.on_score_error": ("stop", "drop"),
-    "rollout.in_flight_mode": ("abort_resume", "drain", "in_place", "retract"),
-    "rollout.selection": ("oldest", "freshest", "strict"),
-    "rollout.late_siblings": ("drop", "carry"),
-    "rollout.durability": ("node", "shared"),
-    "replay.routing": ("R3", "R2", "off"),
-    "replay.rows": ("sampled",),
-    "engine.platform": ("auto", "cpu", "cuda"),
-    "engine.dtype": ("float32", "bfloat16"),
-    "trainer.platform": ("auto", "cpu", "cuda"),
-    "trainer.dtype": ("fp32", "bf16"),
-    "trainer.dispatcher": ("alltoall", "allgather"),
-    "frozen.ranks": ("trainer", "own"),
-    "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
-    "sync.transport": ("broadcast", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"),
-    "sync.every": (1,),
-    "checkpoint.best_is": ("highest", "lowest"),
-}
 # Published modes that are not choices here, and why: (field, value) -> one clause.
 _REFUSED: dict[tuple[str, Any], str] = {
     ("replay.rows", "latest"): "rows of the last prefill fit only the newest segment of a resumed "
     "rollout (docs/decisions.md, 10); use sampled",
 }
-_AT_LEAST: dict[str, float] = {
-    "run.steps": 1,
-    "run.seed": 0,
-    "task.digits": 1,
-    "task.max_prompt_tokens": 1,
-    "task.scorer_workers": 1,
-    "task.max_turns": 1,
-    "sampling.max_new_tokens": 1,
-    "rollout.groups_per_step": 1,
-    "rollout.group_size": 1,
-    "rollout.oversample": 1,
-    "rollout.max_lag": 0,
-    "rollout.buffer_depth": 0,
-    "rollout.fixed_lag": -1,
-    "rollout.max_drop_batches": 0,
-    "rollout.slice_tokens": 0,
-    "rollout.group_quorum": 0,
-    "rollout.groups_per_request": 1,
-    "rollout.max_groups_in_flight": 1,
-    "rollout.prefix_slack": -1,
-    "engine.count": 1,
-    "engine.tp": 1,
-    "engine.max_running_requests": 1,
-    "engine.max_total_tokens": 64,
-    "engine.cpu_threads": 1,
-    "trainer.max_tokens_per_microbatch": 1,
-    "trainer.cpu_threads": 1,
-    "trainer.minibatches": 1,
-    "trainer.optimizer.lr": 0,
-    "trainer.optimizer.min_lr": 0,
-    "trainer.optimizer.warmup_steps": 0,
-    "trainer.optimizer.weight_decay": 0,
-    "trainer.optimizer.clip_grad": 0,
-    "algorithm.entropy_coef": 0,
-    "algorithm.gae_gamma": 0,
-    "algorithm.gae_lambda": 0,
-    "algorithm.critic_lr": 0,
-    "algorithm.kl_coef": 0,
-    "algorithm.reward_kl_coef": 0,
-    "algorithm.distill_coef": 0,
-    "algorithm.clip_low": 0,
-    "algorithm.clip_high": 0,
-    "algorithm.sapo_tau_pos": 0,
-    "algorithm.sapo_tau_neg": 0,
-    "algorithm.kimi_tau": 0,
-    "algorithm.dppo_cap": 0,
-    "algorithm.tis_cap": 0,
-    "algorithm.off_policy_delta": 0,
-    "algorithm.lag_cap": 0,
-    "algorithm.constant_tokens": 0,
-    "algorithm.overlong_buffer": 0,
-    "sync.bucket_bytes": 1024,
-    "sync.quorum": 1,
-    "sync.direct": 0,
-    "supervision.max_restarts": 0,
-    "supervision.backoff_s": 0,
-    "evaluation.every": 0,
-    "evaluation.prompts": 1,
-    "evaluation.samples": 1,
-    "evaluation.temperature": 0,
-    "evaluation.max_requests": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "replay.probe": 0,
-    "observe.sample_rollouts": 0,
-    "observe.full_entropy": 0,
-    "observe.engine_alone_s": 0,
-}
-for _gang in ("trainer", "frozen"):
-    for _axis in ("tp", "pp", "cp", "ep", "etp", "dp", "vpp"):
-        _AT_LEAST[f"{_gang}.parallel.{_axis}"] = 1
-    for _end in ("first_stage_layers", "last_stage_layers"):
-        _AT_LEAST[f"{_gang}.parallel.{_end}"] = 0
-_POSITIVE = (
-    "task.score_timeout_s",
-    "rollout.request_timeout_s",
-    "engine.start_timeout_s",
-    "trainer.step_timeout_s",
-    "sync.timeout_s",
-    "supervision.stop_timeout_s",
-    "evaluation.hold_s",
-    "sampling.temperature",
-)
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
 _REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
 _ENVIRONMENTS = ("check_digits",)
@@ -142,16 +38,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     for (name, value), why in _REFUSED.items():
         if get(config, name) == value:
             raise ConfigError(name, value, why)
-    for name, allowed in _CHOICES.items():
-        if get(config, name) not in allowed:
-            raise ConfigError(name, get(config, name), f"use {_either(allowed)}")
-    for name, lowest in _AT_LEAST.items():
-        value = get(config, name)
-        if not (math.isfinite(value) and value >= lowest):
-            raise ConfigError(name, value, f"a number of at least {lowest:g} is needed")
-    for name in _POSITIVE:
-        if not (math.isfinite(get(config, name)) and get(config, name) > 0):
-            raise ConfigError(name, get(config, name), "a finite number above 0 is needed")
+    check_ranges(config)
     if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
         raise ConfigError(
             "run.name", config.run.name, "use letters, digits, _, . and -, not . or - first"
@@ -232,14 +119,6 @@ def check_divides(
         raise ConfigError(f"{field}.ep", parallel.ep, "the model is dense: use 1")
 
 
-def get(config: Config, name: str) -> Any:
-    """The value of a dotted field name."""
-    node: Any = config
-    for part in name.split("."):
-        node = getattr(node, part)
-    return node
-
-
 def _check_sync(config: Config) -> None:
     sync, mode = config.sync, config.rollout.in_flight_mode
     if mode in ("in_place", "retract") and sync.transport == "broadcast":
@@ -291,10 +170,6 @@ def _check_sizes(config: Config) -> None:
 
 def _check_sampling(config: Config) -> None:
     sampling = config.sampling
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise ConfigError("sampling.top_p", sampling.top_p, "a number in (0, 1] is needed")
-    if not 0.0 <= sampling.min_p < 1.0:
-        raise ConfigError("sampling.min_p", sampling.min_p, "a number in [0, 1) is needed")
     if sampling.top_k == 1:
         raise ConfigError(
             "sampling.top_k", 1, "greedy sampling has no gradient; use -1 or at least 2"
@@ -331,8 +206,6 @@ def _check_evaluation(config: Config) -> None:
     _check_best(config)
     if not evaluation.every:
         return
-    if not 0.0 < evaluation.top_p <= 1.0:
-        raise ConfigError("evaluation.top_p", evaluation.top_p, "a number in (0, 1] is needed")
     limit = evaluation.top_k
     if limit != -1 and not 2 <= limit <= _ENGINE_MASK_CAP:
         raise ConfigError(
@@ -468,9 +341,4 @@ def _check_task(config: Config) -> None:
 
 
 def _functions(named: Sequence[str]) -> str:
-    return _either((*named, "package.module:function"))
-
-
-def _either(allowed: tuple[Any, ...]) -> str:
-    texts = [str(a) for a in allowed]
-    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
+    return either((*named, "package.module:function"))

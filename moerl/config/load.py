@@ -125,9 +125,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            "RECIPE", str(path), f"not readable as YAML: {_one_line(error)}"
-        ) from error
+        why = _one_line(error)
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            why = f"line {error.problem_mark.line + 1}: {error.problem}"
+        raise ConfigError("RECIPE", str(path), f"not readable as YAML: {why}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):

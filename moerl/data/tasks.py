@@ -176,8 +176,11 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
             "task.name", "reasoning_gym", "the package reasoning-gym is not installed"
         ) from error
     if config.dataset not in DATASETS:
-        near = get_close_matches(config.dataset, DATASETS) or sorted(DATASETS)
-        raise ConfigError("task.dataset", config.dataset, f"close names are {', '.join(near)}")
+        near = get_close_matches(config.dataset, DATASETS)
+        hint = f"; close names are {', '.join(near)}" if near else ""
+        raise ConfigError(
+            "task.dataset", config.dataset, f"it must be a dataset of reasoning-gym{hint}"
+        )
     try:
         return reasoning_gym.create_dataset(
             config.dataset, **({"seed": seed, "size": _GYM_SIZE} | config.dataset_args)

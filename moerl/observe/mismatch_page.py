@@ -35,9 +35,13 @@ _PAGE = """<!doctype html>
   <h1>{{ name }}</h1>
   <p>{{ subtitle }}</p>
 </header>
-<p>d is the trainer's log-probability of a sampled token less the one that was recorded. Four scores
-of the same tokens: nothing replayed, routes, kept sets, both. What both leave is numerics (and age,
-for tokens of older weights); what each takes away is its own share.</p>
+<p>d is the trainer's log-probability of a sampled token less the one that was recorded, in nats.
+Four scores of the same tokens: nothing replayed, routes, kept sets (mask), both. What both leave is
+numerics (and age, for tokens of older weights); what each takes away is its own share, and
+interaction is what they take away together beyond that.</p>
+<p>k3 estimates KL(engine, trainer) in nats. E[ratio] is the mean of trainer over engine
+probability, 1 when both score the same distribution. F(2) is the share of tokens with a ratio
+beyond 2 either way.</p>
 {% for part in parts %}
 <h2>Trainer in {{ part.dtype }}</h2>
 <div class="card"><div class="scroll"><table>

@@ -12,23 +12,15 @@ from typer.testing import CliRunner
 
 from moerl.cli import _named_run, app
 from moerl.config import Config, load_config, resolve, save_config
-from moerl.config.checks import (
-    _AT_LEAST,
-    _CHOICES,
-    _ENVIRONMENTS,
-    _POSITIVE,
-    _REWARDS,
-    check,
-    check_divides,
-    get,
-)
+from moerl.config.checks import _ENVIRONMENTS, _REWARDS, check, check_divides
 from moerl.config.load import load_saved
+from moerl.config.ranges import AT_LEAST, CHOICES, POSITIVE, SHARES, get
 from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
 from moerl.data import environments, rewards
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, ModelError
 from moerl.launch.engines_cli import engines
-from moerl.rundir import RunDir
+from moerl.rundir import RunDir, read_manifest
 
 
 def _commands() -> list[CommandInfo]:
@@ -59,6 +51,10 @@ BAD = [
     ("run=3", "run = 3", "a section of settings: name, root, seed"),
     ("trainer.parallel=2", "trainer.parallel = 2", "a section of settings: tp, pp"),
     ("cluster.nodes.x.gpus=2", "cluster.nodes.x.gpus = 2", "nodes.x has roles, count, hosts"),
+    ("engine.mem_fraction_static=7", "mem_fraction_static = 7.0", "in (0, 1]"),
+    ("trainer.optimizer.beta1=1", "trainer.optimizer.beta1 = 1.0", "in [0, 1)"),
+    ("trainer.optimizer.eps=0", "trainer.optimizer.eps = 0.0", "above 0"),
+    ("model.tiny.num_heads=0", "model.tiny.num_heads = 0", "at least 1"),
     ("run.name=../x", "run.name = '../x'", "not . or - first"),
     ("task.reward=exact", "task.reward = 'exact'", "math_verify, position_steps, turn_gains or"),
     ("task.environment=x", "task.environment = 'x'", "check_digits or package.module:function"),
@@ -79,12 +75,13 @@ def test_bad_override(override: str, names: str, allows: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("run: [1,\n", "not readable as YAML"),
+        ("run: [1,\n", "not readable as YAML: line 2: expected the node content"),
         ("- a\n", "a YAML mapping of settings is needed"),
         ("include: models/tiny_moe\n", "a list of files is needed"),
         ("include: [models/no_such]\n", "no such file beside"),
         ("run:\n  steps: 3\n  steps: 4\n", "line 3 sets steps a second time"),
         ("run: 3\n", "run = 3 is not usable: it is a section"),
+        ("{}\n", "model.path = '' is not usable: name a model's folder"),
         ("run: {steps: [1]}\n", "run.steps = [1] is not usable: int is needed"),
     ],
 )
@@ -165,7 +162,7 @@ def test_stages_must_divide_the_layers() -> None:
 
 
 def test_every_check_names_a_field_that_exists() -> None:
-    for name in (*_CHOICES, *_AT_LEAST, *_POSITIVE):
+    for name in (*CHOICES, *AT_LEAST, *POSITIVE, *SHARES):
         get(Config(), name)
 
 
@@ -264,6 +261,23 @@ def test_a_resume_is_checked_before_anything_starts(finished: Path) -> None:
     assert fails("train", "--resume", str(finished), "--run", "x").startswith("--run = 'x'")
     wider = ["trainer.parallel.ep=1", "trainer.parallel.dp=1"]
     assert "--reset-optimizer" in fails("train", "--resume", str(finished), *wider)
+
+
+def test_a_checkpoint_without_its_manifest_is_named(finished: Path) -> None:
+    manifest = finished / "checkpoints/step-000020/manifest.json"
+    manifest.write_text("{")
+    with pytest.raises(ModelError, match=r"manifest\.json: not JSON"):
+        read_manifest(manifest.parent)
+    manifest.unlink()
+    done = CliRunner().invoke(app, ["train", "--resume", str(finished)])
+    assert isinstance(done.exception, ModelError)
+    assert str(done.exception) == f"{manifest}: there is no such file"
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.root = .*/file' .*/file/x cannot be made: Not a"):
+        RunDir(tmp_path / "file" / "x").create()
 
 
 def test_a_dry_run_of_a_resume_starts_nothing(
