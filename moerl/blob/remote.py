@@ -13,17 +13,19 @@ nothing to wait for.  For a minute the node is then not asked for what has a cop
 
 Rejected: multipart/byteranges replies (a parser for nothing, both ends are ours); one request per
 run (a pipeline stage asks for hundreds); deleting from the controller's event loop (a dead node
-would stall it: a thread sends deletions in batches, and drops those that fail, since the node's
-folder goes with it).
+would stall it: a thread sends deletions in batches, for ten minutes to a node that does not answer;
+later its folder has gone with it).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import http.server
 import json
 import logging
+import math
 import queue
 import threading
 import time
@@ -47,6 +49,8 @@ _TRY_S = 10.0  # one request; then it is repeated
 _PAUSE_S = 0.2
 _ASK_AGAIN_S = 60.0  # copies are read meanwhile
 _BATCH = 256  # deletions of one request
+_OWED_RETRY_S = 10.0  # between requests to a node that did not take its deletions
+_OWED_S = 600.0  # then they are dropped
 
 
 class RangeServer:
@@ -344,21 +348,33 @@ class ClusterBlobs(BlobStore):
         return found
 
     def _delete(self) -> None:
+        """A thread.  A node that does not answer is asked again for a while, others go on."""
+        owed: dict[str, list[str]] = defaultdict(list)  # names, by node
+        failed: dict[str, tuple[float, float]] = {}  # monotonic: when first, when last
         while True:
-            by_node: dict[str, list[str]] = defaultdict(list)
-            uri = self._gone.get()
-            for _ in range(_BATCH):
-                node, name = _split(uri)
-                by_node[node].append(name)
-                if self._gone.empty():
-                    break
-                uri = self._gone.get()
-            for node, names in by_node.items():
+            with contextlib.suppress(queue.Empty):
+                uri = self._gone.get(timeout=_OWED_RETRY_S if owed else None)
+                while True:
+                    node, name = _split(uri)
+                    owed[node].append(name)
+                    uri = self._gone.get_nowait()
+            for node, names in list(owed.items()):
+                first, last = failed.get(node, (math.inf, -math.inf))
+                if time.monotonic() - last < _OWED_RETRY_S:
+                    continue
                 try:
-                    self._post(node, "/delete", names)
+                    while batch := names[:_BATCH]:
+                        self._post(node, "/delete", batch)
+                        del names[:_BATCH]
                 except (OSError, http.client.HTTPException) as error:
                     self._hang_up(node)
+                    now = time.monotonic()
+                    failed[node] = min(first, now), now
+                    if now - first < _OWED_S:
+                        continue
                     log.warning("%d blobs stay on %s: %s", len(names), node, error)
+                del owed[node]
+                failed.pop(node, None)
 
     def _line(self, node: str) -> http.client.HTTPConnection:
         """This thread's connection to a node."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.blob import remote
 from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.blob.store import BlobStore
 from moerl.errors import BlobError
@@ -105,6 +106,39 @@ def test_deletion_reaches_the_node(served: tuple[RangeServer, ClusterBlobs, Blob
         time.sleep(0.02)
     with pytest.raises(BlobError, match="answered 404"):
         reader.read_runs(ref, [(0, 4)])
+
+
+def test_deletions_wait_for_a_node_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine host that starts again keeps its folder; other nodes do not wait with it."""
+    monkeypatch.setattr(remote, "_OWED_RETRY_S", 0.2)
+    away = RangeServer(tmp_path / "away", "127.0.0.1", 0, TOKEN)
+    near = RangeServer(tmp_path / "near", "127.0.0.1", 0, TOKEN)
+    reader = ClusterBlobs(tmp_path / "none", "", TOKEN)
+    port = int(away.node.rpartition(":")[2])
+
+    def seal(server: RangeServer, name: str) -> Path:
+        folder = tmp_path / ("away" if server is away else "near")
+        ClusterBlobs(folder, server.node, TOKEN).seal(name, [np.zeros(3, np.uint8)])
+        return folder / name
+
+    def goes(path: Path) -> bool:
+        deadline = time.monotonic() + 10
+        while path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not path.exists()
+
+    lasting, other = seal(away, "b"), seal(near, "c")
+    away.close()
+    reader.delete(f"blob://{away.node}/b")
+    reader.delete(f"blob://{near.node}/c")
+    assert goes(other)
+    assert lasting.exists()
+    back = RangeServer(tmp_path / "away", "127.0.0.1", port, TOKEN)
+    assert goes(lasting)
+    for server in (back, near):
+        server.close()
 
 
 def _renamed(ref: BlobRef, uri: str) -> BlobRef:
