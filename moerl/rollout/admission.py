@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,12 +27,11 @@ from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.rollout.past import uris_of
-from moerl.types import Episode, EpisodeGroup, Prompt, Rollout, SamplingParams, Score, Turn, check
+from moerl.types import Episode, EpisodeGroup, Rollout, SamplingParams, Score, Turn, check
 
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
-_SCORER_START_S = 120.0  # a scorer that died is started again meanwhile
 _MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
 
 
@@ -119,6 +117,10 @@ class Admission:
         log.warning("group %d: %s", group_id, error)
         self._delete(partials)
         self._leave(group_id, partials)
+        if group_id < 0:  # late siblings are not generated again
+            self._buffer.discard(group_id)
+            self._loops.notify()
+            return
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}")
@@ -164,7 +166,7 @@ class Admission:
         self._holders.release(uri for partial in partials for uri in partial.wasted_uris())
         said = [[text_of(turn.rollout, self.decode) for turn in e.turns] for e in episodes]
         try:
-            scores = await self._score(prompt, episodes, said)
+            scores = await self.scorer.score(prompt, episodes, said)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -200,23 +202,6 @@ class Admission:
             self._peers.pop(group_id, None)
         elif (waiting := self._peers.get(~group_id)) and not waiting.done():
             waiting.set_result(())
-
-    async def _score(
-        self, prompt: Prompt, episodes: list[Episode], said: list[list[str]]
-    ) -> list[Score]:
-        """One finite score per episode, in time.  Raises ScoreError."""
-        limit_s = self.config.task.score_timeout_s * len(episodes) + _SCORER_START_S
-        try:
-            async with asyncio.timeout(limit_s):
-                scores = await self.scorer.score(prompt, episodes, said)
-        except TimeoutError as error:
-            raise ScoreError(f"prompt {prompt.index}: no scores within {limit_s:g} s") from error
-        if len(scores) != len(episodes):
-            raise ScoreError(f"{len(scores)} scores for {len(episodes)} episodes")
-        wrong = [score.reward for score in scores if not math.isfinite(score.reward)]
-        if wrong:
-            raise ScoreError(f"prompt {prompt.index}: non-finite reward {wrong[0]}")
-        return scores
 
     async def _admit(self, group: EpisodeGroup) -> None:
         """Into the journal, then into the line."""

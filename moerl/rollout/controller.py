@@ -59,6 +59,7 @@ from moerl.rollout.past import Past, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
 from moerl.rollout.samples import StepReport, samples_of
+from moerl.rollout.timely import TimelyScorer
 from moerl.rollout.whereabouts import Whereabouts
 from moerl.types import EpisodeGroup, PolicyVersion
 from moerl.wire import encode_value
@@ -111,7 +112,7 @@ class Controller:
             rollout.buffer_depth,
             selection=rollout.selection,
         )
-        holders = BlobHolders(blobs)
+        holders, scorer = BlobHolders(blobs), TimelyScorer(scorer, config.task.score_timeout_s)
         ledger, history, loops = Ledger(), History(), Loops()
         self.ledger, self._history, self._loops = ledger, history, loops
         self.fleet = Fleet(engines, rollout, self.ledger, self._loops, self._to_come)

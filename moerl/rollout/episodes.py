@@ -170,3 +170,9 @@ def blob_uris_of(segment: Segment) -> list[str]:
     uris = [part.ids.uri for part in parts if part is not None]
     uris += [part.values.uri for part in sealed if part is not None]
     return uris + [mask.offsets.uri for mask in masks if mask is not None]
+
+
+def uris_of_all(replies: Sequence[Segment | RecordError]) -> list[str]:
+    """Blobs behind the replies to one engine call."""
+    segments = [reply for reply in replies if isinstance(reply, Segment)]
+    return [uri for segment in segments for uri in blob_uris_of(segment)]

@@ -17,14 +17,14 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from moerl.blob import BlobStore
 from moerl.config.schema import EvaluationConfig
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.protocols import Scorer
-from moerl.rollout.episodes import Environment, PartialEpisode, text_of
+from moerl.rollout.episodes import Environment, PartialEpisode, text_of, uris_of_all
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
@@ -124,15 +124,16 @@ class Evaluator:
             for place in range(count)
             for sample in range(samples)
         ]
+        sealed: set[str] = set()
         try:
             for begin in range(0, len(partials), self.config.max_requests):
+                batch = partials[begin : begin + self.config.max_requests]
                 if time.monotonic() > deadline:
                     raise EngineError(f"evaluation.hold_s = {self.config.hold_s:g} s have passed")
-                await self._ask(index, version, partials[begin : begin + self.config.max_requests])
+                await self._ask(index, version, batch, sealed)
             rewards = await self._score(partials, samples)
         finally:
-            for uri in (uri for partial in partials for uri in partial.blob_uris()):
-                self._blobs.delete(uri)
+            self._delete(sealed)
         best = [max(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
         lengths = [partial.num_sampled for partial in partials]
         ends = [partial.turns[-1].segments[-1].finish for partial in partials]
@@ -147,11 +148,19 @@ class Evaluator:
         }
 
     async def _ask(
-        self, index: int, version: PolicyVersion, partials: Sequence[PartialEpisode]
+        self,
+        index: int,
+        version: PolicyVersion,
+        partials: Sequence[PartialEpisode],
+        sealed: set[str],
     ) -> None:
+        """sealed: takes the blobs of all replies, good or not."""
         while pending := [partial for partial in partials if not partial.finished]:
             requests = [partial.request() for partial in pending]
-            replies = await self._fleet.engine(index).generate(requests)
+            # an update cuts it after hold_s; no call of an engine that hangs is waited for longer
+            limit_s = 2 * self.config.hold_s
+            replies = await self._fleet.generate(index, requests, limit_s, self._delete)
+            sealed.update(uris_of_all(replies))
             for partial, reply in zip(pending, replies, strict=True):
                 if not isinstance(reply, Segment):
                     raise reply
@@ -161,6 +170,10 @@ class Evaluator:
                     raise EngineError(f"engine {index} took an update while it was evaluated")
             listening = [partial for partial in pending if partial.listens]
             await asyncio.gather(*map(self._environment.answer, listening))
+
+    def _delete(self, uris: Iterable[str]) -> None:
+        for uri in set(uris):
+            self._blobs.delete(uri)
 
     async def _score(self, partials: Sequence[PartialEpisode], samples: int) -> list[float]:
         rewards = []

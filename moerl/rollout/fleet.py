@@ -19,13 +19,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
 from moerl.config.schema import RolloutConfig
-from moerl.errors import EngineError, ProtocolError
+from moerl.errors import EngineError, ProtocolError, RecordError
 from moerl.protocols import (
     AskEngine,
     CloseUpdate,
@@ -39,9 +39,10 @@ from moerl.protocols import (
     SessionMessage,
     UpdateClosed,
 )
+from moerl.rollout.episodes import uris_of_all
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
-from moerl.types import PolicyVersion
+from moerl.types import GenerateRequest, PolicyVersion, Segment
 
 log = logging.getLogger(__name__)
 
@@ -251,6 +252,35 @@ class Fleet:
         """Raises EngineError when it left the run."""
         return self._member(index).engine
 
+    async def generate(
+        self,
+        index: int,
+        requests: Sequence[GenerateRequest],
+        limit_s: float,
+        drop: Callable[[Iterable[str]], None],
+    ) -> list[Segment | RecordError]:
+        """One engine call.  drop: takes the blobs of replies that the caller does not get.
+
+        Raises EngineError: it failed, was late, or answered something else.  An engine goes on with
+        a call that nobody waits for, and seals what comes of it.
+        """
+        call = asyncio.ensure_future(self.engine(index).generate(requests))
+        try:
+            async with asyncio.timeout(limit_s):
+                replies = await asyncio.shield(call)
+        except TimeoutError as error:
+            self._loops.spawn(_drop_late(call, drop))
+            raise EngineError(
+                f"engine {index} did not answer {len(requests)} requests within {limit_s:g} s"
+            ) from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if len(replies) != len(requests):
+            drop(uris_of_all(replies))
+            raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
+        return replies
+
     def _member(self, index: int) -> Member:
         if index not in self.members:
             known = ", ".join(map(str, sorted(self.members)))
@@ -340,6 +370,13 @@ class Fleet:
                 log.warning("engine %d is left out until it is refreshed: %s", index, holds.cause)
                 self._ledger.engines_suspended += 1
                 member.state = State.SUSPENDED
+
+
+async def _drop_late(
+    call: asyncio.Future[list[Segment | RecordError]], drop: Callable[[Iterable[str]], None]
+) -> None:
+    with contextlib.suppress(Exception):  # nobody waits for what it says
+        drop(uris_of_all(await call))
 
 
 async def _answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:

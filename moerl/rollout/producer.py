@@ -7,7 +7,6 @@ that interrupts a call leaves partial rollouts, which are sent again as they are
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from moerl.config import Config
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.episodes import Environment, PartialEpisode, blob_uris_of
+from moerl.rollout.episodes import Environment, PartialEpisode, uris_of_all
 from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
@@ -274,33 +273,12 @@ class Producer:
         return {} if later is None else {later: late}
 
     async def _ask(self, index: int, pending: Partials) -> Sequence[Segment | RecordError]:
-        """One engine call.  Raises EngineError: it failed, was late, or answered something else."""
+        """One engine call.  Raises EngineError."""
         limit_s = self.config.rollout.request_timeout_s
         async with self._turn:
             await asyncio.sleep(0)
             requests = [p.request() for p in pending]
-        call = asyncio.ensure_future(self._fleet.engine(index).generate(requests))
-        try:
-            async with asyncio.timeout(limit_s):
-                replies = await asyncio.shield(call)
-        except TimeoutError as error:
-            self._loops.spawn(self._drop_late(call))
-            raise EngineError(
-                f"engine {index} did not answer {len(requests)} requests within "
-                f"rollout.request_timeout_s = {limit_s:g} s"
-            ) from error
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        if len(replies) != len(requests):
-            self._holders.release(_uris_of(replies))
-            raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
-        return replies
-
-    async def _drop_late(self, call: asyncio.Future[list[Segment | RecordError]]) -> None:
-        """An engine goes on with a call that nobody waits for, and seals what comes of it."""
-        with contextlib.suppress(EngineError):
-            self._holders.release(_uris_of(await call))
+        return await self._fleet.generate(index, requests, limit_s, self._holders.release)
 
     async def _converse(self, groups: dict[int, Partials]) -> None:
         """Where a turn ended the environment answers, or ends the episode; all at once."""
@@ -357,10 +335,5 @@ def _join(
             partial.add(reply)
         except RecordError as error:
             refused[group_id] = error
-            untaken += _uris_of([reply])
+            untaken += uris_of_all([reply])
     return refused, untaken
-
-
-def _uris_of(replies: Sequence[Segment | RecordError]) -> list[str]:
-    segments = [reply for reply in replies if isinstance(reply, Segment)]
-    return [uri for segment in segments for uri in blob_uris_of(segment)]

@@ -185,7 +185,7 @@ def test_a_bad_score_drops_its_group(tmp_path: Path, bad: Callable[..., list[Sco
 def test_a_scorer_that_hangs_drops_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moerl.rollout.admission._SCORER_START_S", 0.0)
+    monkeypatch.setattr("moerl.rollout.timely._START_S", 0.0)
 
     class Hangs(StubScorer):
         def __init__(self) -> None:

@@ -15,11 +15,12 @@ from moerl.config.schema import EvaluationConfig
 from moerl.errors import ConfigError
 from moerl.protocols import Stop, TakePlan
 from moerl.rollout.evaluation import sampling_of
-from moerl.types import SamplingParams
+from moerl.types import PolicyVersion, Prompt, SamplingParams, Score
 from tests.unit.test_controller import (
     CONFIG,
     Prompts,
     StubEngine,
+    StubScorer,
     make,
     running,
     train,
@@ -101,6 +102,48 @@ def test_an_update_waits_for_the_evaluation_and_no_longer_than_allowed(tmp_path:
         reports, took_s = asyncio.run(scenario(hold_s))
         assert took_s >= hold_s
         assert evaluations(reports) == []
+
+
+@pytest.mark.parametrize("who", ["engine", "scorer"])
+def test_an_evaluation_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """The next one takes place."""
+    monkeypatch.setattr("moerl.rollout.timely._START_S", 0.0)
+
+    class Silent(StubEngine):
+        async def generate(self, requests: Any) -> Any:
+            if who == "engine" and requests[0].rollout_id.startswith("eval-0.0"):
+                await asyncio.Event().wait()
+            return await super().generate(requests)
+
+    class SilentScorer(StubScorer):
+        async def score(self, prompt: Prompt, episodes: Any, said: Any) -> list[Score]:
+            if who == "scorer" and episodes[0].episode_id.startswith("eval-0.0"):
+                await asyncio.Event().wait()
+            return await super().score(prompt, episodes, said)
+
+    async def scenario() -> None:
+        evaluation = replace(EVERY_TWO, hold_s=0.1)
+        task = replace(CONFIG.task, score_timeout_s=0.05)
+        config = replace(CONFIG, evaluation=evaluation, task=task)
+        scorer, engines = SilentScorer(), Silent()
+        held_out = {"held_out": Prompts(), "scorer": scorer}
+        controller, reports = make(tmp_path, engines, config, **held_out)
+
+        async def work() -> None:
+            await train(controller, 2)
+            await asyncio.sleep(0.5)  # nothing is trained meanwhile: no update ends it
+            await train(controller, 4, start=PolicyVersion(1, 2), consumed=(0, 1, 2, 3))
+            assert isinstance(await controller.handle(TakePlan(4, 5.0, 1)), Stop)
+
+        await running(controller, work())
+        steps = [row["eval/step"] for row in evaluations(reports)]
+        assert 0.0 not in steps
+        assert steps[-1] == 4.0
+        assert sum(r.metrics.get("eval/given_up", 0) for r in reports) == 1
+
+    asyncio.run(scenario())
 
 
 def test_without_the_setting_nothing_is_evaluated(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""A scorer whose answers come in time, complete and finite, or are a ScoreError.
+
+Its processes keep time for each response; what they cannot see is the end of their own process, or
+of the link to it.  Groups, turns and evaluations all ask through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from moerl.errors import ScoreError
+from moerl.protocols import Scorer
+from moerl.types import Episode, Prompt, Score
+
+_START_S = 120.0  # a scorer that died is started again meanwhile
+_REPLY_S = 600.0  # beside that: replies of thousands of episodes may be asked for at once
+
+
+class TimelyScorer:
+    """The `Scorer` protocol over another one."""
+
+    def __init__(self, scorer: Scorer, timeout_s: float) -> None:
+        """timeout_s: of one response, `task.score_timeout_s`."""
+        self._scorer, self._timeout_s = scorer, timeout_s
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+    ) -> list[Score]:
+        """One finite score per episode.  Raises ScoreError."""
+        limit_s = self._timeout_s * len(episodes) + _START_S
+        try:
+            async with asyncio.timeout(limit_s):
+                scores = await self._scorer.score(prompt, episodes, said)
+        except TimeoutError as error:
+            raise ScoreError(f"prompt {prompt.index}: no scores within {limit_s:g} s") from error
+        if len(scores) != len(episodes):
+            raise ScoreError(f"{len(scores)} scores for {len(episodes)} episodes")
+        wrong = [score.reward for score in scores if not math.isfinite(score.reward)]
+        if wrong:
+            raise ScoreError(f"prompt {prompt.index}: non-finite reward {wrong[0]}")
+        return scores
+
+    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+        """Of the environment.  Raises ScoreError."""
+        limit_s = self._timeout_s + _START_S + _REPLY_S
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._scorer.reply(prompt, said)
+        except TimeoutError as error:
+            raise ScoreError(f"prompt {prompt.index}: no reply within {limit_s:g} s") from error
