@@ -2,9 +2,10 @@
 
     python bench/checkpoint_pause.py [--repeats 5] [--hidden 256] [--folder DIR]
 
-One trainer rank saves the same state both ways in turn: with `moerl.trainer.checkpoint_writer`,
-whose pause is planning and a copy to host buffers, and with megatron-core's own synchronous save,
-which forks writers and waits for the disk.  The first repetition, which allocates, is shown apart.
+One trainer rank saves the same state both ways in turn: with ours
+(`moerl.trainer.checkpoints.checkpoint_writer`), whose pause is planning and a copy to host buffers,
+and with megatron-core's own synchronous save, which forks writers and waits for the disk.  The
+first repetition, which allocates, is shown apart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from moerl.config.schema import CheckpointConfig, Config, ParallelConfig, Traine
 from moerl.layout import ModelSpec
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 from moerl.types import PolicyVersion
 
 
@@ -52,10 +53,11 @@ def run(folder: Path, repeats: int, spec: ModelSpec) -> None:
     place = platform.prepare("cpu")
     from megatron.core import dist_checkpointing
 
-    from moerl.trainer import checkpoint, parallel
-    from moerl.trainer.checkpoint_writer import METADATA, CheckpointWriter
-    from moerl.trainer.model import build
-    from moerl.trainer.step import Learner
+    from moerl.trainer.checkpoints import checkpoint
+    from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
+    from moerl.trainer.learner.step import Learner
+    from moerl.trainer.model import parallel
+    from moerl.trainer.model.gpt import build
 
     ranks = parallel.start(ParallelConfig(), place, timeout_s=60)
     config = Config(trainer=TrainerConfig())

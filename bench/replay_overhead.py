@@ -108,8 +108,8 @@ def report(name: str, ratios: list[float]) -> None:
 
 def learners(store: BlobStore) -> list[Any]:
     """Learners of the three arms, equal weights, one rank in this process."""
-    from moerl.trainer import parallel
-    from moerl.trainer.platform import prepare
+    from moerl.trainer.model import parallel
+    from moerl.trainer.model.platform import prepare
 
     platform = prepare("auto")
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
@@ -121,8 +121,8 @@ def learners(store: BlobStore) -> list[Any]:
         observe=ObserveConfig(full_entropy=0),  # a metric, not part of replay
     )
     gang = parallel.start(config.trainer.parallel, platform, timeout_s=600)
-    from moerl.trainer.model import build
-    from moerl.trainer.step import Learner
+    from moerl.trainer.learner.step import Learner
+    from moerl.trainer.model.gpt import build
 
     flags = (True, True, False)
     models = [build(SPEC, config.trainer, gang, with_replay=flag) for flag in flags]

@@ -135,7 +135,7 @@ SINKS = Part(
 
 # --- latent attention ----------------------------------------------------------------------------
 # The down projections are whole on every rank, as in Transformer Engine; the column-parallel ones
-# of the stock local spec have a wrong gradient (trainer/family_modules.py) and are not used.
+# of the stock local spec have a wrong gradient (trainer/model/family_modules.py) and are not used.
 def _mla(name: str) -> str:
     return f"self_attn.{name}.weight"
 

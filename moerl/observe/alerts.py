@@ -2,7 +2,7 @@
 
 An alert is 1 when its condition holds, 0 when it does not, and absent when the row cannot tell; the
 console and the report name those that are 1.  They warn and stop nothing.  Alerts that need the
-model itself are the probe's (`moerl.trainer.probe`).
+model itself are the probe's (`moerl.trainer.passes.probe`).
 
 Limits are those of the literature this project follows (docs/metrics.md names each); the toy that
 they were first seen on raises none of them in a healthy run.

@@ -1,1 +1,1 @@
-"""Megatron-core: model, process groups, replay, optimizer step, checkpoints, the gang itself."""
+"""Megatron-core: the ranks of a gang, trained, frozen, supervised or scoring."""

@@ -17,7 +17,7 @@ from moerl.blob.remote import cluster_reader
 from moerl.config.schema import Config
 from moerl.rundir import RunDir, next_incarnation
 from moerl.trainer.gang import Post
-from moerl.trainer.parallel import Parallel
+from moerl.trainer.model.parallel import Parallel
 
 
 def read_board(run: RunDir, config: Config) -> tuple[Post, str]:

@@ -6,8 +6,8 @@ batch after the one in training is scored when the trainer asks for it.  It hold
 and started again, it asks for what is still missing.
 
 Models, packing and the replay of kept sets are those of the form inside the trainer
-(`moerl.trainer.frozen_policy`), so both give equal numbers.  Each set of scores carries the digest
-of its record (`moerl.data.frozen`).
+(`moerl.trainer.learner.frozen_policy`), so both give equal numbers.  Each set of scores carries the
+digest of its record (`moerl.data.frozen`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moerl.errors import TrainerError
 from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords
 from moerl.trace import Tracer
 from moerl.trainer.client import ControllerClient
-from moerl.trainer.frozen_policy import open_policies
 from moerl.trainer.gang import REPLY_SLACK_S, Post
-from moerl.trainer.hf_folder import HfFolder
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.schedule import Batches
+from moerl.trainer.learner.frozen_policy import open_policies
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.passes.schedule import Batches
+from moerl.trainer.weights.hf_folder import HfFolder
 from moerl.types import Array, BatchPlan, FrozenScores
 from moerl.wire import decode, encode
 

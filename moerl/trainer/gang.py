@@ -45,16 +45,17 @@ from moerl.protocols import (
 )
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer import checkpoint, probe
-from moerl.trainer.checkpoint_writer import CheckpointWriter
+from moerl.trainer.checkpoints import checkpoint
+from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 from moerl.trainer.client import ControllerClient
-from moerl.trainer.critic import Critic
-from moerl.trainer.hf_folder import HfFolder, load_hf
-from moerl.trainer.hf_gather import HfGather
-from moerl.trainer.hf_save import save_hf
-from moerl.trainer.model import build, layout_of
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.step import Learner
+from moerl.trainer.learner.critic import Critic
+from moerl.trainer.learner.step import Learner
+from moerl.trainer.model.gpt import build, layout_of
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.passes import probe
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf
+from moerl.trainer.weights.hf_gather import HfGather
+from moerl.trainer.weights.hf_save import save_hf
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.wire import decode
 

@@ -29,7 +29,7 @@ from moerl.errors import MoerlError
 from moerl.kernels.library import describe
 from moerl.rundir import RunDir
 from moerl.stacks import write_on_request
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,11 @@ def main() -> None:
     except MoerlError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe(place.name))
-    from moerl.trainer import parallel  # the platform comes before anything that imports megatron
+    # the platform comes before anything that imports megatron
     from moerl.trainer.enlist import bind, enlist, read_board
     from moerl.trainer.frozen_gang import FrozenGang, own_layout
     from moerl.trainer.gang import Gang, Post, report_failure
+    from moerl.trainer.model import parallel
 
     config, start = own_layout(config) if args.frozen else config, ""
     if args.controller:

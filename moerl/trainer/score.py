@@ -50,16 +50,16 @@ from moerl.data.audit import split_segments
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.errors import MoerlError, RecordError
-from moerl.trainer.agreement import downstream
-from moerl.trainer.platform import prepare
-from moerl.trainer.replay import Mode
+from moerl.trainer.model.platform import prepare
+from moerl.trainer.model.replay import Mode
+from moerl.trainer.passes.agreement import downstream
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
 from moerl.wire import decode_value
 
 if TYPE_CHECKING:
-    from moerl.trainer.model import Model
-    from moerl.trainer.parallel import Parallel
+    from moerl.trainer.model.gpt import Model
+    from moerl.trainer.model.parallel import Parallel
 
 Routes = dict[int, Tensor]  # layer -> [N, K]
 _TIMEOUT_S = 600.0
@@ -106,7 +106,7 @@ def main() -> None:
 def _score(jobs: list[ScoreJob]) -> None:
     """All jobs in one gang, started as the first one says."""
     platform = prepare(jobs[0].platform, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    from moerl.trainer import parallel
+    from moerl.trainer.model import parallel
 
     sizes = ParallelConfig(dp=int(os.environ.get("WORLD_SIZE", "1")), ep=jobs[0].ep)
     ranks = parallel.start(sizes, platform, timeout_s=_TIMEOUT_S)
@@ -154,8 +154,8 @@ def _plan(rollouts: list[Rollout], job: ScoreJob, dp_size: int) -> BatchPlan:
 def _score_dtype(
     job: ScoreJob, dtype: str, plan: BatchPlan, store: BlobStore, ranks: Parallel
 ) -> Tally:
-    from moerl.trainer.hf_folder import HfFolder, load_hf
-    from moerl.trainer.model import build, live_tensors
+    from moerl.trainer.model.gpt import build, live_tensors
+    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 
     trainer = TrainerConfig(
         dtype=dtype, parallel=ranks.sizes, dispatcher=job.dispatcher, megatron=job.megatron
@@ -194,7 +194,7 @@ class _Scorer:
                 self._score(kind, self._replayed_logits(routes), variants)
 
     def _live_logits(self) -> Tensor:
-        from moerl.trainer import forward
+        from moerl.trainer.passes import forward
 
         logits = forward.logits(self.model, self.model.module, self.batch, self.index, Mode.RECORD)
         differs = {}
@@ -237,7 +237,7 @@ class _Scorer:
             self.tally.kept[rollout.rollout_id] = sizes.numpy()[mine]
 
     def _replayed_logits(self, routes: Routes) -> Tensor:
-        from moerl.trainer import forward
+        from moerl.trainer.passes import forward
 
         self.replay.load(self.index, forward.local_rows(routes, self.ranks))
         with _executed(self.model) as executed:
@@ -258,7 +258,7 @@ class _Scorer:
         return logits
 
     def _score(self, kind: str, logits: Tensor, variants: list[str]) -> None:
-        from moerl.trainer import forward
+        from moerl.trainer.passes import forward
 
         for name in variants:
             routes, masked = VARIANTS[name]

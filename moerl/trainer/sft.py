@@ -28,7 +28,7 @@ from moerl.data.demonstrations import demonstration_plan
 from moerl.data.tasks import PromptStream, load_tokenizer
 from moerl.errors import ConfigError, MoerlError
 from moerl.rundir import RunDir
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 STEP = "STEP "  # begins a line of rank 0 that holds a step's metrics
 _KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/tokens", "perf/")
@@ -59,12 +59,13 @@ def _train(config: Config, run: RunDir) -> None:
     place = platform.prepare(
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
-    from moerl.trainer import parallel  # the platform comes before anything that imports megatron
-    from moerl.trainer.hf_folder import HfFolder, load_hf
-    from moerl.trainer.hf_gather import HfGather
-    from moerl.trainer.hf_save import save_hf
-    from moerl.trainer.model import build, layout_of
-    from moerl.trainer.step import Learner
+    # the platform comes before anything that imports megatron
+    from moerl.trainer.learner.step import Learner
+    from moerl.trainer.model import parallel
+    from moerl.trainer.model.gpt import build, layout_of
+    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
+    from moerl.trainer.weights.hf_gather import HfGather
+    from moerl.trainer.weights.hf_save import save_hf
 
     trainer = config.trainer
     ranks = parallel.start(trainer.parallel, place, timeout_s=trainer.step_timeout_s)

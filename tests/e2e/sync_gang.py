@@ -31,7 +31,7 @@ import torch
 from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
 from moerl.rundir import RunDir
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 from moerl.transport.base import Link, Transport
 
 _POLL_S = 0.02
@@ -51,10 +51,10 @@ def main() -> None:
     torch.set_num_threads(1)
     place = platform.prepare("cpu", local_rank=int(os.environ["LOCAL_RANK"]))
     from moerl.sync import shards
-    from moerl.trainer import parallel
     from moerl.trainer.gang import Gang, Post
-    from moerl.trainer.hf_save import save_hf
-    from moerl.trainer.model import live_tensors
+    from moerl.trainer.model import parallel
+    from moerl.trainer.model.gpt import live_tensors
+    from moerl.trainer.weights.hf_save import save_hf
     from moerl.types import PolicyVersion
 
     run = RunDir(Path(root))

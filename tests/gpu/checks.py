@@ -24,7 +24,7 @@ from moerl.algorithms.masked_logprob import (
 )
 from moerl.errors import RecordError
 from moerl.kernels.library import library
-from moerl.trainer.replay import Mode, RouteReplay
+from moerl.trainer.model.replay import Mode, RouteReplay
 
 Csr = tuple[Tensor, Tensor]
 

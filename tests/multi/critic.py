@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -27,11 +27,12 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
-from moerl.trainer import checkpoint, parallel  # noqa: E402
-from moerl.trainer.critic import Critic  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.model import build  # noqa: E402
-from moerl.trainer.step import Learner  # noqa: E402
+from moerl.trainer.checkpoints import checkpoint  # noqa: E402
+from moerl.trainer.learner.critic import Critic  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
 
 NAMES = ("loss/total", "loss/value", "critic/explained_frac", "critic/grad_norm", "adv/std")

@@ -16,12 +16,12 @@ from saving import save_whole
 
 from moerl.layout import padded_vocab
 from moerl.rundir import RunDir
-from moerl.trainer import checkpoint
-from moerl.trainer.critic import Critic, ValueHead
-from moerl.trainer.hf_gather import HfGather
-from moerl.trainer.model import layout_of
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.step import Learner
+from moerl.trainer.checkpoints import checkpoint
+from moerl.trainer.learner.critic import Critic, ValueHead
+from moerl.trainer.learner.step import Learner
+from moerl.trainer.model.gpt import layout_of
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.weights.hf_gather import HfGather
 from moerl.types import Array, BatchPlan, PolicyVersion
 
 NAMES = ("loss/value", "critic/value_mean", "critic/return_mean", "critic/explained_frac")

@@ -11,7 +11,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -26,11 +26,11 @@ from moerl.data.packing import by_row  # noqa: E402
 from moerl.errors import RecordError  # noqa: E402
 from moerl.protocols import Scored  # noqa: E402
 from moerl.rundir import RunDir  # noqa: E402
-from moerl.trainer import parallel  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.model import build  # noqa: E402
-from moerl.trainer.schedule import Batches  # noqa: E402
-from moerl.trainer.step import Learner  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
+from moerl.trainer.passes.schedule import Batches  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
 from moerl.wire import decode  # noqa: E402
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -34,10 +34,10 @@ from moerl.config.schema import (  # noqa: E402
     TrainerConfig,
 )
 from moerl.data.minibatches import split_plan  # noqa: E402
-from moerl.trainer import parallel  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.model import build  # noqa: E402
-from moerl.trainer.step import Learner  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 
 Maps = list[torch.Tensor]
 PROXIMAL = AlgorithmConfig(ratio="proximal", corrections=["tis_token"])

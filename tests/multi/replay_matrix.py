@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -50,15 +50,17 @@ from moerl.config.schema import (  # noqa: E402
 from moerl.data.batching import plan_batch  # noqa: E402
 from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
-from moerl.trainer import checkpoint, forward, parallel, probe  # noqa: E402
-from moerl.trainer.critic import Critic  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.hf_gather import HfGather  # noqa: E402
-from moerl.trainer.model import Model, build, layout_of  # noqa: E402
-from moerl.trainer.parallel import Parallel  # noqa: E402
-from moerl.trainer.replay import Mode  # noqa: E402
-from moerl.trainer.step import Learner  # noqa: E402
-from moerl.trainer.transformer import equal_shapes  # noqa: E402
+from moerl.trainer.checkpoints import checkpoint  # noqa: E402
+from moerl.trainer.learner.critic import Critic  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import Model, build, layout_of  # noqa: E402
+from moerl.trainer.model.parallel import Parallel  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
+from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
+from moerl.trainer.passes import forward, probe  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 
 Rows = dict[int, torch.Tensor]

@@ -7,10 +7,10 @@ from pathlib import Path
 from moerl.config.schema import CheckpointConfig
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer import checkpoint
-from moerl.trainer.checkpoint_writer import CheckpointWriter
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.step import Learner
+from moerl.trainer.checkpoints import checkpoint
+from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
+from moerl.trainer.learner.step import Learner
+from moerl.trainer.model.parallel import Parallel
 
 
 def save_whole(

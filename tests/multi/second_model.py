@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -27,10 +27,10 @@ from moerl.config.schema import (  # noqa: E402
     ReplayConfig,
     TrainerConfig,
 )
-from moerl.trainer import parallel  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.model import build  # noqa: E402
-from moerl.trainer.step import Learner  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 
 NAMES = ("loss/kl_ref", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")
 

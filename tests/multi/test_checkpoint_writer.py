@@ -25,8 +25,8 @@ from moerl.errors import TrainerError
 from moerl.observe.metrics import truncate_after
 from moerl.rundir import RunDir, next_incarnation, read_manifest
 from moerl.trace import Tracer
-from moerl.trainer import checkpoint_writer
-from moerl.trainer.checkpoint_writer import CheckpointWriter
+from moerl.trainer.checkpoints import checkpoint_writer
+from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 
 
 @pytest.fixture(scope="module", autouse=True)

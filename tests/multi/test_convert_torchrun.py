@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from moerl.layout import ParallelLayout, hf_shapes, model_spec
-from moerl.trainer.convert import MegatronFolder, convert_to_megatron
-from moerl.trainer.convert_job import Gang
-from moerl.trainer.hf_folder import HfFolder
-from moerl.trainer.hf_save import file_form, write_json
+from moerl.trainer.weights.convert import MegatronFolder, convert_to_megatron
+from moerl.trainer.weights.convert_job import Gang
+from moerl.trainer.weights.hf_folder import HfFolder
+from moerl.trainer.weights.hf_save import file_form, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())

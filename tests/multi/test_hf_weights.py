@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import ParallelLayout, hf_shapes, megatron_tiles, model_spec
-from moerl.trainer.hf_folder import HfFolder, load_hf
-from moerl.trainer.hf_gather import HfGather
-from moerl.trainer.hf_save import save_hf
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf
+from moerl.trainer.weights.hf_gather import HfGather
+from moerl.trainer.weights.hf_save import save_hf
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -329,7 +329,7 @@ def gather_worker(folder: str, out: str, axes: str) -> None:
 
 def live_worker() -> None:
     """Builds GPTModel as each rank of each mesh; the fake group moves nothing and never waits."""
-    from moerl.trainer.platform import prepare
+    from moerl.trainer.model.platform import prepare
 
     platform = prepare("cpu")
     import torch.distributed as dist
@@ -340,8 +340,8 @@ def live_worker() -> None:
 
     from moerl.config.schema import ParallelConfig, TrainerConfig
     from moerl.layout import check_covers, padded_vocab
-    from moerl.trainer.model import layout_of
-    from moerl.trainer.transformer import transformer_config
+    from moerl.trainer.model.gpt import layout_of
+    from moerl.trainer.model.transformer import transformer_config
 
     num = 0
     for axes, tied in (

@@ -122,12 +122,12 @@ def compare_models(folder: Path, mesh: str) -> dict[str, float | str]:
 
     On one rank also `family saved` -> tensors that a save changes.
     """
-    from moerl.trainer import platform
+    from moerl.trainer.model import platform
 
     place = platform.prepare("cpu")
     from moerl.config.schema import ParallelConfig
     from moerl.errors import MoerlError
-    from moerl.trainer import parallel
+    from moerl.trainer.model import parallel
 
     ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)
     cases = [(family, "none") for family in FAMILIES]
@@ -153,10 +153,10 @@ def save_again(folder: Path, family: str, ranks: Any) -> str:
 
     from moerl.config.schema import TrainerConfig
     from moerl.trainer.gang import with_untrained
-    from moerl.trainer.hf_folder import HfFolder, load_hf
-    from moerl.trainer.hf_gather import HfGather
-    from moerl.trainer.hf_save import save_hf
-    from moerl.trainer.model import build, layout_of, live_tensors
+    from moerl.trainer.model.gpt import build, layout_of, live_tensors
+    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
+    from moerl.trainer.weights.hf_gather import HfGather
+    from moerl.trainer.weights.hf_save import save_hf
 
     source, target = HfFolder(folder / family), folder / f"{family}.again"
     model = build(source.spec, TrainerConfig(parallel=ranks.sizes), ranks, with_replay=False)
@@ -177,8 +177,8 @@ def logit_gap(folder: Path, family: str, ranks: Any) -> float:
     from safetensors.torch import load_file
 
     from moerl.config.schema import TrainerConfig
-    from moerl.trainer.hf_folder import HfFolder, load_hf
-    from moerl.trainer.model import build, live_tensors
+    from moerl.trainer.model.gpt import build, live_tensors
+    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 
     source = HfFolder(folder / family)
     model = build(source.spec, TrainerConfig(parallel=ranks.sizes), ranks, with_replay=False)
@@ -270,7 +270,7 @@ def check_live(meshes: list[dict[str, int]]) -> int:
 
     Returns how many (model, rank) were compared with the tables.
     """
-    from moerl.trainer import platform
+    from moerl.trainer.model import platform
 
     place = platform.prepare("cpu")
     import torch.distributed as dist
@@ -329,9 +329,9 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
     )
 
     from moerl.config.schema import ParallelConfig, TrainerConfig
-    from moerl.trainer.family_modules import adapt
-    from moerl.trainer.model import gpt_model, live_tensors
-    from moerl.trainer.transformer import transformer_config
+    from moerl.trainer.model.family_modules import adapt
+    from moerl.trainer.model.gpt import gpt_model, live_tensors
+    from moerl.trainer.model.transformer import transformer_config
 
     axes = ("tp", "pp", "ep", "etp", "dp")
     sizes = ParallelConfig(**{axis: getattr(layout, axis) for axis in axes})

@@ -1,8 +1,8 @@
 """Gradients of one replayed step on two ranks against one rank, per family, in fp32.
 
 Logits cannot see a gradient that is summed over the wrong ranks: two such faults of megatron-core's
-local layer spec were found here (see moerl/trainer/family_modules.py).  Workers are this file run
-as a program.
+local layer spec were found here (see moerl/trainer/model/family_modules.py).  Workers are
+this file run as a program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CASES.append(("gpt_oss", "tp2-ep2"))
 
 def take_steps(work: Path, mesh: str) -> None:
     """Saves the gathered gradients of every family that this mesh can hold, and their norm."""
-    from moerl.trainer import platform
+    from moerl.trainer.model import platform
 
     place = platform.prepare("cpu")
     import torch
@@ -36,11 +36,11 @@ def take_steps(work: Path, mesh: str) -> None:
     from moerl.blob.store import BlobStore
     from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig
     from moerl.layout import hf_shapes, model_spec
-    from moerl.trainer import parallel
-    from moerl.trainer.hf_folder import HfFolder, load_hf
-    from moerl.trainer.hf_gather import HfGather
-    from moerl.trainer.model import build, layout_of, live_tensors
-    from moerl.trainer.step import Learner
+    from moerl.trainer.learner.step import Learner
+    from moerl.trainer.model import parallel
+    from moerl.trainer.model.gpt import build, layout_of, live_tensors
+    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
+    from moerl.trainer.weights.hf_gather import HfGather
 
     ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)
     optimizer = OptimizerConfig(lr=1.0, min_lr=1.0, eps=10.0, clip_grad=0.0, distributed=False)

@@ -16,12 +16,12 @@ from trainer_support import ROOT
 PROGRAM = """
 import json, sys, warnings
 warnings.filterwarnings("ignore")
-from moerl.trainer.platform import prepare
+from moerl.trainer.model.platform import prepare
 place = prepare("cpu")
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.layout import model_spec
-from moerl.trainer.transformer import transformer_config
+from moerl.trainer.model.transformer import transformer_config
 hf = dict(model_type="qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2,
           num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4,
           num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=64,

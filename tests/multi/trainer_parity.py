@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -25,12 +25,13 @@ from trainer_support import UNUSED_EXPERT, make_plan, replan, without_mask  # no
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
-from moerl.trainer import forward, parallel  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.hf_gather import HfGather  # noqa: E402
-from moerl.trainer.model import build, layout_of  # noqa: E402
-from moerl.trainer.replay import Mode  # noqa: E402
-from moerl.trainer.step import Learner  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build, layout_of  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
+from moerl.trainer.passes import forward  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
 
 

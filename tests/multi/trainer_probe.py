@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -19,10 +19,11 @@ from trainer_support import EXPERTS, LAYERS, make_plan, replan  # noqa: E402
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, ParallelConfig, ReplayConfig, TrainerConfig  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
-from moerl.trainer import forward, parallel, probe  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.model import Model, build  # noqa: E402
-from moerl.trainer.replay import Mode  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import Model, build  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
+from moerl.trainer.passes import forward, probe  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.types import BatchPlan, Rollout, RoutingBlob  # noqa: E402
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moerl.trainer import platform
+from moerl.trainer.model import platform
 
 PLACE = platform.prepare("cpu")
 
@@ -36,12 +36,13 @@ from moerl.config.schema import (  # noqa: E402
 )
 from moerl.rundir import RunDir  # noqa: E402
 from moerl.trace import Tracer  # noqa: E402
-from moerl.trainer import checkpoint, parallel  # noqa: E402
-from moerl.trainer.checkpoint_writer import CheckpointWriter  # noqa: E402
-from moerl.trainer.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.hf_gather import HfGather  # noqa: E402
-from moerl.trainer.model import build, layout_of  # noqa: E402
-from moerl.trainer.step import Learner  # noqa: E402
+from moerl.trainer.checkpoints import checkpoint  # noqa: E402
+from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build, layout_of  # noqa: E402
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name

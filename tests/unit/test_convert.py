@@ -24,16 +24,16 @@ from safetensors.torch import load_file, save_file
 
 from moerl.errors import ConfigError, ModelError, MoerlError
 from moerl.layout import ParallelLayout, hf_shapes, megatron_tiles, model_spec
-from moerl.trainer import convert_job
-from moerl.trainer.convert import (
+from moerl.trainer.weights import convert_job
+from moerl.trainer.weights.convert import (
     MegatronFolder,
     convert_to_hf,
     convert_to_megatron,
     open_source,
 )
-from moerl.trainer.convert_cli import hf_to_megatron
-from moerl.trainer.convert_job import Gang
-from moerl.trainer.hf_folder import FILL_BYTES, HfFolder
+from moerl.trainer.weights.convert_cli import hf_to_megatron
+from moerl.trainer.weights.convert_job import Gang
+from moerl.trainer.weights.hf_folder import FILL_BYTES, HfFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -424,8 +424,8 @@ def test_a_killed_process_leaves_nothing_that_looks_complete(tmp_path: Path, mod
     code = f"""
 import os, signal
 from moerl.layout import ParallelLayout, hf_shapes, model_spec
-from moerl.trainer.convert import convert_to_megatron, open_source
-from moerl.trainer.convert_job import Gang
+from moerl.trainer.weights.convert import convert_to_megatron, open_source
+from moerl.trainer.weights.convert_job import Gang
 def kill(stage, done, total):
     if done > 100_000:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -490,8 +490,9 @@ import re, sys
 from pathlib import Path
 import torch
 from moerl.layout import ParallelLayout
-from moerl.trainer.convert import MegatronFolder, convert_to_hf, convert_to_megatron, open_source
-from moerl.trainer.convert_job import Gang
+from moerl.trainer.weights.convert import MegatronFolder, convert_to_hf
+from moerl.trainer.weights.convert import convert_to_megatron, open_source
+from moerl.trainer.weights.convert_job import Gang
 source, a, hf = sys.argv[1:]
 def peak():  # not ru_maxrss: that begins at the peak of the process which started this one
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -27,6 +27,11 @@ ROWS = [
     {"launch"},
     {"cli", "tools", "__main__"},
 ]
+# The same inside a package with folders of its own; files that no row names lie above all rows and
+# may import each other.
+INSIDE = {
+    "trainer": [{"model", "weights"}, {"passes"}, {"learner"}, {"checkpoints"}],
+}
 OPEN_ROWS = {0, len(ROWS) - 1}  # members of the first and last row may import each other
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 HOMES = {
@@ -66,10 +71,12 @@ def violations(tree: Path) -> list[str]:
             continue
         else:
             allowed_row, home = ROW_OF[where[0]], where[0]
+        if home in INSIDE and len(where) > 2 and where[1] not in set().union(*INSIDE[home]):
+            found.append(f"{file.name}: moerl.{home}.{where[1]} has no row in the table of layers")
+            continue
         package = ".".join(("moerl", *where[:-1]))
         for name in sorted(imported_names(file, package)):
-            problem = judge(name, home, allowed_row)
-            if problem:
+            if problem := judge(name, home, allowed_row) or judge_inside(name, where):
                 found.append(f"{'/'.join(where)}.py imports {name}: {problem}")
     return found
 
@@ -91,6 +98,23 @@ def judge(name: str, home: str, row: int) -> str:
     return ""
 
 
+def judge_inside(name: str, where: tuple[str, ...]) -> str:
+    """What is wrong with file `where` importing `name` of its own package; empty: nothing."""
+    home, *inner = where
+    names = name.split(".")
+    if home not in INSIDE or names[:2] != ["moerl", home] or len(names) < 3:
+        return ""
+    top = len(INSIDE[home])
+    row_of = {child: row for row, folders in enumerate(INSIDE[home]) for child in folders}
+    own = -1 if inner == ["__init__"] else row_of.get(inner[0], top)
+    other = row_of.get(names[2], top)
+    if other > own:
+        return "that layer is above"
+    if other == own < top and names[2] != inner[0]:
+        return "siblings do not import each other"
+    return ""
+
+
 def test_imports_go_downwards_only() -> None:
     assert violations(ROOT / "moerl") == []
 
@@ -102,8 +126,11 @@ GOOD = {
     "codec/routing.py": "from . import other\nfrom ..types import Rollout",
     "codec/other.py": "from moerl.config.schema import Config",
     "data/packing.py": "import torch\nfrom moerl.codec.routing import decode",
-    "trainer/step.py": "import megatron.core\nfrom moerl import trace",
-    "launch/actors.py": "import ray\nfrom moerl.trainer.step import run",
+    "trainer/model/gpt.py": "from . import parallel\nfrom moerl.trainer.model import replay",
+    "trainer/learner/step.py": "import megatron.core\nfrom moerl import trace\n"
+    "from moerl.trainer.passes import forward\nfrom moerl.trainer.model.gpt import build",
+    "trainer/main.py": "import moerl\nfrom . import gang\nfrom moerl.trainer.learner import step",
+    "launch/actors.py": "import ray\nfrom moerl.trainer.learner.step import run",
     "cli.py": "from moerl import __version__\nfrom moerl.launch.actors import start",
 }
 BAD = [
@@ -113,15 +140,21 @@ BAD = [
     ("codec/routing.py", "def f():\n    import moerl.launch.actors", "above"),
     ("__init__.py", "from moerl.types import Rollout", "above"),
     ("launch/actors.py", "from moerl.cli import main", "above"),
-    ("trainer/step.py", "from moerl.engine.host import Host", "siblings"),
+    ("trainer/learner/step.py", "from moerl.engine.host import Host", "siblings"),
     ("codec/routing.py", "import moerl.layout.tiles", "siblings"),
     ("rollout/loop.py", "if True:\n    from megatron.core import x", "moerl.trainer only"),
     ("rollout/loop.py", "import sglang.srt.utils as u", "moerl.engine only"),
-    ("trainer/step.py", "import ray", "moerl.launch only"),
+    ("trainer/learner/step.py", "import ray", "moerl.launch only"),
     ("engine/host.py", "from mooncake.engine import TransferEngine", "moerl.transport only"),
     ("layout/tiles.py", "import torch.nn", "torch-free"),
     ("config/schema.py", "from torch import Tensor", "torch-free"),
     ("helpers/misc.py", "", "no row"),
+    ("trainer/passes/forward.py", "from ..learner import step", "above"),
+    ("trainer/passes/forward.py", "from moerl.trainer.gang import Gang", "above"),
+    ("trainer/passes/forward.py", "from moerl.trainer import gang", "above"),
+    ("trainer/model/gpt.py", "from moerl.trainer.weights import hf_folder", "siblings"),
+    ("trainer/__init__.py", "import moerl.trainer.model.gpt", "above"),
+    ("trainer/misc/x.py", "", "no row"),
 ]
 
 

@@ -19,7 +19,7 @@ from moerl.layout.wire import WirePolicy, engine_wants
 from moerl.sync import broadcast
 from moerl.sync.courier import Berth, Courier, FrozenShard
 from moerl.sync.quantize import quantize_blocks
-from moerl.trainer.dequantize import Fp8Block
+from moerl.trainer.weights.dequantize import Fp8Block
 from moerl.transport.base import Link
 from moerl.types import PolicyVersion
 

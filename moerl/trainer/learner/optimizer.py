@@ -21,8 +21,8 @@ from torch import Tensor
 from moerl.config.schema import OptimizerConfig
 
 if TYPE_CHECKING:
-    from moerl.trainer.model import Model
-    from moerl.trainer.parallel import Parallel
+    from moerl.trainer.model.gpt import Model
+    from moerl.trainer.model.parallel import Parallel
 
 
 def finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:

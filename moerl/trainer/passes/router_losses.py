@@ -31,10 +31,10 @@ from torch import Tensor
 
 from moerl.config.schema import TrainerConfig
 from moerl.data.packing import Microbatch
-from moerl.trainer import forward
-from moerl.trainer.model import Chunk, Model
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import Key
+from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Key
+from moerl.trainer.passes import forward
 from moerl.types import BatchPlan
 
 NAMES = ("router_z", "router_balance")

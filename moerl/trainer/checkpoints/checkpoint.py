@@ -1,7 +1,7 @@
 """Checkpoints for resume: model, optimizer, schedule, random state and what the run has consumed.
 
 Format: megatron-core's torch_dist, in global coordinates: tensors are cut anew for the layout that
-loads them.  `moerl.trainer.checkpoint_writer` writes them while training goes on.
+loads them.  `moerl.trainer.checkpoints.checkpoint_writer` writes them while training goes on.
 
 The set of consumed groups is inside the checkpoint: a restart redoes the steps after it, and the
 controller never plans a consumed group again (design: exactly once in the surviving history).
@@ -32,9 +32,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moerl.config.resume import resume_facts
 from moerl.errors import TrainerError
 from moerl.rundir import read_manifest
-from moerl.trainer.checkpoint_writer import METADATA, CheckpointWriter
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.step import Learner
+from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
+from moerl.trainer.learner.step import Learner
+from moerl.trainer.model.parallel import Parallel
 from moerl.types import PolicyVersion
 
 log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ from moerl.layout import (
     model_spec,
     padded_vocab,
 )
-from moerl.trainer.convert_job import (
+from moerl.trainer.weights.convert_job import (
     Gang,
     Job,
     Planned,
@@ -62,8 +62,8 @@ from moerl.trainer.convert_job import (
     read_sums,
     run_job,
 )
-from moerl.trainer.hf_folder import HfFolder, config_dtype, fill
-from moerl.trainer.hf_save import (
+from moerl.trainer.weights.hf_folder import HfFolder, config_dtype, fill
+from moerl.trainer.weights.hf_save import (
     assemble,
     copy_tokenizer,
     file_form,
@@ -72,7 +72,7 @@ from moerl.trainer.hf_save import (
     write_index,
     write_json,
 )
-from moerl.trainer.mapped_files import MappedFiles
+from moerl.trainer.weights.mapped_files import MappedFiles
 
 FORMAT = "moerl-megatron-1"
 MANIFEST, WEIGHTS, CHECKSUMS = "manifest.json", "model.safetensors", "checksums.json"

@@ -17,12 +17,12 @@ from torch import Tensor
 from moerl.config.algorithms import frozen_models
 from moerl.config.schema import Config, TrainerConfig
 from moerl.errors import ConfigError
-from moerl.trainer.hf_folder import HfFolder, load_hf
-from moerl.trainer.model import build
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import Mode
-from moerl.trainer.router_losses import without_router_losses
-from moerl.trainer.schedule import Batches, score
+from moerl.trainer.model.gpt import build
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
+from moerl.trainer.passes.router_losses import without_router_losses
+from moerl.trainer.passes.schedule import Batches, score
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 
 
 def open_policies(config: Config, vocab_size: int, parallel: Parallel) -> dict[str, FrozenPolicy]:

@@ -19,10 +19,10 @@ from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.layout import Flavor, Named, ParallelLayout, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
-from moerl.trainer.family_modules import adapt
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import RouteReplay, attach
-from moerl.trainer.transformer import set_yarn, transformer_config
+from moerl.trainer.model.family_modules import adapt
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import RouteReplay, attach
+from moerl.trainer.model.transformer import set_yarn, transformer_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,14 +27,14 @@ from rich.progress import (
 
 from moerl.errors import ConfigError, MoerlError
 from moerl.layout import ParallelLayout
-from moerl.trainer.convert import (
+from moerl.trainer.weights.convert import (
     DTYPE_NAMES,
     MegatronFolder,
     convert_to_hf,
     convert_to_megatron,
     open_source,
 )
-from moerl.trainer.convert_job import Gang
+from moerl.trainer.weights.convert_job import Gang
 
 AXES = {
     "tp": "tensor parallelism of attention and dense layers",

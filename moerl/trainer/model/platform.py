@@ -309,7 +309,7 @@ def _patch_local_spec() -> None:
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from moerl.trainer.local_modules import CausalAttention, RMSNorm
+    from moerl.trainer.model.local_modules import CausalAttention, RMSNorm
 
     backends.LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: RMSNorm
     backends.LocalSpecProvider.core_attention = lambda self: CausalAttention

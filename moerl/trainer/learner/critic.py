@@ -36,14 +36,14 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
 from moerl.data.packing import Microbatch, by_row
-from moerl.trainer import forward
-from moerl.trainer.hf_folder import HfFolder, load_hf
-from moerl.trainer.model import build, wrap
-from moerl.trainer.optimizer import finalize_as_sums, make_optimizer, make_schedule
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import Mode
-from moerl.trainer.router_losses import without_router_losses
-from moerl.trainer.schedule import Batches, LossOf, Turn, run_pass, scoring, take
+from moerl.trainer.learner.optimizer import finalize_as_sums, make_optimizer, make_schedule
+from moerl.trainer.model.gpt import build, wrap
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
+from moerl.trainer.passes import forward
+from moerl.trainer.passes.router_losses import without_router_losses
+from moerl.trainer.passes.schedule import Batches, LossOf, Turn, run_pass, scoring, take
+from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 from moerl.types import Array, BatchPlan
 
 _NO_TOKENS = torch.tensor(0, dtype=torch.int)  # gradients are not divided by a count

@@ -34,11 +34,11 @@ from moerl.config.algorithms import needed
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
 from moerl.data.packing import Microbatch, by_row, rollout_at
-from moerl.trainer import forward
-from moerl.trainer.model import Chunk, Model
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import Key, Mode, RouteReplay
-from moerl.trainer.schedule import Batches, LoadRoutes, Turn, score
+from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Key, Mode, RouteReplay
+from moerl.trainer.passes import forward
+from moerl.trainer.passes.schedule import Batches, LoadRoutes, Turn, score
 from moerl.types import Array, BatchPlan
 
 Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16

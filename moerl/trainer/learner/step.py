@@ -2,7 +2,7 @@
 
 A batch is one optimizer step, or `trainer.minibatches` of them (`moerl.data.minibatches`); each has
 the global denominators of its own groups.  What has to be known before the first of them, such as
-the proximal policy, is found by forward passes without gradient (`moerl.trainer.proximal`).
+the proximal policy, is found by forward passes without gradient (`moerl.trainer.passes.proximal`).
 
 The loss of an optimizer step is the plain sum of weight x token loss over all ranks and
 microbatches, with weights that depend on the plan alone.  Megatron's schedule would divide by a
@@ -41,25 +41,25 @@ from moerl.data.frozen import received
 from moerl.data.minibatches import Minibatch, split_plan
 from moerl.data.packing import Microbatch
 from moerl.errors import TrainerError
-from moerl.trainer import forward, probe, proximal
-from moerl.trainer.frozen_policy import FrozenPolicy, open_policies
-from moerl.trainer.model import Chunk, Model, wrap
-from moerl.trainer.optimizer import (
+from moerl.trainer.learner.frozen_policy import FrozenPolicy, open_policies
+from moerl.trainer.learner.optimizer import (
     finalize_as_sums,
     make_optimizer,
     make_schedule,
     router_grad_norm,
 )
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.proximal import Known
-from moerl.trainer.replay import Mode
-from moerl.trainer.router_losses import NAMES, RouterLosses
-from moerl.trainer.schedule import Batches, LoadRoutes, LossOf, Turn, run_pass, take
-from moerl.trainer.step_sums import StepSums, describe
+from moerl.trainer.learner.step_sums import StepSums, describe
+from moerl.trainer.model.gpt import Chunk, Model, wrap
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
+from moerl.trainer.passes import forward, probe, proximal
+from moerl.trainer.passes.proximal import Known
+from moerl.trainer.passes.router_losses import NAMES, RouterLosses
+from moerl.trainer.passes.schedule import Batches, LoadRoutes, LossOf, Turn, run_pass, take
 from moerl.types import Array, BatchPlan
 
 if TYPE_CHECKING:
-    from moerl.trainer.critic import Critic
+    from moerl.trainer.learner.critic import Critic
 
 Advantages = Sequence[float | Array]  # by row of a plan
 
@@ -85,7 +85,7 @@ class Learner:
         store: BlobStore,
         critic: Critic | None = None,
     ) -> None:
-        """critic: gives the advantages and is trained with the policy (`moerl.trainer.critic`)."""
+        """critic: gives the advantages and is trained too (`moerl.trainer.learner.critic`)."""
         self.critic = critic
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         optimizer = config.trainer.optimizer

@@ -24,11 +24,11 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import Config, TrainerConfig
 from moerl.data.packing import Microbatch, by_microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
-from moerl.trainer import forward
-from moerl.trainer.model import Chunk, Model
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import Mode
-from moerl.trainer.transformer import equal_shapes
+from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
+from moerl.trainer.model.transformer import equal_shapes
+from moerl.trainer.passes import forward
 from moerl.types import Array, BatchPlan
 
 LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # of a chunk's output

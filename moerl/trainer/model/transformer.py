@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from moerl.config.schema import TrainerConfig
 from moerl.errors import ConfigError
 from moerl.layout.spec import ModelSpec
-from moerl.trainer.platform import Platform
+from moerl.trainer.model.platform import Platform
 
 # Fields no setting may change, with the reason shown to the person.
 _REFUSED: dict[str, str] = {
@@ -97,7 +97,7 @@ def check_megatron_fields(
 
 
 def _check_router_losses(user: Mapping[str, Any], *, with_replay: bool) -> None:
-    """What `moerl.trainer.router_losses` computes, and nothing that depends on the split."""
+    """What `moerl.trainer.passes.router_losses` computes, and nothing that depends on the split."""
     name = "moe_router_load_balancing_type"
     kind = user.get(name, "none")
     if kind not in ("none", "seq_aux_loss"):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, TrainerError
-from moerl.trainer.platform import Platform
+from moerl.trainer.model.platform import Platform
 
 Group = dist.ProcessGroup
 

@@ -47,8 +47,8 @@ from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError, cause_of
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.shelf import BACKEND, FORMAT, Shelf
+from moerl.trainer.checkpoints.shelf import BACKEND, FORMAT, Shelf
+from moerl.trainer.model.parallel import Parallel
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from torch.autograd import Function
 
 from moerl.algorithms.masked_logprob import Scores, full_logprobs, kept_logprobs
 from moerl.data.packing import Grid, Microbatch, Span
-from moerl.trainer.model import Chunk, Model
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.replay import Mode
+from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
 
 
 def grid_of(parallel: Parallel, *, packed: bool, shape: tuple[int, int] = (1, 1)) -> Grid:

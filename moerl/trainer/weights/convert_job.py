@@ -34,8 +34,8 @@ from torch import Tensor
 from moerl.config.files import read_json
 from moerl.errors import ModelError, MoerlError
 from moerl.layout import Box, at
-from moerl.trainer.hf_save import flush, replace_folder, write_json
-from moerl.trainer.mapped_files import DTYPES
+from moerl.trainer.weights.hf_save import flush, replace_folder, write_json
+from moerl.trainer.weights.mapped_files import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ_BYTES = 8 * 2**20

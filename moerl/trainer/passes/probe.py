@@ -36,13 +36,13 @@ from moerl.algorithms.mismatch import MismatchSums
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.data.packing import Microbatch
-from moerl.trainer import forward
-from moerl.trainer.agreement import RouteAgreement
-from moerl.trainer.model import Model
-from moerl.trainer.parallel import Parallel
-from moerl.trainer.proximal import recorded_routes
-from moerl.trainer.replay import Mode, RouteReplay
-from moerl.trainer.schedule import Batches, Turn, score
+from moerl.trainer.model.gpt import Model
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode, RouteReplay
+from moerl.trainer.passes import forward
+from moerl.trainer.passes.agreement import RouteAgreement
+from moerl.trainer.passes.proximal import recorded_routes
+from moerl.trainer.passes.schedule import Batches, Turn, score
 from moerl.types import BatchPlan
 
 # Nats.  fp32 on both sides measures 1e-5 and less, bf16 0.1 and less; missing rows show above 0.3.

@@ -43,7 +43,7 @@ class StepSums:
 
     loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUM_NAMES), dtype=torch.float64))
     mismatch: MismatchSums = field(default_factory=MismatchSums.zero)
-    exact: MismatchSums = field(default_factory=MismatchSums.zero)  # see moerl.trainer.probe
+    exact: MismatchSums = field(default_factory=MismatchSums.zero)  # see moerl.trainer.passes.probe
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
     kept_max: float = 0.0
 

@@ -1,0 +1,1 @@
+"""The Megatron model: platform, process groups, configuration, layers, replay of its routers."""

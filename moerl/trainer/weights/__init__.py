@@ -1,0 +1,1 @@
+"""Hugging Face folders and live parameters: read, gathered, saved, converted; no model is built."""
