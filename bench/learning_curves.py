@@ -34,10 +34,10 @@ from markupsafe import Markup
 
 from moerl.config import load_config, save_config
 from moerl.data.tiny_model import make_tiny_model
-from moerl.launch.actors import ControllerActor, EngineActor, ScorerActor, place
+from moerl.launch.nodes.processes import become_subreaper, end_descendants
 from moerl.launch.plan import RunPlan, trainer_command, trainer_environment
 from moerl.launch.prepare import prepare
-from moerl.launch.processes import become_subreaper, end_descendants
+from moerl.launch.supervision.actors import ControllerActor, EngineActor, ScorerActor, place
 from moerl.observe.charts import Chart, Line, draw_chart
 from moerl.observe.metrics import Row, read_rows
 from moerl.observe.template import STYLE

@@ -105,7 +105,7 @@ def train(
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         settings += _named_run(name)
     if dry_run:
-        from moerl.launch.dry_run import describe
+        from moerl.launch.planning.dry_run import describe
 
         described = replace(config, run=replace(config.run, name=name))
         typer.echo(describe(described, [recipe, *(overrides or []), "--run", name]))
@@ -328,7 +328,7 @@ def plan(
       moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.launch import pace_plan, sync_plan
+    from moerl.launch.planning import pace_plan, sync_plan
     from moerl.layout.forecast import Links, forecast
 
     if efficiency is not None and not 0 < efficiency <= 1:
@@ -378,7 +378,7 @@ def manifest(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> 
 
       moerl manifest qwen3-30b-a3b cluster=kuberay run.root=/runs --run mine | kubectl apply -f -
     """
-    from moerl.launch.manifest import manifest as objects
+    from moerl.launch.cluster.manifest import manifest as objects
 
     config = _checked(recipe, [*(overrides or []), *_named_run(run)], starts=False)
     typer.echo(objects(config, [recipe, *(overrides or []), "--run", config.run.name]))
@@ -404,7 +404,7 @@ def doctor(
     from moerl.config import load_config, resolve
     from moerl.config.checks import check
     from moerl.config.load import CONFIG_ROOT
-    from moerl.launch.doctor import describe, examine
+    from moerl.launch.cluster.doctor import describe, examine
 
     settings = list(overrides or [])
     if (CONFIG_ROOT / "clusters" / f"{cluster}.yaml").is_file():
@@ -455,7 +455,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
     if newest := RunDir(folder).latest_checkpoint():
         check_resume(config, read_manifest(newest[1]), reset_optimizer=reset_optimizer)
     if dry_run:
-        from moerl.launch.dry_run import describe
+        from moerl.launch.planning.dry_run import describe
 
         typer.echo(describe(config, ["--resume", str(folder), *overrides]))
         raise typer.Exit
@@ -465,7 +465,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
 
 def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
     """Run the request in a guarded root process; its scratch folder is removed afterwards."""
-    from moerl.launch.processes import run_guarded
+    from moerl.launch.nodes.processes import run_guarded
 
     scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
     try:

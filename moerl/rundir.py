@@ -79,7 +79,7 @@ class RunDir:
 
     @property
     def desk(self) -> Path:
-        """Requests of people to a run that goes on, and their answers (`moerl.launch.desk`)."""
+        """Requests of people to a run that goes on, and the answers (`moerl.launch.nodes.desk`)."""
         return self.root / "desk"
 
     @property

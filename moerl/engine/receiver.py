@@ -8,7 +8,7 @@
 
 State of a session: open -> verified -> claimed -> (committed).  Everything before COMMIT runs on a
 thread of its own while the scheduler decodes.  A claim is a promise: from then on no ABORT and no
-other PREPARE gets in between, so either all ranks copy or none does (`moerl.engine.commit` asks
+other PREPARE gets in between, so either all ranks copy or none does (`moerl.engine.live` asks
 all ranks before any of them copies).  Live weights are written at one place, `commit`.
 
 A session that did not end well closes its staging buffer; the next one opens a new one, since a

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moerl.launch.desk import ask
+from moerl.launch.nodes.desk import ask
 from moerl.rundir import RunDir, find_run
 
 engines = typer.Typer(

@@ -37,8 +37,8 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
+from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
-from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.observe.mismatch_page import write_page
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir

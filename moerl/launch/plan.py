@@ -180,10 +180,10 @@ class RunPlan:
 def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
     """The torchrun line of the trainer gang; the token travels in the environment.
 
-    On a cluster trainer nodes run torchrun (`moerl.launch.commands`) and this node watches.
+    On a cluster trainer nodes run torchrun (`moerl.launch.cluster.commands`) and this node watches.
     """
     if not is_local(plan.config.cluster):
-        watch = [sys.executable, "-m", "moerl.launch.gang_watch"]
+        watch = [sys.executable, "-m", "moerl.launch.nodes.gang_watch"]
         return [*watch, "--run-dir", str(plan.run.root), "--controller", endpoint]
     command = _rank(plan, plan.config.trainer.parallel, endpoint, plan.incarnation)
     if plan.checkpoint is not None:

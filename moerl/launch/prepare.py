@@ -17,8 +17,8 @@ from moerl.config.files import read_model_config
 from moerl.config.resume import check_resume
 from moerl.engine.args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
+from moerl.launch.cluster.probe import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.plan import RunPlan
-from moerl.launch.probe import NETWORK_FILE_SYSTEMS, file_system
 from moerl.layout import ModelSpec, model_spec
 from moerl.rundir import RunDir, next_incarnation, read_manifest
 

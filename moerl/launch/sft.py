@@ -13,9 +13,9 @@ from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
 from moerl.errors import MoerlError, TrainerError
+from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.launch.plan import RunPlan, supervised_command, trainer_environment
 from moerl.launch.prepare import prepare
-from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.observe.metrics import MetricsWriter
 from moerl.rundir import RunDir
 from moerl.trainer.sft import STEP, supervised

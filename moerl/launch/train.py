@@ -18,10 +18,10 @@ from typing import IO
 
 from moerl.config import Config, save_config
 from moerl.errors import MoerlError, cause_of
+from moerl.launch.nodes.processes import end_descendants
 from moerl.launch.plan import RunPlan
 from moerl.launch.prepare import prepare
-from moerl.launch.processes import end_descendants
-from moerl.launch.supervisor import INTERRUPT, Supervisor
+from moerl.launch.supervision.supervisor import INTERRUPT, Supervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace

@@ -20,7 +20,7 @@ def main() -> None:
     faults = json.loads(Path(os.environ["FAULTS"]).read_text()).get(host, {})
     if faults.get("unreachable"):
         raise SystemExit("ssh: connect to host: No route to host")
-    from moerl.launch import probe
+    from moerl.launch.cluster import probe
 
     if skew := faults.get("skew"):
         real = time.time
@@ -34,7 +34,7 @@ def main() -> None:
     if "free" in faults:
         probe.psutil.disk_usage = lambda _path: type("Usage", (), {"free": faults["free"]})
     sys.argv = [module, *rest]
-    if module == "moerl.launch.probe":
+    if module == "moerl.launch.cluster.probe":
         probe.main()
     else:
         runpy.run_module(module, run_name="__main__")

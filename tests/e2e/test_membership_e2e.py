@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.launch.desk import ask
+from moerl.launch.nodes.desk import ask
 from tests.e2e.runs import Run, start
 from tests.e2e.test_chaos import check_history, trained_groups
 

@@ -17,7 +17,7 @@ from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.errors import ConfigError
-from moerl.launch.dry_run import describe, process_table
+from moerl.launch.planning.dry_run import describe, process_table
 from moerl.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config import Config, load_config, resolve
-from moerl.launch.doctor import Finding, describe, examine
+from moerl.launch.cluster.doctor import Finding, describe, examine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ class Ward:
 def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]) -> Ward:
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
-        monkeypatch.setattr(f"moerl.launch.doctor.{limit}", 250.0)
+        monkeypatch.setattr(f"moerl.launch.cluster.doctor.{limit}", 250.0)
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "UCX_"))]:
         monkeypatch.delenv(name)
     (tmp_path / "runs-journal").mkdir()
@@ -100,7 +100,7 @@ def test_injected_faults(
     what: str,
     remedy: str,
 ) -> None:
-    monkeypatch.setattr("moerl.launch.doctor._links", lambda *_: [])
+    monkeypatch.setattr("moerl.launch.cluster.doctor._links", lambda *_: [])
     wrong = ward.wrong(faults)
     assert any(
         f.check == check and f.node == node and what in f.what and remedy in f.remedy for f in wrong
@@ -109,7 +109,7 @@ def test_injected_faults(
 
 
 def test_a_blocked_port_and_a_missing_shard(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moerl.launch.doctor._links", lambda *_: [])
+    monkeypatch.setattr("moerl.launch.cluster.doctor._links", lambda *_: [])
     (ward.model / "model-1.safetensors").unlink()
     with socket.create_server(("127.0.0.1", ward.config.cluster.ports.controller)):
         wrong = ward.wrong()

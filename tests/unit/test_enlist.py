@@ -21,7 +21,7 @@ from moerl.config.schema import (
     TinyModel,
 )
 from moerl.errors import TrainerError
-from moerl.launch.dry_run import _tiny_shapes
+from moerl.launch.planning.dry_run import _tiny_shapes
 from moerl.layout import ParallelLayout, model_spec
 from moerl.protocols import Enlisted, Message, PrepareUpdate
 from moerl.sync.outlet import Seat

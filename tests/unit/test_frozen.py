@@ -22,10 +22,10 @@ from moerl.data.batching import plan_batch
 from moerl.data.frozen import basis_of, received, record_digest
 from moerl.data.packing import by_microbatch, by_row, version_lag
 from moerl.errors import ConfigError, ProtocolError, RecordError
-from moerl.launch.commands import node_commands, torchrun
-from moerl.launch.dry_run import describe, process_table
+from moerl.launch.cluster.commands import node_commands, torchrun
+from moerl.launch.cluster.slurm_job import plan as slurm_plan
+from moerl.launch.planning.dry_run import describe, process_table
 from moerl.launch.prepare import _check_frozen
-from moerl.launch.slurm_job import plan as slurm_plan
 from moerl.layout import model_spec
 from moerl.protocols import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
 from moerl.rollout.buffer import GroupBuffer

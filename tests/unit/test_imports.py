@@ -31,6 +31,7 @@ ROWS = [
 # may import each other.
 INSIDE = {
     "trainer": [{"model", "weights"}, {"passes"}, {"learner"}, {"checkpoints"}],
+    "launch": [{"plan", "cluster"}, {"nodes", "planning"}, {"supervision"}],
 }
 OPEN_ROWS = {0, len(ROWS) - 1}  # members of the first and last row may import each other
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -130,16 +131,16 @@ GOOD = {
     "trainer/learner/step.py": "import megatron.core\nfrom moerl import trace\n"
     "from moerl.trainer.passes import forward\nfrom moerl.trainer.model.gpt import build",
     "trainer/main.py": "import moerl\nfrom . import gang\nfrom moerl.trainer.learner import step",
-    "launch/actors.py": "import ray\nfrom moerl.trainer.learner.step import run",
-    "cli.py": "from moerl import __version__\nfrom moerl.launch.actors import start",
+    "launch/supervision/actors.py": "import ray\nfrom moerl.trainer.learner.step import run",
+    "cli.py": "from moerl import __version__\nfrom moerl.launch.supervision.actors import start",
 }
 BAD = [
     ("types.py", "from moerl.codec import routing", "above"),
     ("codec/routing.py", "from ..data import packing", "above"),
     ("codec/routing.py", "from moerl import trainer", "above"),
-    ("codec/routing.py", "def f():\n    import moerl.launch.actors", "above"),
+    ("codec/routing.py", "def f():\n    import moerl.launch.supervision.actors", "above"),
     ("__init__.py", "from moerl.types import Rollout", "above"),
-    ("launch/actors.py", "from moerl.cli import main", "above"),
+    ("launch/supervision/actors.py", "from moerl.cli import main", "above"),
     ("trainer/learner/step.py", "from moerl.engine.host import Host", "siblings"),
     ("codec/routing.py", "import moerl.layout.tiles", "siblings"),
     ("rollout/loop.py", "if True:\n    from megatron.core import x", "moerl.trainer only"),
@@ -155,6 +156,8 @@ BAD = [
     ("trainer/model/gpt.py", "from moerl.trainer.weights import hf_folder", "siblings"),
     ("trainer/__init__.py", "import moerl.trainer.model.gpt", "above"),
     ("trainer/misc/x.py", "", "no row"),
+    ("launch/plan.py", "from moerl.launch.nodes import processes", "above"),
+    ("launch/planning/dry_run.py", "from moerl.launch.nodes.desk import ask", "siblings"),
 ]
 
 

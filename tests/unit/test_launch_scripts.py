@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moerl.errors import ConfigError
-from moerl.launch.slurm_job import options, plan
+from moerl.launch.cluster.slurm_job import options, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "tools/launch").iterdir())

@@ -13,8 +13,8 @@ import pytest
 
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
-from moerl.launch.desk import Desk, ask
-from moerl.launch.membership import check_removal
+from moerl.launch.nodes.desk import Desk, ask
+from moerl.launch.supervision.membership import check_removal
 from moerl.protocols import (
     CloseUpdate,
     Enlist,

@@ -15,8 +15,8 @@ from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.engine.args import server_args
 from moerl.errors import ConfigError
-from moerl.launch.dry_run import describe
-from moerl.launch.sync_plan import planned_layouts
+from moerl.launch.planning.dry_run import describe
+from moerl.launch.planning.sync_plan import planned_layouts
 from moerl.layout.transfer import TransferPlan
 from moerl.sync.shards import engine_layout
 

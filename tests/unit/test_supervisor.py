@@ -11,7 +11,7 @@ import pytest
 
 from moerl.config import load_config
 from moerl.errors import EngineError, TrainerError
-from moerl.launch.supervisor import Supervisor
+from moerl.launch.supervision.supervisor import Supervisor
 from moerl.rundir import RunDir
 
 

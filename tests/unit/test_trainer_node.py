@@ -16,8 +16,8 @@ import pytest
 from moerl.config import load_config
 from moerl.config.schema import Config
 from moerl.errors import TrainerError
-from moerl.launch import trainer_node
-from moerl.launch.trainer_node import _torchrun
+from moerl.launch.nodes import trainer_node
+from moerl.launch.nodes.trainer_node import _torchrun
 from moerl.rundir import Board, RunDir
 
 

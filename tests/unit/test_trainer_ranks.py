@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moerl.launch import trainer_ranks
-from moerl.launch.trainer_ranks import TrainerRanks
+from moerl.launch.supervision import trainer_ranks
+from moerl.launch.supervision.trainer_ranks import TrainerRanks
 
 
 @pytest.fixture

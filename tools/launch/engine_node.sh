@@ -6,4 +6,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${MOERL_PYTHON:-.venv/bin/python}
-exec "$python" -m moerl.launch.engine_node "$@"
+exec "$python" -m moerl.launch.nodes.engine_node "$@"

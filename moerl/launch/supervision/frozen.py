@@ -8,8 +8,8 @@ from __future__ import annotations
 import subprocess
 
 from moerl.errors import TrainerError
+from moerl.launch.nodes.processes import end_descendants, ending_of, last_error
 from moerl.launch.plan import FROZEN, GANG, RunPlan, frozen_command, frozen_environment
-from moerl.launch.processes import end_descendants, ending_of, last_error
 
 _GRACE_S = 2.0
 

@@ -1,9 +1,9 @@
 """Ray over the nodes of a cluster: the head beside the controller, one more node per engine node.
 
 `moerl train` starts the head inside the run, so that it ends with the run; other engine nodes join
-it with `python -m moerl.launch.engine_node RUN_DIR` (tools/launch/engine_node.sh), which finds its
-address and token on the run's board.  Where an operator owns Ray (KubeRay), `cluster.ray` names the
-cluster to join instead.  Every node offers `engine` seats; trainer nodes have no Ray.
+it with `python -m moerl.launch.nodes.engine_node RUN_DIR` (tools/launch/engine_node.sh), which
+finds its address and token on the run's board.  Where an operator owns Ray (KubeRay), `cluster.ray`
+names the cluster to join instead.  Every node offers `engine` seats; trainer nodes have no Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from moerl.config import Config
 from moerl.config.clusters import Node, is_local, placement
 from moerl.config.network import own_address
-from moerl.launch.processes import end_descendants
+from moerl.launch.nodes.processes import end_descendants
 from moerl.rundir import RunDir
 
 log = logging.getLogger(__name__)

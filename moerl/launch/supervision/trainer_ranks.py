@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from moerl.errors import TrainerError
+from moerl.launch.nodes.processes import children_with, ending_of, last_error
 from moerl.launch.plan import RunPlan, trainer_command, trainer_environment
-from moerl.launch.processes import children_with, ending_of, last_error
 
 
 class TrainerRanks:

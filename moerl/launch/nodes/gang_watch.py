@@ -1,4 +1,4 @@
-"""The gang of a cluster, as seen from the controller's node: `python -m moerl.launch.gang_watch`.
+"""The gang of a cluster, seen from the controller: `python -m moerl.launch.nodes.gang_watch`.
 
 Trainer nodes start torchrun themselves and have no Ray; what tells them where the controller is,
 and the supervisor how the gang does, is the run directory that all nodes mount.  This process

@@ -1,7 +1,7 @@
 """What `tools/launch/slurm.sbatch` asks Python: sbatch's options, and which node does what.
 
-    python -m moerl.launch.slurm_job options RECIPE [key=value ...] --run NAME
-    python -m moerl.launch.slurm_job plan --hosts a,b,c -- RECIPE [key=value ...] --run NAME
+    python -m moerl.launch.cluster.slurm_job options RECIPE [key=value ...] --run NAME
+    python -m moerl.launch.cluster.slurm_job plan --hosts a,b,c -- RECIPE [key=value ...] --run NAME
 
 One answer per line, so that the script needs no parser.  A run that is there already is resumed:
 that is what a requeued job finds.
@@ -18,7 +18,7 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import Node, nodes, placement
 from moerl.config.load import load_saved
 from moerl.errors import ConfigError, MoerlError
-from moerl.launch.commands import GANGS, seats_of
+from moerl.launch.cluster.commands import GANGS, seats_of
 
 
 def main() -> int:

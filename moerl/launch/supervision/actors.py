@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
 from moerl.errors import EngineError, MoerlError, RecordError
+from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, this_node
 from moerl.launch.plan import RunPlan
-from moerl.launch.ray_nodes import ENGINE_SEAT, this_node
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
 from moerl.protocols import (

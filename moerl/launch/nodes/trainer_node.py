@@ -1,4 +1,4 @@
-"""One trainer node of a run: `python -m moerl.launch.trainer_node RUN_DIR INDEX [GANG]`.
+"""One trainer node of a run: `python -m moerl.launch.nodes.trainer_node RUN_DIR INDEX [GANG]`.
 
 Runs this node's part of torchrun, from the run's resolved configuration, until the gang is done.
 torchrun itself starts the ranks again when one ends; when an agent of it loses the others for too
@@ -30,8 +30,8 @@ from moerl.config.clusters import TrainerSeat, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError, TrainerError
-from moerl.launch.commands import GANGS, seats_of, torchrun
-from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.cluster.commands import GANGS, seats_of, torchrun
+from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.observe.metrics import read_rows
 from moerl.rundir import RunDir, newest_incarnation
 

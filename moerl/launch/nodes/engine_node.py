@@ -1,4 +1,4 @@
-"""One more engine node of a run: `python -m moerl.launch.engine_node RUN_DIR INDEX`.
+"""One more engine node of a run: `python -m moerl.launch.nodes.engine_node RUN_DIR INDEX`.
 
 Waits until the run's board names Ray's head, joins it with the seats planned for this node, and
 ends what it started when the head is gone from the board or this process is told to stop.  The
@@ -27,9 +27,9 @@ from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError
-from moerl.launch.desk import ask
-from moerl.launch.processes import become_subreaper, die_with_parent, end_descendants
-from moerl.launch.ray_nodes import ENGINE_SEAT, gpus, seats
+from moerl.launch.nodes.desk import ask
+from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, gpus, seats
 from moerl.rundir import RunDir
 
 _LOOK_S = 1.0

@@ -2,7 +2,7 @@
 
 Needs neither torch, ray nor sglang, and reads the model's config.json only: it runs on a login
 node.  Estimates come from `moerl.layout.memory`, placement from `moerl.config.clusters`, commands
-from `moerl.launch.commands`: the same functions that a real start uses.
+from `moerl.launch.cluster.commands`: the same functions that a real start uses.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.engine import support
 from moerl.engine.args import arguments
-from moerl.launch.commands import host_of, node_commands, torchrun
+from moerl.launch.cluster.commands import host_of, node_commands, torchrun
 from moerl.launch.plan import RunPlan, frozen_command, trainer_command
-from moerl.launch.sync_plan import planned_layouts
+from moerl.launch.planning.sync_plan import planned_layouts
 from moerl.layout import ModelSpec, ParallelLayout, model_spec
 from moerl.layout.check import Spread
 from moerl.layout.memory import (

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from moerl.config.clusters import Node, Placement, TrainerSeat
 from moerl.config.schema import Config
 
 GANGS = ("trainer", "frozen")
-TOOLS = Path(__file__).resolve().parents[2] / "tools" / "launch"
 
 
 def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> dict[str, list[str]]:

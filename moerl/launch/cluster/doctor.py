@@ -1,10 +1,10 @@
 """`moerl doctor [CLUSTER]`: looks at every node before a run does, and says what to do.
 
-Each node answers `moerl.launch.probe`; this file compares the answers with each other and with the
-configuration, one rule per function, then sends bytes along every link (`moerl.launch.link`).  A
-node is reached by `cluster.remote` ("ssh {host}", "srun ... --nodelist={host}"), which is also what
-tests replace.  All nodes are asked at once, each with a deadline, so the whole takes less than a
-minute however many there are.
+Each node answers `moerl.launch.cluster.probe`; this file compares the answers with each other and
+with the configuration, one rule per function, then sends bytes along every link
+(`moerl.launch.cluster.link`).  A node is reached by `cluster.remote` ("ssh {host}", "srun ...
+--nodelist={host}"), which is also what tests replace.  All nodes are asked at once, each with a
+deadline, so the whole takes less than a minute however many there are.
 
 Rejected: a daemon on the nodes (nothing to install, nothing to forget); starting Ray for it (what
 is broken then breaks the doctor too).
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.clusters import Node, Placement, is_local, placement
-from moerl.launch.probe import NETWORK_FILE_SYSTEMS, Facts, Request, read_facts
+from moerl.launch.cluster.probe import NETWORK_FILE_SYSTEMS, Facts, Request, read_facts
 
 _ANSWER_S = 25.0
 _LINK_S = 25.0
@@ -90,7 +90,7 @@ def _ask(config: Config, placed: Placement, node: Node) -> Answer:
     begin = time.time()
     try:
         done = subprocess.run(
-            on_node(config, node, ["-m", "moerl.launch.probe", request]),
+            on_node(config, node, ["-m", "moerl.launch.cluster.probe", request]),
             capture_output=True,
             text=True,
             timeout=_ANSWER_S,
@@ -364,7 +364,14 @@ def _links(config: Config, placed: Placement, answers: Sequence[Answer]) -> list
     if not all(addresses):
         return []
     nodes = [answer.node for answer in answers]
-    command = ["-m", "moerl.launch.link", "--world", str(len(nodes)), "--interface", interface]
+    command = [
+        "-m",
+        "moerl.launch.cluster.link",
+        "--world",
+        str(len(nodes)),
+        "--interface",
+        interface,
+    ]
     command += ["--master", f"{addresses[0]}:{config.cluster.ports.rendezvous}"]
     command += ["--wait-s", str(_LINK_S)]
     children = [

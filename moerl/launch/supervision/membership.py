@@ -17,9 +17,9 @@ from ray.actor import ActorHandle
 
 from moerl.config.clusters import is_local
 from moerl.errors import ConfigError, EngineError, MoerlError
-from moerl.launch.actors import place_engine
-from moerl.launch.desk import Desk
+from moerl.launch.nodes.desk import Desk
 from moerl.launch.plan import RunPlan
+from moerl.launch.supervision.actors import place_engine
 
 log = logging.getLogger(__name__)
 

@@ -40,13 +40,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from moerl.config.clusters import is_local
 from moerl.errors import EngineError, MoerlError, TrainerError
-from moerl.launch.actors import ControllerActor, ScorerActor, place
-from moerl.launch.frozen import FrozenRanks
-from moerl.launch.membership import Membership
+from moerl.launch.nodes.processes import Orphans, end_descendants, serving
+from moerl.launch.nodes.ray_nodes import start_ray
 from moerl.launch.plan import GANG, RunPlan
-from moerl.launch.processes import Orphans, end_descendants, serving
-from moerl.launch.ray_nodes import start_ray
-from moerl.launch.trainer_ranks import TrainerRanks
+from moerl.launch.supervision.actors import ControllerActor, ScorerActor, place
+from moerl.launch.supervision.frozen import FrozenRanks
+from moerl.launch.supervision.membership import Membership
+from moerl.launch.supervision.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.rundir import next_incarnation

@@ -1,4 +1,4 @@
-"""What one node says about itself: `python -m moerl.launch.probe REQUEST`, JSON in and out.
+"""What one node says about itself: `python -m moerl.launch.cluster.probe REQUEST`, JSON in and out.
 
 `moerl doctor` runs it on every node.  It reads and measures, changes nothing, imports neither torch
 nor Ray, and needs about a second: versions are those of the installed distributions, a model's

@@ -1,0 +1,1 @@
+"""What a run would start, move and cost, without starting it."""
