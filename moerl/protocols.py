@@ -363,6 +363,13 @@ class Engine(Protocol):
         """End the running requests: each returns what it has, to be gone on with elsewhere."""
         ...
 
+    async def forget(self, kept: Sequence[str] | None) -> None:
+        """A new controller takes over: end the calls of the one before and seal nothing of them.
+
+        kept: blobs that it knows; all others of the engine's store are deleted.  None: none are.
+        """
+        ...
+
     async def status(self) -> EngineStatus: ...
 
     async def stop(self) -> None: ...

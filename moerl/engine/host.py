@@ -94,6 +94,7 @@ class EngineHost:
         self._serial = count()
         self._generated = 0
         self._refused: Counter[str] = Counter()
+        self._askers = 0  # controllers that were forgotten
 
     # --- life ------------------------------------------------------------------------------------
     async def start(self, version: PolicyVersion) -> EngineStatus:
@@ -176,17 +177,21 @@ class EngineHost:
         calls: dict[int, list[int]] = {}
         for position, request in enumerate(requests):
             calls.setdefault(records.first_row(request), []).append(position)
+        asker = self._askers
         results = await asyncio.gather(
-            *(self._call([requests[i] for i in group]) for group in calls.values())
+            *(self._call([requests[i] for i in group], asker) for group in calls.values())
         )
         ordered: dict[int, Segment | RecordError] = {}
         for group, segments in zip(calls.values(), results, strict=True):
             ordered.update(zip(group, segments, strict=True))
         return [ordered[position] for position in range(len(requests))]
 
-    async def _call(self, requests: list[GenerateRequest]) -> list[Segment | RecordError]:
+    async def _call(
+        self, requests: list[GenerateRequest], asker: int
+    ) -> list[Segment | RecordError]:
         while not self._gate.admit.is_set():  # again: an update may open before this task runs
             await self._gate.guard(self._gate.admit.wait())
+        self._expect(asker)
         start_s, version = time.time(), self._updates.version
         self._gate.enter(len(requests))
         try:
@@ -199,8 +204,10 @@ class EngineHost:
                 return [self._refuse(RecordError("request", f"{requests[0].rollout_id}: {error}"))]
         finally:
             self._gate.leave(len(requests))
+        self._expect(asker)
         if replies is None:
-            return [segment for request in requests for segment in await self._call([request])]
+            alone = [await self._call([request], asker) for request in requests]
+            return [segment for segments in alone for segment in segments]
         end_s = time.time()
         shared = records.SharedPrompts(requests)
         segments = [
@@ -352,6 +359,24 @@ class EngineHost:
     def _refuse(self, error: RecordError) -> RecordError:
         self._refused[error.reason] += 1
         return error
+
+    def _expect(self, asker: int) -> None:
+        if asker != self._askers:
+            raise EngineError(f"engine {self.index}: a call is given up, its controller is gone")
+
+    async def forget(self, kept: Sequence[str] | None) -> None:
+        """A new controller takes over: end the calls of the one before and seal nothing of them.
+
+        kept: blobs that it knows, on any node; others of this store are deleted.  None: none are.
+        """
+        self._askers += 1
+        with contextlib.suppress(EngineError):  # a server that is not usable runs nothing
+            await self.interrupt()
+        if kept is not None:
+            here = f"blob://{self._store.node}/"
+            await asyncio.to_thread(
+                self._store.sweep, [uri for uri in kept if uri.startswith(here)]
+            )
 
     async def interrupt(self) -> None:
         """End the running requests: each returns what it has, to be gone on with elsewhere."""

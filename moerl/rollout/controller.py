@@ -55,7 +55,7 @@ from moerl.rollout.ids import spread
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger, facts_of
 from moerl.rollout.loops import Loops, look_after_memory
-from moerl.rollout.past import Past, uris_of
+from moerl.rollout.past import Past, uris_in, uris_of
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
 from moerl.rollout.samples import StepReport, samples_of
@@ -209,8 +209,12 @@ class Controller:
         log.info("%d groups are taken over, %d were lost", len(adopted), past.lost)
 
     async def rejoin(self, lost: Collection[int]) -> None:
-        """Ask the engines what they serve; lost: those that are being started again."""
-        await self.fleet.look(lost, is_new_run=not self._done)
+        """Ask the engines what they serve, and end what the controller before had asked of them.
+
+        lost: those that are being started again.
+        """
+        kept = sorted(uris_in(self._trainable())) if self.records is None else None
+        await self.fleet.look(lost, not self._done, kept)
 
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""

@@ -150,13 +150,19 @@ class Fleet:
                 f"gang {incarnation} was replaced: {self.incarnation} is the newest one"
             )
 
-    async def look(self, lost: Collection[int], is_new_run: bool) -> None:
-        """Ask every engine what it serves: for a controller that takes over a running fleet."""
+    async def look(
+        self, lost: Collection[int], is_new_run: bool, kept: Sequence[str] | None
+    ) -> None:
+        """Ask every engine what it serves: for a controller that takes over a running fleet.
+
+        kept: blobs of the groups that it knows; None: no other is deleted.
+        """
         for index, member in self.members.items():
             if index in lost:
                 member.state = State.LOST
                 continue
             try:
+                await _answer(member.engine.forget(kept), "forget")
                 member.version = (await _answer(member.engine.status(), "status")).version
             except EngineError:
                 self.rest(index)

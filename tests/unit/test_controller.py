@@ -78,6 +78,7 @@ class StubEngine:
         self.cut = self.calls = 0  # replies that an update interrupted, calls
         self.dead = self.dies_in_update = False
         self.waits_for_updates = False  # then later calls end when an update cuts them, only
+        self.kept: Sequence[str] | None = None  # by a new controller
         self.finishes = True  # else every reply is empty and to be asked for again
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
@@ -130,6 +131,9 @@ class StubEngine:
 
     async def session(self, message: AskEngine) -> EngineHolds:
         return EngineHolds(self.version, "")
+
+    async def forget(self, kept: Sequence[str] | None) -> None:
+        self.kept = kept
 
     async def interrupt(self) -> None:
         self.interrupted.set()

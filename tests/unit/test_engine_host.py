@@ -358,6 +358,34 @@ def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:
     play(scenario)
 
 
+def test_a_new_controller_finds_no_calls_and_no_records_of_the_one_before(play: Any) -> None:
+    """Nobody would ever take or delete them."""
+
+    async def scenario(host: EngineHost) -> None:
+        (known,) = await host.generate([ask("1.0")])
+        (part,) = await host.generate([ask("2.0")])  # of a rollout that was being made
+        assert isinstance(known, Segment)
+        assert isinstance(part, Segment)
+        script(host).slow = True
+        late = asyncio.create_task(host.generate([ask("3.0")]))
+        await asyncio.sleep(0.02)
+        host._gate.admit.clear()
+        waits = asyncio.create_task(host.generate([ask("4.0")]))  # for an update to end
+        await asyncio.sleep(0.02)
+        kept = known.routing.ids.uri
+        await host.forget([kept, "blob://elsewhere/5.0"])
+        host._gate.admit.set()
+        for call in (late, waits):
+            with pytest.raises(EngineError, match="its controller is gone"):
+                await asyncio.wait_for(call, 5)
+        assert [path.name for path in host._store.root.iterdir()] == [kept.rpartition("/")[2]]
+        script(host).slow = False
+        (segment,) = await host.generate([ask("6.0")])
+        assert isinstance(segment, Segment), "the new one is served"
+
+    play(scenario)
+
+
 def test_groups_of_one_prompt_share_no_blob(play: Any) -> None:
     """Data repeats prompts: the group that is trained first takes its blobs along."""
 

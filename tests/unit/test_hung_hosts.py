@@ -47,6 +47,9 @@ class Hung(StubEngine):
     async def interrupt(self) -> None:
         await self._maybe()
 
+    async def forget(self, kept: Sequence[str] | None) -> None:
+        await self._maybe()
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,5 +157,21 @@ def test_records_that_are_not_taken_leave_the_store(tmp_path: Path, how: str) ->
         assert not nameless(store, controller)
         assert len(reports) == 4
         assert how == "late" or reports[-1].metrics["refused/rollout_id"] == 1
+
+    asyncio.run(body())
+
+
+def test_a_new_controller_says_which_records_it_knows(tmp_path: Path) -> None:
+    async def body() -> None:
+        store = BlobStore(tmp_path / "blobs", "n")
+        engine = Sealing(store)
+        first, _ = make(tmp_path, engine, blobs=store, moe_layers=1)
+        await running(first, train(first, 2))
+        second, _ = make(tmp_path, engine, blobs=store, moe_layers=1, gang_lives=True)
+        await second.rejoin(())
+        known = {uri for group in second._trainable() for uri in uris_of(group)}
+        assert known
+        assert set(engine.kept or ()) == known
+        await second.stop()
 
     asyncio.run(body())

@@ -163,6 +163,9 @@ class EngineActor:
     async def interrupt(self) -> None:
         await self._host.interrupt()
 
+    async def forget(self, kept: Sequence[str] | None) -> None:
+        await self._host.forget(kept)
+
     async def status(self) -> EngineStatus:
         return await self._host.status()
 
@@ -200,6 +203,9 @@ class RemoteEngine:
 
     async def interrupt(self) -> None:
         await call(self._actor.interrupt.remote())
+
+    async def forget(self, kept: Sequence[str] | None) -> None:
+        await call(self._actor.forget.remote(kept))
 
     async def status(self) -> EngineStatus:
         return await call(self._actor.status.remote())
