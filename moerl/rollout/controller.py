@@ -51,7 +51,6 @@ from moerl.rollout.evaluation import Evaluator
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.frozen import FrozenLine
 from moerl.rollout.history import History
-from moerl.rollout.ids import spread
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger, facts_of
 from moerl.rollout.loops import Loops, look_after_memory
@@ -193,7 +192,7 @@ class Controller:
         self.buffer.restore(
             max([facts.done, *(step + 1 for step in past.planned)]),
             past.consumed | planned,
-            spread(facts.dropped),
+            past.dropped,
             past.ready,
         )
         self.producer.life = facts.lives - 1

@@ -8,6 +8,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
+PAGE = 4096  # ids
+
 Ranges = tuple[tuple[int, int], ...]  # begin and end (exclusive), ascending and apart
 
 
@@ -27,9 +31,30 @@ def spread(parts: Ranges) -> Iterator[int]:
     return (one for begin, end in parts for one in range(begin, end))
 
 
-def joined(parts: Ranges, ids: Iterable[int]) -> Ranges:
-    """The union; its cost is that of the holes and of `ids`, not of what `parts` spread to."""
-    return IdSet(parts, ids).parts
+def pages_of(ids: Iterable[int]) -> dict[int, bytes]:
+    """Bits of ids by page, for a store in which adding an id must not cost what is there."""
+    array = np.sort(np.fromiter(ids, np.int64))
+    pages, starts = np.unique(array // PAGE, return_index=True)
+    found = {}
+    for page, part in zip(pages.tolist(), np.split(array, starts[1:]), strict=False):
+        bits = np.zeros(PAGE, np.bool_)
+        bits[part - page * PAGE] = True
+        found[page] = np.packbits(bits).tobytes()
+    return found
+
+
+def ids_of(page: int, bits: bytes) -> list[int]:
+    """Inverse of `pages_of`, for one page.  Raises ValueError when it is not a page."""
+    if len(bits) * 8 != PAGE:
+        raise ValueError(f"a page of ids has {len(bits)} bytes, want {PAGE // 8}")
+    found = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8))) + page * PAGE
+    return [int(one) for one in found]
+
+
+def both(one: bytes, other: bytes) -> bytes:
+    """The union of two pages."""
+    bits = np.frombuffer(one, np.uint8) | np.frombuffer(other, np.uint8)
+    return bits.tobytes()
 
 
 class IdSet:

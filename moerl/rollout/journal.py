@@ -5,10 +5,12 @@ seen: blobs are sealed before a header is admitted, a plan is written before the
 step before its reply.  Intents need no rows: an id that is neither consumed, dropped nor in the
 line is generated again.
 
-`facts` has one row with everything that is small; `groups` one per group in the line or trained
-since the newest checkpoint, `headers` what it holds: apart, because a row that changes its state is
+`facts` has one row with everything that is small; `groups` one per group in the line, or trained
+and of use for a restart, `headers` what it holds: apart, because a row that changes its state is
 written whole, and a batch of headers is tens of megabytes.  Headers of no more use are deleted a
-few at a time, beside admissions.  All carry digests.  SQLite cuts a torn tail of its log by itself;
+few at a time, beside admissions.  `pages` has the ids that grow with the run, trained and given up,
+as bits: with dynamic sampling there are as many holes as groups, and no list of them is written for
+each.  All carry digests.  SQLite cuts a torn tail of its log by itself;
 other damage is found by its own check and by the digests, set aside and left out: such groups are
 generated again, and unless everything is whole the trainer has to start again from its checkpoint,
 which knows what is consumed (`Past.is_whole`).
@@ -38,8 +40,8 @@ import msgspec
 
 from moerl.blob import BlobStore
 from moerl.errors import JournalError
-from moerl.rollout.ids import joined, ranges, spread
-from moerl.rollout.past import Facts, Past, digest_of, uris_of
+from moerl.rollout.ids import both, ids_of, pages_of, ranges
+from moerl.rollout.past import Facts, Past, Shipped, digest_of, uris_of
 from moerl.rollout.segments import Segments
 from moerl.types import EpisodeGroup, PolicyVersion
 from moerl.wire import decode_value, encode_value
@@ -54,14 +56,22 @@ pragma wal_autocheckpoint = 200;  -- pages of 4 KiB
 create table if not exists facts(body blob not null, digest text not null);
 create table if not exists groups(
     id integer primary key,
-    state text not null,      -- ready | planned | trained | spent: trained, of no use for a restart
+    state text not null,      -- ready | planned | trained
     step integer not null,    -- that plans it; -1 while ready
     header_digest text not null,
     digest text not null      -- of id, state, step and header_digest
 );
 create table if not exists headers(id integer primary key, body blob not null);
+create table if not exists pages(
+    kind text not null,       -- consumed: trained, beside the groups above | dropped: given up
+    page integer not null,    -- of ids, `moerl.rollout.ids.PAGE` each
+    bits blob not null,
+    digest text not null,
+    primary key (kind, page)
+) without rowid;
 """
-_READY, _PLANNED, _TRAINED, _SPENT = "ready", "planned", "trained", "spent"
+_READY, _PLANNED, _TRAINED = "ready", "planned", "trained"
+_CONSUMED, _DROPPED = "consumed", "dropped"
 _PRUNED = 4  # headers deleted beside one that is admitted
 
 
@@ -104,7 +114,7 @@ class Journal:
         if past.facts.settings not in ("", self._settings):
             damage = "its groups were made under other settings"
             count = len(past.ready) + len(past.trained) + sum(map(len, past.planned.values()))
-            past = Past(past.facts, consumed=past.consumed, lost=count)
+            past = Past(past.facts, consumed=past.consumed, dropped=past.dropped, lost=count)
         if damage:
             past.is_whole = False
             log.error("not all of the journal %s can be used: %s", self._path, damage)
@@ -131,18 +141,18 @@ class Journal:
         begins = facts.begins if facts.begins[-1:] == (version,) else (*facts.begins, version)
         trained = self._ids(_TRAINED)
         again = sorted(trained - consumed)
-        facts = replace(
-            facts, begins=begins, dp_size=dp_size, consumed=ranges(consumed), done=version.step
-        )
+        facts = replace(facts, begins=begins, dp_size=dp_size, done=version.step)
         with self._transaction() as db:
             self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)
-            db.executemany("delete from groups where id = ?", [(i,) for i in consumed])
-            db.execute("delete from groups where state = ?", (_SPENT,))
+            self._forget(db, self._ids() & consumed)
+            db.execute("delete from pages where kind = ?", (_CONSUMED,))
+            self._note(db, _CONSUMED, consumed)
             self._write(facts, db)
             self._sweep(db)
         if self._segments is not None:
             self._segments.remove(self._segments.held() & consumed)
-            self._segments.keep_facts(facts)
+            dropped = ranges(self._noted(_DROPPED))
+            self._segments.keep_facts(Shipped(facts, ranges(consumed), dropped))
 
     @property
     def ships(self) -> bool:
@@ -176,28 +186,26 @@ class Journal:
 
     def done(self, step: int, kept: Iterable[int]) -> None:
         """A step is trained; headers of `kept` stay for a trainer that restarts before it."""
-        gone = self._ids(_PLANNED, step) - set(kept)
+        planned, kept = self._ids(_PLANNED, step), set(kept)
+        gone = planned - kept
         with self._transaction() as db:
-            self._move(db, self._ids(_PLANNED, step), _TRAINED, step)
-            self._move(db, gone, _SPENT, step)
+            self._move(db, planned & kept, _TRAINED, step)
+            self._forget(db, gone)
+            self._note(db, _CONSUMED, gone)
             self._write(replace(self._facts, done=step + 1), db)
         self._unused |= gone
         self._unship(gone)
 
     def saved(self, steps: int) -> list[int]:
         """A checkpoint holds so many steps: forget their groups, which are returned."""
-        rows = self._query(
-            "select id from groups where state in (?, ?) and step < ?", (_TRAINED, _SPENT, steps)
-        ).fetchall()
-        if not rows:
-            return []
-        ids = [row[0] for row in rows]
-        facts = replace(self._facts, consumed=joined(self._facts.consumed, ids))
-        with self._transaction() as db:
-            db.executemany("delete from groups where id = ?", [(i,) for i in ids])
-            self._write(facts, db)
-        self._unused.update(ids)
-        self._unship(ids)
+        sql = "select id from groups where state = ? and step < ?"
+        ids = [row[0] for row in self._query(sql, (_TRAINED, steps))]
+        if ids:
+            with self._transaction() as db:
+                self._forget(db, ids)
+                self._note(db, _CONSUMED, ids)
+            self._unused.update(ids)
+            self._unship(ids)
         return ids
 
     def left(self, group_ids: Iterable[int]) -> None:
@@ -205,13 +213,14 @@ class Journal:
         group_ids = list(group_ids)
         if group_ids:
             with self._transaction() as db:
-                db.executemany("delete from groups where id = ?", [(i,) for i in group_ids])
+                self._forget(db, group_ids)
             self._unused.update(group_ids)
             self._unship(group_ids)
 
     def dropped(self, group_id: int) -> None:
         """This id is given up for good."""
-        self._write(replace(self._facts, dropped=joined(self._facts.dropped, [group_id])))
+        with self._transaction() as db:
+            self._note(db, _DROPPED, [group_id])
         self._unship([group_id])  # of an earlier try that got no row
 
     # --- reading ------------------------------------------------------------------------------
@@ -231,11 +240,12 @@ class Journal:
                 if not self._take(row, past):
                     past.lost += 1
                     damage = f"the row of group {row[0]} does not match its digest"
-        except (sqlite3.DatabaseError, msgspec.MsgspecError) as error:
+            past.consumed |= self._noted(_CONSUMED)
+            past.dropped |= self._noted(_DROPPED)
+        except (sqlite3.DatabaseError, msgspec.MsgspecError, JournalError) as error:
             damage = str(error)
         if not past.facts.begins:  # without the history nobody can say which tokens are legal
             past = Past(past.facts, lost=past.lost + len(past.ready))
-        past.consumed |= set(spread(past.facts.consumed))
         return past, damage
 
     @staticmethod
@@ -243,9 +253,6 @@ class Journal:
         group_id, state, step, header, header_digest, digest = row
         if _row_digest(group_id, state, step, header_digest) != digest:
             return False
-        if state == _SPENT:
-            past.consumed.add(group_id)
-            return True
         if header is None or digest_of(header) != header_digest:
             return False
         group = decode_value(header, EpisodeGroup)
@@ -277,11 +284,8 @@ class Journal:
         past.lost += len(gone)
         self.left(gone)
         with self._transaction() as db:
-            db.executemany(
-                "update groups set state = ?, digest = row_digest(id, ?, step, header_digest) "
-                "where id = ?",
-                [(_SPENT, _SPENT, group_id) for group_id in unused],
-            )
+            self._forget(db, unused)
+            self._note(db, _CONSUMED, unused)
             self._sweep(db)
 
     # --- plumbing -----------------------------------------------------------------------------
@@ -307,13 +311,39 @@ class Journal:
             self.admitted(group)
             with self._transaction() as db:
                 self._move(db, [group.group_id], state, step)
-        self._write(replace(past.facts, consumed=ranges(past.consumed)))
+        with self._transaction() as db:
+            self._note(db, _CONSUMED, past.consumed)
+            self._note(db, _DROPPED, past.dropped)
+            self._write(past.facts, db)
 
     def _sweep(self, db: sqlite3.Connection) -> None:
         """Delete every header that no restart could use, at once."""
-        live = "select id from groups where state != ?"
-        db.execute(f"delete from headers where id not in ({live})", (_SPENT,))
+        db.execute("delete from headers where id not in (select id from groups)")
         self._unused.clear()
+
+    @staticmethod
+    def _forget(db: sqlite3.Connection, ids: Iterable[int]) -> None:
+        db.executemany("delete from groups where id = ?", [(i,) for i in ids])
+
+    @staticmethod
+    def _note(db: sqlite3.Connection, kind: str, ids: Iterable[int]) -> None:
+        """Add to the ids of a kind; costs what the pages of `ids` do."""
+        for page, bits in pages_of(ids).items():
+            sql = "select bits from pages where kind = ? and page = ?"
+            for (before,) in db.execute(sql, (kind, page)).fetchall():
+                bits = both(before, bits)
+            row = (kind, page, bits, _page_digest(kind, page, bits))
+            db.execute("insert or replace into pages values (?, ?, ?, ?)", row)
+
+    def _noted(self, kind: str) -> set[int]:
+        """All ids of a kind.  Raises JournalError when a page does not match its digest."""
+        found: set[int] = set()
+        sql = "select page, bits, digest from pages where kind = ?"
+        for page, bits, digest in self._query(sql, (kind,)):
+            if _page_digest(kind, page, bits) != digest:
+                raise JournalError(f"page {page} of {kind} ids does not match its digest")
+            found.update(ids_of(page, bits))
+        return found
 
     def _query(self, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
         if self._db is None:
@@ -352,11 +382,9 @@ class Journal:
         db.execute("insert into facts values (?, ?)", (body, digest_of(body)))
         self._facts = facts
 
-    def _ids(self, state: str, step: int | None = None) -> set[int]:
-        sql, values = "select id from groups where state = ?", (state,)
-        if step is None:
-            return {row[0] for row in self._query(sql, values)}
-        return {row[0] for row in self._query(f"{sql} and step = ?", (*values, step))}
+    def _ids(self, state: str = "", step: int | None = None) -> set[int]:
+        sql = "select id from groups where ? in ('', state) and (? is null or ? = step)"
+        return {row[0] for row in self._query(sql, (state, step, step))}
 
     def _unship(self, ids: Iterable[int]) -> None:
         if self._segments is not None:
@@ -365,3 +393,7 @@ class Journal:
 
 def _row_digest(group_id: int, state: str, step: int, header_digest: str) -> str:
     return digest_of(f"{group_id} {state} {step} {header_digest}".encode())
+
+
+def _page_digest(kind: str, page: int, bits: bytes) -> str:
+    return digest_of(f"{kind} {page} ".encode() + bits)

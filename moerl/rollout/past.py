@@ -18,11 +18,18 @@ class Facts:
 
     begins: tuple[PolicyVersion, ...] = ()  # first weights of each gang
     dp_size: int = 0  # of the newest gang
-    consumed: Ranges = ()  # group ids trained before the rows below
-    dropped: Ranges = ()  # ids given up for good
     done: int = 0  # optimizer steps finished in this history
     lives: int = 0  # controllers so far; names what they generate
     settings: str = ""  # fingerprint of what the groups were made with
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """What of it is in the run directory, with durability `shared`, since the newest gang began."""
+
+    facts: Facts
+    consumed: Ranges
+    dropped: Ranges
 
 
 @dataclass(slots=True)
@@ -34,6 +41,7 @@ class Past:
     planned: dict[int, list[EpisodeGroup]] = field(default_factory=dict)
     trained: list[EpisodeGroup] = field(default_factory=list)  # with blobs; useful after a restart
     consumed: set[int] = field(default_factory=set)  # trained ids, with or without a header
+    dropped: set[int] = field(default_factory=set)  # ids given up for good
     lost: int = 0  # groups left out: damaged row, or a blob is missing
     is_whole: bool = True  # False: what is consumed is known to the trainer's checkpoint only
 

@@ -12,11 +12,13 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from moerl.blob import BlobStore
 from moerl.blob.copies import SUFFIX, parts_of, seal
 from moerl.errors import BlobError, JournalError
 from moerl.rollout.ids import spread
-from moerl.rollout.past import Facts, Past, uris_of
+from moerl.rollout.past import Past, Shipped, uris_of
 from moerl.types import EpisodeGroup
 from moerl.wire import decode_value, encode_value
 
@@ -42,7 +44,7 @@ class Segments:
             path.unlink(missing_ok=True)  # of an earlier try
             raise JournalError(f"group {group.group_id} was not shipped: {error}") from error
 
-    def keep_facts(self, facts: Facts) -> None:
+    def keep_facts(self, facts: Shipped) -> None:
         try:
             seal(self._folder / "facts", [(_HEADER, encode_value(facts))])
         except OSError as error:
@@ -68,12 +70,13 @@ class Segments:
 
         Blobs that nobody can read are put back into this node's store.
         """
-        facts = self._facts()
-        if facts is None:
+        shipped = self._facts()
+        if shipped is None:
             return
         if not past.facts.begins:
-            past.facts = facts
-            past.consumed |= set(spread(past.facts.consumed))
+            past.facts = shipped.facts
+            past.consumed |= set(spread(shipped.consumed))
+            past.dropped |= set(spread(shipped.dropped))
         past.is_whole = False
         for group_id in sorted(self.held() - past.with_headers() - past.consumed):
             group = self._group(group_id, blobs)
@@ -85,11 +88,11 @@ class Segments:
     def _path(self, group_id: int) -> Path:
         return self._folder / f"{group_id}{SUFFIX}"
 
-    def _facts(self) -> Facts | None:
+    def _facts(self) -> Shipped | None:
         parts = parts_of(self._folder / "facts")
         try:
-            return None if parts is None else decode_value(parts[_HEADER].read(), Facts)
-        except BlobError as error:
+            return None if parts is None else decode_value(parts[_HEADER].read(), Shipped)
+        except (BlobError, msgspec.MsgspecError) as error:
             log.error("the shipped history is left out: %s", error)
             return None
 
@@ -102,7 +105,7 @@ class Segments:
             group = decode_value(parts.pop(_HEADER).read(), EpisodeGroup)
             for uri in blobs.missing(parts):
                 blobs.put_back(uri, parts[uri].read())
-        except BlobError as error:
+        except (BlobError, msgspec.MsgspecError) as error:
             log.error("shipped group %d is left out: %s", group_id, error)
             return None
         return group

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.rollout.ids import IdSet, Ranges, joined, ranges, spread
+from moerl.rollout.ids import IdSet, both, ids_of, pages_of, ranges, spread
 
 IDS = st.sets(st.integers(-20, 60))
 
@@ -20,14 +20,21 @@ def test_ranges_are_lossless(numbers: set[int]) -> None:
 @given(st.lists(IDS, max_size=6))
 def test_a_set_that_grows(batches: list[set[int]]) -> None:
     grown, known = IdSet(), set()
-    parts: Ranges = ()
     for batch in batches:
         grown.update(batch)
-        parts = joined(parts, batch)
         known |= batch
-        assert grown.parts == parts == ranges(known)
+        assert grown.parts == ranges(known)
         assert [one in grown for one in range(-25, 65)] == [one in known for one in range(-25, 65)]
         assert list(grown) == sorted(known)
+
+
+@given(st.sets(st.integers(-9000, 20_000)), st.sets(st.integers(-9000, 20_000)))
+def test_pages_are_lossless(numbers: set[int], others: set[int]) -> None:
+    pages, more = pages_of(numbers), pages_of(others)
+    assert {one for page, bits in pages.items() for one in ids_of(page, bits)} == numbers
+    for page in pages.keys() & more.keys():
+        joined = set(ids_of(page, both(pages[page], more[page])))
+        assert joined == {*ids_of(page, pages[page]), *ids_of(page, more[page])}
 
 
 def test_a_long_run_takes_no_more_room_than_its_holes() -> None:

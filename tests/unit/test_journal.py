@@ -14,9 +14,8 @@ from moerl.blob import BlobStore
 from moerl.blob.copies import parts_of
 from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.errors import JournalError
-from moerl.rollout.ids import spread
 from moerl.rollout.journal import Journal
-from moerl.rollout.past import Past, uris_of
+from moerl.rollout.past import Past, Shipped, uris_of
 from moerl.rollout.segments import Segments
 from moerl.types import (
     Episode,
@@ -111,7 +110,7 @@ def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
     assert past.consumed == {0, 1, 2, 3}
     assert past.facts.begins == (START,)
     assert (past.facts.dp_size, past.facts.done, past.facts.lives) == (2, 2, 2)
-    assert list(spread(past.facts.dropped)) == [7]
+    assert past.dropped == {7}
     group, again = group_of(8, world.blobs), past.ready[0]
     assert again.episodes[0].score == Score(6.0, {"why": "so"})
     one, other = again.rollouts()[0], group.rollouts()[0]
@@ -133,7 +132,7 @@ def test_a_new_gang_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) 
 def test_a_checkpoint_prunes(tmp_path: Path) -> None:
     world = World(tmp_path)
     some_history(world)
-    assert sorted(world.journal.saved(2)) == [0, 1, 2, 3]
+    assert world.journal.saved(2) == [0], "the others are of no use for a restart any more"
     assert world.journal.saved(2) == []
     past = world.open()
     assert past.trained == []
@@ -153,7 +152,29 @@ def test_disk_use_is_bounded(tmp_path: Path) -> None:
             files = (tmp_path / "journal").iterdir()
             sizes.append(sum(file.stat().st_size for file in files))
     assert max(sizes[20:]) <= max(sizes[:20]) + 8192
-    assert world.open().facts.consumed == ((0, 400),)
+    assert world.open().consumed == set(range(400))
+
+
+def test_what_a_step_writes_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    """Every second group is given up, and no checkpoint is ever saved."""
+    world = World(tmp_path)
+    world.journal.began(START, 1, ())
+    for step in range(100):
+        world.admit(2 * step)
+        world.journal.planned(step, [2 * step])
+        world.journal.done(step, kept=[])
+        world.journal.dropped(2 * step + 1)
+    assert world.journal._query("select count(*) from groups").fetchone() == (0,)
+    lengths = "select max(length(body)), max(length(bits)) from facts, pages"
+    before = world.journal._query(lengths).fetchone()
+    world.journal.began(PolicyVersion(0, 100), 1, range(0, 100_000, 2))
+    world.journal.done(100, kept=[])
+    body, bits = world.journal._query(lengths).fetchone()
+    assert bits == before[1]
+    assert body <= before[0] + 64, "one gang more"
+    past = world.open()
+    assert past.consumed == set(range(0, 100_000, 2))
+    assert past.dropped == set(range(1, 200, 2))
 
 
 def test_groups_that_left_are_generated_again(tmp_path: Path) -> None:
@@ -187,7 +208,9 @@ def test_a_torn_log_is_cut(tmp_path: Path, keep: float) -> None:
     assert len(copy.open().ready) == count + 3
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "header", "facts", "not a database"])
+@pytest.mark.parametrize(
+    "how", ["truncated", "flipped", "header", "facts", "ids", "not a database"]
+)
 def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
     world = World(tmp_path)
     some_history(world)
@@ -208,6 +231,7 @@ def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
         sql = {
             "header": "update headers set body = x'00' where id = 20",
             "facts": "update facts set body = x'00'",
+            "ids": "update pages set bits = x'00' where kind = 'consumed'",
         }[how]
         with db:
             db.execute(sql)
@@ -215,6 +239,8 @@ def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
     past = world.open()
     assert not past.is_whole, "the trainer would not be asked to start again"
     assert world.database.with_suffix(".aside").exists()
+    if how == "ids":
+        assert past.consumed == {0}, "of those without a header the trainer's checkpoint knows"
     if how == "header":
         assert past.lost == 1
         assert ids(past.ready) == [6, *range(8, 20), *range(21, 40)]
@@ -333,7 +359,8 @@ def test_shipped_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
     for settings, adopted in (("", [0, 4, 5, 6]), ("b", [])):
         folder = tmp_path / f"new{settings}"
         if settings:
-            world.segments.keep_facts(replace(world.past.facts, begins=(START,), settings="a"))
+            facts = replace(world.past.facts, begins=(START,), settings="a")
+            world.segments.keep_facts(Shipped(facts, (), ()))
         past = Journal(folder, world.blobs, world.segments, settings).load()
         assert ids(past.ready) == adopted
     assert world.segments.held() == set()
