@@ -1,6 +1,6 @@
 """The controller alone under load: tens of thousands of episodes in flight on stub engines.
 
-    python bench/controller_load.py [--episodes 20000] [--seconds 200] [--quick]
+    python bench/controller_load.py [--episodes 20000] [--seconds 300] [--quick]
 
 The real controller with its buffer, admission, batching and ledger, in one process and one event
 loop.  Engines and scorer are stubs that wait like real ones (heavy-tailed answer times) and give
@@ -74,7 +74,7 @@ GROUP, DEPTH, ENGINES = 16, 4, 16
 PROMPT, MEAN_TOKENS, MAX_TOKENS = 200, 800, 4000
 LAYERS, EXPERTS, TOP_K = tuple(range(48)), 128, 8
 CHECKPOINT_EVERY = 5  # steps; groups that a restart could train again are kept until then
-WARM_CYCLES = 2  # checkpoints
+WARM_CYCLES = 3  # checkpoints
 LAG_MS, BYTES, GROWTH = 50.0, 16.0, 0.05
 FIRST = PolicyVersion(0, 0)
 _INLINE = np.zeros(0, np.float32)  # log-probabilities are sealed with the routes
@@ -334,11 +334,11 @@ def report(watch: Watch, traffic: Traffic, steps: int, cpu_s: float, in_flight: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--episodes", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--step-s", type=float, default=4.0, help="of the stub trainer")
-    parser.add_argument("--quick", action="store_true", help="2,000 episodes, 150 s")
+    parser.add_argument("--quick", action="store_true", help="2,000 episodes, 200 s")
     args = parser.parse_args()
-    episodes, seconds = (2_000, 150.0) if args.quick else (args.episodes, args.seconds)
+    episodes, seconds = (2_000, 200.0) if args.quick else (args.episodes, args.seconds)
     gc.freeze()
     raise SystemExit(0 if asyncio.run(load(episodes, seconds, args.step_s)) else 1)
 
