@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moerl.errors import RecordError
+from moerl.ids import Ranges
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -39,7 +40,7 @@ class Hello:
     world_size: int
     dp_size: int
     version: PolicyVersion  # weights the gang holds now
-    consumed: tuple[int, ...]
+    consumed: Ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from moerl.rollout.ids import IdSet
+from moerl.ids import IdSet, Ranges
 from moerl.types import EpisodeGroup
 
 
@@ -67,7 +67,7 @@ class GroupBuffer:
         return len(self._started) + len(self._ready)
 
     def restart(
-        self, next_step: int, consumed: tuple[int, ...], planned: Iterable[EpisodeGroup] = ()
+        self, next_step: int, consumed: Ranges, planned: Iterable[EpisodeGroup] = ()
     ) -> list[EpisodeGroup]:
         """Go on from a checkpoint in which exactly `consumed` are trained.
 
@@ -75,13 +75,16 @@ class GroupBuffer:
         Other groups of such steps are generated once more.  Returns groups that are consumed and
         were believed to be ready (by a journal that lost its end).
         """
-        spent = set(consumed)
+        spent = IdSet(consumed)
         self.next_step = next_step
         self._ready |= {group.group_id: group for group in planned}
-        twice = [self._ready.pop(group_id) for group_id in spent & set(self._ready)]
+        twice = [group for group_id, group in self._ready.items() if group_id in spent]
+        for group in twice:
+            del self._ready[group.group_id]
+            self._admitted.pop(group.group_id, None)
         self._again = [group_id for group_id in self._again if group_id not in spent]
-        self._redo(set(self._consumed) - spent - set(self._ready))
-        self._consumed = IdSet(ids=spent)
+        self._redo(one for one in self._consumed.without(consumed) if one not in self._ready)
+        self._consumed = spent
         return twice
 
     def restore(

@@ -19,6 +19,7 @@ from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.data.batching import plan_batch
 from moerl.errors import ProtocolError, TrainerError
+from moerl.ids import IdSet
 from moerl.protocols import (
     AbortUpdate,
     AskEngine,
@@ -336,8 +337,8 @@ class Controller:
     async def _hello(self, message: Hello) -> Message:
         await self._engines_up.wait()
         self.fleet.expect_no_newer(message.version.incarnation)
-        consumed = set(message.consumed)
-        self._journal.began(message.version, message.dp_size, consumed)
+        consumed = IdSet(message.consumed)
+        self._journal.began(message.version, message.dp_size, consumed.parts)
         self._dp_size, self._done = message.dp_size, message.version.step
         self._rows = self.config.run.steps
         self.fleet.incarnation = message.version.incarnation

@@ -40,7 +40,7 @@ import msgspec
 
 from moerl.blob import BlobStore
 from moerl.errors import JournalError
-from moerl.rollout.ids import both, ids_of, pages_of, ranges
+from moerl.ids import IdSet, Ranges, both, ids_of, pages_of, ranges
 from moerl.rollout.past import Facts, Past, Shipped, digest_of, uris_of
 from moerl.rollout.segments import Segments
 from moerl.types import EpisodeGroup, PolicyVersion
@@ -64,7 +64,7 @@ create table if not exists groups(
 create table if not exists headers(id integer primary key, body blob not null);
 create table if not exists pages(
     kind text not null,       -- consumed: trained, beside the groups above | dropped: given up
-    page integer not null,    -- of ids, `moerl.rollout.ids.PAGE` each
+    page integer not null,    -- of ids, `moerl.ids.PAGE` each
     bits blob not null,
     digest text not null,
     primary key (kind, page)
@@ -135,24 +135,23 @@ class Journal:
             self._db = None
 
     # --- written before the effect can be seen ------------------------------------------------
-    def began(self, version: PolicyVersion, dp_size: int, consumed: Iterable[int]) -> None:
+    def began(self, version: PolicyVersion, dp_size: int, consumed: Ranges) -> None:
         """A gang starts with these weights; groups of steps it does not hold are ready again."""
-        consumed, facts = set(consumed), self._facts
+        spent, facts = IdSet(consumed), self._facts
         begins = facts.begins if facts.begins[-1:] == (version,) else (*facts.begins, version)
-        trained = self._ids(_TRAINED)
-        again = sorted(trained - consumed)
+        again = sorted(one for one in self._ids(_TRAINED) if one not in spent)
         facts = replace(facts, begins=begins, dp_size=dp_size, done=version.step)
         with self._transaction() as db:
             self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)
-            self._forget(db, self._ids() & consumed)
+            self._forget(db, [one for one in self._ids() if one in spent])
             db.execute("delete from pages where kind = ?", (_CONSUMED,))
-            self._note(db, _CONSUMED, consumed)
+            self._note(db, _CONSUMED, spent)
             self._write(facts, db)
             self._sweep(db)
         if self._segments is not None:
-            self._segments.remove(self._segments.held() & consumed)
+            self._segments.remove([one for one in self._segments.held() if one in spent])
             dropped = ranges(self._noted(_DROPPED))
-            self._segments.keep_facts(Shipped(facts, ranges(consumed), dropped))
+            self._segments.keep_facts(Shipped(facts, consumed, dropped))
 
     @property
     def ships(self) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from moerl.ids import Ranges
 from moerl.rollout.assemble import blob_uris
-from moerl.rollout.ids import Ranges
 from moerl.types import EpisodeGroup, PolicyVersion
 
 

@@ -17,7 +17,7 @@ import msgspec
 from moerl.blob import BlobStore
 from moerl.blob.copies import SUFFIX, parts_of, seal
 from moerl.errors import BlobError, JournalError
-from moerl.rollout.ids import spread
+from moerl.ids import spread
 from moerl.rollout.past import Past, Shipped, uris_of
 from moerl.types import EpisodeGroup
 from moerl.wire import decode_value, encode_value

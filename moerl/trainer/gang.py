@@ -28,6 +28,7 @@ from torch import Tensor
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.errors import MoerlError, TrainerError
+from moerl.ids import IdSet
 from moerl.layout import Flavor
 from moerl.protocols import (
     Enlist,
@@ -130,7 +131,7 @@ class Gang:
             parallel.control,
         )
         self.version = PolicyVersion(post.incarnation, 0)
-        self.consumed: list[int] = []
+        self.consumed = IdSet()  # group ids trained
         self.saved_step = -1  # optimizer steps inside the newest checkpoint
         self.writer = CheckpointWriter(
             post.run, config.checkpoint, parallel, self.tracer, post.incarnation
@@ -174,7 +175,7 @@ class Gang:
                 self.parallel,
                 reset_optimizer=self.post.reset_optimizer,
             )
-        self.consumed = list(progress.consumed)
+        self.consumed = IdSet(progress.consumed)
         self.saved_step = progress.version.step
         self.version = PolicyVersion(self.post.incarnation, progress.version.step)
 
@@ -186,7 +187,7 @@ class Gang:
                 world_size=self.parallel.world_size,
                 dp_size=self.parallel.dp_size,
                 version=self.version,
-                consumed=tuple(self.consumed),
+                consumed=self.consumed.parts,
             )
             holder = [self.client.ask_encoded(hello)]
         self._enlist(self._shared(holder))
@@ -244,7 +245,7 @@ class Gang:
         with self.tracer.span("step", step=plan.step):
             metrics |= self.learner.step(plan)
         self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
-        self.consumed += [group.group_id for group in plan.groups]
+        self.consumed.update(group.group_id for group in plan.groups)
         if self.version.step < self.config.run.steps or self.config.evaluation.every:
             metrics |= self._publish()
         metrics |= self.writer.metrics()
@@ -292,7 +293,7 @@ class Gang:
     def _checkpoint(self) -> None:
         progress = checkpoint.Progress(
             version=self.version,
-            consumed=tuple(sorted(self.consumed)),
+            consumed=self.consumed.parts,
             metrics_rows=self.version.step,
         )
         with self.tracer.span("checkpoint", step=self.version.step):

@@ -25,7 +25,7 @@ from moerl.errors import TrainerError
 from moerl.observe.metrics import truncate_after
 from moerl.rundir import RunDir, next_incarnation, read_manifest
 from moerl.trace import Tracer
-from moerl.trainer.checkpoints import checkpoint_writer
+from moerl.trainer.checkpoints import checkpoint, checkpoint_writer
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 
 
@@ -268,3 +268,8 @@ def test_evaluations_rank_the_weights_that_they_saw(run: RunDir) -> None:
     _add_rows(run, {"step": 4, "eval/step": 4, "eval/reward_mean": 0.9})
     writer.finish()
     assert run.best_checkpoint() == (4, run.checkpoint(4)), "the last one is ranked at the end"
+
+
+def test_what_earlier_checkpoints_say_of_consumed_groups_is_read() -> None:
+    assert checkpoint._ranges_of((0, 1, 5)) == checkpoint._ranges_of([[0, 2], [5, 6]])
+    assert checkpoint._ranges_of(()) == ()

@@ -92,7 +92,7 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
         if ranks.is_first:
             run.create()
         writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
-        progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), (1, 2), 2)
+        progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), ((1, 3),), 2)
         checkpoint.save(writer, learner, progress, ranks)
         learner.step(make_plan(store, seed=9, step=9, dp_size=ranks.dp_size))  # while it is written
         writer.finish()

@@ -110,7 +110,7 @@ def test_strict_waits_for_the_next_id_unless_it_is_discarded() -> None:
 
 def test_resume_skips_what_the_checkpoint_consumed() -> None:
     buffer = GroupBuffer(2, 4, 2)
-    buffer.restart(3, (0, 1, 2, 4))
+    buffer.restart(3, ((0, 3), (4, 5)))
     assert [buffer.start() for _ in range(3)] == [3, 5, 6]
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.rollout.ids import IdSet, both, ids_of, pages_of, ranges, spread
+from moerl.ids import IdSet, both, ids_of, pages_of, ranges, spread
 
 IDS = st.sets(st.integers(-20, 60))
 
@@ -26,6 +26,12 @@ def test_a_set_that_grows(batches: list[set[int]]) -> None:
         assert grown.parts == ranges(known)
         assert [one in grown for one in range(-25, 65)] == [one in known for one in range(-25, 65)]
         assert list(grown) == sorted(known)
+
+
+@given(IDS, IDS)
+def test_without(numbers: set[int], others: set[int]) -> None:
+    assert list(IdSet(ids=numbers).without(ranges(others))) == sorted(numbers - others)
+    assert len(IdSet(ids=numbers)) == len(numbers)
 
 
 @given(st.sets(st.integers(-9000, 20_000)), st.sets(st.integers(-9000, 20_000)))

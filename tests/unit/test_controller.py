@@ -24,6 +24,7 @@ from moerl.errors import (
     ScoreError,
     TrainerError,
 )
+from moerl.ids import ranges
 from moerl.protocols import (
     AskEngine,
     CloseUpdate,
@@ -198,7 +199,7 @@ async def train(
     start: PolicyVersion = PolicyVersion(0, 0),
 ) -> list:
     """A trainer that publishes after every step, and before the first if it was restarted."""
-    assert await controller.handle(Hello("t", 1, 1, start, consumed)) == Ok()
+    assert await controller.handle(Hello("t", 1, 1, start, ranges(consumed))) == Ok()
     if start != PolicyVersion(0, 0):
         await publish(controller, start)
     plans = []

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest layer first: a package imports only from rows before its own.
 ROWS = [
-    {"types", "packed", "errors", "protocols", "wire", "config", "trace", "rundir", "stacks"},
+    {"types", "ids", "packed", "errors", "protocols", "wire"}
+    | {"config", "trace", "rundir", "stacks"},
     {"kernels"},
     {"codec", "blob", "layout", "transport"},
     {"algorithms", "data"},

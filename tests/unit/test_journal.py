@@ -14,6 +14,7 @@ from moerl.blob import BlobStore
 from moerl.blob.copies import parts_of
 from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.errors import JournalError
+from moerl.ids import ranges
 from moerl.rollout.journal import Journal
 from moerl.rollout.past import Past, Shipped, uris_of
 from moerl.rollout.segments import Segments
@@ -167,7 +168,7 @@ def test_what_a_step_writes_does_not_grow_with_the_run(tmp_path: Path) -> None:
     assert world.journal._query("select count(*) from groups").fetchone() == (0,)
     lengths = "select max(length(body)), max(length(bits)) from facts, pages"
     before = world.journal._query(lengths).fetchone()
-    world.journal.began(PolicyVersion(0, 100), 1, range(0, 100_000, 2))
+    world.journal.began(PolicyVersion(0, 100), 1, ranges(range(0, 100_000, 2)))
     world.journal.done(100, kept=[])
     body, bits = world.journal._query(lengths).fetchone()
     assert bits == before[1]
@@ -336,7 +337,7 @@ def test_shipped_files_go_with_their_groups(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / ".10.group").exists()
     world.journal.ship(group_of(12, world.blobs))
     world.journal.dropped(12)
-    world.journal.began(PolicyVersion(1, 0), 2, (4,))
+    world.journal.began(PolicyVersion(1, 0), 2, ((4, 5),))
     assert world.segments.held() == {11}
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moerl.config.resume import resume_facts
 from moerl.errors import TrainerError
+from moerl.ids import IdSet, Ranges, ranges
 from moerl.rundir import read_manifest
 from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
 from moerl.trainer.learner.step import Learner
@@ -51,7 +53,7 @@ class Progress:
     """
 
     version: PolicyVersion  # weights in the checkpoint; version.step optimizer steps are inside
-    consumed: tuple[int, ...]  # group ids trained so far, ascending
+    consumed: Ranges  # group ids trained so far
     metrics_rows: int  # rows of metrics.jsonl that belong to the surviving history
 
 
@@ -64,7 +66,7 @@ def save(
     manifest = resume_facts(learner.config) | {
         "version": str(progress.version),
         "step": progress.version.step,
-        "consumed_groups": len(progress.consumed),
+        "consumed_groups": len(IdSet(progress.consumed)),
         "saved_s": time.time(),
     }
     writer.save(progress.version.step, state, manifest)
@@ -99,9 +101,16 @@ def load(
     progress = state["moerl"]
     return Progress(
         version=PolicyVersion(**progress["version"]),
-        consumed=tuple(progress["consumed"]),
+        consumed=_ranges_of(progress["consumed"]),
         metrics_rows=progress["metrics_rows"],
     )
+
+
+def _ranges_of(consumed: Sequence[Any]) -> Ranges:
+    """Earlier checkpoints list every id."""
+    if all(isinstance(one, int) for one in consumed):
+        return ranges(consumed)
+    return tuple((int(begin), int(end)) for begin, end in consumed)
 
 
 def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) -> None:

@@ -76,6 +76,22 @@ class IdSet:
     def __iter__(self) -> Iterator[int]:
         return spread(self.parts)
 
+    def __len__(self) -> int:
+        return sum(self._ends) - sum(self._begins)
+
+    def without(self, parts: Ranges) -> Iterator[int]:
+        """Those that are not in `parts`; costs what the ranges do, and what is found."""
+        other = IdSet(parts)
+        for begin, end in self.parts:
+            at = begin
+            for first in range(bisect_right(other._ends, begin), len(parts)):
+                low, high = parts[first]
+                if low >= end:
+                    break
+                yield from range(at, low)
+                at = high
+            yield from range(at, end)
+
     def update(self, ids: Iterable[int]) -> None:
         for begin, end in ranges(ids):
             first = bisect_left(self._ends, begin)  # the first range that touches this one
