@@ -46,6 +46,7 @@ class GroupBuffer:
         self._started: set[int] = set()
         self._ready: dict[int, EpisodeGroup] = {}
         self._admitted: dict[int, float] = {}  # monotonic seconds; of ready groups
+        self._oldest: dict[int, int] = {}  # oldest step of ready groups, as far as asked for
         self.ages_s: list[float] = []  # of the groups taken last, since they were admitted
         self._consumed = IdSet()
 
@@ -80,8 +81,7 @@ class GroupBuffer:
         self._ready |= {group.group_id: group for group in planned}
         twice = [group for group_id, group in self._ready.items() if group_id in spent]
         for group in twice:
-            del self._ready[group.group_id]
-            self._admitted.pop(group.group_id, None)
+            self._remove(group.group_id)
         self._again = [group_id for group_id in self._again if group_id not in spent]
         self._redo(one for one in self._consumed.without(consumed) if one not in self._ready)
         self._consumed = spent
@@ -105,8 +105,7 @@ class GroupBuffer:
         """Take these groups out of the line; they are generated again under their own ids."""
         bad = [group for group in self._ready.values() if is_bad(group)]
         for group in bad:
-            del self._ready[group.group_id]
-            self._admitted.pop(group.group_id, None)
+            self._remove(group.group_id)
         self._redo(group.group_id for group in bad)
         return bad
 
@@ -157,7 +156,7 @@ class GroupBuffer:
 
     def evict_stale(self) -> list[EpisodeGroup]:
         """Take out groups whose oldest token would exceed max_lag; they are started again."""
-        stale = self.evict(lambda group: self.next_step - group.oldest.step > self.max_lag)
+        stale = self.evict(lambda group: self.next_step - self._oldest_of(group) > self.max_lag)
         self.dropped_stale += len(stale)
         return stale
 
@@ -176,15 +175,27 @@ class GroupBuffer:
         self.next_step += 1
         self._consumed.update(chosen)
         now = time.monotonic()
-        self.ages_s = [now - self._admitted.pop(group_id, now) for group_id in chosen]
-        return [self._ready.pop(group_id) for group_id in chosen]
+        self.ages_s = [now - self._admitted.get(group_id, now) for group_id in chosen]
+        return [self._remove(group_id) for group_id in chosen]
+
+    def _remove(self, group_id: int) -> EpisodeGroup:
+        """A ready group leaves the line."""
+        self._admitted.pop(group_id, None)
+        self._oldest.pop(group_id, None)
+        return self._ready.pop(group_id)
+
+    def _oldest_of(self, group: EpisodeGroup) -> int:
+        """Of all tokens of a ready group: looked for once, since all are asked at every change."""
+        if group.group_id not in self._oldest:
+            self._oldest[group.group_id] = group.oldest.step
+        return self._oldest[group.group_id]
 
     def oldest(self) -> list[int]:
         return sorted(self._ready)[: self.groups_per_step]
 
     def freshest(self) -> list[int]:
         newest_first = sorted(
-            self._ready.values(), key=lambda group: (-group.oldest.step, group.group_id)
+            self._ready.values(), key=lambda group: (-self._oldest_of(group), group.group_id)
         )
         return sorted(group.group_id for group in newest_first[: self.groups_per_step])
 

@@ -155,8 +155,10 @@ class Producer:
         ]
         if mine:
             return {group_id: self._handed.pop(group_id)[1] for group_id in sorted(mine)[:room]}
-        fair = self._fleet.share(index, self.wanted(version.step))
-        return self._start(index, max(0, min(room, fair)))
+        wanted = self.wanted(version.step)
+        if min(room, wanted) <= 0:  # looked at first: a share asks all engines, and all engines ask
+            return {}
+        return self._start(index, min(room, self._fleet.share(index, wanted)))
 
     def _start(self, index: int, count: int) -> dict[int, Partials]:
         """Begin groups; those whose prompt another engine knows wait for it, the rest are ours."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,3 +124,31 @@ def test_a_stale_group_is_started_again_under_its_own_id() -> None:
     assert [g.group_id for g in buffer.evict_stale()] == [0, 1]
     assert (buffer.num_ready, buffer.dropped_stale) == (0, 2)
     assert buffer.start() == 0
+
+
+def test_the_age_of_a_ready_group_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands are asked at every change while the trainer waits."""
+    looked: list[int] = []
+    plain = EpisodeGroup.oldest.fget
+    assert plain is not None
+
+    def oldest(group: EpisodeGroup) -> PolicyVersion:
+        looked.append(group.group_id)
+        return plain(group)
+
+    monkeypatch.setattr(EpisodeGroup, "oldest", property(oldest))
+    buffer = GroupBuffer(8, 2, 2)
+    for group_id in range(4):
+        assert buffer.start() == group_id
+        buffer.admit(group(group_id, 0))
+    for _ in range(5):
+        assert buffer.evict_stale() == []
+    assert sorted(looked) == [0, 1, 2, 3]
+    buffer.next_step = 3
+    assert len(buffer.evict_stale()) == 4
+    assert buffer.start() == 0, "generated again, under newer weights"
+    buffer.admit(group(0, 3))
+    assert buffer.evict_stale() == [], "what was known of the old one is forgotten"
+    buffer.restart(3, ((0, 1),))
+    assert not buffer._oldest
+    assert not buffer._admitted
