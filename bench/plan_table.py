@@ -5,7 +5,9 @@
 Shapes alone, ten seconds on any machine.  Trainer TP4 PP4 EP8, 50 GB/s per rank, every engine is
 served by the trainer.  "Attention DP" cuts attention over one rank instead of eight.  With 32 ranks
 dense layers and shared experts are cut over 8 (32 would be inside an FP8 block); the head is cut
-over all ranks.  Ratio = broadcast / planned, into ranks and through cards (8 ranks per node).
+over all ranks.  Printed: M the model on the wire; traffic of a broadcast, of the gather before it,
+and of the plan; ratio = broadcast / planned, into ranks and through cards (8 ranks per node); S the
+bytes of the largest receiver; T seconds at line rate of a broadcast, a hierarchical one, the plan.
 """
 
 from __future__ import annotations

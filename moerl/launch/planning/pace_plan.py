@@ -85,7 +85,7 @@ def describe(found: Advice, config: Config) -> str:
         "",
         f"pace of {config.engine.count} engines at most, simulated",
         f"{'engines':>8} {'depth':>6} {'mode':<13}{'step s':>9}{'idle trainer':>14}"
-        f"{'idle engines':>14}{'lag':>7}{'again':>8}",
+        f"{'idle engines':>14}{'lag':>7}{'prefilled again':>17}",
         *(_row(*entry) for entry in found.table),
     ]
     choice, outcome = found.choice, found.outcome
@@ -105,7 +105,7 @@ def _row(choice: Choice, outcome: Outcome) -> str:
     return (
         f"{choice.engines:>8} {choice.depth:>6} {choice.mode:<13}{outcome.step_s:>9.3g}"
         f"{outcome.trainer_idle:>14.0%}{outcome.engine_idle:>14.0%}{outcome.lag_mean:>7.2f}"
-        f"{outcome.recomputed_tokens:>8.1%}"
+        f"{outcome.recomputed_tokens:>17.1%}"
     )
 
 
