@@ -438,5 +438,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _was_aborted(reply: dict[str, Any]) -> bool:
-    reason = reply.get("meta_info", {}).get("finish_reason") or {}
-    return bool(reason.get("type") == Finish.ABORT)
+    try:
+        return bool(reply["meta_info"]["finish_reason"]["type"] == Finish.ABORT)
+    except (LookupError, TypeError):  # it is refused when it is read
+        return False

@@ -115,15 +115,30 @@ def parse(
 
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: rows were asked for.
-    Raises RecordError: `reply`, `finish`, `nan`, `length`, `token_range`, `version`,
+    Raises RecordError: `reply` (it is shaped like none), `finish`, `nan`, `length`, `token_range`, `version`,
     `logprob_*`, and the reasons of `moerl.codec`.
     """
     try:
-        meta, output = reply["meta_info"], np.asarray(reply["output_ids"], np.int64).reshape(-1)
-        finish = _finish(meta, output, request, facts)
-        cached = int(meta.get("cached_tokens", 0))
-    except (KeyError, TypeError, ValueError) as error:
+        return _parsed(reply, request, version, facts, routing, in_flight)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RecordError("reply", f"{request.rollout_id}: {error!r}") from error
+
+
+def _parsed(
+    reply: dict[str, Any],
+    request: GenerateRequest,
+    version: PolicyVersion,
+    facts: ModelFacts,
+    routing: bool,
+    in_flight: InFlight | None,
+) -> Reply:
+    """Also raises whatever a value of another kind than expected leads to."""
+    meta, output = reply["meta_info"], np.asarray(reply["output_ids"])
+    if len(output) and output.dtype.kind not in "iu":
+        raise RecordError("reply", f"{request.rollout_id}: tokens of type {output.dtype}")
+    output = output.astype(np.int64).reshape(-1)
+    finish = _finish(meta, output, request, facts)
+    cached = int(meta.get("cached_tokens", 0))
     num_new = len(output)
     if num_new == 0 or _unrecorded_abort(meta, finish, routing):
         return _nothing(request, finish, cached)

@@ -386,6 +386,23 @@ def test_a_new_controller_finds_no_calls_and_no_records_of_the_one_before(play: 
     play(scenario)
 
 
+@pytest.mark.parametrize("answer", [None, "x", [], {}, {"meta_info": {"finish_reason": None}}])
+def test_a_reply_that_is_none_is_refused_and_the_others_are_not(play: Any, answer: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host)._reply
+
+        def other(ids: list[int], start: int, version: str, reason: dict) -> Any:
+            return answer if len(ids) == 5 else plain(ids, start, version, reason)
+
+        client._reply = other
+        bad, good = await host.generate([ask("1.0", length=5), ask("2.0")])
+        assert isinstance(bad, RecordError)
+        assert isinstance(good, Segment)
+        assert (await host.status()).refused == {"reply": 1}
+
+    play(scenario)
+
+
 def test_groups_of_one_prompt_share_no_blob(play: Any) -> None:
     """Data repeats prompts: the group that is trained first takes its blobs along."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,46 @@ def test_broken_tokens_are_refused(reason: str, tokens: list[int]) -> None:
     with pytest.raises(RecordError) as caught:
         parsed(got)
     assert caught.value.reason == reason
+
+
+GARBAGE = (
+    None, "x", "", -1, 2**70, 1.5, float("nan"), float("inf"), True, [], {}, [None], ["x"], [[]],
+    [{}], {"a": 1}, [2**70], [[-1]], [[1.5]], [["x"]], "\ud800", [[None, None, None]] * 2,
+)  # fmt: skip
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything in a reply, itself included."""
+    yield at
+    if isinstance(value, dict | list):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(one, (*at, key))
+
+
+def put(value: Any, at: tuple[Any, ...], other: Any) -> Any:
+    if not at:
+        return other
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[at[0]] = put(value[at[0]], at[1:], other)
+    return copy
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("sampling", [TRUNCATED, FULL])
+def test_garbage_anywhere_is_refused_or_of_no_consequence(sampling: SamplingParams) -> None:
+    """No other error leaves the door; what passes is a reply of two tokens all the same."""
+    whole, refused, passed = reply(), 0, 0
+    for at in places(whole):
+        for other in GARBAGE:
+            try:
+                record = parsed(put(whole, at, other), ask(sampling))
+            except RecordError:
+                refused += 1
+            else:
+                passed += 1
+                assert record.output_ids.tolist() == [7, 3], (at, other)
+                assert (record.logprobs <= 0).all()
+    assert refused > passed > 0
 
 
 def test_logprobs_of_other_tokens_are_refused() -> None:
