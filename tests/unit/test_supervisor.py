@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from ray.exceptions import ObjectLostError
 
 from moerl.config import load_config
 from moerl.errors import EngineError, TrainerError
+from moerl.launch.supervision.actors import call
 from moerl.launch.supervision.supervisor import Supervisor
 from moerl.rundir import RunDir
 
@@ -76,3 +79,13 @@ def test_a_finished_run_stays_finished_when_engines_cannot_be_measured(
 
     monkeypatch.setattr(supervisor, "get", died)
     assert supervisor._measure() == {}
+
+
+def test_an_answer_that_its_node_took_along_is_a_failed_call() -> None:
+    """Large ones stay where they were made until they are fetched."""
+
+    async def lost() -> None:
+        raise ObjectLostError("00" * 28, None, "")
+
+    with pytest.raises(EngineError, match="an answer was lost: ObjectLostError"):
+        asyncio.run(call(lost()))

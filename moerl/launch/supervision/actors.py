@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -121,6 +121,8 @@ async def call(remote: Any) -> Any:
         raise
     except RayActorError as error:
         raise EngineError("the process of an engine or of the scorer died") from error
+    except RayError as error:  # its node is gone with the answer, for one
+        raise EngineError(f"an answer was lost: {type(error).__name__}") from error
 
 
 class EngineActor:
