@@ -115,8 +115,8 @@ def parse(
 
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: rows were asked for.
-    Raises RecordError: `reply` (it is shaped like none), `finish`, `nan`, `length`, `token_range`, `version`,
-    `logprob_*`, and the reasons of `moerl.codec`.
+    Raises RecordError: `reply` (it is shaped like none), `finish`, `nan`, `length`, `token_range`,
+    `version`, `logprob_*`, and the reasons of `moerl.codec`.
     """
     try:
         return _parsed(reply, request, version, facts, routing, in_flight)

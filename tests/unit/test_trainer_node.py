@@ -109,14 +109,14 @@ def test_a_node_that_gave_up_serves_the_next_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor may try again, and a resume may bring another layout."""
-    node = Node(tmp_path, monkeypatch)
-    said = []
+    node, said = Node(tmp_path, monkeypatch), []
+    other = load_config("quickstart", ["run.steps=7"])
 
     def supervisor() -> None:
         while not (cause := node.run.board.given_up()):
             time.sleep(0.01)
         said.append(cause)
-        node.config = load_config("quickstart", ["run.steps=7"])
+        node.config = other
         node.reopen()
 
     threading.Thread(target=supervisor, daemon=True).start()
@@ -124,6 +124,17 @@ def test_a_node_that_gave_up_serves_the_next_opening(
     assert node.until_done() == 0
     assert said == ["trainer node 0: torchrun ended 4 times, see torchrun-0.log"]
     assert node.layouts[-1] == 7 != node.layouts[0]
+
+
+def test_a_node_whose_controller_is_lost_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its node: nobody closes the board, and nobody reads that this one gave up."""
+    node = Node(tmp_path, monkeypatch)
+    node.codes = [lambda: 1] * (node.config.supervision.max_restarts + 1)
+    with pytest.raises(TrainerError, match="gave up and nobody has answered within 0.3 s"):
+        node.until_done()
+    assert node.run.board.given_up()
 
 
 def test_the_end_of_a_gang_that_was_given_up_is_not_the_end(

@@ -108,10 +108,21 @@ def _until_done(run: RunDir, gang: str, index: int, start: str, wait_s: float) -
             time.sleep(config.supervision.backoff_s)
         if failures > config.supervision.max_restarts:
             run.board.give_up(f"{gang} node {index}: torchrun ended {failures} times, see {name}")
-            while _opening(run, start) == start:  # the supervisor decides what becomes of the run
-                time.sleep(_LOOK_S)
+            _await_answer(run, f"{gang} node {index}", start, wait_s)
         before, start = start, run.board.read(wait_s)[2]  # raises when the run is over
         failures = failures if start == before else 0
+
+
+def _await_answer(run: RunDir, name: str, start: str, wait_s: float) -> None:
+    """The supervisor decides what becomes of the run; it has closed the board within seconds.
+
+    Raises TrainerError when nobody does: its node is lost.
+    """
+    deadline = time.monotonic() + wait_s
+    while _opening(run, start) == start:
+        if time.monotonic() > deadline:
+            raise TrainerError(f"{name} gave up and nobody has answered within {wait_s:g} s")
+        time.sleep(_LOOK_S)
 
 
 def _falls_back(run: RunDir, start: str) -> bool:
