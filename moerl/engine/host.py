@@ -178,9 +178,17 @@ class EngineHost:
         for position, request in enumerate(requests):
             calls.setdefault(records.first_row(request), []).append(position)
         asker = self._askers
-        results = await asyncio.gather(
-            *(self._call([requests[i] for i in group], asker) for group in calls.values())
-        )
+        tasks = [
+            asyncio.create_task(self._call([requests[i] for i in group], asker))
+            for group in calls.values()
+        ]
+        try:
+            results = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:  # nobody would take what they seal
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
         ordered: dict[int, Segment | RecordError] = {}
         for group, segments in zip(calls.values(), results, strict=True):
             ordered.update(zip(group, segments, strict=True))

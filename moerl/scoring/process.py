@@ -78,7 +78,7 @@ class ProcessScorer:
             failure = f"ended its process with exit code {error.exitcode}"
         if failure is not None:
             raise ScoreError(f"environment {self._environment} {failure} for prompt {prompt.index}")
-        return str(answer)
+        return answer
 
     def close(self) -> None:
         """End all workers, running rewards included."""
@@ -141,6 +141,9 @@ def _reply(prompt: Prompt, said: list[str]) -> tuple[str, str | None]:
     """The environment's answer, and what went wrong in words."""
     assert _environment is not None, "worker used before _prepare, or without task.environment"
     try:
-        return _environment(prompt, said), None
+        answer = _environment(prompt, said)
+        if not isinstance(answer, str):
+            return "", f"returned {type(answer).__name__}, want text (empty: the episode ends)"
+        return answer, None
     except (Exception, SystemExit) as error:
         return "", f"raised {type(error).__name__}: {error}"

@@ -403,6 +403,29 @@ def test_a_reply_that_is_none_is_refused_and_the_others_are_not(play: Any, answe
     play(scenario)
 
 
+def test_a_failed_call_leaves_no_other_behind(play: Any) -> None:
+    """Requests that need other rows go out beside it; nobody takes what they would seal."""
+
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host).generate
+        client.slow = True
+
+        async def generate(body: dict[str, Any]) -> list[dict[str, Any]]:
+            if body["routed_experts_start_len"] > 0:
+                raise EngineError("engine /generate: HTTP 500")
+            return await plain(body)
+
+        client.generate = generate
+        with pytest.raises(EngineError, match="HTTP 500"):
+            await host.generate([ask("1.0"), ask("2.0", 5, 2)])
+        client.released.set()
+        await asyncio.sleep(0.05)
+        assert list(host._store.root.iterdir()) == []
+        assert (await host.status()).running == 0
+
+    play(scenario)
+
+
 def test_groups_of_one_prompt_share_no_blob(play: Any) -> None:
     """Data repeats prompts: the group that is trained first takes its blobs along."""
 

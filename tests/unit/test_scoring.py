@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -50,6 +51,23 @@ def test_process_rewards_and_errors() -> None:
     assert whole == Score(1.0, text_steps=((1, 1.0), (2, -1.0), (3, 1.0), (4, 0.0)), errors=1.0)
     assert "steps that end at characters [1, 2, 99] of 2" in str(beyond)
     assert "it has ?; use reward, steps, turns and errors" in str(unknown)
+
+
+def test_an_environment_answers_with_text_or_the_turn_fails() -> None:
+    """None is no word that the policy should read."""
+    task = TaskConfig(
+        name="jsonl",
+        reward="exact_match",
+        environment="tests.data.rewards_for_tests:forgetful",
+        max_turns=3,
+    )
+    scorer = ProcessScorer(task, workers=1, timeout_s=5.0)
+    try:
+        for text, kind in (("text", "NoneType"), ("other", "function")):
+            with pytest.raises(ScoreError, match=f"returned {kind}, want text"):
+                asyncio.run(scorer.reply(replace(PROMPT, text=text), ["1"]))
+    finally:
+        scorer.close()
 
 
 def test_rewards_of_turns() -> None:
