@@ -214,7 +214,7 @@ class EngineHost:
             self._gate.leave(len(requests))
         self._expect(asker)
         if replies is None:
-            alone = [await self._call([request], asker) for request in requests]
+            alone = await asyncio.gather(*(self._call([one], asker) for one in requests))
             return [segment for segments in alone for segment in segments]
         end_s = time.time()
         shared = records.SharedPrompts(requests)

@@ -426,6 +426,30 @@ def test_a_failed_call_leaves_no_other_behind(play: Any) -> None:
     play(scenario)
 
 
+def test_the_others_of_a_refused_batch_run_side_by_side(play: Any) -> None:
+    """One after the other they would take longer than a call may, and be sent again for good."""
+
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host).generate
+        running, most = 0, 0
+
+        async def generate(body: dict[str, Any]) -> list[dict[str, Any]]:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.02)
+            running -= 1
+            return await plain(body)
+
+        client.generate = generate
+        *good, bad = await host.generate([*(ask(f"{i}.0") for i in range(5)), ask("5.0", 12)])
+        assert isinstance(bad, RecordError)
+        assert all(isinstance(segment, Segment) for segment in good)
+        assert most == 6
+
+    play(scenario)
+
+
 def test_groups_of_one_prompt_share_no_blob(play: Any) -> None:
     """Data repeats prompts: the group that is trained first takes its blobs along."""
 
