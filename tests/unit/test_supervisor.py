@@ -12,7 +12,8 @@ import pytest
 from ray.exceptions import ObjectLostError
 
 from moerl.config import load_config
-from moerl.errors import EngineError, TrainerError
+from moerl.errors import ConfigError, EngineError, TrainerError
+from moerl.launch.supervision import supervisor as supervising
 from moerl.launch.supervision.actors import call
 from moerl.launch.supervision.supervisor import Supervisor
 from moerl.rundir import RunDir
@@ -54,6 +55,20 @@ def test_gangs_that_fall_without_a_step_end_the_run(supervisor: Any) -> None:
     supervisor._steps = 0
     with pytest.raises(TrainerError, match="a wrong setting"):
         supervisor._fell("trainer rank 1: a wrong setting")
+
+
+def test_an_engine_that_may_not_join_is_left_out(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that the model cannot be served with is no failure of the run."""
+    error = ConfigError("engine.tp", 3, "it must divide the 8 heads")
+    monkeypatch.setattr(supervising.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(supervisor, "get", MagicMock(side_effect=error))
+    supervisor.members = MagicMock()
+    supervisor._starts = {"start": 2}
+    supervisor._look_at_starts()
+    supervisor.members.gave_up.assert_called_once_with(2, error)
+    assert not supervisor._restarts["engine 2"]
 
 
 def test_a_gang_that_finished_while_it_was_given_up_is_done(supervisor: Any) -> None:

@@ -119,7 +119,7 @@ class Membership:
         self._watcher.say(f"engine {index} has joined")
         return True
 
-    def gave_up(self, index: int, error: EngineError) -> bool:
+    def gave_up(self, index: int, error: MoerlError) -> bool:
         """An engine did not start: whether it was to join, and is forgotten."""
         if index not in self._joining:
             return False

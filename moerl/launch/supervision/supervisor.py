@@ -280,7 +280,7 @@ class Supervisor:
             index = self._starts.pop(ref)
             try:
                 self.get(ref, f"engine {index}")
-            except EngineError as error:
+            except MoerlError as error:  # a ConfigError too: what joins may be of any size
                 if not self.members.gave_up(index, error):
                     self._engine_died(index, error)
                 continue
@@ -291,7 +291,7 @@ class Supervisor:
             self._is_back(f"engine {index}")
             self.write_pids()
 
-    def _engine_died(self, index: int, error: EngineError) -> None:
+    def _engine_died(self, index: int, error: MoerlError) -> None:
         if self.members.may_restart(index):
             self._schedule(f"engine {index}", error, lambda: self.start_engine(index))
         self.tell(lambda controller: controller.engine_lost.remote(index))
