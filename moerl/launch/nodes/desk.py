@@ -33,11 +33,17 @@ class Desk:
         self._folder.mkdir(mode=0o700)
 
     def take(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, question) of each request that has come, oldest first."""
-        for path in sorted(self._folder.glob("*.question"), key=lambda path: path.stat().st_mtime):
-            question = json.loads(path.read_text())
-            path.unlink()
-            yield path.stem, question
+        """(name, question) of each request that has come, oldest first; {}: it is unreadable."""
+        for path in sorted(self._folder.glob("*.question")):  # their names begin with the time
+            try:
+                question = json.loads(path.read_text())
+            except FileNotFoundError:  # who asked waits no more
+                question = None
+            except ValueError:
+                question = {}
+            path.unlink(missing_ok=True)
+            if question is not None:
+                yield path.stem, question if isinstance(question, dict) else {}
 
     def answer(self, name: str, answer: dict[str, Any]) -> None:
         _write(self._folder, f"{name}.answer", answer)

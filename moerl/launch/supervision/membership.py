@@ -129,13 +129,15 @@ class Membership:
 
     # --- requests -----------------------------------------------------------------------------
     def _answer(self, question: dict[str, Any]) -> Any:
-        match question["do"]:
-            case "add":
-                return self._add(question["tp"] or self._plan.config.engine.tp)
-            case "remove":
-                return self._remove(question["engine"])
-            case _:
+        match question:
+            case {"do": "add", "tp": int(tp)} if tp >= 0:
+                return self._add(tp or self._plan.config.engine.tp)
+            case {"do": "remove", "engine": int(index)}:
+                return self._remove(index)
+            case {"do": "list"}:
                 return self._list()
+            case _:
+                raise MoerlError(f"{question} is no question")
 
     def _add(self, tp: int) -> int:
         index, self._next = self._next, self._next + 1
