@@ -6,25 +6,21 @@ Heavy packages are imported only when a command that needs them runs.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from moerl.config.files import read_model_config
 from moerl.errors import ConfigError, MoerlError
+from moerl.launch import shapes_cli
+from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engines_cli import engines
 from moerl.rundir import RunDir, find_run, read_manifest
-
-if TYPE_CHECKING:
-    from moerl.layout import ParallelLayout
 
 app = typer.Typer(
     add_completion=False,
@@ -36,24 +32,10 @@ app = typer.Typer(
 
 app.add_typer(engines, name="engines")
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings that replace those of the recipe, such as run.steps=20; all of them, with "
-        "units and defaults, are in moerl/config/schema.py.",
-    ),
-]
-_RECIPE = typer.Argument(metavar="RECIPE", help="A YAML file, or a name under configs/recipes.")
-Recipe = Annotated[str, _RECIPE]
-RunName = Annotated[
-    str, typer.Option(metavar="NAME", help="Name of the run: its folder below run.root.")
-]
-
 
 @app.command()
 def train(
-    recipe: Annotated[str | None, _RECIPE] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     overrides: Overrides = None,
     run: RunName = "",
     resume: Annotated[
@@ -198,158 +180,8 @@ def mismatch(
     raise typer.Exit(_guarded(request, module="moerl.launch.mismatch"))
 
 
-@app.command("check-layout")
-def check_layout(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A model folder, or a config.json.")
-    ],
-    parallel: Annotated[
-        str,
-        typer.Option(
-            metavar="tp=..,pp=..",
-            help="Trainer: tp, pp, vpp, cp, ep, etp (1 where not named), dp (the least that holds "
-            "ep * etp), first_stage_layers, last_stage_layers, vocab_divisible_by.",
-        ),
-    ] = "",
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="tp=..,ep=..",
-            help="Engines: tp, ep, dp (of attention), count, dtype, and any server argument or "
-            "switch that decides how SGLang keeps weights, such as moe_runner_backend.",
-        ),
-    ] = "",
-    flavor: Annotated[
-        Literal["local", "te"], typer.Option(help="Layers of megatron-core or Transformer Engine.")
-    ] = "local",
-) -> None:
-    """Prove that a model fits a trainer layout and an engine layout, on shapes alone.
-
-    Every parameter of every rank is tiled exactly and every engine byte is covered once, or the
-    tensor that is not is named.  An engine that keeps its weights in a form that is not known is
-    refused.  No weight is read, for up to thousands of ranks.  Prints MiB and boxes per rank.
-
-    Examples:
-
-      moerl check-layout configs/models/qwen3-235b-a22b --parallel tp=4,pp=2,ep=8 --engine tp=32
-      moerl check-layout runs/mine/hf --parallel ep=2 --engine tp=2,moe_runner_backend=triton
-    """
-    from moerl.engine.layout import stated_layout
-    from moerl.layout import model_spec
-    from moerl.layout.check import check_layout as check
-    from moerl.layout.check import describe
-    from moerl.layout.plan import EngineLayout
-
-    config = read_model_config(model)
-    trainer = _parallel_layout(parallel)
-    asked = _named("--engine", engine)
-    count = _count("--engine count", asked.pop("count", "1"))
-    identity = stated_layout(asked, config)
-    engines = EngineLayout(identity.tp, identity.ep, identity.dp, count)
-    report = check(
-        model_spec(config),
-        trainer,
-        engines,
-        flavor,
-        engine_dtype=identity.dtype,
-        quantization=identity.quantization,
-    )
-    typer.echo(describe(report))
-    typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
-
-
-def _parallel_layout(text: str) -> ParallelLayout:
-    """--parallel as a layout; dp that is not named is the least that holds ep * etp."""
-    from moerl.layout import ParallelLayout
-
-    names = [field.name for field in fields(ParallelLayout)]
-    axes = {
-        name: _count(f"--parallel {name}", value)
-        for name, value in _named("--parallel", text, names).items()
-    }
-    if "dp" not in axes:
-        within = axes.get("tp", 1) * axes.get("cp", 1)
-        axes["dp"] = math.lcm(within, axes.get("ep", 1) * axes.get("etp", 1)) // max(1, within)
-    return ParallelLayout(**axes | {"dp": max(1, axes["dp"])})
-
-
-def _named(option: str, text: str, names: Sequence[str] = ()) -> dict[str, str]:
-    """`a=1,b=x` as a dict.  names: those allowed, where it is known here."""
-    values: dict[str, str] = {}
-    for item in filter(None, text.split(",")):
-        name, equals, value = item.partition("=")
-        if not (name and equals and value) or name in values:
-            raise ConfigError(option, item, "give NAME=VALUE, each name once, with commas between")
-        if names and name not in names:
-            raise ConfigError(f"{option} {name}", value, f"the names are {', '.join(names)}")
-        values[name] = value
-    return values
-
-
-def _count(field: str, text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(field, text, "must be a whole number")
-    return int(text)
-
-
-@app.command()
-def plan(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    nic_gb_s: Annotated[float, typer.Option(help="GB/s of each rank's network card.")] = 50.0,
-    ranks_per_node: Annotated[int, typer.Option(help="Engine ranks that share a node.")] = 8,
-    efficiency: Annotated[
-        float | None,
-        typer.Option(help="Share of line rate, 0 to 1; default: what others published."),
-    ] = None,
-    direct: Annotated[
-        int, typer.Option(help="Engines the trainer serves itself; 0 = the fastest number.")
-    ] = 0,
-    costs: Annotated[
-        str,
-        typer.Option(
-            metavar="train_s=..,token_s=..",
-            help="Measured or guessed seconds of the run's parts; their names are in "
-            "docs/operations.md.",
-        ),
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Forecast one publish of a recipe: bytes, traffic against a broadcast, seconds, buffers.
-
-    With --costs it also simulates the run and advises how many engines, what buffer depth and
-    which in-flight mode.  Reads the model's config.json and nothing else, for up to thousands of
-    ranks.
-
-    Examples:
-
-      moerl plan kimi-k2
-      moerl plan qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
-      moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
-    """
-    from moerl.config import load_config, resolve
-    from moerl.launch.planning import pace_plan, sync_plan
-    from moerl.layout.forecast import Links, forecast
-
-    if efficiency is not None and not 0 < efficiency <= 1:
-        raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
-    config = resolve(load_config(recipe, list(overrides or [])))
-    links = Links(nic_gb_s, ranks_per_node)
-    reports, texts, slowest_s = [], [], 0.0
-    for layouts in sync_plan.planned_layouts(config):
-        found = forecast(*layouts, links, direct=direct)
-        slowest_s = max(slowest_s, found.planned_s)
-        reports.append(sync_plan.as_json(found, links, efficiency))
-        texts.append(sync_plan.describe(found, links, layouts, efficiency))
-    text, report = "\n\n".join(texts), reports[0]
-    if len(reports) > 1:
-        report = {"sizes": reports}
-    if costs:
-        named = _named("--costs", costs, list(pace_plan.NAMES))
-        advice = pace_plan.pace(config, named, slowest_s / (efficiency or 1.0))
-        report["pace"] = pace_plan.as_json(advice)
-        text += "\n" + pace_plan.describe(advice, config)
-    typer.echo(json.dumps(report) if as_json else text)
+app.command("check-layout")(shapes_cli.check_layout)
+app.command()(shapes_cli.plan)
 
 
 @app.command()

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from moerl.config import load_config
+from moerl.config.clusters import placement
 from moerl.config.schema import Config
-from moerl.errors import TrainerError
-from moerl.launch.nodes import trainer_node
+from moerl.errors import ConfigError, TrainerError
+from moerl.launch.cluster.commands import nth, seats_of
+from moerl.launch.nodes import engine_node, trainer_node
 from moerl.launch.nodes.trainer_node import _torchrun
 from moerl.rundir import Board, RunDir
 
@@ -183,3 +185,26 @@ def test_marks_of_another_opening_count_for_nothing(tmp_path: Path) -> None:
     run.board.open("tcp://127.0.0.1:1", "token")
     run.board.done(start)
     assert not run.board.is_done()
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_node_that_the_run_does_not_have(index: int) -> None:
+    config = load_config("qwen3-30b-a3b", ["cluster=slurm", "run.name=a"])
+    seats = seats_of(placement(config), "trainer")
+    assert nth(seats, 1, "trainer") is seats[1]
+    with pytest.raises(ConfigError, match=rf"INDEX = {index} .*the run has 2 trainer node\(s\)"):
+        nth(seats, index, "trainer")
+
+
+@pytest.mark.parametrize("node", [trainer_node, engine_node])
+def test_a_node_says_what_it_waits_for_and_gives_up_in_a_sentence(
+    node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["node", str(tmp_path), "1", "--wait-s=0"])
+    monkeypatch.setattr(node, "become_subreaper", lambda: None)
+    monkeypatch.setattr(node.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(trainer_node, "end_descendants", lambda _: 0)
+    assert node.main() == 1
+    waits, gives_up = capsys.readouterr().err.splitlines()
+    assert waits == f"moerl: waits up to 0 s for {tmp_path}/board"
+    assert "after 0 s" in gives_up

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import TypeVar
 
 from moerl.config.clusters import Node, Placement, TrainerSeat
 from moerl.config.schema import Config
+from moerl.errors import ConfigError
 
 GANGS = ("trainer", "frozen")
+_Seat = TypeVar("_Seat", Node, TrainerSeat)
 
 
 def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> dict[str, list[str]]:
@@ -65,6 +68,13 @@ def torchrun(
 def seats_of(placed: Placement, gang: str) -> tuple[TrainerSeat, ...]:
     """Nodes of the trainer gang, or of the frozen one."""
     return placed.trainers if gang == "trainer" else placed.frozen
+
+
+def nth(nodes: Sequence[_Seat], index: int, kind: str) -> _Seat:
+    """The one that a script was started for, counted from 0.  Raises ConfigError."""
+    if not 0 <= index < len(nodes):
+        raise ConfigError("INDEX", index, f"the run has {len(nodes)} {kind} node(s), from 0 on")
+    return nodes[index]
 
 
 def host_of(node: Node) -> str:

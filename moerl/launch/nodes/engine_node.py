@@ -27,6 +27,7 @@ from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError
+from moerl.launch.cluster.commands import nth
 from moerl.launch.nodes.desk import ask
 from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, gpus, seats
@@ -40,12 +41,14 @@ _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main() -> int:
     """Exit status: 0 when the run ended, 1 when Ray ended under it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("index", type=int, nargs="?", help="this node among the engine nodes")
+    parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
+    parser.add_argument("index", type=int, nargs="?", help="this one among the engine nodes")
     parser.add_argument("--seats", type=int, default=0, help="not among them: engines it brings")
     parser.add_argument("--gpus", type=int, default=0, help="with --seats")
-    parser.add_argument("--leave-s", type=float, default=120.0, help="for engines to leave in")
-    parser.add_argument("--wait-s", type=float, default=600.0, help="for the controller's node")
+    parser.add_argument("--leave-s", type=float, default=120.0, help="seconds for engines to leave")
+    parser.add_argument(
+        "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
+    )
     args = parser.parse_args()
     if (args.index is None) == (args.seats < 1):
         parser.error("give INDEX, or --seats of a node that is not configured")
@@ -53,10 +56,20 @@ def main() -> int:
     become_subreaper()
     for signum in _ENDINGS:
         signal.signal(signum, _leave)
+    print(f"moerl: waits up to {args.wait_s:g} s for {run.board.folder}", file=sys.stderr)
+    try:
+        return _join(run, args)
+    except MoerlError as error:
+        print(f"moerl: {error}", file=sys.stderr)
+        return 1
+
+
+def _join(run: RunDir, args: argparse.Namespace) -> int:
+    """Offer this node to the run's Ray until either ends.  Raises MoerlError."""
     address, token = run.board.read_ray(args.wait_s)
     scratch = Path(f"/tmp/moerl-engine-{os.getpid()}")
     config, mine = load_saved(run.config), []
-    node = None if args.index is None else _engine_nodes(config)[args.index]
+    node = None if args.index is None else nth(_engine_nodes(config), args.index, "engine")
     offer = (
         ({ENGINE_SEAT: float(args.seats)}, args.gpus)
         if node is None
@@ -73,9 +86,6 @@ def main() -> int:
         while child.poll() is None and run.board.names_ray(address, token):
             time.sleep(_LOOK_S)
         return 0 if child.poll() is None else 1
-    except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
-        return 1
     finally:
         for signum in _ENDINGS:
             signal.signal(signum, signal.SIG_IGN)  # a second one must not stop this

@@ -30,7 +30,7 @@ from moerl.config.clusters import TrainerSeat, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError, TrainerError
-from moerl.launch.cluster.commands import GANGS, seats_of, torchrun
+from moerl.launch.cluster.commands import GANGS, nth, seats_of, torchrun
 from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.observe.metrics import read_rows
 from moerl.rundir import RunDir, newest_incarnation
@@ -42,15 +42,18 @@ _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main() -> int:
     """Exit status: 0 when the gang is done or the run is over, 1 when this node gave up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
     parser.add_argument("index", type=int, help="this node among those of the gang, from 0")
     parser.add_argument("gang", nargs="?", default="trainer", choices=GANGS)
-    parser.add_argument("--wait-s", type=float, default=600.0, help="for the controller's node")
+    parser.add_argument(
+        "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
+    )
     args = parser.parse_args()
     become_subreaper()
     for signum in _ENDINGS:
         signal.signal(signum, _leave)
     run = RunDir(args.run_dir)
+    print(f"moerl: waits up to {args.wait_s:g} s for {run.board.folder}", file=sys.stderr)
     try:
         start = run.board.read(args.wait_s)[2]
         with _seat_taken(run, f"{args.gang}-{args.index}", args.wait_s):
@@ -92,7 +95,7 @@ def _until_done(run: RunDir, gang: str, index: int, start: str, wait_s: float) -
     failures, seen = 0, _last_step(run)
     while True:
         config = load_saved(run.config)  # another opening may bring another layout
-        seat = seats_of(placement(config), gang)[index]
+        seat = nth(seats_of(placement(config), gang), index, gang)
         name = f"torchrun-{index}.log" if gang == "trainer" else f"torchrun-{gang}-{index}.log"
         with (run.logs / name).open("ab") as log:
             command, environment = _command(config, seat, gang), _environment(config, seat)
