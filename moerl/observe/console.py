@@ -347,7 +347,7 @@ def panel_rows(board: _Board, width: int, ascii_only: bool) -> list[tuple[str, T
             "mismatch",
             Text(
                 f"k3 {show('mismatch/k3', '.1e')}   "
-                f"max|dlogp| {show('mismatch/abs_dlogp_max', '.1e')}"
+                f"max|dlogp| {show('mismatch/abs_dlogp_max', '.1e')} nats"
             ),
         ),
         ("replay", _coverage(board)),
@@ -416,7 +416,7 @@ def _coverage(board: _Board) -> Text:
     text = Text()
     for label, name in names.items():
         broken = board.latest.get(name, 1.0) != 1.0
-        text.append(f"{label} {board.show(name, '.6g')}   ", "bold red" if broken else "")
+        text.append(f"{label} {board.show(name, '.6g', 100)}%   ", "bold red" if broken else "")
     return text
 
 
