@@ -235,6 +235,11 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_says_what_a_start_would() -> None:
+    sentence = fails("train", "quickstart", "engine.tp=3", "--dry-run")
+    assert sentence.startswith("engine.tp = 3 is not usable: it must divide the model's num_att")
+
+
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """The folder of a run with 20 steps behind it."""

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +67,24 @@ def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[]
         )
     )
     return Ward(config, tmp_path / "faults.json", model)
+
+
+def test_nothing_is_called_right_where_nobody_answers(ward: Ward) -> None:
+    config = replace(ward.config, cluster=replace(ward.config.cluster, remote="false {host}"))
+    found = examine(config)
+    assert {finding.check for finding in found} == {"answers"}
+    assert sum(bool(finding.remedy) for finding in found) == 2
+
+
+def test_a_model_without_weights_has_no_file_that_is_right(
+    ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moerl.launch.cluster.doctor._links", lambda *_: [])
+    for path in ward.model.iterdir():
+        path.unlink()
+    found = [finding for finding in ward.examine() if finding.check == "model"]
+    assert found
+    assert all(finding.remedy for finding in found)
 
 
 def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:

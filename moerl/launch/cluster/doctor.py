@@ -65,7 +65,8 @@ def examine(config: Config) -> list[Finding]:
     with ThreadPoolExecutor(max_workers=64) as pool:
         answers = list(pool.map(lambda node: _ask(config, placed, node), placed.nodes))
     present = [answer for answer in answers if answer.facts is not None]
-    found = [finding for rule in RULES for finding in rule(config, answers)]
+    rules = RULES if present else RULES[:1]  # nothing is fine where nobody said anything
+    found = [finding for rule in rules for finding in rule(config, answers)]
     if len(present) == len(answers) > 1:
         found += _links(config, placed, present)
     return found
@@ -320,18 +321,22 @@ def _model(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
         return
     present = _present(answers)
     names = sorted({name for facts in present.values() for name in facts.model})
+    bad = set()
     for name in names:
         sums = Counter(facts.model.get(name, "missing") for facts in present.values())
         common = next((c for c, _ in sums.most_common() if c != "missing"), "missing")
         for node, facts in present.items():
             found = facts.model.get(name, "missing")
             if found == "missing" or found.startswith("unreadable"):
+                bad.add(name)
                 what = f"{config.model.path}/{name}: {found}"
                 yield Finding("model", node, what, "copy the file again, or mount the folder")
             elif found != common:
+                bad.add(name)
                 what = f"{config.model.path}/{name} differs from the other nodes'"
                 yield Finding("model", node, what, "copy the file again from a node that is right")
-    yield Finding("model", "", f"{len(names)} files of {config.model.path}")
+    if whole := len(names) - len(bad):
+        yield Finding("model", "", f"{whole} files of {config.model.path}")
 
 
 RULES: tuple[Rule, ...] = (

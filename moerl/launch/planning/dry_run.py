@@ -22,6 +22,7 @@ from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.algorithms import frozen_models
+from moerl.config.checks import check_divides
 from moerl.config.clusters import Placement, TrainerSeat, is_local, placement
 from moerl.config.files import read_model_config
 from moerl.config.load import CONFIG_ROOT
@@ -56,7 +57,9 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     """
     for name, value in config.engine.args.items():
         support.check(name, value, replay=config.replay.routing == "R3")
-    placed = placement(config)
+    placed, shapes = placement(config), _shapes(config)
+    for tp in sorted({config.engine.tp, *config.engine.tp_each}):
+        check_divides(config.trainer.parallel, tp, shapes)
     sections = [
         OmegaConf.to_yaml(OmegaConf.create(asdict(config))),
         process_table(config, placed),
