@@ -175,7 +175,8 @@ def plan_gae(
 
     values: of each row, the critic's value at each sampled token.  Turns of an episode follow one
     another; the (shaped) reward is that of the episode's last token.  Advantages are whitened over
-    all sampled tokens of the step, as in verl; returns are not.  drift: as in `plan_advantages`.
+    all sampled tokens of the step, as in verl; returns are not, and the critic also learns from
+    episodes that `mask_truncated` leaves out.  drift: as in `plan_advantages`.
     Raises RecordError as it does.
     """
     episodes = _episodes(plan)
@@ -189,6 +190,8 @@ def plan_gae(
     advantage, target = gae(reward_M, value_M, outcomes.length, config.gae_gamma, config.gae_lambda)
     deviation = advantage.var(unbiased=False) + _WHITEN_EPS
     advantage = (advantage - advantage.mean()) / deviation.sqrt()
+    cut = _left_out(config, episodes).repeat_interleave(outcomes.length)
+    advantage = advantage.masked_fill(cut, 0.0)
     sizes = [episodes[g, e].turns[turn].rollout.num_sampled for g, e, turn in places]
     split = dict(
         zip(places, zip(advantage.split(sizes), target.split(sizes), strict=True), strict=True)
@@ -237,12 +240,12 @@ def plan_advantages(
         reward_M = -config.reward_kl_coef * _in_order(plan, places, drift)
         outcomes = replace(outcomes, token_reward=reward_M)
     value = function(_with_peers(outcomes, plan))[: None if per_token else len(episodes)]
-    cut = [config.mask_truncated and _truncated(episode) for episode in episodes.values()]
+    cut = _left_out(config, episodes)
     place = {key: idx for idx, key in enumerate(episodes)}
     if not per_token:
-        numbers = value.masked_fill(torch.tensor(cut), 0.0).tolist()
+        numbers = value.masked_fill(cut, 0.0).tolist()
         return [numbers[place[row.group, row.episode]] for row in plan.rows]
-    parts = value.masked_fill(torch.tensor(cut).repeat_interleave(outcomes.length), 0.0)
+    parts = value.masked_fill(cut.repeat_interleave(outcomes.length), 0.0)
     arrays = [part.numpy() for part in parts.split(outcomes.length.tolist())]
     result: list[float | Array] = []
     for row in plan.rows:
@@ -308,8 +311,15 @@ def _penalty(config: AlgorithmConfig, episode: Episode) -> float:
     return overlong_penalty(last.num_sampled, last.sampling.max_new_tokens, config.overlong_buffer)
 
 
-def _truncated(episode: Episode) -> bool:
-    return any(turn.rollout.finish == Finish.LENGTH for turn in episode.turns)
+def _left_out(config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode]) -> Tensor:
+    """[E] bool: episodes that get no advantage because a turn was cut by the length limit."""
+    return torch.tensor(
+        [
+            config.mask_truncated
+            and any(turn.rollout.finish == Finish.LENGTH for turn in episode.turns)
+            for episode in episodes.values()
+        ]
+    )
 
 
 def _num_sampled(episode: Episode) -> int:

@@ -384,6 +384,27 @@ def test_gae_of_a_plan_joins_the_turns_of_an_episode(tmp_path: Path) -> None:
         plan_advantages(config, plan)
 
 
+def test_a_truncated_answer_has_no_gae_either(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, "n")
+    long, short = make_rollout(store, "a", 2, 3), make_rollout(store, "b", 2, 2)
+    short = replace(short, finish=Finish.STOP)
+    whole = group(0, [long, short], [1.0, 0.0])
+    plan = plan_batch(0, V3, [whole], dp_size=1, max_tokens_per_microbatch=99)
+
+    def found(*, masked: bool) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        zeros = [np.zeros(r.num_sampled, np.float32) for r in plan.rollouts()]
+        config = AlgorithmConfig(advantage="gae", mask_truncated=masked)
+        advantages, targets = plan_gae(config, plan, zeros)
+        order = [row.episode for row in plan.rows]
+        return dict(zip(order, advantages, strict=True)), dict(zip(order, targets, strict=True))
+
+    (masked, targets), (plain, whole_targets) = found(masked=True), found(masked=False)
+    assert plain[0].all(), "control: it has one where nothing is masked"
+    assert not masked[0].any()
+    assert masked[1].tolist() == plain[1].tolist()
+    assert targets[0].tolist() == whole_targets[0].tolist(), "the critic learns from it"
+
+
 def test_a_kl_inside_the_reward_is_paid_by_each_token(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, "n")
     turns = (Turn(make_rollout(store, "a", 2, 2)), Turn(make_rollout(store, "b", 9, 1), (0,)))
