@@ -192,7 +192,8 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
 def read_jsonl(path: str) -> list[Item]:
     """All items of a prompt file.  Raises ConfigError naming the file and the first bad line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # by line feeds alone: JSON strings may hold other line ends, U+2028 for example
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "task.path", path, f"a readable UTF-8 file is wanted ({error})"

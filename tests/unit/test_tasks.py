@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from moerl.config.schema import TaskConfig, TinyModel
 from moerl.data.rewards import make_reward
-from moerl.data.tasks import PromptStream, load_tokenizer, response_text
+from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl, response_text
 from moerl.data.tiny_model import make_tiny_model, make_tokenizer
 from moerl.errors import ConfigError, ModelError, MoerlError
 from moerl.types import Prompt, Score
@@ -65,6 +65,15 @@ def test_each_epoch_of_a_file_is_a_new_order_of_all_lines(tokenizer: Any, tmp_pa
         TaskConfig(name="jsonl", path=path, reward="exact_match", shuffle=False), tokenizer, 0
     )
     assert [ordered.prompt(i).answer for i in range(31)] == [*range(30), 0]
+
+
+def test_a_line_of_jsonl_ends_with_a_line_feed_only(tmp_path: Path) -> None:
+    """Text of the web holds other line ends, which are legal inside a JSON string."""
+    texts = ["a\u2028b", "c\u0085d", "e\u2029f"]
+    rows = [json.dumps({"prompt": text, "answer": 1}, ensure_ascii=False) for text in texts]
+    file = tmp_path / "p.jsonl"
+    file.write_bytes("\r\n".join(rows).encode())
+    assert [item.prompt for item in read_jsonl(str(file))] == texts
 
 
 def test_jsonl_fields_and_messages_travel(tokenizer: Any, tmp_path: Path) -> None:
