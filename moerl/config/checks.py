@@ -249,6 +249,8 @@ def _check_late_siblings(config: Config) -> None:
         "algorithm.advantage=online_dpo pairs siblings of one batch": (
             config.algorithm.advantage == "online_dpo"
         ),
+        "peers bring their rewards, not those of their steps that process_mean and process_std "
+        "compare": config.algorithm.advantage in ("process_mean", "process_std"),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -129,6 +129,7 @@ def test_broadcast_interrupts_requests() -> None:
         (["rollout.selection=strict"], "strict would wait"),
         (["rollout.fixed_lag=1"], "lag is not fixed"),
         (["algorithm.advantage=online_dpo", "algorithm.objective=dpo"], "pairs siblings"),
+        (["algorithm.advantage=process_mean"], "not those of their steps"),
     ],
 )
 def test_late_siblings_cannot_be_carried_everywhere(overrides: list[str], says: str) -> None:
