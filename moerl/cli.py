@@ -138,7 +138,7 @@ def mismatch(
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
     keep: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep records and scores in this folder.")
+        str, typer.Option(metavar="DIR", help="Keep records and scores in this new folder.")
     ] = "",
     records: Annotated[
         str,
@@ -165,6 +165,8 @@ def mismatch(
     _checked(recipe, list(overrides or []), checkpoint)
     if records and not (Path(records).is_file() and records.endswith((".jsonl", ".npz"))):
         raise ConfigError("--records", records, "an existing .jsonl or .npz file is needed")
+    if keep and Path(keep).exists():
+        raise ConfigError("--keep", keep, "it exists; name a new folder")
     if not Path(page).resolve().parent.is_dir():
         raise ConfigError("--page", page, "its folder does not exist")
     request = {
@@ -200,6 +202,27 @@ def trace(
     from moerl.observe.perfetto import write_trace
 
     typer.echo(write_trace(RunDir(find_run(run, "RUN"))))
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+) -> None:
+    """Write RUN/report.html anew, of what is there; the run may be going on, or have been killed.
+
+    A run writes its page itself when it ends; only that one has the engines' speed alone, which is
+    measured then.
+
+    Example:
+
+      moerl report mine
+    """
+    from moerl.config.load import load_saved
+    from moerl.launch.nodes.desk import goes_on
+    from moerl.observe.report import write_report
+
+    found = RunDir(find_run(run, "RUN"))
+    typer.echo(write_report(found, load_saved(found.config), goes_on=goes_on(found)))
 
 
 @app.command()

@@ -68,10 +68,13 @@ def write_report(
     run: RunDir,
     config: Config | Mapping[str, Any],
     summary: Mapping[str, float] | None = None,
+    *,
+    goes_on: bool = False,
 ) -> os.PathLike[str]:
     """Write report.html of a run in any state and return its path.
 
     summary: numbers measured outside the steps, named ENGINE_ALONE and ENGINE_TRAINING.
+    goes_on: more steps will follow.
     Raises RecordError when metrics.jsonl or samples.jsonl is damaged beyond a torn last line.
     """
     settings: dict[str, Any] = asdict(config) if isinstance(config, Config) else dict(config)
@@ -84,8 +87,8 @@ def write_report(
         .from_string(PAGE)
         .render(
             name=run.root.name,
-            complete=0 < num_steps <= num_done,
-            state=_state(num_done, num_steps),
+            good=goes_on or 0 < num_steps <= num_done,
+            state=_state(num_done, num_steps, goes_on),
             subtitle=_subtitle(settings, rows),
             tiles=_tiles(rows, spans, settings, summary or {}, num_done),
             sections=[_section(section, rows) for section in SECTIONS],
@@ -226,7 +229,9 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _state(num_done: int, num_steps: int) -> str:
+def _state(num_done: int, num_steps: int, goes_on: bool) -> str:
+    if goes_on:
+        return f"Going on: {num_done} of {num_steps} steps"
     if not num_done:
         return "Stopped before the first step"
     return f"{'Complete' if num_done >= num_steps else 'Stopped'}: {num_done} of {num_steps} steps"

@@ -87,7 +87,7 @@ footer { margin-top: 36px; font-size: 12.5px; }
 <header>
   <div class="eyebrow">moerl run report</div>
   <h1>{{ name }}</h1>
-  <div class="state {{ 'good' if complete else 'bad' }}">{{ state }}</div>
+  <div class="state {{ 'good' if good else 'bad' }}">{{ state }}</div>
   {% if subtitle %}<p>{{ subtitle }}</p>{% endif %}
 </header>
 

@@ -306,6 +306,7 @@ def test_a_run_is_named_as_it_was_called(name: str) -> None:
         ("--records", "none.jsonl", "an existing .jsonl or .npz file"),
         ("--records", "README.md", "an existing .jsonl or .npz file"),
         ("--page", "no/such/folder/x.html", "its folder does not exist"),
+        ("--keep", "docs", "it exists; name a new folder"),
     ],
 )
 def test_mismatch_refuses_before_it_starts_an_engine(option: str, value: str, says: str) -> None:
@@ -323,6 +324,13 @@ def test_mismatch_needs_a_token() -> None:
 def test_kubernetes_has_names_of_its_own() -> None:
     sentence = fails("manifest", "qwen3-30b-a3b", "cluster=kuberay", "--run", "My_run")
     assert sentence.startswith("run.name = 'My_run'")
+
+
+def test_a_report_is_made_of_what_is_there(finished: Path) -> None:
+    done = CliRunner().invoke(app, ["report", str(finished)])
+    assert (done.exit_code, done.output) == (0, f"{finished}/report.html\n")
+    assert "Stopped before the first step" in (finished / "report.html").read_text()
+    assert fails("report", "no-such-run").startswith("RUN = 'no-such-run'")
 
 
 def test_a_run_that_is_over_has_no_engines(finished: Path) -> None:

@@ -140,6 +140,13 @@ def test_a_publish_beside_a_step_does_not_hide_it(run: RunDir) -> None:
     assert not hidden
 
 
+def test_a_run_that_goes_on_is_not_called_stopped(run: RunDir) -> None:
+    fill(run, 3)
+    html = Path(write_report(run, Config(run=RunConfig(steps=20)), goes_on=True)).read_text()
+    assert '<div class="state good">Going on: 3 of 20 steps</div>' in html
+    assert '<div class="state bad">Stopped: 3 of 20 steps</div>' in report(run)
+
+
 def test_alarms_are_marked(run: RunDir) -> None:
     fill(run, 3, **{"routing/replay_cover_frac": 0.99999, "async/lag_max": 9.0, "refused/x": 2.0})
     html = report(run)
