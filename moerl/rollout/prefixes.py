@@ -40,6 +40,10 @@ class Prefixes:
         digests.update(digest for _, digest in _leads(prompt))
         self._known[engine] = version, digests
 
+    def forget(self, engine: int) -> None:
+        """It left the run."""
+        self._known.pop(engine, None)
+
     def length(self, engine: int, version: PolicyVersion, prompt: Sequence[int]) -> int:
         """Leading tokens of a prompt that the engine was sent under this version."""
         held, digests = self._known.get(engine, (None, set[bytes]()))

@@ -136,6 +136,7 @@ class Producer:
                 await asyncio.sleep(0)  # thousands may start at once: others must get a turn
             else:
                 await self._loops.wait_change(1.0)
+        self._prefixes.forget(index)
 
     def _next_groups(self, index: int) -> dict[int, Partials]:
         """Groups to send to an engine now: those that a dead engine left behind come first."""
