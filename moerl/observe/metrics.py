@@ -18,7 +18,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,10 +50,12 @@ class MetricsWriter:
         """Raises RecordError when an existing file is not a metrics file."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows, _, self.num_torn = _scan(path)
+        rows = [(row["step"], end) for row, end in _rows(path)]
+        # Of each row: a trainer that starts again must not cost as much as the run is long.
+        self._steps, self._ends = [step for step, _ in rows], [end for _, end in rows]
+        self.num_torn = _num_torn(path, self._end)
         if self.num_torn:
-            truncate_after(path, rows[-1]["step"] + 1 if rows else 0)
-        self._last_step: int | None = rows[-1]["step"] if rows else None
+            _cut(path, self._end)
         self._file = path.open("a", encoding="utf-8")
         self._sinks = tuple(sinks)
 
@@ -68,10 +71,10 @@ class MetricsWriter:
         Raises ProtocolError when `step` is not the one after the last row: a step that is missing
         or written twice would break "each step exactly once".
         """
-        if self._last_step is not None and step != self._last_step + 1:
+        last = self.last_step
+        if last is not None and step != last + 1:
             raise ProtocolError(
-                f"metrics of step {step} after step {self._last_step}: "
-                f"only step {self._last_step + 1} may follow"
+                f"metrics of step {step} after step {last}: only step {last + 1} may follow"
             )
         now = time_s if time_s is not None else time.time()
         values = {name: float(metrics[name]) for name in sorted(metrics)}
@@ -80,9 +83,11 @@ class MetricsWriter:
         if len(finite) < len(values):
             row["nonfinite"] = [name for name in values if name not in finite]
         row |= finite
-        self._file.write(json.dumps(row) + "\n")
+        line = json.dumps(row) + "\n"  # ASCII
+        self._file.write(line)
         self._file.flush()
-        self._last_step = step
+        self._ends.append(self._end + len(line))
+        self._steps.append(step)
         for sink in self._sinks:
             sink.write(step, finite)
         return row
@@ -90,14 +95,20 @@ class MetricsWriter:
     @property
     def last_step(self) -> int | None:
         """Of the last row; None when there is none."""
-        return self._last_step
+        return self._steps[-1] if self._steps else None
+
+    @property
+    def _end(self) -> int:
+        """Bytes of all rows."""
+        return self._ends[-1] if self._ends else 0
 
     def rewind(self, step: int) -> None:
         """Cut the rows from `step` on: they are trained again."""
         self._file.flush()
-        truncate_after(self._path, step)
-        rows = read_rows(self._path)
-        self._last_step = rows[-1]["step"] if rows else None
+        kept = bisect_left(self._steps, step)
+        if kept < len(self._steps):
+            del self._steps[kept:], self._ends[kept:]
+            _cut(self._path, self._end)
 
     def close(self) -> None:
         self._file.flush()
@@ -112,7 +123,7 @@ def read_rows(path: Path) -> list[Row]:
 
     A torn last line is left out.  Raises RecordError for any other line that is not a row.
     """
-    return _scan(path)[0]
+    return [row for row, _ in _rows(path)]
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -121,50 +132,63 @@ def truncate_after(path: Path, step: int) -> int:
     On resume from a checkpoint whose next step is `step`.  The file is shortened in place: a
     crash in the middle leaves either the old or the new length, never a rewritten half.
     """
-    rows, ends, num_torn = _scan(path)
-    kept = sum(row["step"] < step for row in rows)
-    num_cut = len(rows) - kept + num_torn
+    rows = [(row["step"], end) for row, end in _rows(path)]
+    kept = [end for number, end in rows if number < step]
+    num_cut = len(rows) - len(kept) + _num_torn(path, rows[-1][1] if rows else 0)
     if num_cut:
-        with path.open("r+b") as file:
-            file.truncate(ends[kept - 1] if kept else 0)
-            os.fsync(file.fileno())
+        _cut(path, kept[-1] if kept else 0)
     return num_cut
 
 
 def read_lines(path: Path) -> list[Any]:
     """JSON values of a line file that other processes append to; a torn last line is left out."""
-    return [value for value, _ in _complete_lines(path)[0]]
+    return [value for value, _ in _values(path)]
 
 
-def _scan(path: Path) -> tuple[list[Row], list[int], int]:
-    """Rows, the byte at which each ends, and the number of torn lines (0 or 1)."""
-    lines, num_torn = _complete_lines(path)
-    rows = [value for value, _ in lines]
-    for index, row in enumerate(rows):
-        number = row.get("step") if isinstance(row, dict) else None
-        if not isinstance(number, int) or (index and number <= rows[index - 1]["step"]):
+def _rows(path: Path) -> Iterator[tuple[Row, int]]:
+    """Each row and the byte at which it ends."""
+    last: int | None = None
+    for number, (row, end) in enumerate(_values(path), start=1):
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int) or (last is not None and step <= last):
             raise RecordError(
-                "metrics_row", f"{path} line {index + 1} has step {number!r}; want ascending steps"
+                "metrics_row", f"{path} line {number} has step {step!r}; want ascending steps"
             )
-    return rows, [end for _, end in lines], num_torn
+        last = step
+        yield row, end
 
 
-def _complete_lines(path: Path) -> tuple[list[tuple[Any, int]], int]:
-    """(value, byte where its line ends) of each line with a newline, and the number torn."""
+def _values(path: Path) -> Iterator[tuple[Any, int]]:
+    """The value of each line with a newline and the byte at which it ends, without a torn one."""
     if not path.exists():
-        return [], 0
-    data = path.read_bytes()
-    *whole, rest = data.split(b"\n")
-    lines, end = [], 0
-    for number, line in enumerate(whole, start=1):
-        end += len(line) + 1
-        try:
-            lines.append((json.loads(line), end))
-        except ValueError as error:
-            if number == len(whole) and not rest:
-                return lines, 1  # a machine that lost power can leave zeros before the newline
-            raise RecordError("metrics_row", f"{path} line {number} is not JSON: {error}") from None
-    return lines, int(bool(rest))
+        return
+    end = 0
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for number, line in enumerate(file, start=1):
+            end += len(line)
+            if not line.endswith(b"\n"):
+                return
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                if end >= size:
+                    return  # a machine that lost power can leave zeros before the newline
+                raise RecordError(
+                    "metrics_row", f"{path} line {number} is not JSON: {error}"
+                ) from None
+            yield value, end
+
+
+def _num_torn(path: Path, end: int) -> int:
+    """1 when something is behind the last line, which ends at this byte, else 0."""
+    return int(path.exists() and path.stat().st_size > end)
+
+
+def _cut(path: Path, end: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(end)
+        os.fsync(file.fileno())
 
 
 def undocumented(names: Iterable[str], doc_text: str) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 from moerl.config.schema import Config, ObserveConfig
 from moerl.errors import ConfigError, ProtocolError, RecordError
+from moerl.observe import metrics
 from moerl.observe.metrics import (
     MetricsWriter,
     TensorBoardSink,
@@ -77,6 +78,33 @@ def test_torn_last_line_is_cut_and_counted(tmp_path: Path, torn: str) -> None:
     writer.write(3, "0.4", {})
     writer.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_a_rewind_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens on the controller's loop; after it the next row follows."""
+    path = tmp_path / "m.jsonl"
+    write(path, range(3))
+    whole = path.read_bytes().splitlines(keepends=True)
+    writer = MetricsWriter(path)
+    for step in (3, 4):
+        writer.write(step, "0.4", {"loss/pg": 0.5}, time_s=1.0)
+    rows = read_rows(path)
+    monkeypatch.setattr(metrics, "_values", None)
+    for step, left in ((7, 5), (4, 4), (2, 2)):
+        writer.rewind(step)
+        assert len(path.read_bytes().splitlines()) == left
+        assert writer.last_step == left - 1
+    assert path.read_bytes() == b"".join(whole[:2])
+    with pytest.raises(ProtocolError, match="only step 2 may follow"):
+        writer.write(3, "0.4", {})
+    for step in (2, 3, 4):
+        writer.write(step, "0.4", {"loss/pg": 0.5}, time_s=1.0)
+    writer.rewind(0)
+    writer.write(0, "1.1", {})
+    writer.close()
+    monkeypatch.undo()
+    assert len(rows) == 5
+    assert [row["version"] for row in read_rows(path)] == ["1.1"]
 
 
 def test_damage_that_is_not_a_torn_tail_is_refused(tmp_path: Path) -> None:
