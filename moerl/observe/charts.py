@@ -32,6 +32,7 @@ _CSS = {INK: "var(--ink)", GRID: "var(--grid)"} | {
 MAX_POINTS = 400  # of one line; longer runs are averaged in blocks
 CHART_INCHES = (5.2, 2.5)
 TIMELINE_INCHES = (10.4, 0.9)  # height without lanes
+_SPARSE = 0.5  # share of steps with a value, below which each value is marked
 LEGEND_CHARACTERS = 13  # of the legend's font in an inch
 
 
@@ -191,7 +192,7 @@ def _draw_line(
         return False
     pick = np.max if line.name.endswith("_max") else np.mean
     steps, values, bands = (_blocks(column, pick) for column in np.array(points, float).T)
-    marker = "o" if len(steps) == 1 else ""
+    marker = "o" if len(points) < _SPARSE * len(rows) or len(steps) == 1 else ""
     if line.smooth and len(values) >= 20:
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
         shown = _moving_mean(values, max(3, len(values) // 20))
@@ -202,7 +203,7 @@ def _draw_line(
         # on decades as far below as above: value - deviation may be 0 or less
         low = shown**2 / (shown + half) if log else shown - half
         axes.fill_between(steps, low, shown + half, color=color, alpha=0.16, linewidth=0)
-    axes.plot(steps, shown, color=color, linewidth=1.7, label=line.label, marker=marker)
+    axes.plot(steps, shown, color=color, linewidth=1.7, label=line.label, marker=marker, ms=4)
     return True
 
 

@@ -161,7 +161,7 @@ SECTIONS = (
                 (
                     Line("async/sync_transfer_s", "transfer"),
                     Line("async/sync_pause_s", "engine pause"),
-                    Line("checkpoint/pause_s", "trainer, for a checkpoint"),
+                    Line("checkpoint/pause_s", "checkpoint pause"),
                 ),
                 zero=True,
             ),

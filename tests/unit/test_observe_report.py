@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.schema import Config, RunConfig
+from moerl.observe.charts import Chart, Line, draw_chart
 from moerl.observe.metrics import MetricsWriter
 from moerl.observe.report import ENGINE_ALONE, _bars, reward_gain, wall_time_s, write_report
 from moerl.rundir import RunDir
@@ -213,6 +214,16 @@ def test_any_length_of_run(run: RunDir, num_steps: int) -> None:
     Page(html)
     assert "<svg" in html
     assert len(html) < 600_000
+
+
+def test_values_of_few_steps_are_marked(run: RunDir) -> None:
+    """A line through two checkpoints says nothing about the steps between them."""
+    chart = Chart("c", "s", (Line("checkpoint/pause_s", "pause"),))
+    rows = [{"step": step, "checkpoint/pause_s": 1.0} for step in range(40)]
+    few = [row if row["step"] in (9, 29) else {"step": row["step"]} for row in rows]
+    marks = [(draw_chart(chart, some) or "").count("<use ") for some in (rows, few)]
+    ticks = marks[0]
+    assert marks == [ticks, ticks + 2]
 
 
 def test_zero_mismatch_is_no_reason_to_crash(run: RunDir) -> None:
