@@ -476,6 +476,7 @@ class Controller:
             path.write_bytes(encode_value(groups))
         gone = self._finish_step(message.step)
         await asyncio.to_thread(self._let_go, gone)
+        await asyncio.to_thread(self._journal.sweep)
         return Ok()
 
     def _finish_step(self, step: int) -> list[EpisodeGroup]:

@@ -166,6 +166,11 @@ class Journal:
         if self._segments is not None:
             self._segments.ship(group, self._blobs)
 
+    def sweep(self) -> None:
+        """Delete shipped files of no more use; may take long, any thread."""
+        if self._segments is not None:
+            self._segments.sweep()
+
     def admitted(self, group: EpisodeGroup) -> None:
         header, group_id = encode_value(group), group.group_id
         header_digest = digest_of(header)

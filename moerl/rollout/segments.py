@@ -9,6 +9,7 @@ without which nobody could say which tokens are legal.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,10 +33,14 @@ class Segments:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._stale: set[int] = set()  # groups whose files are to be deleted
+        self._lock = threading.Lock()  # of these
 
     def ship(self, group: EpisodeGroup, blobs: BlobStore) -> None:
         """Raises JournalError: no room, or a blob's node is gone."""
         path = self._path(group.group_id)
+        with self._lock:
+            self._stale.discard(group.group_id)  # it was generated again
         try:
             parts = [(_HEADER, encode_value(group))]
             parts += [(uri, blobs.read(uri)) for uri in uris_of(group)]
@@ -51,17 +56,38 @@ class Segments:
             raise JournalError(f"the history was not shipped: {error}") from error
 
     def remove(self, group_ids: Iterable[int]) -> None:
-        for group_id in group_ids:
-            self._path(group_id).unlink(missing_ok=True)
+        """These are of no more use: the next `sweep` deletes their files."""
+        with self._lock:
+            self._stale.update(group_ids)
+
+    def sweep(self) -> None:
+        """Hundreds per step, on a network file system: not for an event loop.  Any thread.
+
+        What cannot be deleted is tried again the next time.
+        """
+        while True:
+            with self._lock:
+                if not self._stale:
+                    return
+                group_id = self._stale.pop()
+                try:
+                    self._path(group_id).unlink(missing_ok=True)
+                except OSError as error:
+                    self._stale.add(group_id)
+                    log.warning("shipped group %d was not deleted: %s", group_id, error)
+                    return
 
     def held(self) -> set[int]:
         """Groups that were shipped and not removed."""
         paths = self._folder.glob(f"*{SUFFIX}")
-        return {int(path.stem) for path in paths if not path.name.startswith(".")}
+        found = {int(path.stem) for path in paths if not path.name.startswith(".")}
+        with self._lock:
+            return found - self._stale
 
     def keep_only(self, group_ids: set[int]) -> None:
         """Remove all other groups, and half-written files.  Only while nothing is being shipped."""
         self.remove(self.held() - group_ids)
+        self.sweep()
         for path in self._folder.glob(".*"):
             path.unlink()
 

@@ -341,6 +341,32 @@ def test_shipped_files_go_with_their_groups(tmp_path: Path) -> None:
     assert world.segments.held() == {11}
 
 
+def test_shipped_files_are_deleted_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that was generated again meanwhile is not."""
+    world = World(tmp_path, shared=True)
+    files = world.folder / "run"
+    some_history(world)
+    deleted: list[str] = []
+    plain = Path.unlink
+    monkeypatch.setattr(
+        Path,
+        "unlink",
+        lambda path, **fields: (deleted.append(path.name), plain(path, **fields))[1],
+    )
+    world.journal.done(2, kept=[4])
+    world.journal.left([6])
+    world.journal.dropped(9)
+    assert not [name for name in deleted if name.endswith(".group")], "that takes long"
+    assert (files / "5.group").exists()
+    (blob,) = (world.folder / "blobs").glob("6.*")
+    plain(blob)
+    world.admit(6)
+    world.journal.sweep()
+    assert sorted(path.stem for path in files.glob("*.group")) == ["0", "4", "6"]
+
+
 def test_a_group_that_cannot_be_shipped_leaves_nothing(tmp_path: Path) -> None:
     world = World(tmp_path, shared=True)
     assert world.segments is not None
