@@ -71,6 +71,28 @@ def test_an_engine_that_may_not_join_is_left_out(
     assert not supervisor._restarts["engine 2"]
 
 
+def test_hosts_that_hang_are_waited_for_once(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile nothing else is watched."""
+    waits: list[float] = []
+
+    def wait(refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert num_returns == len(refs)
+        waits.append(timeout)
+        return refs[:2], refs[2:]  # the scorer and the controller; four hosts hang
+
+    monkeypatch.setattr(supervising.ray, "wait", wait)
+    monkeypatch.setattr(supervisor, "get", MagicMock(return_value=7))
+    supervisor.scorer, supervisor.controller = MagicMock(), MagicMock()
+    supervisor.members = MagicMock(present={index: MagicMock() for index in range(4)})
+    supervisor._trainer.pid = 8
+    supervisor.write_pids()
+    assert len(waits) == 1
+    assert supervisor.get.call_count == 2
+    assert set(supervisor._pids) == {"root", "scorer", "controller", "trainer"}
+
+
 def test_a_gang_that_finished_while_it_was_given_up_is_done(supervisor: Any) -> None:
     board = supervisor.plan.run.board
     board.open("tcp://127.0.0.1:1", "token")

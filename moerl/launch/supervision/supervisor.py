@@ -164,7 +164,11 @@ class Supervisor:
             if not self.is_down(index):
                 asked[f"engine-{index}-host"] = engine.pid.remote()
                 servers[f"engine-{index}"] = engine.status.remote()
-        for name, ref in (asked | servers).items():
+        refs = asked | servers
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_ANSWER_S)
+        for name, ref in refs.items():
+            if ref not in ready:
+                continue  # it hangs, and is not waited for again for each question
             with contextlib.suppress(EngineError):  # it just died
                 found = self.get(ref, name, timeout_s=_ANSWER_S)
                 pids[name] = found.pid if name in servers else found
