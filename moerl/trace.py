@@ -7,12 +7,15 @@ weeks keeps its newest spans.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 128 * 2**20  # of one process
 
@@ -29,6 +32,7 @@ class Tracer:
         self._path, self._limit_bytes = folder / f"{process}.jsonl", limit_bytes
         self._file = self._path.open("a", buffering=1)
         self._lock = threading.Lock()
+        self._is_lossy = False  # said once
 
     def add(self, name: str, start_s: float, end_s: float, **fields: float | str) -> None:
         span = {"process": self.process, "name": name, "start_s": start_s, "end_s": end_s}
@@ -50,11 +54,21 @@ class Tracer:
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._lock:
-            self._file.write(json.dumps(line) + "\n")
-            if self._file.tell() > self._limit_bytes // 2:
-                self._file.close()
-                self._path.rename(self._path.with_suffix(".older.jsonl"))
-                self._file = self._path.open("a", buffering=1)
+            try:
+                self._append(json.dumps(line) + "\n")
+            except (OSError, ValueError) as error:  # full: what is traced must not fail of it
+                if not self._is_lossy:
+                    log.warning("spans of %s are lost: %s", self.process, error)
+                self._is_lossy = True
+
+    def _append(self, line: str) -> None:
+        if self._file.closed:  # it could not be opened again
+            self._file = self._path.open("a", buffering=1)
+        self._file.write(line)
+        if self._file.tell() > self._limit_bytes // 2:
+            self._file.close()
+            self._path.rename(self._path.with_suffix(".older.jsonl"))
+            self._file = self._path.open("a", buffering=1)
 
 
 def read_spans(folder: Path) -> list[dict]:

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 _TRY_S = 10.0  # one request; then it is repeated
 _PAUSE_S = 0.2
 _ASK_AGAIN_S = 60.0  # copies are read meanwhile
+_STRANGER_S = 10.0  # a silent one holds a thread of the server for this long
 _BATCH = 256  # deletions of one request
 _OWED_RETRY_S = 10.0  # between requests to a node that did not take its deletions
 _OWED_S = 600.0  # then they are dropped
@@ -75,14 +76,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     POST /delete, /missing with names."""
 
     protocol_version = "HTTP/1.1"
+    timeout = _STRANGER_S  # until the token was seen
     disable_nagle_algorithm = True  # headers and body are two writes: else 40 ms for every answer
     root: Path
     token: str
 
     def do_GET(self) -> None:
         path = self._path(self.path[1:])
-        if not self._may() or path is None:
+        if not self._may():
             return
+        if path is None:
+            return self._answer(404)
         try:
             if "Range" not in self.headers:
                 return self._answer(200, path.read_bytes())
@@ -99,27 +103,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(206, b"".join(parts))
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if not self._may():
+        if not self._may():  # before a byte of the body is read
             return
-        paths = [path for name in json.loads(body) if (path := self._path(name)) is not None]
+        try:
+            size = int(self.headers.get("Content-Length", 0))
+            names = json.loads(self.rfile.read(max(size, 0)))
+        except ValueError:
+            self.close_connection = True
+            return self._answer(400)
+        paths = {name: self._path(name) for name in map(str, names)}
         if self.path == "/delete":
-            for path in paths:
+            for path in filter(None, paths.values()):
                 path.unlink(missing_ok=True)
-        gone = [path.name for path in paths if not path.exists()]
+        gone = [name for name, path in paths.items() if path is None or not path.exists()]
         self._answer(200, json.dumps(gone).encode())
 
     def _may(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         allowed = hmac.compare_digest(given.encode(), self.token.encode())
-        if not allowed:
+        if allowed:
+            self.connection.settimeout(None)
+        else:
+            self.close_connection = True  # what it goes on to send is not read
             self._answer(401)
         return allowed
 
     def _path(self, name: str) -> Path | None:
-        """A plain file of the folder; anything else is answered like a missing one."""
+        """A plain file of the folder; anything else is treated like a missing one."""
         if not name or name != Path(name).name or name.startswith("."):
-            self._answer(404)
             return None
         return self.root / name
 

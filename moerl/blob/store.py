@@ -84,6 +84,9 @@ class BlobStore:
                     )
                     offset += -(-(data.nbytes + len(table)) // _ALIGN) * _ALIGN
             temporary.rename(target)
+        except BlobError:
+            temporary.unlink(missing_ok=True)
+            raise
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise BlobError(f"blob {name} could not be written to {self.root}: {error}") from error
@@ -144,8 +147,12 @@ class BlobStore:
         target = self._path(uri)
         if not target.exists():
             fresh = target.with_name(f".{target.name}.{os.getpid()}")
-            fresh.write_bytes(data)
-            fresh.rename(target)
+            try:
+                fresh.write_bytes(data)
+                fresh.rename(target)
+            except OSError:
+                fresh.unlink(missing_ok=True)
+                raise
 
     def sweep(self, uris: Iterable[str]) -> int:
         """Delete every blob but these, half-written ones too; returns how many.

@@ -12,11 +12,9 @@ import json
 import os
 import random
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,8 @@ from moerl.engine import support
 from moerl.engine.args import server_args
 from moerl.engine.client import EngineClient
 from moerl.engine.layout import MODULES_CHECKED, EngineLayout, check_model, engine_layout
-from moerl.engine.receiver import SCRATCH, socket_path
+from moerl.engine.receiver import socket_path
+from moerl.engine.scratch import Scratch
 from moerl.errors import EngineError
 
 _POLL_S = 0.1
@@ -72,8 +71,7 @@ class EngineServer:
         self.layout: EngineLayout | None = None  # how its weights lie; known once it serves
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[psutil.Process] = []
-        self._scratch: Path | None = None
-        self._shared: set[str] = set()
+        self._scratch: Scratch | None = None
 
     @property
     def url(self) -> str:
@@ -83,7 +81,7 @@ class EngineServer:
     def doors(self) -> list[Path]:
         """Sockets of the receivers of all ranks."""
         assert self._scratch is not None, "start first"
-        return [socket_path(self._scratch, rank) for rank in range(self.config.tp)]
+        return [socket_path(self._scratch.path, rank) for rank in range(self.config.tp)]
 
     @property
     def pid(self) -> int:
@@ -104,23 +102,26 @@ class EngineServer:
         support.check("quantization", stored, replay=self.args["enable_return_routed_experts"])
         if not _is_free(self.config.host, self.port):
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
-        self._spawn()
+        self._scratch = Scratch()
+        try:
+            self._spawn()
+            await self._wait_until_ready(client)
+            self.layout = await self._identify(client, config)
+            self._children = self._workers()
+            self._scratch.name_shared(path for one in self._tree() for path in _mapped(one))
+        except BaseException:  # also when whoever waits for it gives up
+            await self.stop()
+            raise
+
+    async def _wait_until_ready(self, client: EngineClient) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s
         while not await client.healthy():
             cause = self.death()
             if cause is None and time.monotonic() > deadline:
                 cause = f"not ready after start_timeout_s = {self.config.start_timeout_s:g} s"
             if cause is not None:
-                await self.stop()
                 raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}")
             await asyncio.sleep(_POLL_S)
-        try:
-            self.layout = await self._identify(client, config)
-        except BaseException:
-            await self.stop()
-            raise
-        self._children = self._workers()
-        self._shared = {path for process in self._tree() for path in _shared_files(process)}
 
     async def _identify(self, client: EngineClient, config: dict[str, Any]) -> EngineLayout:
         """The layout of the weights as served: by its arguments, and by its ranks' own look."""
@@ -152,25 +153,27 @@ class EngineServer:
 
         SGLang looks for SIGTERM once in 5 s, and the records of a request are sealed by the host.
         """
-        if self._process is None:
-            return
+        try:
+            if self._process is not None:
+                await self._kill(self._process)
+        finally:
+            if self._scratch is not None:
+                self._scratch.remove()
+
+    async def _kill(self, server: subprocess.Popen[bytes]) -> None:
         tree = self._tree()
         for process in tree:
             _kill(process)
-        self._process.kill()
+        server.kill()
         deadline = time.monotonic() + _KILL_S
         while any(_alive(process) for process in tree) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S / 2)
-        self._process.wait(_KILL_S)
-        for path in self._shared:
-            Path(path).unlink(missing_ok=True)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        server.wait(_KILL_S)
 
     def _spawn(self) -> None:
         # In the caller's thread: the kernel ends the server when the thread that forked it ends.
+        assert self._scratch is not None, "start makes it"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix=SCRATCH))  # sockets of the server
         job = {"parent": os.getpid(), "token": self.token, "args": self.args}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -178,7 +181,7 @@ class EngineServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(),
+                env=self._environment() | {"TMPDIR": str(self._scratch.path)},  # its sockets
             )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode())
@@ -194,7 +197,6 @@ class EngineServer:
             "TRANSFORMERS_OFFLINE": "1",
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            "TMPDIR": str(self._scratch),
             "PYTHONUNBUFFERED": "1",
             # /health then answers at once instead of generating a token for a second.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -217,7 +219,7 @@ class EngineServer:
 
     def _workers(self) -> list[psutil.Process]:
         """SGLang's own processes (scheduler ranks, detokenizer), whose death is the server's."""
-        return [child for child in self._tree()[1:] if "sglang::" in " ".join(child.cmdline())]
+        return [child for child in self._tree()[1:] if _is_worker(child)]
 
     def _log_lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
@@ -262,10 +264,19 @@ def _core_lists(ranks: int, threads: int) -> str:
     return "|".join(lists)
 
 
-def _shared_files(process: psutil.Process) -> list[str]:
-    """Load counters in shared memory that SGLang never removes (`managers/load_snapshot.py`)."""
-    maps = (entry.path for entry in process.memory_maps())
-    return [path for path in maps if path.startswith("/dev/shm/sglang_loads_")]
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "sglang::" in " ".join(process.cmdline())
+    except psutil.Error:  # a helper that has ended meanwhile
+        return False
+
+
+def _mapped(process: psutil.Process) -> list[str]:
+    """Files that a process maps."""
+    try:
+        return [entry.path for entry in process.memory_maps()]
+    except psutil.Error:
+        return []
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -15,6 +15,7 @@ own store for the rendezvous (engines are outside the gang and must not reach it
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ from moerl.sync.background import PublishThread, sync_metrics
 from moerl.sync.frozen import FrozenWeights, freeze
 from moerl.sync.outlet import Control, Seat
 from moerl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
 
 
 def open_outlet(config: Config, seat: Seat) -> BroadcastOutlet:
@@ -148,7 +151,8 @@ class BroadcastPublisher:
         """Publish to these engines; returns those that are new."""
         new = [one.engine for one in engines if one.engine not in self._sizes]
         self._sizes = {one.engine: one.tp for one in engines}
-        self._groups = {e: group for e, group in self._groups.items() if e in self._sizes}
+        for engine in self._groups.keys() - self._sizes.keys():
+            self._groups.pop(engine).destroy()
         return new
 
     def publish(self, engine: int, version: PolicyVersion) -> PublishResult:
@@ -157,6 +161,16 @@ class BroadcastPublisher:
         if frozen is None or frozen.version != version:
             raise EngineError(f"version {version} is not frozen for publishing")
         group = self._groups.pop(engine, None) or self._join(engine)
+        try:
+            result = self._publish(engine, group, frozen)
+        except BaseException:
+            group.destroy()  # one that failed is not used again
+            raise
+        self._groups[engine] = group
+        return result
+
+    def _publish(self, engine: int, group: _EngineGroup, frozen: FrozenWeights) -> PublishResult:
+        version = frozen.version
         opened = OpenUpdate(engine, version, group.name, frozen.buckets)
         self._control.expect(opened, Ok, self._open_timeout_s)
         begin = time.perf_counter()
@@ -169,7 +183,6 @@ class BroadcastPublisher:
         closed = self._control.expect(
             CloseUpdate(engine, version), UpdateClosed, self._sync.timeout_s
         )
-        self._groups[engine] = group  # a group that failed is not used again
         return PublishResult(
             engine=engine,
             version=version,
@@ -213,6 +226,13 @@ class _EngineGroup:
     name: str
     handle: dist.ProcessGroup
     device: torch.device
+
+    def destroy(self) -> None:
+        """Give its sockets and threads back: torch keeps a group until it is told."""
+        try:
+            dist.destroy_process_group(self.handle)
+        except (RuntimeError, ValueError) as error:
+            log.warning("group %s could not be ended: %s", self.name, error)
 
 
 def _new_group(

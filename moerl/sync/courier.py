@@ -106,6 +106,8 @@ class _Lane:
         for number in numbers:
             bucket, target = self.region.buckets[number], self._targets[number]
             views = self._views[number]
+            if again:  # any two of them may share a buffer, not every second one as in a whole send
+                self.link.flush(deadline)
             if views.targets:
                 torch._foreach_copy_(views.targets, views.sources)
             for is_scale, source, blocks in views.quantised:

@@ -29,6 +29,7 @@ from moerl.types import PolicyVersion
 log = logging.getLogger(__name__)
 
 _HELLO = b"hello"
+_MAX_MESSAGE = 64 * 2**20  # bytes: read before its token is, and 8 bytes per bucket at most
 _LAST_WORDS_MS = 5000  # that a closed line may take to pass on what it was told
 
 
@@ -77,6 +78,7 @@ class Line:
     def __init__(self, address: str, token: str, world_size: int) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         self.endpoint = f"tcp://{address}:{self._socket.bind_to_random_port(f'tcp://{address}')}"
         self._token, self._world_size = token.encode(), world_size
         self._couriers: dict[int, bytes] = {}

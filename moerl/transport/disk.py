@@ -84,14 +84,18 @@ class DiskStaging:
 
     def __init__(self, root: Path, num_bytes: int) -> None:
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._lock = -1
+        # born under a name that no sweep looks at: without its lock it would seem abandoned
+        folder = root.resolve() / f".{_PREFIX}{secrets.token_hex(16)}"
         try:
-            # born under a name that no sweep looks at: without its lock it would seem abandoned
-            folder = root.resolve() / f".{_PREFIX}{secrets.token_hex(16)}"
             folder.mkdir(mode=0o700)
             self._lock = os.open(folder / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._folder = folder.rename(folder.with_name(folder.name[1:]))
-        except OSError as error:
+        except OSError as error:  # full, or a file system without locks
+            shutil.rmtree(folder, ignore_errors=True)
+            if self._lock >= 0:
+                os.close(self._lock)
             raise TransportError("room", f"no staging folder in {root}: {error}") from error
         self.endpoint = msgspec.json.encode(_Endpoint(str(self._folder), num_bytes))
 

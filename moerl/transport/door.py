@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import struct
@@ -20,10 +21,13 @@ import msgspec
 
 from moerl.errors import TransportError
 
+log = logging.getLogger(__name__)
+
 _FRAME = struct.Struct("<BI")  # kind, bytes that follow
 _MAX_FRAME = 1 << 20
 _TOKEN_CHARACTERS = 32
 _KNOCK_S = 10.0  # a silent stranger holds a thread for this long, nothing else
+_AGAIN_S = 0.1  # after a caller that could not be taken: no descriptor, no thread
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -61,16 +65,25 @@ class Door:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+                self._take(self._listener.accept()[0])
+            except (OSError, RuntimeError) as error:  # closed, or this process is at a limit
+                if self._inside is None:
+                    return
+                log.warning("a caller could not be taken: %s", error)
+                time.sleep(_AGAIN_S)
+
+    def _take(self, connection: socket.socket) -> None:
+        """Serve a caller in a thread of its own; one that cannot be served is sent away."""
+        try:
             channel = Channel(connection)
             with self._lock:
                 if self._inside is None:
-                    channel.close()
-                    return
+                    raise OSError("the door was closed")
                 self._inside.add(channel)
             threading.Thread(target=self._let_in, args=(channel,), daemon=True).start()
+        except BaseException:
+            connection.close()
+            raise
 
     def _let_in(self, channel: Channel) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -143,3 +144,45 @@ def test_deletions_wait_for_a_node_that_comes_back(
 
 def _renamed(ref: BlobRef, uri: str) -> BlobRef:
     return BlobRef(uri=uri, offset=ref.offset, dtype=ref.dtype, shape=ref.shape, digest=ref.digest)
+
+
+def _knock(server: RangeServer, head: str) -> socket.socket:
+    host, _, port = server.node.rpartition(":")
+    line = socket.create_connection((host, int(port)), timeout=20)
+    line.sendall(head.replace("\n", "\r\n").encode())
+    return line
+
+
+def test_a_stranger_is_sent_away_before_its_body_is_read(
+    served: tuple[RangeServer, ClusterBlobs, BlobRef],
+) -> None:
+    server, reader, ref = served
+    for size in (10**11, -1):
+        with _knock(server, f"POST /delete HTTP/1.1\nContent-Length: {size}\n\n") as line:
+            assert line.recv(12) == b"HTTP/1.1 401"
+            while line.recv(4096):
+                pass  # and hung up on
+    head = f"POST /missing HTTP/1.1\nAuthorization: Bearer {TOKEN}\nContent-Length: "
+    for size in ("-1", "x"):
+        with _knock(server, f"{head}{size}\n\n") as line:
+            assert line.recv(12) == b"HTTP/1.1 400"
+    with _knock(server, head + '13\nConnection: close\n\n["../a", "a"]') as line:
+        answer = b"".join(iter(lambda: line.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200")  # one answer, a strange name is missing
+        assert answer.endswith(b'["../a"]')
+    assert not reader.missing([ref.uri])
+
+
+def test_a_silent_stranger_keeps_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote._Handler, "timeout", 0.2)
+    server = RangeServer(tmp_path, "127.0.0.1", 0, TOKEN)
+    owner = ClusterBlobs(tmp_path, server.node, TOKEN)
+    (ref,) = owner.seal("a", [np.arange(9, dtype=np.int32)])
+    reader = ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=3)
+    assert not reader.missing([ref.uri])
+    kept = reader._line(server.node).sock
+    with _knock(server, "GET /a HTTP/1.1\n") as silent:
+        assert silent.recv(1) == b""  # hung up on
+    assert not reader.missing([ref.uri])  # who showed the token may be silent as long as it likes
+    assert reader._line(server.node).sock is kept
+    server.close()

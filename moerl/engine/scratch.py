@@ -1,0 +1,96 @@
+"""The private folder of one server, and what servers leave behind whose host was killed.
+
+A server dies with its host, but nobody then removes its folder and what SGLang keeps in shared
+memory.  So the host holds a lock on a file in the folder, which the kernel releases when the host
+dies, and writes into it which shared memory is the server's.  Whoever starts a server next on this
+machine removes the folders whose lock is free, and the shared memory that they name.
+
+Rejected: the host's process id in the folder's name (ids come again, and containers that share a
+folder number their own processes).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from moerl.engine.receiver import SCRATCH
+from moerl.errors import EngineError
+
+_OWNER = "owner.lock"  # a folder without it is not one of these
+_SHARED = Path("/dev/shm")
+# Load counters (SGLang's managers/load_snapshot.py) and semaphores of multiprocessing: processes
+# that are killed leave them.
+_NAMES = ("sglang_loads_", "sem.mp-")
+
+
+class Scratch:
+    """A folder that goes with its server."""
+
+    def __init__(self) -> None:
+        """Raises EngineError when there is no room."""
+        remove_abandoned(Path(tempfile.gettempdir()))
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=SCRATCH))
+        except OSError as error:
+            raise EngineError(f"engine: no folder for its sockets: {error}") from error
+        self._owner = -1
+        try:
+            self._owner = os.open(self.path / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._owner, fcntl.LOCK_EX)
+            self.name_shared([])
+        except (OSError, EngineError) as error:
+            self.remove()
+            raise EngineError(f"engine: no lock in {self.path}: {error}") from error
+
+    def name_shared(self, paths: Iterable[str]) -> None:
+        """What the server's processes have mapped; of that, its shared memory goes with it.
+
+        Raises EngineError when the disk is full.
+        """
+        mine = sorted({path for path in paths if _is_removable(path)})
+        try:
+            os.ftruncate(self._owner, 0)
+            os.pwrite(self._owner, json.dumps(mine).encode(), 0)
+        except OSError as error:
+            raise EngineError(f"engine: {self.path} takes no note: {error}") from error
+
+    def remove(self) -> None:
+        """Twice is fine."""
+        _remove(self.path)
+        if self._owner >= 0:
+            os.close(self._owner)
+        self._owner = -1
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Folders of this user's servers whose host is dead, and their shared memory."""
+    for folder in parent.glob(SCRATCH + "*"):
+        try:
+            with (folder / _OWNER).open("r+") as owner:
+                if os.fstat(owner.fileno()).st_uid != os.getuid():
+                    continue
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if owner.read(1):  # else it is being made, and its host comes to lock it
+                    _remove(folder)
+        except OSError:  # somebody's, gone, or in use
+            continue
+
+
+def _remove(folder: Path) -> None:
+    try:
+        named = json.loads((folder / _OWNER).read_text())
+    except (OSError, ValueError):
+        named = []
+    for path in filter(_is_removable, map(str, named)):
+        Path(path).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_removable(path: str) -> bool:
+    return Path(path).parent == _SHARED and Path(path).name.startswith(_NAMES)

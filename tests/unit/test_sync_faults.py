@@ -1,0 +1,218 @@
+"""Faults of weight sync that once went unnoticed, hung, or left something behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from moerl.blob.store import BlobStore
+from moerl.config.schema import SyncConfig
+from moerl.errors import BlobError, EngineError, TransportError
+from moerl.layout.wire import Bucket, Piece, Region
+from moerl.protocols import Enlisted, Message, Ok, UpdateClosed
+from moerl.sync import broadcast
+from moerl.sync.broadcast import BroadcastPublisher
+from moerl.sync.courier import FrozenShard, _Lane
+from moerl.sync.frozen import freeze
+from moerl.sync.line import Line
+from moerl.trace import Tracer, read_spans
+from moerl.transport.disk import Disk
+from moerl.transport.door import Channel, Door, knock
+from moerl.types import PolicyVersion
+
+V1 = PolicyVersion(0, 1)
+
+
+class LateLink:
+    """A transport that reads what was put only when it is flushed, as gloo and RDMA may."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._puts: list[tuple[int, Tensor]] = []
+
+    def view(self, offset: int, num_bytes: int) -> None: ...
+
+    def put(self, offset: int, data: Tensor, deadline: float) -> None:
+        self._puts.append((offset, data))
+
+    def flush(self, deadline: float) -> None:
+        for offset, data in self._puts:
+            self.memory[offset : offset + data.numel()] = data
+        self._puts = []
+
+
+@pytest.mark.parametrize("again", [(0, 2), (1, 3), (0, 1, 3), (2,)])
+def test_buckets_sent_again_do_not_overwrite_each_other(again: tuple[int, ...]) -> None:
+    box, size = (range(8),), 32
+    pieces = tuple(
+        Piece(f"h{i}", box, f"s{i}", box, f"d{i}", box, "float32", size, size * i, False)
+        for i in range(4)
+    )
+    buckets = tuple(Bucket(size * i, size, i, i + 1) for i in range(4))
+    shard, link = FrozenShard(), LateLink(4 * size)
+    shard.freeze({f"s{i}": torch.full((8,), i + 1.0) for i in range(4)}, V1)
+    lane = _Lane(Region(0, 0, pieces, buckets, 4 * size), 0, link, shard, delta=False)  # type: ignore[arg-type]
+    lane.send(range(4), 0.0)
+    whole = link.memory.clone()
+    assert whole.view(torch.float32)[::8].tolist() == [1.0, 2.0, 3.0, 4.0]
+    for number in again:
+        link.memory[size * number : size * (number + 1)] = 255  # damaged on its way
+    lane.send(again, 0.0, again=True)
+    assert torch.equal(link.memory, whole)
+
+
+@pytest.mark.parametrize("limit", ["descriptors", "threads"])
+def test_a_door_outlives_a_caller_that_could_not_be_taken(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+    accept, start = socket.socket.accept, threading.Thread.start
+
+    def no_descriptor(self: socket.socket) -> Any:
+        caller = accept(self)
+        if failed.is_set():
+            return caller
+        failed.set()
+        caller[0].close()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_thread(self: threading.Thread) -> None:
+        if self.name == "door" or failed.is_set():
+            return start(self)
+        failed.set()
+        raise RuntimeError("can't start new thread")
+
+    if limit == "descriptors":
+        monkeypatch.setattr(socket.socket, "accept", no_descriptor)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    door = Door("127.0.0.1", lambda _caller: None)
+    with pytest.raises(TransportError):
+        knock(door.place, time.monotonic() + 10)
+    assert failed.is_set()
+    again: Channel = knock(door.place, time.monotonic() + 20)
+    again.close()
+    door.close()
+    with pytest.raises(TransportError):
+        knock(door.place, time.monotonic() + 10)
+
+
+def test_a_file_system_without_locks_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(3):
+        with pytest.raises(TransportError, match="No locks available"):
+            Disk(tmp_path).open(10)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_blobs_that_could_not_be_written_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlobStore(tmp_path, "n")
+    with pytest.raises(BlobError, match="float64"):
+        store.seal("a", [np.zeros(3), np.zeros(3, np.uint8)])
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.put_back("blob://n/a", b"bytes")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_takes_no_message_that_no_courier_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moerl.sync.line._MAX_MESSAGE", 1000)
+    line, context = Line("127.0.0.1", "token", 1), zmq.Context()
+    stranger, courier = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for caller, rank in ((stranger, b"0" * 5000), (courier, b"0")):
+        caller.setsockopt(zmq.LINGER, 0)
+        caller.setsockopt(zmq.RECONNECT_IVL, -1)
+        gone = caller.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        caller.connect(line.endpoint)
+        caller.send_multipart([b"token", b"hello", rank])
+        if caller is stranger:
+            assert gone.poll(20_000), "it was listened to"
+    line.wait_for_couriers(time.monotonic() + 20)
+    line.close()
+    context.destroy(linger=0)
+
+
+def test_groups_of_engines_that_failed_or_left_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Control:
+        answer: Any = Ok()
+
+        def expect(self, message: Message, _type: type, _timeout: float = 0) -> Any:
+            name = type(message).__name__
+            if name == "OpenUpdate" and self.answer is None:
+                raise EngineError("it could not open")
+            return UpdateClosed(0.0, 0) if name == "CloseUpdate" else self.answer
+
+        def close(self) -> None: ...
+
+    control = Control()
+    publisher = BroadcastPublisher(
+        control, SyncConfig(timeout_s=20.0), address="127.0.0.1", backend="gloo"
+    )
+    publisher.freeze(freeze({"a": torch.ones(4)}, V1, None, bucket_bytes=64))
+    publisher.enlist([Enlisted(0, 0)])  # a group of the trainer alone
+    publisher.publish(0, V1)
+    publisher.enlist([])
+
+    def used() -> tuple[int, int]:
+        groups = broadcast.dist.distributed_c10d._world.pg_map
+        return len(groups), len(os.listdir("/proc/self/fd"))
+
+    before = used()
+    for _ in range(3):
+        publisher.enlist([Enlisted(0, 0)])
+        control.answer = None
+        with pytest.raises(EngineError, match="could not open"):
+            publisher.publish(0, V1)
+        control.answer = Ok()
+        publisher.publish(0, V1)
+        assert used() > before
+        publisher.enlist([])
+    assert used() == before
+
+
+def test_a_full_disk_costs_spans_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer, full = Tracer(tmp_path, "p"), True
+    file = tracer._file
+
+    def write(line: str) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.write(line)
+
+    tracer._file = SimpleNamespace(write=write, tell=file.tell, closed=False)  # type: ignore[assignment]
+    for _ in range(3):
+        tracer.add("publish", 0.0, 1.0)
+    assert caplog.text.count("spans of p are lost: ") == 1
+    full = False
+    tracer.add("publish", 1.0, 2.0)
+    assert [span["start_s"] for span in read_spans(tmp_path)] == [1.0]
