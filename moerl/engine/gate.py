@@ -43,7 +43,12 @@ class Gate:
         self.idle.set()
 
     def reopen(self) -> None:
-        """A whole session succeeded: also what was suspended serves again."""
+        """A whole session succeeded: also what was suspended serves again.
+
+        Raises EngineError when the engine broke for good meanwhile.
+        """
+        if self.ended.is_set():
+            raise self.failure()
         if self.cause is not None:
             self.cause, self.broken = None, asyncio.Event()
         self.admit.set()

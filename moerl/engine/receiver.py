@@ -38,6 +38,7 @@ from moerl.errors import EngineError, LayoutError, MoerlError
 from moerl.layout import ModelSpec, ParallelLayout, at, num_elements
 from moerl.layout.digest import digest, seeds, split
 from moerl.layout.plan import EngineLayout
+from moerl.layout.tiles import Box, overlap
 from moerl.layout.transfer import ReceiverPlan, TransferPlan
 from moerl.layout.wire import ALIGN, Piece, WirePolicy, delta_start
 from moerl.protocols import (
@@ -348,20 +349,24 @@ def check_targets(plan: ReceiverPlan, tensors: Mapping[str, Tensor]) -> None:
 
     Raises LayoutError naming the tensor.
     """
-    filled: dict[str, int] = {}
+    boxes: dict[str, list[Box]] = {}
     for region in plan.regions:
         for piece in region.pieces:
             if piece.dst_name not in tensors:
                 raise LayoutError(f"{piece.dst_name}: the plan fills it, the live model lacks it")
             target = tensors[piece.dst_name]
             _check_piece(piece, target)
-            filled[piece.dst_name] = filled.get(piece.dst_name, 0) + num_elements(piece.dst_box)
+            boxes.setdefault(piece.dst_name, []).append(piece.dst_box)
     padding = dict(plan.padding)
     for name, target in tensors.items():
         rows = padding.get(name, target.shape[0] if target.dim() else 1)
         wanted = target.numel() // max(1, target.shape[0] if target.dim() else 1) * rows
-        if filled.get(name, 0) != wanted:
-            raise LayoutError(f"{name}: the plan fills {filled.get(name, 0)} of {wanted} elements")
+        parts = boxes.get(name, [])
+        filled = sum(map(num_elements, parts))
+        if filled != wanted:
+            raise LayoutError(f"{name}: the plan fills {filled} of {wanted} elements")
+        if twice := overlap(parts):  # then something else is never filled
+            raise LayoutError(f"{name}: the plan fills {twice[0]} and {twice[1]}, which overlap")
 
 
 def _check_piece(piece: Piece, target: Tensor) -> None:

@@ -285,8 +285,11 @@ class Updates:
                 raise
             detail = str(error) or f"no answer within {message.timeout_s:g} s"
             raise self._gate.suspend(f"the commit of {message.version} failed: {detail}") from error
-        self.version = message.version
+        except BaseException as error:  # cancelled, or a bug: nobody knows what the ranks did
+            self._gate.suspend(f"the commit of {message.version} was given up: {error!r}")
+            raise
         self._gate.reopen()
+        self.version = message.version
         end_s = time.time()
         pause_s = done.seconds if mode else end_s - idle_s
         self._tracer.add(

@@ -184,7 +184,7 @@ def _move(hf: range, local: range, cut: range) -> range:
 
 
 def _check_parts(dst_name: str, tile: Tile, parts: Sequence[Box]) -> None:
-    clash = _overlap(parts)
+    clash = overlap(parts)
     if clash:
         raise LayoutError(
             f"{dst_name}: sources hold {tile.hf} in boxes that overlap without being equal, "
@@ -199,7 +199,7 @@ def _check_parts(dst_name: str, tile: Tile, parts: Sequence[Box]) -> None:
 
 def _check_exact(name: str, local: Local) -> None:
     boxes = [tile.box for tile in local.tiles]
-    clash = _overlap(boxes)
+    clash = overlap(boxes)
     if clash:
         raise LayoutError(f"{name}: two tiles write the same elements, {clash[0]} and {clash[1]}")
     stops = (local.shape[0] - local.pad_rows, *local.shape[1:])
@@ -213,7 +213,7 @@ def _check_exact(name: str, local: Local) -> None:
         raise LayoutError(f"{name}: tiles cover {covered} of {needed} elements")
 
 
-def _overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+def overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share an element, or None.  A sweep along dim 0."""
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b[0].start):

@@ -26,6 +26,7 @@ from moerl.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
+_MAX_REQUEST = 256 * 2**20  # bytes: a request is read before its token is
 _KEPT_ANSWERS = 64  # for a request that was repeated while its answer was on its way
 _KEPT_BYTES = 65536  # a longer answer, a plan, is made again: asking twice gives the same one
 
@@ -43,6 +44,7 @@ class TrainerServer:
         """endpoint: where an earlier server of this run was; empty = any free port of `address`."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
         self._token, self._handle = token.encode(), handle
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: dict[bytes, bytes] = {}  # name of a request -> identity to answer

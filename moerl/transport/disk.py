@@ -217,8 +217,10 @@ def _abandoned(folder: Path) -> bool:
     """Whether nobody holds the owner's lock; a folder that is gone counts as abandoned."""
     try:
         lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return True
+    except OSError:
+        return False  # nobody can say just now; a put will
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -20,15 +21,19 @@ from torch import Tensor
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import SyncConfig
-from moerl.errors import BlobError, EngineError, TransportError
+from moerl.engine.receiver import check_targets
+from moerl.errors import BlobError, EngineError, LayoutError, TransportError
+from moerl.layout.transfer import ReceiverPlan
 from moerl.layout.wire import Bucket, Piece, Region
-from moerl.protocols import Enlisted, Message, Ok, UpdateClosed
+from moerl.protocols import AskEngine, Enlisted, Message, Ok, UpdateClosed
+from moerl.rollout.server import TrainerServer
 from moerl.sync import broadcast
 from moerl.sync.broadcast import BroadcastPublisher
 from moerl.sync.courier import FrozenShard, _Lane
 from moerl.sync.frozen import freeze
 from moerl.sync.line import Line
 from moerl.trace import Tracer, read_spans
+from moerl.trainer.client import ControllerClient
 from moerl.transport.disk import Disk
 from moerl.transport.door import Channel, Door, knock
 from moerl.types import PolicyVersion
@@ -125,6 +130,30 @@ def test_a_file_system_without_locks_keeps_nothing(
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.EACCES])
+def test_a_folder_that_cannot_be_looked_at_is_not_abandoned(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, real = Disk(tmp_path), os.open
+    serving, mine = disk.open(10), iter([True])
+
+    def fail_once(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("owner.lock") and next(mine, False):
+            raise OSError(code, "not now")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fail_once)
+    other = disk.open(10)  # looks for folders without an owner
+    assert next(mine, None) is None
+    link = disk.connect(serving.endpoint, time.monotonic() + 10)
+    link.put(0, torch.full((10,), 7, dtype=torch.uint8), time.monotonic() + 10)
+    serving.fetch(time.monotonic() + 10)
+    assert serving.buffer.tolist() == [7] * 10
+    for closing in (link, serving, other):
+        closing.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_blobs_that_could_not_be_written_leave_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,21 +170,66 @@ def test_blobs_that_could_not_be_written_leave_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_line_takes_no_message_that_no_courier_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moerl.sync.line._MAX_MESSAGE", 1000)
-    line, context = Line("127.0.0.1", "token", 1), zmq.Context()
-    stranger, courier = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-    for caller, rank in ((stranger, b"0" * 5000), (courier, b"0")):
+def _is_sent_away(endpoint: str, frames: list[bytes]) -> bool:
+    """Whether a caller that sends this is disconnected."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as caller:
         caller.setsockopt(zmq.LINGER, 0)
         caller.setsockopt(zmq.RECONNECT_IVL, -1)
         gone = caller.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        caller.connect(line.endpoint)
-        caller.send_multipart([b"token", b"hello", rank])
-        if caller is stranger:
-            assert gone.poll(20_000), "it was listened to"
-    line.wait_for_couriers(time.monotonic() + 20)
+        caller.connect(endpoint)
+        caller.send_multipart(frames)
+        sent_away = bool(gone.poll(20_000))
+        caller.disable_monitor()
+    return sent_away
+
+
+def test_a_line_takes_no_message_that_no_courier_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message is read whole before its token is looked at."""
+    monkeypatch.setattr("moerl.sync.line._MAX_MESSAGE", 1000)
+    line = Line("127.0.0.1", "token", 1)
+    assert _is_sent_away(line.endpoint, [b"", b"hello", b"0" * 5000])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as courier:
+        courier.connect(line.endpoint)
+        courier.send_multipart([b"token", b"hello", b"0"])
+        line.wait_for_couriers(time.monotonic() + 20)
     line.close()
-    context.destroy(linger=0)
+
+
+def test_a_controller_takes_no_message_that_no_trainer_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moerl.rollout.server._MAX_REQUEST", 1000)
+
+    async def answer(_message: Message) -> Message:
+        return Ok()
+
+    async def work() -> None:
+        server = TrainerServer("127.0.0.1", "token", answer)
+        serving = asyncio.create_task(server.serve())
+        large = asyncio.to_thread(_is_sent_away, server.endpoint, [b"", b"name", b"0" * 5000])
+        assert await large
+        client = ControllerClient(server.endpoint, "token", timeout_s=20.0)
+        assert await asyncio.to_thread(client.expect, AskEngine(0), Ok) == Ok()
+        client.close()
+        serving.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_plan_that_fills_rows_twice_and_others_never_is_refused() -> None:
+    def plan(*first_rows: int) -> ReceiverPlan:
+        pieces = tuple(
+            Piece("h", box, "s", box, "d", box, "float32", 16, 16 * i, False)
+            for i, row in enumerate(first_rows)
+            for box in [(range(row, row + 2), range(2))]
+        )
+        region = Region(0, 0, pieces, (Bucket(0, 32, 0, 2),), 32)
+        return ReceiverPlan("id", 0, (region,), (0,), (), ())
+
+    live = {"d": torch.zeros(4, 2)}
+    check_targets(plan(0, 2), live)
+    with pytest.raises(LayoutError, match=r"d: the plan fills .* which overlap"):
+        check_targets(plan(0, 0), live)  # as many elements as there are
 
 
 def test_groups_of_engines_that_failed_or_left_are_given_back(

@@ -92,6 +92,53 @@ def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Pa
     asyncio.run(work())
 
 
+def test_a_commit_that_is_given_up_leaves_no_engine_that_only_looks_fit(tmp_path: Path) -> None:
+    """Requests would wait at its gate for ever."""
+
+    async def work() -> None:
+        host, client = make_host(tmp_path)
+        reached = asyncio.Event()
+
+        async def commit(_version: str, _mode: str = "") -> Committed:
+            reached.set()
+            await asyncio.sleep(60)
+            return Committed(0.0)
+
+        client.commit, real = commit, client.commit  # type: ignore[method-assign]
+        committing = asyncio.create_task(host.session(COMMIT))
+        await reached.wait()
+        committing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await committing
+        state = await host.session(AskEngine(0))
+        assert isinstance(state, EngineHolds)
+        assert "was given up" in state.cause
+        request = GenerateRequest("r", 0, np.arange(4, dtype=np.int32), 0, SamplingParams(4))
+        with pytest.raises(EngineError, match="not usable"):
+            await host.generate([request])
+        client.commit = real  # type: ignore[method-assign]
+        await host.session(COMMIT)
+        assert await host.session(AskEngine(0)) == EngineHolds(V1, "")
+
+    asyncio.run(work())
+
+
+def test_a_server_that_dies_as_it_commits_is_not_taken_for_alive(tmp_path: Path) -> None:
+    async def work() -> None:
+        host, client = make_host(tmp_path)
+
+        async def commit(_version: str, _mode: str = "") -> Committed:
+            host._gate.close("it was killed")  # by the watch of its process
+            return Committed(0.0)
+
+        client.commit = commit  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="it was killed"):
+            await host.session(COMMIT)
+        assert await host.session(AskEngine(0)) == EngineHolds(V0, "it was killed")
+
+    asyncio.run(work())
+
+
 def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_named(
     tmp_path: Path,
 ) -> None:
