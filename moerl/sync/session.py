@@ -50,7 +50,7 @@ from moerl.types import PolicyVersion
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0  # between looks at an engine that is behind, or that may have been restarted
-_PROBE_S = 5.0  # longest PREPARE of an engine that failed before
+_PROBE_S = 5.0  # longest PREPARE of an engine that failed before, unless it is known to need more
 _ABORT_S = 5.0
 _SLACK_S = 2.0  # the controller answers this much after the deadline it was given
 
@@ -98,6 +98,7 @@ class EngineSession(threading.Thread):
         self._held: PolicyVersion | None = None
         self._layout = ""  # of the engine, as met at the last session
         self._behind = False
+        self._prepare_s = 0.0  # what its last PREPARE took that was answered
         self._busy = self._paused = self._left = False
 
     # --- the training thread ----------------------------------------------------------------------
@@ -210,7 +211,8 @@ class EngineSession(threading.Thread):
         relayed = self._source.taken(version) if self._source is not None else None
         begin = time.time()
         control = self._connect()
-        session = _Session(self.terms, version, self._line, control, self._layout, self._behind)
+        probe_s = max(_PROBE_S, 2 * self._prepare_s) if self._behind else self.terms.timeout_s
+        session = _Session(self.terms, version, self._line, control, self._layout, probe_s)
         if self._source is not None and relayed is not None:
             session.source, session.relayed = self._source.terms.engine, relayed
         try:
@@ -223,6 +225,8 @@ class EngineSession(threading.Thread):
             return PublishFailure(self.terms.engine, version, session.phase, str(error))
         finally:
             control.close()
+            if session.phase != "prepare":
+                self._prepare_s = session.spans[0][2] - session.spans[0][1]
             if self._tracer is not None:
                 end = time.time()
                 engine = float(self.terms.engine)
@@ -256,10 +260,11 @@ class _Session:
         line: Line,
         control: Control,
         layout: str,
-        probing: bool,
+        prepare_s: float,
     ) -> None:
+        """prepare_s: longest PREPARE."""
         self.terms, self.version, self._line, self._control = terms, version, line, control
-        self.layout, self._probing = layout, probing
+        self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER
         self.relayed: dict[int, dict[int, Moved]] = {}  # what the source holds, if an engine is
         self.moved: dict[int, dict[int, Moved]] = {}  # by trainer rank and engine rank
@@ -310,7 +315,7 @@ class _Session:
 
     def _prepare(self) -> UpdatePrepared:
         terms = self.terms
-        wait_s = min(self._left(), _PROBE_S) if self._probing else self._left()
+        wait_s = min(self._left(), self._prepare_s)
         message = PrepareUpdate(
             engine=terms.engine,
             version=self.version,

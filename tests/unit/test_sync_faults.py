@@ -23,11 +23,21 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import SyncConfig
 from moerl.engine.receiver import check_targets
 from moerl.errors import BlobError, EngineError, LayoutError, TransportError
+from moerl.layout import ParallelLayout
 from moerl.layout.transfer import ReceiverPlan
-from moerl.layout.wire import Bucket, Piece, Region
-from moerl.protocols import AskEngine, Enlisted, Message, Ok, UpdateClosed
+from moerl.layout.wire import Bucket, Piece, Region, WirePolicy
+from moerl.protocols import (
+    AskEngine,
+    Enlisted,
+    Message,
+    Ok,
+    PrepareUpdate,
+    PublishFailure,
+    UpdateClosed,
+    UpdatePrepared,
+)
 from moerl.rollout.server import TrainerServer
-from moerl.sync import broadcast
+from moerl.sync import broadcast, session
 from moerl.sync.broadcast import BroadcastPublisher
 from moerl.sync.courier import FrozenShard, _Lane
 from moerl.sync.frozen import freeze
@@ -290,3 +300,45 @@ def test_a_full_disk_costs_spans_and_nothing_else(
     full = False
     tracer.add("publish", 1.0, 2.0)
     assert [span["start_s"] for span in read_spans(tmp_path)] == [1.0]
+
+
+def test_an_engine_that_prepares_slowly_is_probed_as_long_as_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one failed publish would leave a large engine behind for good."""
+    monkeypatch.setattr(session, "_PROBE_S", 0.01)
+    monkeypatch.setattr(session, "_AGAIN_S", 0.0)
+    limits: list[float] = []
+    looked = threading.Event()
+
+    class Control:
+        def expect(self, message: Message, _type: type, _timeout: float = 0) -> Any:
+            if isinstance(message, PrepareUpdate):
+                limits.append(message.timeout_s)
+                time.sleep(0.1)
+                return UpdatePrepared((), (), "layout", PolicyVersion(0, 0))
+            if len(limits) == 2:
+                looked.set()
+            raise TransportError("digest", "it is damaged")
+
+        def close(self) -> None: ...
+
+    line: Any = SimpleNamespace(
+        wait_for_couriers=lambda _deadline: None,
+        ask=lambda _questions, _deadline: {},
+        tell=lambda _message: None,
+        close=lambda: None,
+    )
+    terms = session.Terms(
+        0, 0, "plan", "shm", ParallelLayout(), WirePolicy("bfloat16"), "local", 30.0, 0.0
+    )
+    one = session.EngineSession(terms, line, Control, None)
+    one.start()
+    one.publish(V1)
+    assert isinstance(one.settle(), PublishFailure)
+    one.resume()
+    assert looked.wait(20)
+    one.leave()
+    one.join(20)
+    assert limits[0] == pytest.approx(30.0, abs=1.0)
+    assert 0.2 <= limits[1] < 30.0
