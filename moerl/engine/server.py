@@ -105,16 +105,16 @@ class EngineServer:
         self._scratch = Scratch()
         try:
             self._spawn()
-            await self._wait_until_ready(client)
-            self.layout = await self._identify(client, config)
+            deadline = time.monotonic() + self.config.start_timeout_s
+            await self._wait_until_ready(client, deadline)
+            self.layout = await self._identify(client, config, deadline)
             self._children = self._workers()
             self._scratch.name_shared(path for one in self._tree() for path in _mapped(one))
         except BaseException:  # also when whoever waits for it gives up
             await self.stop()
             raise
 
-    async def _wait_until_ready(self, client: EngineClient) -> None:
-        deadline = time.monotonic() + self.config.start_timeout_s
+    async def _wait_until_ready(self, client: EngineClient, deadline: float) -> None:
         while not await client.healthy():
             cause = self.death()
             if cause is None and time.monotonic() > deadline:
@@ -123,9 +123,19 @@ class EngineServer:
                 raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}")
             await asyncio.sleep(_POLL_S)
 
-    async def _identify(self, client: EngineClient, config: dict[str, Any]) -> EngineLayout:
+    async def _identify(
+        self, client: EngineClient, config: dict[str, Any], deadline: float
+    ) -> EngineLayout:
         """The layout of the weights as served: by its arguments, and by its ranks' own look."""
-        info = await client.server_info()
+        try:  # its HTTP server asks the ranks, of which one may hang
+            async with asyncio.timeout(max(deadline - time.monotonic(), _KILL_S)):
+                info = await client.server_info()
+        except TimeoutError as error:
+            cause = (
+                self.death()
+                or f"no server_info in start_timeout_s = {self.config.start_timeout_s:g} s"
+            )
+            raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}") from error
         layout = engine_layout(info, self._environment(), config, release=str(info.get("version")))
         checked = self.log.read_text(errors="replace").count(MODULES_CHECKED)
         if checked < layout.tp:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_a_start_that_is_given_up_leaves_nothing(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError):
         asyncio.run(new_server(tmp_path).start(Silent(False)))  # type: ignore[arg-type]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_server_that_is_up_and_says_nothing_is_given_up(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = sleeping(tmp_path, monkeypatch)
+    server.config = replace(server.config, start_timeout_s=0.5)
+    monkeypatch.setattr("moerl.engine.server._KILL_S", 1.0)
+
+    class Mute(Silent):
+        async def server_info(self) -> dict[str, Any]:
+            await asyncio.sleep(120)
+            return {}
+
+    with pytest.raises(EngineError, match=r"no server_info in start_timeout_s = 0\.5 s"):
+        asyncio.run(server.start(Mute(True)))  # type: ignore[arg-type]
+    assert not psutil.pid_exists(server.pid)
     assert list(folder.iterdir()) == []
 
 
