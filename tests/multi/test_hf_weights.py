@@ -200,6 +200,7 @@ def test_saved_folder_opens_in_transformers(
     assert (out / "tokenizer_config.json").exists()
     assert (out / "generation_config.json").exists()
     assert (out / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
+    assert len({path.stat().st_mode for path in out.iterdir() if path.is_file()}) == 1
 
     again = HfFolder(out)
     assert all(torch.equal(again.read(name), value) for name, value in changed.items())

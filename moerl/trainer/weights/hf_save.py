@@ -184,7 +184,11 @@ def _write_shards(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) -
     shards = shard_names(nbytes, max_bytes)
     for file, names in shards.items():
         ready = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        save_file(ready, folder / file, metadata={"format": "pt"})  # transformers asks for it
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(ready, path, metadata={"format": "pt"})  # transformers asks for it
+        path.chmod(mode)  # safetensors lets nobody else read what it writes
     write_index(folder, shards, sum(nbytes.values()))
 
 
