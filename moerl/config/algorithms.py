@@ -53,6 +53,10 @@ ADVANTAGES = _table(
     process_mean=Entry("advantages:process_mean", needs=("steps",)),
     process_std=Entry("advantages:process_std", needs=("steps",)),
 )
+_COMPARES_SIBLINGS = (
+    *("grpo_mean", "grpo_std", "rloo", "reinforce_pp_baseline", "online_dpo"),
+    *("process_mean", "process_std"),
+)
 _CLIP = ("clip_low", "clip_high")
 OBJECTIVES = _table(
     ppo_clip=Entry("objectives:ppo_clip", _CLIP, reweighs=True),
@@ -245,8 +249,7 @@ def _check_values(config: Config) -> None:
         raise ConfigError("algorithm.m2_limit", a.m2_limit, "m2 needs a number above 0")
     _check_pairs(config)
     if config.rollout.group_size == 1 and (
-        a.advantage in ("grpo_mean", "grpo_std", "rloo", "reinforce_pp_baseline", "online_dpo")
-        or config.rollout.drop_zero_variance
+        a.advantage in _COMPARES_SIBLINGS or config.rollout.drop_zero_variance
     ):
         raise ConfigError(
             "rollout.group_size",

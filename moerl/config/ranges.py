@@ -72,8 +72,6 @@ AT_LEAST: dict[str, float] = {
     "trainer.optimizer.weight_decay": 0,
     "trainer.optimizer.clip_grad": 0,
     "algorithm.entropy_coef": 0,
-    "algorithm.gae_gamma": 0,
-    "algorithm.gae_lambda": 0,
     "algorithm.critic_lr": 0,
     "algorithm.kl_coef": 0,
     "algorithm.reward_kl_coef": 0,
@@ -128,6 +126,8 @@ SHARES: dict[str, tuple[bool, bool]] = {  # name: whether 0 and whether 1 is all
     "sampling.top_p": (False, True),
     "sampling.min_p": (True, False),
     "evaluation.top_p": (False, True),
+    "algorithm.gae_gamma": (True, True),
+    "algorithm.gae_lambda": (True, True),
     "trainer.optimizer.beta1": (True, False),
     "trainer.optimizer.beta2": (True, False),
 }

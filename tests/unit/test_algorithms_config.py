@@ -128,6 +128,13 @@ def test_a_group_of_one_is_refused_where_siblings_are_needed() -> None:
     with pytest.raises(ConfigError, match=r"rollout.group_size .*no siblings"):
         check_algorithm(alone)
     check_algorithm(replace(alone, algorithm=AlgorithmConfig(advantage="reinforce_pp")))
+    steps = replace(
+        alone,
+        algorithm=AlgorithmConfig(advantage="process_mean"),
+        task=replace(alone.task, reward="position_steps"),
+    )
+    with pytest.raises(ConfigError, match=r"rollout.group_size .*no siblings"):
+        check_algorithm(steps)  # its steps all right or all wrong: the same advantages
 
 
 PAIRS = {

@@ -52,6 +52,7 @@ BAD = [
     ("trainer.parallel=2", "trainer.parallel = 2", "a section of settings: tp, pp"),
     ("cluster.nodes.x.gpus=2", "cluster.nodes.x.gpus = 2", "nodes.x has roles, count, hosts"),
     ("engine.mem_fraction_static=7", "mem_fraction_static = 7.0", "in (0, 1]"),
+    ("algorithm.gae_gamma=1.1", "algorithm.gae_gamma = 1.1", "in [0, 1]"),
     ("trainer.optimizer.beta1=1", "trainer.optimizer.beta1 = 1.0", "in [0, 1)"),
     ("trainer.optimizer.eps=0", "trainer.optimizer.eps = 0.0", "above 0"),
     ("model.tiny.num_heads=0", "model.tiny.num_heads = 0", "at least 1"),
