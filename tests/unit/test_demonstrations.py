@@ -9,6 +9,8 @@ import pytest
 from moerl.algorithms.advantages import plan_advantages
 from moerl.algorithms.aggregation import plan_weights
 from moerl.blob.store import BlobStore
+from moerl.config.checks import check
+from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.data.demonstrations import demonstration_plan
 from moerl.data.packing import pack_microbatch
@@ -71,3 +73,9 @@ def test_supervised_settings_replace_the_algorithm_and_replay() -> None:
     assert config.algorithm.objective == "reinforce"
     assert config.algorithm.clip_low == AlgorithmConfig().clip_low
     assert config.replay.routing == "off"
+
+
+def test_a_recipe_whose_teacher_has_ranks_of_its_own_can_be_warmed_up() -> None:
+    own = load_config("on-policy-distillation", ["frozen.ranks=own"])
+    check(supervised(own), starts=False)
+    assert supervised(own).frozen.ranks == "trainer"
