@@ -204,7 +204,7 @@ async def train(
         await publish(controller, start)
     plans = []
     for step in range(start.step, steps):
-        ask = TakePlan(step, 5.0, start.incarnation)
+        ask = TakePlan(step, 60.0, start.incarnation)
         while (reply := await controller.handle(ask)) == Refresh():
             await publish(controller, PolicyVersion(start.incarnation, step))
         assert isinstance(reply, Plan), reply
@@ -459,7 +459,7 @@ def test_a_restarted_trainer_makes_one_history(tmp_path: Path) -> None:
         async def work() -> list:
             first = await train(controller, 3)
             held = [g.group_id for g in first[0].groups]
-            await controller.handle(TakePlan(3, 5.0, 0))  # a plan that is never trained
+            await controller.handle(TakePlan(3, 60.0, 0))  # a plan that is never trained
             again = await train(controller, 4, tuple(held), PolicyVersion(1, 1))
             return [first[0], *again]
 
@@ -486,7 +486,7 @@ def test_a_plan_that_a_dead_gang_waits_for_takes_no_groups(tmp_path: Path) -> No
 
         async def work() -> list:
             await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
-            waiting = asyncio.create_task(controller.handle(TakePlan(0, 5.0, 0)))
+            waiting = asyncio.create_task(controller.handle(TakePlan(0, 60.0, 0)))
             await asyncio.sleep(0.01)
             await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
             engine.open.set()
@@ -494,7 +494,7 @@ def test_a_plan_that_a_dead_gang_waits_for_takes_no_groups(tmp_path: Path) -> No
                 await waiting
             replaced = "gang 0 was replaced: 1 is the newest one"
             with pytest.raises(ProtocolError, match=replaced):
-                await controller.handle(TakePlan(0, 5.0, 0))
+                await controller.handle(TakePlan(0, 60.0, 0))
             with pytest.raises(ProtocolError, match=replaced):
                 await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
             await controller.handle(Failed(0, "its peers are gone", incarnation=0))
@@ -565,7 +565,7 @@ def test_an_engine_of_another_history_gets_no_work(tmp_path: Path) -> None:
             assert not engine.requests
             await controller.handle(OpenUpdate(0, PolicyVersion(1, 2), "g", ()))
             await controller.handle(CloseUpdate(0, PolicyVersion(1, 2)))
-            await controller.handle(TakePlan(2, 5.0, 1))
+            await controller.handle(TakePlan(2, 60.0, 1))
             assert engine.requests
 
         await running(controller, work())

@@ -40,7 +40,7 @@ def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):
 async def at_step(controller: Controller, step: int) -> list[int]:
     """Take the plan of a step; its group ids."""
     incarnation = controller.fleet.incarnation or 0
-    reply = await controller.handle(TakePlan(step, 5.0, incarnation))
+    reply = await controller.handle(TakePlan(step, 60.0, incarnation))
     assert isinstance(reply, Plan), reply
     return [group.group_id for group in reply.plan.groups]
 

@@ -63,8 +63,8 @@ def test_the_last_weights_are_evaluated_whatever_their_number(tmp_path: Path) ->
 
         async def work() -> None:
             await train(controller, 4)
-            assert isinstance(await controller.handle(TakePlan(4, 5.0, 0)), Stop)
-            assert isinstance(await controller.handle(TakePlan(4, 5.0, 0)), Stop), "asked twice"
+            assert isinstance(await controller.handle(TakePlan(4, 60.0, 0)), Stop)
+            assert isinstance(await controller.handle(TakePlan(4, 60.0, 0)), Stop), "asked twice"
 
         await running(controller, work())
         return reports
@@ -135,7 +135,7 @@ def test_an_evaluation_that_hangs_is_given_up(
             await train(controller, 2)
             await asyncio.sleep(0.5)  # nothing is trained meanwhile: no update ends it
             await train(controller, 4, start=PolicyVersion(1, 2), consumed=(0, 1, 2, 3))
-            assert isinstance(await controller.handle(TakePlan(4, 5.0, 1)), Stop)
+            assert isinstance(await controller.handle(TakePlan(4, 60.0, 1)), Stop)
 
         await running(controller, work())
         steps = [row["eval/step"] for row in evaluations(reports)]

@@ -90,7 +90,7 @@ def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
 
         async def work() -> None:
             await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
-            asking = asyncio.create_task(controller.handle(TakePlan(0, 5.0, 0)))
+            asking = asyncio.create_task(controller.handle(TakePlan(0, 60.0, 0)))
             await asyncio.sleep(0.05)
             assert not asking.done(), "a plan leaves with its scores, or not at all"
             first = [*await score(), *(await score() if not asking.done() else [])]
@@ -107,7 +107,7 @@ def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
             await publish(controller, PolicyVersion(0, 1))
             while controller._frozen.waits(controller._frozen._live()):
                 await score()
-            second = await controller.handle(TakePlan(1, 5.0, 0))
+            second = await controller.handle(TakePlan(1, 60.0, 0))
             assert isinstance(second, Plan)
             assert received(second.plan, config)
 

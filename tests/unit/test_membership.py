@@ -52,7 +52,7 @@ class Trainer:
 
     async def step(self) -> None:
         step = self.version.step
-        while not isinstance(reply := await self._controller.handle(TakePlan(step, 5.0, 0)), Plan):
+        while not isinstance(reply := await self._controller.handle(TakePlan(step, 60.0, 0)), Plan):
             if isinstance(reply, Enlist):
                 self.engines = tuple(one.engine for one in reply.engines)
                 self.told.append(self.engines)
