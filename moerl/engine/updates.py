@@ -244,7 +244,12 @@ class Updates:
         return agreed
 
     async def _ask_all(self, doors: Sequence[Path], message: Message) -> list[Message]:
-        return await asyncio.gather(*(self._ask(door, message) for door in doors))
+        asking = [asyncio.ensure_future(self._ask(door, message)) for door in doors]
+        try:
+            return await asyncio.gather(*asking)
+        finally:  # where one fails the others may hang, each with its socket
+            for one in asking:
+                one.cancel()
 
     async def _ask(self, door: Path, message: Message) -> Message:
         """A socket of its own per question: a late reply never answers a later one."""

@@ -42,15 +42,25 @@ class Door:
     """Listens on one address and serves each caller that knows the token in a thread."""
 
     def __init__(self, address: str, serve: Callable[[Channel], None]) -> None:
-        """serve: talks to one caller until it returns or raises; both end that caller only."""
+        """serve: talks to one caller until it returns or raises; both end that caller only.
+
+        Raises TransportError when no port, descriptor or thread is left.
+        """
         self._serve = serve
         self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
-        listener = socket.create_server((address, 0), backlog=128)
+        try:
+            listener = socket.create_server((address, 0), backlog=128)
+        except OSError as error:
+            raise TransportError("room", f"no socket on {address}: {error}") from error
         self.place = Place(address, int(listener.getsockname()[1]), self._token)
         self._listener = listener
         self._lock = threading.Lock()
         self._inside: set[Channel] | None = set()  # None once closed
-        threading.Thread(target=self._accept, name="door", daemon=True).start()
+        try:
+            threading.Thread(target=self._accept, name="door", daemon=True).start()
+        except RuntimeError as error:
+            listener.close()
+            raise TransportError("room", f"no thread for a socket: {error}") from error
 
     def close(self) -> None:
         """Send everybody away; twice is fine."""

@@ -155,7 +155,11 @@ class MooncakeStaging:
         self.buffer = self._memory[:num_bytes]
         self._base = table.add(self._memory)
         self._table: _Registered | None = table
-        self._door = Door(address, lambda _caller: None)
+        try:
+            self._door = Door(address, lambda _caller: None)
+        except TransportError:
+            table.release(self._base)
+            raise
         self.endpoint = msgspec.json.encode(
             _Endpoint(protocol, self._door.place, session, self._memory.data_ptr(), num_bytes)
         )

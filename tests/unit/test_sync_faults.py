@@ -46,6 +46,8 @@ from moerl.trace import Tracer, read_spans
 from moerl.trainer.client import ControllerClient
 from moerl.transport.disk import Disk
 from moerl.transport.door import Channel, Door, knock
+from moerl.transport.group import GroupTransport
+from moerl.transport.mooncake import MooncakeStaging, _Registered
 from moerl.types import PolicyVersion
 
 V1 = PolicyVersion(0, 1)
@@ -123,6 +125,33 @@ def test_a_door_outlives_a_caller_that_could_not_be_taken(
     door.close()
     with pytest.raises(TransportError):
         knock(door.place, time.monotonic() + 10)
+
+
+@pytest.mark.parametrize("limit", ["descriptors", "threads"])
+def test_a_staging_without_a_door_keeps_nothing(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_socket(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_thread(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    library: Any = SimpleNamespace(
+        register_memory=lambda _base, _size: 0, unregister_memory=lambda _base: 0
+    )
+    table, opened = _Registered(library), len(os.listdir("/proc/self/fd"))
+    if limit == "descriptors":
+        monkeypatch.setattr(socket, "create_server", no_socket)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    for _ in range(3):
+        with pytest.raises(TransportError, match=r"Too many open files|new thread"):
+            MooncakeStaging(table, "tcp", "s", "127.0.0.1", 1000)
+        with pytest.raises(TransportError, match=r"Too many open files|new thread"):
+            GroupTransport("127.0.0.1").open(1000)
+    assert not table._known, "registered memory is never freed"
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_a_file_system_without_locks_keeps_nothing(

@@ -169,6 +169,29 @@ def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_nam
     asyncio.run(work())
 
 
+def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path: Path) -> None:
+    going_on = threading.Event()
+
+    def hang(_message: Message) -> Message:
+        going_on.wait(60)
+        return Ok()
+
+    async def work() -> None:
+        host, _ = make_host(tmp_path)
+        doors = [socket_path(tmp_path, rank) for rank in range(2)]
+        host._updates._server.doors[:] = doors  # type: ignore[union-attr]
+        Door(hang, doors[0], "token").start()
+        for _ in range(3):
+            with pytest.raises(EngineError, match="has no receiver"):
+                await host.session(AbortUpdate(0, V1, "x", 30.0))
+        async with asyncio.timeout(20):
+            while asyncio.all_tasks() != {asyncio.current_task()}:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+    going_on.set()
+
+
 def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> None:
     class Engine(StubEngine):
         cause = "a rank did not answer"
