@@ -49,6 +49,7 @@ _TRY_S = 10.0  # one request; then it is repeated
 _PAUSE_S = 0.2
 _ASK_AGAIN_S = 60.0  # copies are read meanwhile
 _STRANGER_S = 10.0  # a silent one holds a thread of the server for this long
+_IDLE_S = 300.0  # then a connection is closed: that of a lost node would hold its thread for good
 _BATCH = 256  # deletions of one request
 _OWED_RETRY_S = 10.0  # between requests to a node that did not take its deletions
 _OWED_S = 600.0  # then they are dropped
@@ -122,7 +123,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         allowed = hmac.compare_digest(given.encode(), self.token.encode())
         if allowed:
-            self.connection.settimeout(None)
+            self.connection.settimeout(_IDLE_S)
         else:
             self.close_connection = True  # what it goes on to send is not read
             self._answer(401)
@@ -333,30 +334,42 @@ class ClusterBlobs(BlobStore):
     def _get(self, uri: str, spans: Sequence[Run] | None) -> bytes | None:
         """None: the node has no such blob."""
         node, name = _split(uri)
-        line = self._line(node)
-        headers = {"Authorization": f"Bearer {self._token}"}
+        headers = {}
         if spans is not None:
             headers["Range"] = "bytes=" + ",".join(f"{begin}-{end}" for begin, end in spans)
-        line.request("GET", f"/{name}", headers=headers)
-        reply = line.getresponse()
-        data = reply.read()
-        if reply.status == 404:
+        status, data = self._request(node, "GET", f"/{name}", None, headers)
+        if status == 404:
             return None
-        if reply.status != (200 if spans is None else 206):
-            raise BlobError(f"{uri}: its node answered {reply.status}")
+        if status != (200 if spans is None else 206):
+            raise BlobError(f"{uri}: its node answered {status}")
         return data
 
     def _post(self, node: str, path: str, names: list[str]) -> list[str]:
         """Which of the names are not there (any more)."""
-        line = self._line(node)
-        headers = {"Authorization": f"Bearer {self._token}"}
-        line.request("POST", path, body=json.dumps(names), headers=headers)
-        reply = line.getresponse()
-        data = reply.read()
-        if reply.status != 200:
-            raise http.client.HTTPException(f"{node} answered {reply.status}")
+        status, data = self._request(node, "POST", path, json.dumps(names), {})
+        if status != 200:
+            raise http.client.HTTPException(f"{node} answered {status}")
         found: list[str] = json.loads(data)
         return found
+
+    def _request(
+        self, node: str, method: str, path: str, body: str | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        """Status and answer.  A connection that was closed since its last use is made again."""
+        is_old = node in self._lines.__dict__.get("open", {})
+        while True:
+            line = self._line(node)
+            try:
+                line.request(
+                    method, path, body, headers | {"Authorization": f"Bearer {self._token}"}
+                )
+                reply = line.getresponse()
+                return reply.status, reply.read()
+            except (OSError, http.client.HTTPException):
+                if not is_old:
+                    raise
+                is_old = False
+                self._hang_up(node)
 
     def _delete(self) -> None:
         """A thread.  A node that does not answer is asked again for a while, others go on."""

@@ -109,6 +109,31 @@ def test_deletion_reaches_the_node(served: tuple[RangeServer, ClusterBlobs, Blob
         reader.read_runs(ref, [(0, 4)])
 
 
+def test_a_connection_that_was_closed_meanwhile_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server keeps no thread for a silent reader, and is not taken for lost when it speaks."""
+    monkeypatch.setattr(remote, "_IDLE_S", 0.2)
+    before = set(threading.enumerate())
+
+    def serving() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - before
+        return [thread for thread in new if "process_request" in thread.name]
+
+    server = RangeServer(tmp_path / "node", "127.0.0.1", 0, TOKEN)
+    owner = ClusterBlobs(tmp_path / "node", server.node, TOKEN)
+    (ref,) = owner.seal("a", [np.zeros(3, np.uint8)])
+    reader = ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=0.0)
+    assert not reader.missing([ref.uri])
+    deadline = time.monotonic() + 10
+    while serving() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not serving(), "the thread of an idle connection"
+    assert not reader.missing([ref.uri])
+    assert reader.load(ref).tolist() == [0, 0, 0]
+    server.close()
+
+
 def test_deletions_wait_for_a_node_that_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
