@@ -173,6 +173,35 @@ def test_a_disk_that_fills_in_the_middle_costs_one_checkpoint(
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
 
 
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_disk_that_is_full_already_costs_one_checkpoint(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Neither the folder nor the part that one rank writes for all may end training."""
+    writer = _writer(run)
+    writer.save(1, _state(torch.ones(1000), 1), {})
+    writer.wait()
+    writer.metrics()
+    plain = getattr(Path, call)
+
+    def refuse(path: Path, *args: Any, **fields: Any) -> Any:
+        if "writing" in path.name or path.name == "common.pt":
+            raise OSError(28, "No space left on device")
+        return plain(path, *args, **fields)
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, call, refuse)
+        writer.save(2, _state(torch.ones(1000), 2), {})
+        writer.wait()
+    assert writer.metrics()["checkpoint/failed"] == 1.0
+    with pytest.raises(TrainerError, match="No space left"):
+        writer.finish()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+    writer.save(3, _state(torch.ones(1000), 3), {})
+    writer.finish()
+    assert _load(run, 3)[1] == 3
+
+
 def test_what_cannot_be_scored_is_said_to_all_ranks(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

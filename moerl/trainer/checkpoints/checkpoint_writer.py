@@ -16,6 +16,7 @@ checkpointing.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -27,8 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -89,28 +90,24 @@ class CheckpointWriter:
         checkpoint before this one.
         """
         self.wait()
-        begin = time.time()
+        begin, failed = time.time(), ""
         hidden = self._shelf.hidden(step)
         if self._parallel.is_first:
-            shutil.rmtree(hidden, ignore_errors=True)
-            hidden.mkdir(parents=True)
+            try:
+                shutil.rmtree(hidden, ignore_errors=True)
+                hidden.mkdir(parents=True)
+            except OSError as error:  # known to the others when the write ends
+                failed = cause_of(error)
         dist.barrier(self._group)
         strategy = _Frozen(self._group, self._buffers)
-        dist_checkpointing.save(
-            state,
-            str(hidden),
-            strategy,
-            # the structure of the state never changes: its integrity is asked once
-            validate_access_integrity=not self._is_checked,
-            async_sharded_save=True,
-            content_metadata=dict(METADATA),
-        )
+        # the structure of the state never changes: its integrity is asked once
+        strategy.freeze(state, hidden, with_check=not self._is_checked)
         self._is_checked = True
         frozen = time.time()
         self._tracer.add("checkpoint freeze", begin, frozen, step=step)
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, strategy, dict(manifest), frozen - begin),
+            args=(step, strategy, dict(manifest), frozen - begin, failed),
             name="checkpoint",
             daemon=True,  # a rank that dies does not wait for it
         )
@@ -137,11 +134,14 @@ class CheckpointWriter:
         if self._error:
             raise TrainerError(f"the last checkpoint was not written: {self._error}")
 
-    def _write(self, step: int, strategy: _Frozen, manifest: dict[str, Any], pause: float) -> None:
+    def _write(
+        self, step: int, strategy: _Frozen, manifest: dict[str, Any], pause: float, failed: str
+    ) -> None:
+        """failed: why there is no folder to write to; empty: there is one."""
         begin = time.time()
         results: list[WriteResult] | str
         try:
-            results = strategy.writer.write()
+            results = failed or strategy.writer.write()
         except Exception as error:  # torch has words of its own for a disk that fills
             log.exception("the checkpoint of step %d", step)
             results = cause_of(error)
@@ -149,7 +149,7 @@ class CheckpointWriter:
             self._error = self._commit(step, strategy, manifest, results)
         except Exception as error:  # a peer is gone: the gang ends, the older checkpoint stays
             log.exception("the checkpoint of step %d", step)
-            self._error = str(error)
+            self._error = cause_of(error)
         end = time.time()
         self._tracer.add("checkpoint write", begin, end, step=step)
         self._failed += bool(self._error)
@@ -176,6 +176,7 @@ class CheckpointWriter:
             try:
                 if not verdict[0]:
                     assert strategy.metadata is not None, "rank 0 has the plan of all"
+                    _write_bytes(self._shelf.hidden(step) / COMMON_STATE_FNAME, strategy.common)
                     strategy.writer.finish(strategy.metadata, every)
                     self._shelf.publish(step, manifest)
             except Exception as error:  # whatever it is, the other ranks wait for the verdict
@@ -194,14 +195,22 @@ class _Frozen(TorchDistSaveShardedStrategy):
         super().__init__(BACKEND, FORMAT, thread_count=1)
         self._group, self._buffers = group, buffers
         self.metadata: Metadata | None = None  # of all ranks, on rank 0
+        self.common = b""  # what is not a tensor of the model, as torch.save writes it, on rank 0
         self.writer: _Writer
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """Called by `dist_checkpointing.save`; what it returns is not used."""
+    def freeze(self, state: dict[str, Any], folder: Path, *, with_check: bool) -> None:
+        """`dist_checkpointing.save` up to its first byte: it writes the common part here, where the
+        other ranks wait for this one."""
+        state["content_metadata"] = dict(METADATA)
+        sharded, common = save_preprocess(state, with_check)
+        if dist.get_rank(self._group) == 0:
+            stream = io.BytesIO()
+            torch.save(common, stream)
+            self.common = stream.getvalue()
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
+            sharded, self.keep_only_main_replica
         )
-        self.writer = _Writer(checkpoint_dir, self._buffers)
+        self.writer = _Writer(str(folder), self._buffers)
         planned = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False),
             self.writer,
@@ -210,7 +219,6 @@ class _Frozen(TorchDistSaveShardedStrategy):
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
         self.metadata = planned[0][1]
-        return AsyncRequest(None, (), [])
 
 
 class _Writer(FileSystemWriterAsync):
@@ -221,6 +229,10 @@ class _Writer(FileSystemWriterAsync):
         self._buffers = buffers
         self._frozen: list[tuple[WriteItem, Any]] = []
         self._name = ""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is: the folder exists, or its disk is full."""
+        return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """The frozen moment: objects are pickled, tensors are copied to host buffers."""
@@ -259,3 +271,10 @@ class _Writer(FileSystemWriterAsync):
             stream.flush()
             os.fsync(stream.fileno())
         return results
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
