@@ -152,7 +152,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: float = 1e-3
-    min_lr: float = 1e-3
+    min_lr: float = 1e-3  # where the decay ends; a lower lr stays as it is
     warmup_steps: int = 0
     decay_style: str = "constant"  # constant | linear | cosine
     decay_steps: int = 0  # 0 = run.steps

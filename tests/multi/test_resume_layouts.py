@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def _phase(layout: str, work: Path, **fields: Any) -> dict[str, Any]:
     plain = {"distributed": False, "load": "", "reset": False, "until": 3, "save": "", "out": ""}
+    plain["optimizer"] = {}
     phase = plain | {"parallel": LAYOUTS[layout]} | fields
     for name in ("save", "out"):
         phase[name] = str(work / phase[name]) if phase[name] else ""
@@ -56,6 +57,11 @@ SHORT: tuple[Plan, ...] = (
     ("dp2", "distributed", ("pp2", "pp2-uneven"), ()),
     ("ep2", "distributed", ("ep2-tp2",), ()),
 )
+CHANGES = {
+    "constant": {"lr": 3e-4, "decay_style": "constant", "beta1": 0.5, "eps": 1e-3},
+    "longer": {"decay_steps": 10},
+    "below": {"lr": 1e-4},  # and min_lr is 1e-3
+}
 WIDE = ("ep4", "ep2-dp2", "tp2-ep2", "pp2-ep2")
 LONG: tuple[Plan, ...] = (
     ("dp2", "plain", ("tp2", "pp2", "dp2"), ()),
@@ -73,8 +79,14 @@ def _cases(plans: tuple[Plan, ...]) -> list[tuple[str, str]]:
     ]
 
 
-def _work(work: Path, plans: tuple[Plan, ...], resets: dict[str, str]) -> Path:
-    """Run all phases; resets: layouts that continue from dp2 with fresh optimizer state."""
+def _work(
+    work: Path,
+    plans: tuple[Plan, ...],
+    resets: dict[str, str],
+    changes: dict[str, dict[str, Any]] | None = None,
+) -> Path:
+    """Run all phases; resets: layouts that continue from dp2 with fresh optimizer state; changes:
+    settings of the optimizer under which dp2 continues."""
     model = make_model(work / "model")
     two: list[dict[str, Any]] = []
     four: list[dict[str, Any]] = []
@@ -90,6 +102,10 @@ def _work(work: Path, plans: tuple[Plan, ...], resets: dict[str, str]) -> Path:
     source = f"{plans[0][0]}-{plans[0][1]}"
     for name, layout in resets.items():
         two.append(_phase(layout, work, load=source, reset=True, out=f"{name}.pt"))
+    distributed = plans[0][1] == "distributed"
+    for name, settings in (changes or {}).items():
+        phase = _phase("dp2", work, load=source, distributed=distributed, out=f"{name}.pt")
+        two.append(phase | {"optimizer": settings})
     _run(model, work, 2, two)
     if four:
         _run(model, work, 4, four)
@@ -98,7 +114,7 @@ def _work(work: Path, plans: tuple[Plan, ...], resets: dict[str, str]) -> Path:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _work(tmp_path_factory.mktemp("short"), SHORT, {"across": "ep2"})
+    return _work(tmp_path_factory.mktemp("short"), SHORT, {"across": "ep2"}, CHANGES)
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +163,19 @@ def test_every_layout_continues_exactly(long: Path, saved: str, layout: str) -> 
 @pytest.mark.parametrize("name", ["same", "across"])
 def test_a_reset_keeps_the_weights_and_moves_elsewhere(long: Path, name: str) -> None:
     _check_reset(long, name, "dp2-plain")
+
+
+def test_a_resume_has_the_rate_and_constants_it_is_given(short: Path) -> None:
+    """The third step of three configurations, from the checkpoint of another one."""
+    whole = torch.load(short / "dp2-distributed.whole.pt")
+    constant, longer = (torch.load(short / f"{name}.pt") for name in ("constant", "longer"))
+    assert whole["rate"] == pytest.approx(1e-2 - 3 / 4 * 9e-3)
+    assert constant["rate"] == pytest.approx(3e-4)
+    assert longer["rate"] == pytest.approx(1e-2 - 3 / 10 * 9e-3)
+    assert set(constant["adam"]) == {(0.5, 0.95, 1e-3)}
+    assert set(whole["adam"]) == set(longer["adam"]) == {(0.9, 0.95, 1e-4)}
+    assert longer["loss"] == whole["loss"], "its weights are those of the checkpoint"
+
+
+def test_a_rate_below_the_least_rate_does_not_rise_to_it(short: Path) -> None:
+    assert torch.load(short / "below.pt")["rate"] == pytest.approx(1e-4)

@@ -3,9 +3,9 @@
     torchrun ... trainer_resume.py --model DIR --work DIR --phases FILE
 
 A phase builds the gang anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
-"reset": false, "until": 2, "save": true, "out": FILE or ""}.  It trains the steps from where it
-stands up to `until`; `out` gets loss and gradient norm of the last step and the weights after it,
-in Hugging Face coordinates.
+"reset": false, "until": 2, "save": true, "out": FILE or "", "optimizer": {...}}.  It trains the
+steps from where it stands up to `until`; `out` gets loss, gradient norm and rates of the last step
+and the weights after it, in Hugging Face coordinates.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
     # eps far above the gradients would hide the moments: a small one, as in real runs
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay_style="linear", decay_steps=4)
     optimizer = replace(optimizer, distributed=phase["distributed"], eps=1e-4)
+    optimizer = replace(optimizer, **phase["optimizer"])
     trainer = TrainerConfig(parallel=ranks.sizes, optimizer=optimizer)
     config = Config(trainer=trainer)
     folder = HfFolder(options.model)
@@ -103,6 +104,9 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
         ).gather()  # fmt: skip
         if ranks.is_first:
             found = {"loss": metrics["loss/pg"], "norm": metrics["loss/grad_norm"]}
+            found["rate"] = metrics["loss/lr"]
+            groups = learner.optimizer.param_groups
+            found["adam"] = [(*group["betas"], group["eps"]) for group in groups]
             torch.save(found | {"weights": weights}, phase["out"])
 
 

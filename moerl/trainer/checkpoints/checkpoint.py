@@ -77,7 +77,9 @@ def load(
 ) -> Progress:
     """Restore what `save` wrote, collective over all ranks, on any layout `check_resume` allows.
 
-    reset_optimizer: take weights and schedule, begin with fresh optimizer state.  Random states
+    Rates, decay and Adam's constants are those of the configuration; moments and the place in the
+    schedule come from the checkpoint.
+    reset_optimizer: take weights and that place, begin with fresh optimizer state.  Random states
     come back on the layout they were saved with; on another one they go on as they began.
     Raises TrainerError for a folder that is not a whole checkpoint.
     """
@@ -123,8 +125,11 @@ def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) 
         if reset_optimizer:
             optimizer.reload_model_params()
         else:
+            configured = _settings(optimizer)
             optimizer.load_state_dict(state[role + "optimizer"])
             _unshare_adam_steps(optimizer)
+            for group, own in zip(optimizer.param_groups, configured, strict=True):
+                group |= own
         schedule.load_state_dict(state[role + "schedule"])
 
 
@@ -203,6 +208,15 @@ def _restore_random(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """What the configuration says of each parameter group; rate and weight decay follow from the
+    schedule.  A checkpoint holds the values of the run that wrote it."""
+    return [
+        {name: group[name] for name in ("max_lr", "min_lr", "betas", "eps")}
+        for group in optimizer.param_groups
+    ]
 
 
 def _unshare_adam_steps(optimizer: MegatronOptimizer) -> None:

@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from moerl.config.schema import OptimizerConfig
+from moerl.errors import TrainerError
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model
@@ -56,7 +57,7 @@ def make_optimizer(
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
-        min_lr=settings.min_lr,
+        min_lr=_floor(settings),
         weight_decay=settings.weight_decay,
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
@@ -77,7 +78,7 @@ def make_schedule(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=min(settings.min_lr, settings.lr),
+        min_lr=_floor(settings),
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
         lr_decay_style=settings.decay_style,
@@ -85,4 +86,26 @@ def make_schedule(
         end_wd=settings.weight_decay,
         wd_incr_steps=1,
         wd_incr_style="constant",
+        # a checkpoint brings the place in the schedule, never the schedule itself
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
+
+
+def _floor(settings: OptimizerConfig) -> float:
+    """A rate below `min_lr` does not rise to it: parameter groups would decay towards theirs."""
+    return min(settings.min_lr, settings.lr)
+
+
+def take_step(optimizer: MegatronOptimizer, whose: str) -> list[float]:
+    """One optimizer step; the gradient norm before clipping, where Megatron computed one.
+
+    whose: for the error.  Raises TrainerError when the norm is not finite: the weights are then not
+    to be used.
+    """
+    _, grad_norm, _ = optimizer.step()
+    if grad_norm is None:
+        return []
+    if not math.isfinite(grad_norm):
+        raise TrainerError(f"{whose}: the gradient norm is {grad_norm}")
+    return [float(grad_norm)]

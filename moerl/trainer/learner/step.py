@@ -47,6 +47,7 @@ from moerl.trainer.learner.optimizer import (
     make_optimizer,
     make_schedule,
     router_grad_norm,
+    take_step,
 )
 from moerl.trainer.learner.step_sums import StepSums, describe
 from moerl.trainer.model.gpt import Chunk, Model, wrap
@@ -221,13 +222,9 @@ class Learner:
     def _update(self, step: int, times: _Times) -> list[float]:
         """One optimizer step; the gradient norm before clipping, where Megatron computed one."""
         begin = time.perf_counter()
-        _, grad_norm, _ = self.optimizer.step()
+        norms = take_step(self.optimizer, f"step {step}")
         times.optimizer += time.perf_counter() - begin
-        if grad_norm is None:
-            return []
-        if not math.isfinite(grad_norm):
-            raise TrainerError(f"step {step}: the gradient norm is {grad_norm}")
-        return [float(grad_norm)]
+        return norms
 
     def _forward_step(
         self,
