@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from moerl.trainer.model import platform
@@ -27,13 +28,14 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
+from moerl.errors import TrainerError  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.types import PolicyVersion  # noqa: E402
+from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 
 NAMES = ("loss/total", "loss/value", "critic/explained_frac", "critic/grad_norm", "adv/std")
 
@@ -55,12 +57,22 @@ def main() -> None:
     store = BlobStore(options.work / f"blobs{dist.get_rank()}", "n0")
     plan = replan(make_plan(store), options.dp)
 
-    def learner() -> Learner:
+    def learner(config: Config = config) -> Learner:
         folder = HfFolder(str(options.model))
         model = build(folder.spec, config.trainer, ranks, with_replay=True)
         load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
         return Learner(model, ranks, config, store, Critic(config, ranks, store))
 
+    halves = []
+    for distributed in (False, True):
+        own = replace(optimizer, distributed=distributed)
+        half = replace(config, trainer=replace(config.trainer, dtype="bf16", optimizer=own))
+        before, again = learner(half), learner(half)
+        before.step(plan)
+        progress = checkpoint.Progress(PolicyVersion(0, 1), (), 1)
+        saved = save_whole(options.work / f"bf16-{distributed}", before, progress, ranks)
+        checkpoint.load(saved, again, ranks)
+        halves.append([{n: one.step(plan)[n] for n in NAMES} for one in (before, again)])
     first = learner()
     assert first.critic is not None
     assert all(not value.any() for value in first.critic.values(plan)), "a head of zeros"
@@ -72,8 +84,11 @@ def main() -> None:
     again = learner()
     checkpoint.load(saved, again, ranks)
     resumed = again.step(plan)
+    refused = _refusal(again, plan)
     if ranks.is_first:
         found = {
+            "refused": refused,
+            "halves": halves,
             "rows": [{name: row[name] for name in NAMES} for row in rows],
             "after": {name: after[name] for name in NAMES},
             "resumed": {name: resumed[name] for name in NAMES},
@@ -81,6 +96,18 @@ def main() -> None:
         }
         print("FOUND", json.dumps(found))
     dist.barrier()
+
+
+def _refusal(learner: Learner, plan: BatchPlan) -> str:
+    """What a step says when the critic's values are too large to be squared."""
+    assert learner.critic is not None
+    with torch.no_grad():
+        learner.critic.model.gpt.output_layer.weight.fill_(1e30)
+    try:
+        learner.step(plan)
+    except TrainerError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -41,6 +41,18 @@ def test_a_checkpoint_continues_policy_and_critic(two: dict[str, Any]) -> None:
     assert two["after"]["loss/value"] != pytest.approx(last["loss/value"], rel=1e-5), "control"
 
 
+def test_a_checkpoint_in_bf16_continues_bitwise(two: dict[str, Any]) -> None:
+    """With the plain and with the distributed optimizer, which save fp32 weights beside bf16."""
+    for before, again in two["halves"]:
+        assert again == before
+    assert two["halves"][0][0] != two["rows"][1], "control: it is not fp32"
+
+
+def test_a_critic_that_diverges_ends_the_step(two: dict[str, Any]) -> None:
+    """Its weights would go into the next checkpoint, and every restart would begin with them."""
+    assert "the critic: the gradient norm is" in two["refused"]
+
+
 @pytest.mark.full
 def test_two_expert_parallel_ranks_train_the_same_critic_as_one(
     two: dict[str, Any], model: Path

@@ -36,7 +36,12 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
 from moerl.data.packing import Microbatch, by_row
-from moerl.trainer.learner.optimizer import finalize_as_sums, make_optimizer, make_schedule
+from moerl.trainer.learner.optimizer import (
+    finalize_as_sums,
+    make_optimizer,
+    make_schedule,
+    take_step,
+)
 from moerl.trainer.model.gpt import build, wrap
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Mode
@@ -116,7 +121,8 @@ class Critic:
             chunk.gpt.share_embeddings_and_output_weights = False  # the head is not the embedding
             if chunk.has_loss:
                 head = ValueHead(source.spec.hidden, sequence_parallel=parallel.tp_size > 1)
-                chunk.gpt.output_layer = head.to(parallel.device)
+                # of the dtype of the others: megatron-core 0.16.1 cannot save bf16 beside fp32
+                chunk.gpt.output_layer = head.to(parallel.device, self.model.config.params_dtype)
         settings = config.trainer.optimizer
         rate = config.algorithm.critic_lr
         settings = replace(settings, lr=rate, min_lr=min(settings.min_lr, rate))
@@ -159,7 +165,10 @@ class Critic:
         return [joined[idx] for idx in range(len(plan.rows))]
 
     def update(self, parts: Sequence[Minibatch]) -> dict[str, float]:
-        """An optimizer step for each part towards the returns of the last `advantages`; metrics."""
+        """An optimizer step for each part towards the returns of the last `advantages`; metrics.
+
+        Raises TrainerError when a gradient is not finite.
+        """
         begin, norms = time.perf_counter(), []
         self.schedule.step(1)
         sums = _Sums(torch.zeros(7, dtype=torch.float64))
@@ -176,8 +185,7 @@ class Critic:
                 batches,
                 partial(self._forward_step, partial(self._loss, sums)),
             )
-            _, grad_norm, _ = self.optimizer.step()
-            norms += [] if grad_norm is None else [float(grad_norm)]
+            norms += take_step(self.optimizer, f"step {part.plan.step}: the critic")
         dist.all_reduce(sums.values, group=self.parallel.control)
         metrics = sums.metrics(len(parts))
         if norms:
