@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
 
 from moerl.errors import ConfigError, ProtocolError, TrainerError
 from moerl.launch import prepare
+from moerl.launch.supervision.actors import RemoteScorer
 from moerl.protocols import AskEngine, EngineHolds, Message, Ok, Refused
 from moerl.stacks import stacks
 from moerl.trainer import client
 from moerl.trainer.client import ControllerClient
-from moerl.types import PolicyVersion
+from moerl.types import Episode, PolicyVersion, Prompt, Score
 from moerl.wire import decode, encode
 
 HOLDS = EngineHolds(PolicyVersion(0, 3), "")
@@ -151,3 +155,20 @@ def test_a_journal_on_a_network_file_system_is_refused(
     monkeypatch.setattr(prepare, "file_system", lambda folder: "nfs4")
     with pytest.raises(ConfigError, match=r"rollout\.journal_dir.*nfs4 is a network file system"):
         prepare._refuse_network(tmp_path)
+
+
+def test_a_scorer_that_was_replaced_is_counted() -> None:
+    processes = iter((7, 7, 8, 8, 9))
+
+    async def score(prompt: Prompt, episodes: list[Episode], said: list[list[str]]) -> Any:
+        return next(processes), [Score(1.0)] * len(episodes)
+
+    actor = SimpleNamespace(score=SimpleNamespace(remote=score))
+    scorer = RemoteScorer(actor)  # type: ignore[arg-type]
+    prompt = Prompt(0, (1,), "", None, {})
+
+    async def ask() -> int:
+        assert await scorer.score(prompt, [Episode("0.0", ())], [[""]]) == [Score(1.0)]
+        return scorer.restarts
+
+    assert [asyncio.run(ask()) for _ in range(5)] == [0, 0, 1, 1, 2]

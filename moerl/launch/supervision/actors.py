@@ -229,9 +229,10 @@ class ScorerActor:
 
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    ) -> tuple[int, list[Score]]:
+        """With the number of this process: Ray starts another one without a word."""
         with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
-            return await self._scorer.score(prompt, episodes, said)
+            return os.getpid(), await self._scorer.score(prompt, episodes, said)
 
     async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
         return await self._scorer.reply(prompt, said)
@@ -248,12 +249,19 @@ class RemoteScorer:
 
     def __init__(self, actor: ActorHandle) -> None:
         self._actor = actor
+        self._pid = 0
+        self.restarts = 0
 
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         bare = [Episode(episode.episode_id, ()) for episode in episodes]
-        return await call(self._actor.score.remote(prompt, bare, list(said)))
+        pid, scores = await call(self._actor.score.remote(prompt, bare, list(said)))
+        if self._pid not in (0, pid):
+            self.restarts += 1
+            log.warning("the scorer died, process %d takes its place", pid)
+        self._pid = pid
+        return list(scores)
 
     async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
         return str(await call(self._actor.reply.remote(prompt, list(said))))
@@ -377,6 +385,8 @@ class ControllerActor:
 
     def _on_step(self, report: StepReport) -> None:
         metrics = report.metrics | self._alerts.look(report.metrics)
+        if "scorer/failed" in metrics:  # else it is the row of an evaluation
+            metrics["scorer/restarts"] = float(self._scorer.restarts)
         row = self._metrics.write(report.step, report.version, metrics)
         with self._plan.run.samples.open("a") as file:
             for sample in report.samples:
