@@ -23,8 +23,8 @@ a negative id.  Nobody generates them again: lost, late or damaged they are left
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 
 from moerl.ids import IdSet, Ranges
 from moerl.types import EpisodeGroup
@@ -40,7 +40,8 @@ class GroupBuffer:
         self._select = _SELECTIONS[selection]
         self.next_step = 0  # step of the next plan
         self.dropped_stale = 0
-        self.redone: Counter[int] = Counter()  # times a group was put back to be generated again
+        self.tries: dict[int, int] = {}  # of groups to be generated again, no number twice
+        self._serial = count(1)
         self._cursor = 0  # first id that was never started
         self._again: list[int] = []  # ids to start once more, ascending
         self._started: set[int] = set()
@@ -140,7 +141,8 @@ class GroupBuffer:
         self._redo([group_id])
 
     def _redo(self, group_ids: Iterable[int]) -> None:
-        self.redone.update(group_ids := [one for one in group_ids if one >= 0])
+        group_ids = [one for one in group_ids if one >= 0]
+        self.tries |= {group_id: next(self._serial) for group_id in group_ids}
         self._again = sorted([*self._again, *group_ids])
 
     def discard(self, group_id: int) -> None:

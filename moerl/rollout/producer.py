@@ -306,7 +306,7 @@ class Producer:
     def _partials(self, group_id: int) -> Partials:
         prompt = self.prompts.prompt(group_id)
         # blobs of an earlier try, of this controller or of one that died, may still exist
-        tries = self.life, self._buffer.redone[group_id]
+        tries = self.life, self._buffer.tries.pop(group_id, 0)
         prompt_ids = np.asarray(prompt.token_ids, np.int32)
         return [
             PartialEpisode(

@@ -281,10 +281,14 @@ def test_resume_does_not_train_consumed_groups(tmp_path: Path) -> None:
 
 def test_a_refused_record_is_counted_and_generated_again(tmp_path: Path) -> None:
     async def body() -> None:
-        controller, reports = make(tmp_path, StubEngine(refuse=[1]))
+        engine = StubEngine(refuse=[1, 1, 1, 1])  # both siblings, twice
+        controller, reports = make(tmp_path, engine)
         plans = await running(controller, train(controller, 4))
         assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
-        assert reports[-1].metrics["refused/routing_rows"] == 1
+        assert reports[-1].metrics["refused/routing_rows"] == 2
+        names = {r.rollout_id for r in engine.requests if r.rollout_id.startswith("1.0")}
+        assert len(names) == 3, "blobs of an earlier try may still be there"
+        assert not controller.buffer.tries, "nothing is kept of a try that began"
 
     asyncio.run(body())
 
