@@ -43,8 +43,9 @@ async def collect_rarely() -> None:
 async def return_memory() -> None:
     """Give free pages back to the system at intervals; until cancelled.
 
-    Records come and go by the hundred thousand and batches are encoded in tens of megabytes: a third
-    of glibc's heap is holes at 20,000 episodes.  `man malloc_trim`; other C libraries have none.
+    Records come and go by the hundred thousand and batches are encoded in tens of megabytes: at
+    20,000 episodes a third of glibc's heap is holes.  `man malloc_trim`; other C libraries have
+    none.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
