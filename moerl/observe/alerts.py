@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from moerl.config.schema import Config
 
-_BIN = "lag_0"  # pure engine mismatch: nothing in it is stale
+_BIN = "lag_0"  # nothing in it is stale, unless an update interrupted its rollout (`_is_pure`)
 _SE = 4.0
 _SE_FLOOR = 1e-5  # a standard error of fp32 on both sides is smaller than rounding
 _EXTREME_FRAC, _EXTREME_TOKENS = 3e-4, 3  # one token of a small batch is no share
@@ -70,7 +70,7 @@ def _replayed(row: Mapping[str, float]) -> dict[str, bool]:
         cover = row["routing/replay_cover_frac"]
         found["replay_cover"] = cover != 1.0 or row.get("routing/fallback_rows", 0.0) > 0
         tokens = row.get(f"mismatch/tokens/{_BIN}", 0.0)
-        if tokens:
+        if tokens and _is_pure(row):
             extreme = row[f"mismatch/extreme_frac_2/{_BIN}"]
             found["replay_extreme"] = (
                 extreme > _EXTREME_FRAC and extreme * tokens >= _EXTREME_TOKENS
@@ -83,9 +83,17 @@ def _replayed(row: Mapping[str, float]) -> dict[str, bool]:
 def _policies(row: Mapping[str, float]) -> dict[str, bool]:
     """Whether trainer and engine are near enough to learn from each other's samples."""
     found = {}
-    if f"mismatch/ratio_se/{_BIN}" in row:
+    if f"mismatch/ratio_se/{_BIN}" in row and _is_pure(row):
         gap = abs(row[f"mismatch/ratio_mean/{_BIN}"] - 1.0)
         found["keep_set"] = gap > max(_SE * row[f"mismatch/ratio_se/{_BIN}"], _SE_FLOOR)
     if "mismatch/ess_seq_frac" in row:
         found["collapse"] = row["mismatch/ess_seq_frac"] < _ESS_FRAC
     return found
+
+
+def _is_pure(row: Mapping[str, float]) -> bool:
+    """Whether bin 0 is the engine's mismatch alone: no rollout of the step was interrupted.
+
+    A resumed one carries prefix rows of older weights, so its newest tokens differ by right.
+    """
+    return row.get("async/partial_frac", 0.0) == 0.0
