@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
 from moerl.rundir import RunDir, newest_incarnation
+from moerl.trainer.weights.hf_save import flush
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,11 @@ class Shelf:
         score = self._mean_before(step)
         if score is not None:
             manifest[self.config.best] = score
-        write_json(hidden / "manifest.json", manifest)
+        replace_json(hidden / "manifest.json", manifest)
         if target.exists():  # a step that was redone after a crash
             shutil.rmtree(target)
         hidden.rename(target)
-        sync_folder(target.parent)
+        flush(target.parent)
         if score is not None:
             self._offer(step, score)
         self.rank()
@@ -120,7 +121,7 @@ class Shelf:
         before = json.loads(self.run.best.read_text()).get(self.config.best) if found else None
         is_same = found is not None and found[0] == step  # made again after a crash, or known
         if before is None or is_same or sign * score > sign * before:
-            write_json(self.run.best, {"step": step, self.config.best: score})
+            replace_json(self.run.best, {"step": step, self.config.best: score})
 
     def _remove_old(self) -> None:
         best, finished = self.run.best_checkpoint(), self.run.finished_checkpoints()
@@ -131,19 +132,11 @@ class Shelf:
         self._values = {step: value for step, value in self._values.items() if step >= oldest}
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A reader, and a crash, meet the old file or the new one; it is on the disk on return."""
     unfinished = path.with_suffix(".tmp")
     with unfinished.open("w") as file:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Make a rename in the folder outlive the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
