@@ -48,8 +48,9 @@ SECTIONS = (
         "Mismatch between trainer and engine",
         "Trainer log-probability against the one the engine recorded when it sampled the token, "
         "over all tokens of the step, old ones too: at lag 0 with both replays only rounding is "
-        "left. k3 estimates the KL divergence; the ratio is trainer over engine probability, 1 on "
-        "average when nothing is missing from the records.",
+        "left, in rollouts that no update interrupted. k3 estimates the KL divergence; the ratio "
+        "is trainer over engine probability, 1 on average when nothing is missing from the "
+        "records.",
         (
             Chart("k3 divergence", "nats", (Line("mismatch/k3", "k3"),), log=True),
             Chart(
