@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+OPERATORS = ("nms", "qnms")  # of torchvision
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -44,6 +45,6 @@ def _declare() -> Any:
     if torch.cuda.is_available():
         return "not needed"
     library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
+    for operator in OPERATORS:
         library.define(operator + _SCHEMA)
     return library

@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import EngineClient
+from moerl.engine.hooks import HOOKS
 from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.server import EngineServer
@@ -134,7 +135,7 @@ def check_segment(world: World, ask: GenerateRequest, got: Segment | RecordError
 def test_every_hook_found_its_target(world: World) -> None:
     """SGLang only warns about a hook whose target is gone; then a new version moved it."""
     applied = [line for line in world.log.read_text().splitlines() if "plugin=moerl_hooks" in line]
-    assert len(applied) == 14
+    assert len(applied) == len(HOOKS)
 
 
 def test_the_status_names_the_layout_of_the_weights(world: World) -> None:

@@ -8,11 +8,11 @@ import sys
 PROGRAM = """
 import sys
 import torch
-from moerl.trainer.model import platform
+from moerl.trainer.model import cpu_patches
 
 if "early" in sys.argv:  # control: as if torch had looked for its functions after the patch
-    platform._device_constructors = lambda: None
-platform._patch_factories()
+    cpu_patches._device_constructors = lambda: None
+cpu_patches._patch_factories()
 with torch.device("meta"):
     made = [torch.empty(2), torch.arange(3), torch.zeros_like(torch.ones(1)), torch.tensor([1.0])]
 print({tensor.device.type for tensor in made})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import megatron.core.transformer.multi_latent_attention as latent_attention
 import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -99,7 +98,6 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
     if spec.qk_norm_all_heads:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     if spec.kv_lora and on_cpu:
-        latent_attention.TELinear = DuplicatedLinear  # what it builds duplicated
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     if spec.sinks and on_cpu:
         attention.core_attention = SinkAttention

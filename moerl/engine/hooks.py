@@ -1,0 +1,99 @@
+"""The functions of SGLang that moerl changes: one table, registered by `plugin.register_hooks`.
+
+patches/sglang/README.md has an entry per row: why, which test covers it, when it can be removed.
+tests/unit/test_patches.py compares that page with this table and with the installed SGLang.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moerl.engine import cpu_attention, cpu_experts, cpu_fp8, in_flight, layout, live
+
+
+class When(StrEnum):
+    """On which machines a hook is registered."""
+
+    ALWAYS = "always"
+    CPU = "without CUDA"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    symbol: str  # dotted path of the function of SGLang
+    kind: str  # SGLang's HookType: before, after, around, replace
+    ours: Callable[..., object]
+    when: When
+    version: str = "0.5.23"  # of SGLang, in which `symbol` was last read
+
+
+def _leave_unpinned(*_args: object, **_kwargs: object) -> None:
+    return None
+
+
+def _then_fork(original: Callable[..., None], *args: object, **kwargs: object) -> None:
+    original(*args, **kwargs)
+    multiprocessing.set_start_method("fork", force=True)
+
+
+_MANAGERS = "sglang.srt.managers"
+_UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_TOKENIZER = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
+_RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_FP8 = "sglang.srt.layers.quantization.fp8"
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "after",
+        layout.check_loaded,
+        When.ALWAYS,
+    ),
+    Hook(f"{_UPDATER}.__post_init__", "after", live.after_start, When.ALWAYS),
+    Hook(f"{_UPDATER}.update_weights_from_tensor", "around", live.around_update, When.ALWAYS),
+    Hook(f"{_TOKENIZER}.update_weights_from_tensor", "around", live.around_request, When.ALWAYS),
+    Hook(
+        f"{_MANAGERS}.scheduler.Scheduler._add_request_to_queue",
+        "before",
+        in_flight.name_prefix,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_MANAGERS}.schedule_batch.release_req",
+        "before",
+        in_flight.keep_rows,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_RESULTS}._maybe_collect_routed_experts",
+        "after",
+        in_flight.return_rows,
+        When.ALWAYS,
+    ),
+    Hook(
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        "replace",
+        _leave_unpinned,
+        When.CPU,
+    ),
+    Hook(
+        "sglang.srt.entrypoints.engine._set_envs_and_config",
+        "around",
+        _then_fork,
+        When.CPU,
+    ),
+    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_attention.decode, When.CPU),
+    Hook(f"{_FP8}.Fp8LinearMethod.apply", "around", cpu_fp8.linear, When.CPU),
+    Hook(f"{_FP8}.Fp8MoEMethod.apply", "around", cpu_fp8.experts, When.CPU),
+    Hook(f"{_FP8}.Fp8Config.get_supported_act_dtypes", "after", cpu_fp8.dtypes, When.CPU),
+    Hook(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        "around",
+        cpu_experts.forward,
+        When.CPU,
+    ),
+)
