@@ -127,7 +127,7 @@ def arguments(
     nccl_port: int | str,
     cuda: bool,
 ) -> dict[str, Any]:
-    """The same without looking at this machine, so that a dry run prints them anywhere."""
+    """`server_args` without a look at this machine, so that a dry run prints them anywhere."""
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,

@@ -24,10 +24,10 @@ _GROUP_TOKENS = 65536  # padded B x L of one group: bounds the gathered copy of 
 
 
 def decode(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """Hook around `TorchNativeAttnBackend._run_sdpa_forward_decode` of SGLang 0.5.23.
+    """AROUND TorchNativeAttnBackend._run_sdpa_forward_decode.
 
-    Same arguments and, to rounding, same result.  Encoders, cross attention and sliding windows
-    are left to the original.
+    Takes the same arguments and returns the same result up to rounding.  Calls with encoders,
+    cross attention or sliding windows are passed to the original.
     """
     _, query, output, k_cache, v_cache, req_to_token, pool_idx, seq_lens, encoder_lens = args
     unusual = options["is_cross_attn"] or options["sliding_window_size"] is not None
@@ -81,7 +81,7 @@ def attend(
 
 
 def _groups(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive requests, cut where the padded size would pass the bound."""
+    """Split consecutive requests into groups whose padded size stays within the bound."""
     first, longest = 0, 0
     for position, length in enumerate(lengths):
         longest = max(longest, length)

@@ -1,9 +1,9 @@
 """Expert parallelism on a plain CPU: SGLang's torch path for experts runs on one rank only.
 
-With experts spread over ranks SGLang names those of other ranks -1 and sums the ranks' outputs
-afterwards; its kernels for GPUs skip such entries, the torch path counts them as an index and
-fails.  Here each rank runs its own (token, expert) pairs through that path, one expert a token.
-Routing, its record, the map to local experts and the sum over ranks are SGLang's own.
+With experts spread over ranks SGLang numbers the experts of other ranks -1 and sums the ranks'
+outputs afterwards.  Its kernels for GPUs skip the entries of -1; the torch path takes them for an
+index and fails.  Here each rank runs its own (token, expert) pairs through that path, one expert
+per token.  SGLang still routes, records the routes, maps experts to ranks and sums over ranks.
 
 Rejected: naming a local expert with weight 0 (the torch path counts a token's experts as a set, so
 an expert that is named twice mixes up the rows of others).

@@ -1,10 +1,10 @@
 """Layers of fp8 blocks on a plain CPU: SGLang's kernels for them are for GPUs and for AMX.
 
-The weights stay in fp8, as loaded and as published; each call multiplies them out to the dtype of
-the activations and goes on as an unquantised layer does.  It is there to serve small models in
-tests: a call reads every weight of the layer.  Activations are not quantised, as in SGLang's own
-CPU kernels (FP8_W8A16); kernels for GPUs quantise them too.  So any dtype of activations will do;
-float32 makes an engine comparable with a trainer to the last digits.
+The weights stay in fp8, as loaded and as published.  Each call dequantises them to the dtype of the
+activations and then computes what an unquantised layer computes.  It serves small models in tests:
+a call reads every weight of the layer.  Activations are not quantised, as in SGLang's own CPU
+kernels (FP8_W8A16); kernels for GPUs quantise them too.  So activations may have any dtype; with
+float32 the log-probabilities of engine and trainer agree to rounding.
 
 Legend: T tokens, H hidden size.
 """
@@ -21,7 +21,7 @@ from torch.nn.functional import linear as plain_linear
 
 
 def dtypes(supported: list[torch.dtype], _config: type) -> list[torch.dtype]:
-    """AFTER Fp8Config.get_supported_act_dtypes, which names those of the kernels for GPUs."""
+    """AFTER Fp8Config.get_supported_act_dtypes: adds float32 to the dtypes of the GPU kernels."""
     return [*supported, torch.float32]
 
 

@@ -185,7 +185,7 @@ class EngineHost:
         try:
             results = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:  # nobody would take what they seal
+            for task in tasks:  # nothing would read the blobs that they store
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
@@ -326,7 +326,7 @@ class EngineHost:
     ) -> _Sealed:
         """Write all arrays of one segment as one blob.
 
-        Prompt rows that a sibling of the same call recorded alike are named, not written again.
+        Prompt rows equal to a sibling's of the same call are referenced, not written again.
         """
         if not len(parsed.output_ids):
             return _Sealed()

@@ -1,24 +1,26 @@
-"""Weights that change under running requests: what the scheduler process does, and records.
+"""Weight updates under running requests: what the scheduler process does and records.
 
 `exchange` runs between two forward passes and writes the new weights in one of three ways:
 
     interrupt   the host has aborted all requests before; the prefix cache is emptied
-    in_place    requests decode on with the KV cache of older weights
-    retract     SGLang gives up every request's KV cache and computes it anew under new weights
+    in_place    requests continue with the KV cache of the older weights
+    retract     SGLang frees every request's KV cache and prefills it again under the new weights
 
-SGLang 0.5.23 leaves three gaps that are closed here.
+SGLang 0.5.23 has three gaps, which this module closes.
 
-1. Version spans.  It attributes to the new weights a token whose forward pass is already in the
-   overlap queue.  `_mark` counts those tokens.  A request whose prompt is half prefilled, so that
-   its first token comes from new weights and an old cache, gets an empty span of the old version.
+1. Version spans.  SGLang attributes a token to the new weights although its forward pass is already
+   in the overlap queue.  `_mark` counts these tokens.  A request whose prompt is half prefilled
+   samples its first token from new weights and an old cache: it gets an empty span of the old
+   version.
 2. Routing rows.  A request that is retracted, by an update or because memory ran out, is prefilled
-   again, and those rows overwrite the ones its tokens were sampled under.  `keep_rows` copies them
-   when the cache is given up, `return_rows` puts them back when the request ends.  With audit, the
-   overwriting rows are appended: they are what the tokens after an update were sampled on.
-3. Prefix cache.  It cannot be emptied under running requests, so that a new request would read
-   prefixes of older weights.  `name_prefix` makes the version part of every cache key.
+   again, and the rows of that prefill overwrite the rows that its tokens were sampled under.
+   `keep_rows` copies the rows before the cache is freed, `return_rows` restores them when the
+   request ends.  With audit, the rows of the second prefill are appended: tokens after an update
+   were sampled on them.
+3. Prefix cache.  It cannot be emptied under running requests, so a new request would read prefixes
+   of older weights.  `name_prefix` adds the version to every cache key.
 
-Everything happens alike on all ranks of the engine.  Read at 0.5.23: srt/managers/scheduler.py,
+All ranks of the engine execute the same steps.  Read at 0.5.23: srt/managers/scheduler.py,
 schedule_batch.py, scheduler_components/batch_result_processor.py, srt/utils/weight_versions.py.
 Rejected: draining the overlap queue before the copy (the event loop then runs without overlap for
 good, or reads an empty queue), SGLang's own pause and continue (requests of their own, so that
@@ -84,7 +86,7 @@ def _version() -> str:
 
 
 def _wait_for_device(scheduler: Any) -> None:
-    """Of the overlap queue's forward pass, and of the copies before the next one."""
+    """Wait for the forward pass in the overlap queue, or for the copies before the next one."""
     torch.get_device_module(scheduler.device).synchronize()
 
 
@@ -104,7 +106,7 @@ def _go_on(scheduler: Any) -> None:
 
 # --- version spans --------------------------------------------------------------------------------
 def _live(scheduler: Any) -> list[Any]:
-    """Every request that has begun or waits, each once."""
+    """Every running or waiting request, each once."""
     found = {id(req): req for req in (*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue)}
     if scheduler.chunked_req is not None:
         found[id(scheduler.chunked_req)] = scheduler.chunked_req
@@ -112,7 +114,7 @@ def _live(scheduler: Any) -> list[Any]:
 
 
 def _pending(scheduler: Any) -> set[int]:
-    """id() of requests with a sampled token that SGLang has not looked at yet."""
+    """id() of requests with a sampled token that SGLang has not processed yet."""
     found = set()
     for batch, _ in getattr(scheduler, "result_queue", ()):
         extends = batch.forward_mode.is_extend()
@@ -138,14 +140,14 @@ def _mark(live: Iterable[Any], pending: Container[int], before: str) -> None:
 
 # --- prefix cache ---------------------------------------------------------------------------------
 def name_prefix(scheduler: Any, req: Any, *_args: Any, **_fields: Any) -> None:
-    """BEFORE Scheduler._add_request_to_queue: what it prefills is cached under its version."""
+    """BEFORE Scheduler._add_request_to_queue: prefixes are cached per weight version."""
     if _namespace:
         req.extra_key = _namespace
 
 
 # --- routing rows ---------------------------------------------------------------------------------
 def keep_rows(*_args: Any, **fields: Any) -> None:
-    """BEFORE schedule_batch.release_req: the KV cache of a running request is given up."""
+    """BEFORE schedule_batch.release_req: the KV cache of a running request is freed."""
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
     req, capturer = fields["req"], get_global_experts_capturer()
@@ -161,14 +163,14 @@ def keep_rows(*_args: Any, **fields: Any) -> None:
 
 
 def return_rows(_result: None, processor: Any, req: Any) -> None:
-    """AFTER SchedulerBatchResultProcessor._maybe_collect_routed_experts: the request is done."""
+    """AFTER SchedulerBatchResultProcessor._maybe_collect_routed_experts: a request ends."""
     kept: list[tuple[str, Tensor]] = getattr(req, "moerl_rows", [])
     if req.routed_experts is None:
         return
     start, native = req.routed_experts_start_len, req.routed_experts
     if kept:
         req.routed_experts = native.clone()
-    for _, older in reversed(kept):  # the first forward pass of a token is the one that sampled
+    for _, older in reversed(kept):  # a token was sampled in its first forward pass
         end = max(min(len(older) - start, len(native)), 0)
         req.routed_experts[:end] = older[start : start + end]
     if _audit and req.weight_version_events:
@@ -177,7 +179,7 @@ def return_rows(_result: None, processor: Any, req: Any) -> None:
 
 
 def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -> list[Tensor]:
-    """Per span of a later version: rows of its prefix, from row 0, as that version routed it."""
+    """For each span of a later version, the rows of its prefix under that version, from row 0."""
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
 
@@ -190,6 +192,6 @@ def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -
     spans = compute_weight_version_spans(req.weight_version_events, _version(), outputs)
     by_version = dict(kept) | {_version(): now}
     prompt = len(req.origin_input_ids)
-    # A version whose rows are not here leaves a record too short, which the host refuses.
+    # Without the rows of a version the record is too short, and the host refuses it.
     found = [(by_version.get(span.version), prompt + span.start - 1) for span in spans[1:]]
     return [rows[:end] for rows, end in found if rows is not None]

@@ -36,17 +36,17 @@ def main() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when `parent`, the process that started this one, ends for whatever reason.
+    """Have the kernel kill this process when `parent`, which started it, ends.
 
-    Linux sends the signal when the parent's THREAD ends: start servers from a thread that lives on.
+    Linux sends the signal when the parent's THREAD ends, so start servers from a thread that stays.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def serve(args: dict[str, Any], token: Secret) -> None:
-    """Run one HTTP server until it is told to stop."""
+    """Run one HTTP server until it is stopped."""
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s")
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

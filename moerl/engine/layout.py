@@ -1,12 +1,12 @@
-"""The layout of a live engine's weights: its identity, and the refusal of what is not known.
+"""The layout of a live engine's weights: its identity, and the refusal of unknown layouts.
 
-A plan that writes into an engine is right for one layout only, and shapes do not show which one it
-is: SGLang may interleave, swap, transpose, pack or shuffle expert weights after loading and keep
-their shape.  So every server argument and environment variable that moves weights is looked at,
-and only what was compared with SGLang's own `load_weights` (tests/multi/test_layout_sglang.py)
-passes; anything else is refused, never guessed.  A server is asked twice: its scheduler processes
-look at the modules they loaded (`check_loaded`, hooked in by plugin.py), and once it serves, its
-resolved arguments become its `EngineLayout` (server.py).
+A plan that writes into an engine is right for one layout only, and shapes do not identify it:
+SGLang may interleave, swap, transpose, pack or shuffle expert weights after loading and keep their
+shape.  So every server argument and environment variable that moves weights is checked, and only
+values that were compared with SGLang's own `load_weights` (tests/multi/test_layout_sglang.py) are
+accepted.  A server is checked twice: its scheduler processes check the modules that they loaded
+(`check_loaded`, a hook of hooks.py), and once it serves, its resolved arguments become its
+`EngineLayout` (server.py).
 
 Rejected: a list of bad values (a new release adds values, and they would pass).
 Read at sglang 0.5.23: srt/layers/quantization/unquant.py, srt/layers/moe/fused_moe_triton/layer.py,
@@ -126,7 +126,7 @@ _FP8_KERNELS = ("auto", "triton")
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """What decides where every byte of an engine's weights lives.
+    """The settings that decide where each byte of an engine's weights is stored.
 
     Raises ConfigError for a value that the tables of moerl.layout were not compared under.
     """
@@ -203,7 +203,7 @@ def engine_layout(
 
 
 def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> EngineLayout:
-    """Identity of a server that was not started: `stated`, and all else as on a plain server.
+    """Identity of a server that was not started: `stated`, with the defaults of a plain server.
 
     stated: by name of the server argument, with tp, ep, dp (of attention) and sglang (the release)
     for short, or by name of the environment variable; values as text.  Dtype and quantisation are
@@ -241,10 +241,10 @@ def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> Engin
 
 
 def check_modules(modules: Iterable[tuple[str, Any]]) -> None:
-    """Ask the live modules of SGLang themselves (`model.named_modules()`, after loading).
+    """Check the loaded modules of SGLang (`model.named_modules()`).
 
-    Raises LayoutError naming the first one whose weights are not in the canonical layout: what a
-    release decides by itself is in no server argument.
+    Raises LayoutError naming the first module whose weights are not in the canonical layout.
+    Server arguments do not show what a release decides without one.
     """
     for name, module in modules:
         if getattr(module, "use_intel_amx_backend", False):
@@ -290,9 +290,9 @@ def weights(model: Any) -> dict[str, Any]:
 
 
 def check_loaded(_result: None, runner: Any) -> None:
-    """Hook after `ModelRunner.load_model`, in each scheduler process: check, and say so in the log.
+    """AFTER ModelRunner.load_model, in each scheduler process: check the modules and log it.
 
-    The log line is the proof: SGLang only warns about a hook that it could not install.
+    The log line shows that the hook ran: SGLang only logs a hook that it could not install.
     """
     check_modules(runner.model.named_modules())
     sys.stdout.write(f"{MODULES_CHECKED}\n")  # one write: ranks share the log
@@ -336,7 +336,7 @@ def _check(field: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
 
 
 def _value(name: str, text: str, *, like: Any) -> Any:
-    """A stated value in the type of the plain server's."""
+    """A stated value, converted to the type that a plain server has for it."""
     if text.lower() in ("none", "null"):
         return None
     if isinstance(like, bool):
@@ -355,7 +355,7 @@ def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _quantization(args: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The form that projections are served in; SGLang takes it from the checkpoint.
+    """The quantisation of the projections; SGLang takes it from the checkpoint.
 
     Asking for fp8 over a checkpoint without fp8 makes SGLang quantise whole tensors while it loads.
     """

@@ -407,7 +407,7 @@ class _Copies:
                 self._from.append(data.view(target.dtype).view(target.shape))
 
     def fit(self, session: _Session, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these views are those of `session`, and nobody moved the live weights."""
+        """Whether these views are those of `session`, and the live weights have not moved."""
         same = self.session.staging is session.staging and self.session.plan is session.plan
         return same and self._pointers == _pointers(tensors)
 

@@ -26,12 +26,12 @@ from moerl.codec.sampling_mask import encode_rows
 from moerl.errors import RecordError
 from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, RoutingBlob, VersionSpan
 
-_ROUNDING = 1e-6  # a log-probability above 0 by no more than this is rounding
+_ROUNDING = 1e-6  # a log-probability above 0 by less than this is rounding
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the record check must know of the served model."""
+    """Sizes of the served model that the record check needs."""
 
     vocab_size: int
     num_layers: int  # hidden layers, dense ones included
@@ -67,7 +67,7 @@ class InFlight:
 
 
 class SharedPrompts:
-    """Prompt rows that siblings of one engine call recorded alike: sealed once, named by all.
+    """Equal prompt rows of the siblings of one engine call: stored once, referenced by all.
 
     Rows are compared, never assumed equal: two prefills of one prompt may round differently, and
     the rows a sibling is trained on are those of its own KV cache.  Only siblings share: a blob
@@ -132,7 +132,7 @@ def _parsed(
     routing: bool,
     in_flight: InFlight | None,
 ) -> Reply:
-    """Also raises whatever a value of another kind than expected leads to."""
+    """`parse` without the check of types: a value of an unexpected type raises any exception."""
     meta, output = reply["meta_info"], np.asarray(reply["output_ids"])
     if len(output) and output.dtype.kind not in "iu":
         raise RecordError("reply", f"{request.rollout_id}: tokens of type {output.dtype}")
@@ -216,9 +216,9 @@ def _nothing(request: GenerateRequest, finish: Finish, cached: int) -> Reply:
 
 
 def _unrecorded_abort(meta: dict[str, Any], finish: Finish, routing: bool) -> bool:
-    """A request aborted while retracted to the waiting queue comes back without its rows.
+    """A request that is aborted in the waiting queue after a retraction returns without its rows.
 
-    Its tokens are dropped, as if none had been sampled: the request is simply sent again.
+    Its tokens are dropped and the request is sent again.
     """
     return finish is Finish.ABORT and routing and meta.get("routed_experts") is None
 
@@ -226,7 +226,7 @@ def _unrecorded_abort(meta: dict[str, Any], finish: Finish, routing: bool) -> bo
 def _finish(
     meta: dict[str, Any], output: Array, request: GenerateRequest, facts: ModelFacts
 ) -> Finish:
-    """Why it ended.  An abort that hit the very step of a natural end is that end.
+    """Why the request ended.  An abort in the step of a natural end counts as that end.
 
     SGLang sets the abort before it looks for stop tokens, so a sequence whose last token is a stop
     token may be reported as aborted; resuming it would sample beyond its end.

@@ -1,11 +1,11 @@
-"""The private folder of one server, and what servers leave behind whose host was killed.
+"""The private folder of one server, and the clean-up after a host that was killed.
 
-A server dies with its host, but nobody then removes its folder and what SGLang keeps in shared
-memory.  So the host holds a lock on a file in the folder, which the kernel releases when the host
-dies, and writes into it which shared memory is the server's.  Whoever starts a server next on this
-machine removes the folders whose lock is free, and the shared memory that they name.
+A server dies with its host, but its folder and SGLang's shared memory remain.  So the host holds a
+lock on a file in the folder and writes the names of the server's shared memory into it.  The kernel
+releases the lock when the host dies.  The next start of a server on this machine removes the
+folders whose lock is free, and the shared memory that they name.
 
-Rejected: the host's process id in the folder's name (ids come again, and containers that share a
+Rejected: the host's process id in the folder's name (ids are reused, and containers that share a
 folder number their own processes).
 """
 
@@ -30,7 +30,7 @@ _NAMES = ("sglang_loads_", "sem.mp-")
 
 
 class Scratch:
-    """A folder that goes with its server."""
+    """The folder of one server, removed with it."""
 
     def __init__(self) -> None:
         """Raises EngineError when there is no room."""
@@ -49,7 +49,7 @@ class Scratch:
             raise EngineError(f"engine: no lock in {self.path}: {error}") from error
 
     def name_shared(self, paths: Iterable[str]) -> None:
-        """What the server's processes have mapped; of that, its shared memory goes with it.
+        """Write down which of the mapped files are the server's shared memory.
 
         Raises EngineError when the disk is full.
         """
@@ -61,7 +61,7 @@ class Scratch:
             raise EngineError(f"engine: {self.path} takes no note: {error}") from error
 
     def remove(self) -> None:
-        """Twice is fine."""
+        """Remove the folder and the shared memory; a second call does nothing."""
         _remove(self.path)
         if self._owner >= 0:
             os.close(self._owner)
@@ -69,7 +69,7 @@ class Scratch:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Folders of this user's servers whose host is dead, and their shared memory."""
+    """Remove folders of this user's servers whose host is dead, and their shared memory."""
     for folder in parent.glob(SCRATCH + "*"):
         try:
             with (folder / _OWNER).open("r+") as owner:

@@ -110,7 +110,7 @@ class EngineServer:
             self.layout = await self._identify(client, config, deadline)
             self._children = self._workers()
             self._scratch.name_shared(path for one in self._tree() for path in _mapped(one))
-        except BaseException:  # also when whoever waits for it gives up
+        except BaseException:  # also when the caller is cancelled
             await self.stop()
             raise
 
@@ -126,7 +126,7 @@ class EngineServer:
     async def _identify(
         self, client: EngineClient, config: dict[str, Any], deadline: float
     ) -> EngineLayout:
-        """The layout of the weights as served: by its arguments, and by its ranks' own look."""
+        """The layout of the served weights, from the arguments and from the check of each rank."""
         try:  # its HTTP server asks the ranks, of which one may hang
             async with asyncio.timeout(max(deadline - time.monotonic(), _KILL_S)):
                 info = await client.server_info()
@@ -159,9 +159,10 @@ class EngineServer:
         return "\n".join([f"--- end of {self.log} ---", *self._log_lines()[-_TAIL_LINES:]])
 
     async def stop(self) -> None:
-        """Kill the server and all its processes; nothing of theirs is worth a graceful end.
+        """Kill the server and all its processes.
 
-        SGLang looks for SIGTERM once in 5 s, and the records of a request are sealed by the host.
+        A graceful end saves nothing: SGLang checks for SIGTERM every 5 s only, and the host stores
+        the records of requests.
         """
         try:
             if self._process is not None:
@@ -228,7 +229,7 @@ class EngineServer:
             return [child for child in self._children if _alive(child)]
 
     def _workers(self) -> list[psutil.Process]:
-        """SGLang's own processes (scheduler ranks, detokenizer), whose death is the server's."""
+        """SGLang's own processes (scheduler ranks, detokenizer); the server ends when one dies."""
         return [child for child in self._tree()[1:] if _is_worker(child)]
 
     def _log_lines(self) -> list[str]:
@@ -236,7 +237,7 @@ class EngineServer:
 
 
 def free_port(host: str) -> int:
-    """A port nobody listens on, below the range the kernel hands out to outgoing connections."""
+    """A free port, below the range that the kernel gives to outgoing connections."""
     for _ in range(200):
         port = random.SystemRandom().randrange(20000, 32000)
         if _is_free(host, port):
@@ -254,7 +255,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def cause_in(lines: list[str]) -> str:
-    """The last exception line of a log; a consequence of one only when nothing else is there."""
+    """The last exception line of a log; a follow-up error only when there is no other."""
     found = [match.group().strip() for line in lines if (match := _EXCEPTION.search(line))]
     first_hand = [line for line in found if not _SECONDARY.search(line)]
     return (first_hand or found or [""])[-1]

@@ -1,12 +1,12 @@
-"""Let a CUDA build of torchvision be imported beside a CPU build of torch.
+"""Make a CUDA build of torchvision importable with a CPU build of torch.
 
 SGLang imports torchvision unconditionally.  Without CUDA its compiled operators do not load, and
 its meta registrations then fail because two operator schemas are missing.  Declaring both schemas
 just before the first import is enough: nothing in text serving calls them.
 
-Armed by `moerl.engine.launch` in the server and, because multiprocessing's spawn imports the main
-module again, in each process the server starts.  Rejected: a .pth file (it acts on every program of
-the environment and is lost in an editable install).
+`moerl.engine.launch` calls `arm` in the server and, because multiprocessing's spawn imports the
+main module again, in each process that the server starts.  Rejected: a .pth file (it acts on every
+program of the environment and is lost in an editable install).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def arm() -> None:
 
 
 class _DeclareOperators:
-    """A finder that finds nothing: it only acts before the first import of torchvision."""
+    """A finder that finds no module: it only acts before the first import of torchvision."""
 
     library: Any = None  # keeps the declarations alive
 

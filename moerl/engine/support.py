@@ -2,11 +2,11 @@
 
 A feature is proven (a test compares its records with another implementation), refused while
 routing is recorded, or refused always because it changes what is sampled behind the record.
-Nothing is in between: a feature nobody compared is refused, however plausible its records look.
+There is no fourth case: a feature whose records were not compared is refused.
 
 `check` reads the table when a server's arguments are made; `python -m moerl.engine.support` prints
 it as docs/replay-support.md.  Rejected: a list of allowed arguments (SGLang has 546, most of them
-harmless); the table is of those that touch routing rows, kept sets or log-probabilities.
+harmless); the table has the arguments that change routing rows, kept sets or log-probabilities.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One row.  `args`: server argument -> allowed values, the first being SGLang's own."""
+    """One row.  `args`: server argument -> allowed values, SGLang's default first."""
 
     name: str
     verdict: Verdict
@@ -71,7 +71,7 @@ FEATURES = (
     Feature(
         "tensor parallelism",
         Verdict.PROVEN,
-        "every rank routes alike, the first one reports",
+        "every rank routes every token, the first rank reports",
         proof=_REPLAY + "test_every_segment_matches_the_weights_that_sampled_it",
     ),
     Feature(
@@ -211,13 +211,13 @@ FEATURES = (
     Feature(
         "data-parallel attention",
         Verdict.WITHOUT_REPLAY,
-        "each rank slices the captured rows in its own way, which nobody compared",
+        "each rank slices the captured rows in its own way, which was not compared",
         {"enable_dp_attention": _OFF, "attn_dp_size": _ONE, "dp_size": _ONE},
     ),
     Feature(
         "experts over data-parallel ranks, all-to-all between experts",
         Verdict.WITHOUT_REPLAY,
-        "tokens are scattered over ranks before they are routed, which nobody compared",
+        "tokens are scattered over ranks before they are routed, which was not compared",
         {
             "moe_dp_size": _ONE,
             "moe_a2a_backend": ("none", None),
@@ -227,7 +227,7 @@ FEATURES = (
     Feature(
         "expert load balancing",
         Verdict.WITHOUT_REPLAY,
-        "a physical expert is not the logical one that the trainer knows, and moves",
+        "a physical expert is not the logical expert of the trainer, and moves",
         {
             "enable_eplb": _OFF,
             "ep_num_redundant_experts": (0,),
@@ -269,7 +269,7 @@ FEATURES = (
     Feature(
         "other quantised weights, or a quantised cache",
         Verdict.WITHOUT_REPLAY,
-        "nobody compared their records; weights in fp8 blocks are proven",
+        "their records were not compared; weights in fp8 blocks are proven",
         {
             "quantization": (None, "fp8"),
             "quantize_and_serve": _OFF,

@@ -131,7 +131,7 @@ _FACTORIES = (
 
 def _patch_factories() -> None:
     # torch remembers, at the first `with torch.device(..)`, which functions make tensors.  It must
-    # see its own functions: with ours such a block has no effect, and transformers loads a model
+    # see its own functions: with ours the block has no effect, and transformers loads a model
     # without its rotary table (wrong from the second token on, without an error)
     _device_constructors()
 

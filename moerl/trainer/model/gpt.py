@@ -37,7 +37,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """One rank's model and what the rest of the trainer needs to know of it."""
+    """One rank's model, its configuration and its layout."""
 
     spec: ModelSpec  # of what is live: without prediction layers
     config: TransformerConfig
@@ -55,7 +55,7 @@ class Model:
 
     @property
     def module(self) -> torch.nn.Module:
-        """What is called, on a rank that holds one chunk."""
+        """The module to call, on a rank that holds one chunk."""
         assert len(self.chunks) == 1, f"this rank holds {len(self.chunks)} model chunks"
         return self.chunks[0].module
 

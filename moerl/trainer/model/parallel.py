@@ -73,7 +73,7 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that talks to the controller."""
+        """True on the rank that talks to the controller."""
         return self.rank == 0
 
 

@@ -68,7 +68,7 @@ class _Pass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LiveChoice:
-    """What a router would choose by itself, from a RECORD forward."""
+    """The live choice of a router, from a RECORD forward."""
 
     ids: Tensor  # [N, K] i64, by descending score
     margin: Tensor  # [N] f32: score of the last chosen minus score of the first not chosen
@@ -173,18 +173,18 @@ class RouteReplay:
         return self._live[self._key(microbatch, layer)]
 
     def rows(self, key: Key) -> Tensor:
-        """What is loaded and not yet used up: [N, K] u8 or u16."""
+        """Rows that are loaded and not used for the last time: [N, K] u8 or u16."""
         return self._rows[key]
 
     def serves(self, layer: int) -> Key:
-        """Whose rows a router call of `layer` takes now, in a forward pass or its recompute."""
+        """Key of the rows that a router call of `layer` takes now, in a forward or a recompute."""
         chunk = self._chunk_of[layer]
         running = self._pass
         microbatch = self._gradient_of[chunk] if running is None else running.microbatch
         return Key(microbatch, chunk, layer)
 
     def take_live(self, microbatch: int, chunk: int = 0) -> dict[Key, LiveChoice]:
-        """All live choices of one RECORD forward, which are forgotten here."""
+        """Return all live choices of one RECORD forward and drop them."""
         keys = [Key(microbatch, chunk, layer) for layer in self.chunks[chunk]]
         return {key: self._live.pop(key) for key in keys}
 

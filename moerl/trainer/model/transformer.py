@@ -1,9 +1,9 @@
 """TransformerConfig of a model: what the checkpoint, the layout, the precision and the user say.
 
-Every field is reachable through `trainer.megatron`, except those that follow from the model, the
+Every field can be set through `trainer.megatron`, except fields that follow from the model, the
 parallel layout, the precision or the platform (they would contradict the checkpoint or the process
-groups) and those that break replay or the plain-sum loss.  A field the installed version does not
-have is refused with its nearest neighbours.
+groups) and fields that break replay or the plain-sum loss.  A field that the installed version does
+not have is refused, with the nearest names.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def equal_shapes(trainer: TrainerConfig) -> bool:
 def check_megatron_fields(
     user: Mapping[str, Any], owned: Mapping[str, Any], *, with_replay: bool
 ) -> None:
-    """Refuse what cannot be set.  Raises ConfigError naming the field, its value and the reason."""
+    """Refuse fields that cannot be set.  Raises ConfigError with field, value and reason."""
     kind = MLATransformerConfig if owned.get("multi_latent_attention") else TransformerConfig
     known = {field.name for field in fields(kind) if field.init}
     hints = get_type_hints(kind)
@@ -97,7 +97,7 @@ def check_megatron_fields(
 
 
 def _check_router_losses(user: Mapping[str, Any], *, with_replay: bool) -> None:
-    """What `moerl.trainer.passes.router_losses` computes, and nothing that depends on the split."""
+    """Allow the losses that `router_losses` computes; they do not depend on the split."""
     name = "moe_router_load_balancing_type"
     kind = user.get(name, "none")
     if kind not in ("none", "seq_aux_loss"):
@@ -115,7 +115,7 @@ def _check_router_losses(user: Mapping[str, Any], *, with_replay: bool) -> None:
             raise ConfigError(
                 f"trainer.megatron.{coeff}",
                 value,
-                "router losses are computed beside replayed routes; use replay.routing R3 or R2",
+                "router losses are computed with replayed routes; use replay.routing R3 or R2",
             )
     if user.get("moe_aux_loss_coeff") and kind == "none":
         raise ConfigError(
@@ -249,7 +249,7 @@ def _layout_fields(trainer: TrainerConfig) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": sizes.first_stage_layers or None,
         "num_layers_in_last_pipeline_stage": sizes.last_stage_layers or None,
         "context_parallel_size": sizes.cp,
-        # otherwise microbatches are padded alike, see `equal_shapes`
+        # otherwise microbatches are padded to one shape, see `equal_shapes`
         "variable_seq_lengths": sizes.pp > 1 and not equal_shapes(trainer),
         "expert_model_parallel_size": sizes.ep,
         "expert_tensor_parallel_size": sizes.etp,
