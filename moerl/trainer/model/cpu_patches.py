@@ -313,7 +313,7 @@ PATCHES = (
     ),
     Patch(
         _patch_latent_attention,
-        "latent attention takes the names of Transformer Engine's wrappers for an installed one",
+        "latent attention sets HAVE_TE where only the wrappers of Transformer Engine can be imported",
         ("megatron.core.transformer.multi_latent_attention.HAVE_TE",),
     ),
     Patch(
@@ -348,7 +348,7 @@ PATCHES = (
     ),
     Patch(
         _patch_duplicated_linear,
-        "latent attention builds its down projections as duplicated for one class only",
+        'latent attention passes parallel_mode="duplicated" to one class only, TELinear',
         ("megatron.core.transformer.multi_latent_attention.TELinear",),
     ),
 )
