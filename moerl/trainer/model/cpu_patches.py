@@ -313,7 +313,7 @@ PATCHES = (
     ),
     Patch(
         _patch_latent_attention,
-        "latent attention sets HAVE_TE where only the wrappers of Transformer Engine can be imported",
+        "latent attention sets HAVE_TE when only the wrappers of Transformer Engine are there",
         ("megatron.core.transformer.multi_latent_attention.HAVE_TE",),
     ),
     Patch(
