@@ -46,7 +46,7 @@ REFUSED = [
     ({"moe_expert_capacity_factor": 1.0}, True, "drops tokens"),
     ({"recompute_granularity": "partial"}, False, "megatron-core says"),
     ({"hidden_dropout": "a bit"}, False, "float is needed"),
-    ({"moe_z_loss_coeff": 0.1}, False, "beside replayed routes"),
+    ({"moe_z_loss_coeff": 0.1}, False, "with replayed routes"),
 ]
 RECOMPUTE = {
     "recompute_granularity": "full",
