@@ -296,7 +296,8 @@ def _title(board: _Board) -> str:
 def _progress(board: _Board, room: int) -> Table:
     share = min(1.0, board.num_done / board.total_steps) if board.total_steps else 0.0
     text = f"{share:4.0%}" + (f"  eta {board.eta}" if board.eta else "")
-    bar = ProgressBar(total=1.0, completed=share, width=max(1, min(40, room - len(text) - 1)))
+    width = max(1, min(40, room - len(text) - 1))
+    bar = ProgressBar(total=1.0, completed=share, width=width, complete_style="green")
     row = Table.grid(padding=(0, 1))
     row.add_row(bar, Text(text))
     return row

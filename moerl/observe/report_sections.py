@@ -1,10 +1,10 @@
-"""What the report draws over optimizer steps: sections of charts, as data."""
+"""The charts of the report over optimizer steps, by section."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moerl.observe.charts import Chart, Line
+from moerl.observe.charts import Chart, ChartLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +24,33 @@ SECTIONS = (
             Chart(
                 "Reward",
                 "reward",
-                (Line("reward/mean", "mean \u00b1 standard deviation", "reward/std", smooth=True),),
+                (
+                    ChartLine(
+                        "reward/mean", "mean \u00b1 standard deviation", "reward/std", smooth=True
+                    ),
+                ),
             ),
             Chart(
                 "Held-out prompts",
                 "reward",
-                (Line("eval/reward_mean", "mean \u00b1 standard error", "eval/reward_se"),),
+                (ChartLine("eval/reward_mean", "mean \u00b1 standard error", "eval/reward_se"),),
             ),
-            Chart("Response length", "tokens", (Line("sample/length_mean", "mean"),), zero=True),
+            Chart(
+                "Response length",
+                "tokens",
+                (ChartLine("sample/length_mean", "mean"),),
+                scale="zero",
+            ),
             Chart(
                 "Groups without signal, answers cut off",
                 "share",
                 (
-                    Line("reward/zero_var_frac", "all rewards equal"),
-                    Line("sample/truncated_frac", "hit the length limit"),
+                    ChartLine("reward/zero_var_frac", "all rewards equal"),
+                    ChartLine("sample/truncated_frac", "hit the length limit"),
                 ),
-                share=True,
+                scale="share",
             ),
-            Chart("Gradient norm", "L2, before clipping", (Line("loss/grad_norm", "norm"),)),
+            Chart("Gradient norm", "L2, before clipping", (ChartLine("loss/grad_norm", "norm"),)),
         ),
     ),
     Section(
@@ -52,21 +61,21 @@ SECTIONS = (
         "is trainer over engine probability, 1 on average when nothing is missing from the "
         "records.",
         (
-            Chart("k3 divergence", "nats", (Line("mismatch/k3", "k3"),), log=True),
+            Chart("k3 divergence", "nats", (ChartLine("mismatch/k3", "k3"),), scale="log"),
             Chart(
                 "Absolute log-probability difference",
                 "nats",
                 (
-                    Line("mismatch/abs_dlogp_max", "max"),
-                    Line("mismatch/abs_dlogp_mean", "mean"),
+                    ChartLine("mismatch/abs_dlogp_max", "max"),
+                    ChartLine("mismatch/abs_dlogp_mean", "mean"),
                 ),
-                log=True,
+                scale="log",
             ),
             Chart(
                 "Mean importance ratio",
                 "ratio",
                 (
-                    Line(
+                    ChartLine(
                         "mismatch/ratio_mean",
                         "mean \u00b1 4 standard errors",
                         "mismatch/ratio_se",
@@ -79,10 +88,10 @@ SECTIONS = (
                 "Replay coverage",
                 "share of tokens",
                 (
-                    Line("routing/replay_cover_frac", "routing"),
-                    Line("keep/cover_frac", "sampling mask"),
+                    ChartLine("routing/replay_cover_frac", "routing"),
+                    ChartLine("keep/cover_frac", "sampling mask"),
                 ),
-                share=True,
+                scale="share",
             ),
         ),
     ),
@@ -95,76 +104,78 @@ SECTIONS = (
             Chart(
                 "Version lag",
                 "versions",
-                (Line("async/lag_max", "max"), Line("async/lag_mean", "mean")),
-                zero=True,
+                (ChartLine("async/lag_max", "max"), ChartLine("async/lag_mean", "mean")),
+                scale="zero",
             ),
             Chart(
                 "Throughput",
                 "tokens/s",
                 (
-                    Line("perf/rollout_tokens_per_s", "engine, generated"),
-                    Line("perf/train_tokens_per_s", "trainer"),
+                    ChartLine("perf/rollout_tokens_per_s", "engine, generated"),
+                    ChartLine("perf/train_tokens_per_s", "trainer"),
                 ),
-                zero=True,
+                scale="zero",
             ),
             Chart(
                 "Idle",
                 "share of time",
                 (
-                    Line("async/engine_idle_frac", "engine"),
-                    Line("async/trainer_wait_frac", "trainer, waiting for a batch"),
+                    ChartLine("async/engine_idle_frac", "engine"),
+                    ChartLine("async/trainer_wait_frac", "trainer, waiting for a batch"),
                 ),
-                share=True,
+                scale="share",
             ),
             Chart(
                 "Tokens by lag",
                 "share of tokens",
                 (
-                    Line("async/lag_frac/lag_0", "0"),
-                    Line("async/lag_frac/lag_1", "1"),
-                    Line("async/lag_frac/lag_2_3", "2-3"),
-                    Line("async/lag_frac/lag_4_7", "4-7"),
-                    Line("async/lag_frac/lag_8", "8+"),
+                    ChartLine("async/lag_frac/lag_0", "0"),
+                    ChartLine("async/lag_frac/lag_1", "1"),
+                    ChartLine("async/lag_frac/lag_2_3", "2-3"),
+                    ChartLine("async/lag_frac/lag_4_7", "4-7"),
+                    ChartLine("async/lag_frac/lag_8", "8+"),
                 ),
-                share=True,
+                scale="share",
             ),
-            Chart("Buffer depth", "groups", (Line("async/buffer_depth", "groups"),), zero=True),
+            Chart(
+                "Buffer depth", "groups", (ChartLine("async/buffer_depth", "groups"),), scale="zero"
+            ),
             Chart(
                 "Buffer age",
                 "seconds",
                 (
-                    Line("async/buffer_age_max_s", "oldest group taken"),
-                    Line("async/buffer_age_mean_s", "mean"),
+                    ChartLine("async/buffer_age_max_s", "oldest group taken"),
+                    ChartLine("async/buffer_age_mean_s", "mean"),
                 ),
-                zero=True,
+                scale="zero",
             ),
             Chart(
                 "Requests aborted and resumed",
                 "requests",
-                (Line("async/interrupts", "requests"),),
-                zero=True,
+                (ChartLine("async/interrupts", "requests"),),
+                scale="zero",
             ),
             Chart(
                 "Prefilled again after an update",
                 "tokens",
-                (Line("async/recomputed_tokens", "tokens"),),
-                zero=True,
+                (ChartLine("async/recomputed_tokens", "tokens"),),
+                scale="zero",
             ),
             Chart(
                 "Rollouts of several versions",
                 "share of rollouts",
-                (Line("async/partial_frac", "share"),),
-                share=True,
+                (ChartLine("async/partial_frac", "share"),),
+                scale="share",
             ),
             Chart(
                 "Weight update and checkpoint",
                 "seconds",
                 (
-                    Line("async/sync_transfer_s", "transfer"),
-                    Line("async/sync_pause_s", "engine pause"),
-                    Line("checkpoint/pause_s", "checkpoint pause"),
+                    ChartLine("async/sync_transfer_s", "transfer"),
+                    ChartLine("async/sync_pause_s", "engine pause"),
+                    ChartLine("checkpoint/pause_s", "checkpoint pause"),
                 ),
-                zero=True,
+                scale="zero",
             ),
         ),
     ),
