@@ -36,7 +36,7 @@ from moerl.launch.nodes.processes import become_subreaper, end_descendants
 from moerl.launch.plan import RunPlan, trainer_command, trainer_environment
 from moerl.launch.prepare import prepare
 from moerl.launch.supervision.actors import ControllerActor, EngineActor, ScorerActor, place
-from moerl.observe.charts import Chart, ChartLine, Scale
+from moerl.observe.charts import Chart, Scale
 from moerl.observe.metrics import Row, read_rows
 from moerl.observe.page import Column, Page, PageSection, Table, figure, write_html
 from moerl.rundir import RunDir
@@ -267,9 +267,13 @@ def write_page(out: Path, found: Mapping[Series, list[list[Row]]]) -> Path:
     sections = [PageSection("Series", table=Table(columns, table(found)))]
     for lag in sorted({line.lag for line in found}):
         here = {line: runs for line, runs in found.items() if line.lag == lag}
-        lines = tuple(ChartLine(s.name, s.name, band=f"{s.name} band", smooth=True) for s in here)
+        lines = {series.name: series.name for series in here}
+        bands = {name: f"{name} band" for name in lines}
         figures = [
-            figure(Chart(f"{title}, lag {lag}", unit, lines, scale), chart_rows(here, metric))
+            figure(
+                Chart(f"{title}, lag {lag}", unit, lines, bands, smooth=True, scale=scale),
+                chart_rows(here, metric),
+            )
             for title, metric, unit, scale in CHARTS
         ]
         sections.append(PageSection(f"Lag {lag}", figures=figures))

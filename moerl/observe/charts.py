@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import matplotlib
@@ -31,7 +31,7 @@ _CSS = {INK: "var(--ink)", GRID: "var(--grid)"} | {
 }
 MAX_POINTS = 400  # per line; longer runs are averaged in blocks
 CHART_INCHES = (5.2, 2.5)
-TIMELINE_INCHES = (10.4, 0.9)  # height without lanes
+TIMELINE_INCHES = (10.4, 0.9)  # height without tracks
 _SPARSE = 0.5  # share of rows with a value; below it each value is marked
 LEGEND_CHARACTERS = 13  # per inch, in the legend's font
 
@@ -40,51 +40,36 @@ Scale = Literal["auto", "zero", "share", "below_one", "log"]  # of the vertical 
 
 
 @dataclass(frozen=True, slots=True)
-class ChartLine:
-    """One column of the rows that a chart draws.
+class Chart:
+    """Lines over one column of the rows, by default over optimizer steps.
 
-    band: name of a second column, drawn as value +- band_scale * band.
+    Example: Chart("Idle", "share of time", {"async/engine_idle_frac": "engine"}, scale="share").
+
+    bands: column of a line -> column of its half width; drawn as value +- band_scale * half width.
     smooth: draw a moving mean over a twentieth of the rows, and the raw values thin behind it.
     """
 
-    name: str
-    label: str
-    band: str = ""
-    band_scale: float = 1.0
-    smooth: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Lines over one column of the rows, by default over optimizer steps."""
-
     title: str
     unit: str  # of the vertical axis
-    lines: tuple[ChartLine, ...]
+    lines: Mapping[str, str]  # column -> label
+    bands: Mapping[str, str] = field(default_factory=dict)
+    band_scale: float = 1.0
+    smooth: bool = False
     scale: Scale = "auto"
     level: float | None = None  # draws a horizontal line there
-    x: str = "step"
+    x: str = "step"  # column
     x_label: str = "optimizer step"
     marks: bool = False  # mark every value
     text: str = ""  # below the chart
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One kind of work on one lane of the timeline."""
-
-    lane: str
-    kind: str
-    intervals: Sequence[Interval]  # seconds since the start of the window
 
 
 def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
     """The chart as SVG; None when there is nothing to draw (log scale: no positive value)."""
     with _figure(CHART_INCHES) as (figure, axes):
         drawn = [
-            line
-            for line, color in zip(chart.lines, COLORS, strict=False)
-            if _draw_line(axes, chart, line, color, rows)
+            name
+            for name, color in zip(chart.lines, COLORS, strict=False)
+            if _draw_line(axes, chart, name, color, rows)
         ]
         if not drawn:
             return None
@@ -94,7 +79,7 @@ def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_xlabel(chart.x_label)
         axes.set_ylabel(chart.unit)
-        if len(drawn) > 1 or drawn[0].band:
+        if len(drawn) > 1 or drawn[0] in chart.bands:
             _legend(axes)
         return _svg(figure, chart.title)
 
@@ -113,24 +98,28 @@ def draw_bars(title: str, y_label: str, bars: Mapping[str, float]) -> str | None
         return _svg(figure, title)
 
 
-def draw_timeline(bars: Sequence[Bar], window_s: float) -> str | None:
-    """Lanes over time as SVG, one per process; None without a bar."""
-    lanes = sorted({bar.lane for bar in bars}, key=_lane_order)
-    if not lanes:
+def draw_timeline(
+    bars: Mapping[tuple[str, str], Sequence[Interval]], window_s: float
+) -> str | None:
+    """Work over time as SVG; None without any.
+
+    bars: (track, kind of work) -> intervals in seconds from the start of the window.
+    """
+    tracks = sorted({track for track, _ in bars}, key=_track_order)
+    if not tracks:
         return None
-    kinds = sorted({bar.kind for bar in bars})
+    kinds = sorted({kind for _, kind in bars})
+    colors = {kind: COLORS[index % len(COLORS)] for index, kind in enumerate(kinds)}
     width, base = TIMELINE_INCHES
-    with _figure((width, base + 0.42 * len(lanes))) as (figure, axes):
-        for bar in bars:
-            color = COLORS[kinds.index(bar.kind) % len(COLORS)]
-            spans = [(start, end - start) for start, end in bar.intervals]
-            axes.broken_barh(
-                spans, (lanes.index(bar.lane) - 0.36, 0.72), facecolors=color, linewidth=0
-            )
-        for index, kind in enumerate(kinds):
-            axes.barh(0, 0, color=COLORS[index % len(COLORS)], label=kind)
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.set_ylim(len(lanes) - 0.4, -0.6)
+    with _figure((width, base + 0.42 * len(tracks))) as (figure, axes):
+        for (track, kind), intervals in bars.items():
+            spans = [(start, end - start) for start, end in intervals]
+            height = (tracks.index(track) - 0.36, 0.72)
+            axes.broken_barh(spans, height, facecolors=colors[kind], linewidth=0)
+        for kind, color in colors.items():
+            axes.barh(0, 0, color=color, label=kind)
+        axes.set_yticks(range(len(tracks)), tracks)
+        axes.set_ylim(len(tracks) - 0.4, -0.6)
         axes.set_xlim(0.0, window_s)
         axes.set_xlabel("seconds from the start of this window")
         axes.grid(False, axis="y")
@@ -139,32 +128,31 @@ def draw_timeline(bars: Sequence[Bar], window_s: float) -> str | None:
 
 
 def _draw_line(
-    axes: Axes, chart: Chart, line: ChartLine, color: str, rows: Sequence[Mapping[str, Any]]
+    axes: Axes, chart: Chart, name: str, color: str, rows: Sequence[Mapping[str, Any]]
 ) -> bool:
     """Draw one line; False without a value."""
-    log = chart.scale == "log"
+    log, band = chart.scale == "log", chart.bands.get(name, "")
     points = [
-        (row[chart.x], row[line.name], row.get(line.band, 0.0))
+        (row[chart.x], row[name], row.get(band, 0.0))
         for row in rows
-        if line.name in row and (not log or row[line.name] > 0)
+        if name in row and (not log or row[name] > 0)
     ]
     if not points:
         return False
-    pick = np.max if line.name.endswith("_max") else np.mean
+    pick = np.max if name.endswith("_max") else np.mean
     x, values, bands = (_blocks(column, pick) for column in np.array(points, float).T)
-    marks = chart.marks or len(points) < _SPARSE * len(rows) or len(x) == 1
-    if line.smooth and len(values) >= 20:
+    shown = values
+    if chart.smooth and len(values) >= 20:
         axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
         shown = _moving_mean(values, max(3, len(values) // 20))
-    else:
-        shown = values
-    if line.band and any(line.band in row for row in rows):
-        half = bands * line.band_scale
+    if band and any(band in row for row in rows):
+        half = bands * chart.band_scale
         # on decades as far below as above: value - deviation may be 0 or less
         low = shown**2 / (shown + half) if log else shown - half
         axes.fill_between(x, low, shown + half, color=color, alpha=0.16, linewidth=0)
-    marker = "o" if marks else ""
-    axes.plot(x, shown, color=color, linewidth=1.7, label=line.label, marker=marker, ms=4)
+    marks = chart.marks or len(points) < _SPARSE * len(rows) or len(x) == 1
+    marker, label = "o" if marks else "", chart.lines[name]
+    axes.plot(x, shown, color=color, linewidth=1.7, label=label, marker=marker, ms=4)
     return True
 
 
@@ -209,11 +197,11 @@ def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
     return np.convolve(values, window, mode="same") / counts
 
 
-def _lane_order(lane: str) -> tuple[int, list[tuple[int, str]]]:
+def _track_order(track: str) -> tuple[int, list[tuple[int, str]]]:
     """Sort key: engines, trainers, frozen policies, then others; engine2 before engine10."""
     first = ("engine", "trainer", "frozen")
-    group = next((i for i, head in enumerate(first) if lane.startswith(head)), len(first))
-    parts = re.findall(r"\d+|\D+", lane)
+    group = next((i for i, head in enumerate(first) if track.startswith(head)), len(first))
+    parts = re.findall(r"\d+|\D+", track)
     return group, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 

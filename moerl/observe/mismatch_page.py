@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moerl.observe.charts import Chart, ChartLine, draw_bars
+from moerl.observe.charts import Chart, draw_bars
 from moerl.observe.page import Column, Figure, Page, PageSection, Table, figure, write_html
 
 VARIANTS = ("none", "routing", "mask", "both")
@@ -42,7 +42,7 @@ _BARS = "Bars add up to the gap without replay; a negative one: this replay wide
 _AGREEMENT = Chart(
     "Live router against the record, by layer",
     "share of tokens",
-    (ChartLine("agree_frac", "same experts"), ChartLine("same_input_frac", "on equal inputs")),
+    {"agree_frac": "same experts", "same_input_frac": "on equal inputs"},
     scale="below_one",
     x="layer",
     x_label="layer",
@@ -53,7 +53,7 @@ _AGREEMENT = Chart(
 _MARGIN = Chart(
     "Margin of the k-th expert, by layer",
     "router score",
-    tuple(ChartLine(name, name) for name in QUANTILES),
+    {name: name for name in QUANTILES},
     scale="log",
     x="layer",
     x_label="layer",
@@ -64,7 +64,7 @@ _POSITION = tuple(
     Chart(
         f"{title} along the response",
         "nats",
-        tuple(ChartLine(name + suffix, name) for name in VARIANTS),
+        {name + suffix: name for name in VARIANTS},
         scale="log",
         x_label="position in the response",
         marks=True,
@@ -75,7 +75,7 @@ _POSITION = tuple(
 _LAG = Chart(
     "Mean |d| by age of the weights",
     "nats",
-    tuple(ChartLine(name, name) for name in VARIANTS),
+    {name: name for name in VARIANTS},
     scale="log",
     x="lag",
     x_label="versions",

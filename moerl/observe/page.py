@@ -94,7 +94,7 @@ def write_html(path: Path, page: Page) -> Path:
 def figure(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The chart over these rows, or a note that they have no value for it."""
     svg = draw_chart(chart, rows)
-    names = ", ".join(line.name for line in chart.lines)
+    names = ", ".join(chart.lines)
     text = chart.text if svg else f"Not drawn: there is no value of {names} to draw."
     return Figure(chart.title, svg, text)
 

@@ -7,7 +7,7 @@ again later, and for a run that died: a note replaces each chart without data.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from moerl.config.schema import Config
-from moerl.observe.charts import Bar, draw_timeline
+from moerl.observe.charts import draw_timeline
 from moerl.observe.console import alerts, clock
 from moerl.observe.metrics import Row, read_lines, read_rows
 from moerl.observe.overlap import (
@@ -50,13 +50,14 @@ ENGINE_ALONE = "engine tokens/s alone"  # names in the summary of a run
 ENGINE_TRAINING = "engine tokens/s while training"
 MAX_SAMPLES = 40  # rows of the table, spread over the run
 WINDOW_STEPS = 6  # trainer steps in the timeline window
-# Spans of other threads of the trainer and the names of their lanes.  The parts of a publish
+# Spans of other threads of the trainer and the names of their tracks.  The parts of a publish
 # ("publish commit", ...) lie inside it and are not drawn.
 _THREADS = {"publish": "publish", "checkpoint write": "checkpoint"}
 _PART = "publish "
 _WORKERS = ("engine", "trainer", "frozen")  # processes whose kinds of work get colours first
 WINDOW_S = 20.0  # length of the window without a trainer step
-MAX_LANES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
+MAX_PROCESSES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
+_Work = dict[tuple[str, str], list[Interval]]  # (process or track, kind of work) -> when
 _FACTS = {  # settings below the name of the run
     "task": "task.name",
     "engines": "engine.count",
@@ -317,52 +318,56 @@ def _window(spans: Sequence[Span]) -> Interval | None:
     return middle - WINDOW_S / 2, middle + WINDOW_S / 2
 
 
-def _bars(spans: Sequence[Span], window: Interval) -> tuple[list[Bar], int]:
-    """Bars inside the window and how many processes were left out.
+def _bars(spans: Sequence[Span], window: Interval) -> tuple[_Work, int]:
+    """Work by (track, kind) in seconds from the start of the window; number of hidden processes.
 
     A step span contains its phases: only the rest of it is drawn as "step".
     """
-    found: dict[tuple[str, str], list[Interval]] = {}
+    found = _inside(spans, window)
+    processes = sorted({process for process, _ in found})
+    workers = [name for name in processes if name.startswith(_WORKERS)]
+    others = [name for name in processes if name not in workers]
+    drawn, main = (workers + others)[:MAX_PROCESSES], _main_kinds(found)
+    bars: _Work = {}
+    for (process, kind), parts in sorted(found.items()):
+        if process not in drawn:
+            continue
+        if kind == STEP:
+            parts = subtract(parts, _phases(found, process))
+        track = f"{process} {_THREADS[kind]}" if kind in _THREADS else process
+        shifted = [(a - window[0], b - window[0]) for a, b in intersect(parts, [window])]
+        bars.setdefault((track, kind if kind in main else "other"), []).extend(shifted)
+    return bars, len(processes) - len(drawn)
+
+
+def _inside(spans: Sequence[Span], window: Interval) -> _Work:
+    """Spans that touch the window by (process, name)."""
+    found: _Work = {}
     for span in spans:
         inside = span["start_s"] < window[1] and span["end_s"] > window[0]
         if inside and not str(span["name"]).startswith(_PART):
             key = (str(span["process"]), str(span["name"]))
             found.setdefault(key, []).append((span["start_s"], span["end_s"]))
-    lanes = sorted({lane for lane, _ in found})
-    kept = set([x for x in lanes if x.startswith(_WORKERS)][:MAX_LANES])
-    kept |= set([x for x in lanes if x not in kept][: MAX_LANES - len(kept)])
-    names = _main_kinds(found)
-    bars: dict[tuple[str, str], list[Interval]] = {}
-    for (lane, name), parts in found.items():
-        if lane not in kept:
-            continue
-        if name in _THREADS:
-            lane = f"{lane} {_THREADS[name]}"
-        if name == STEP:
-            phases = [
-                part
-                for (own, kind), others in found.items()
-                if own == lane and kind != STEP and kind not in _THREADS
-                for part in others
-            ]
-            parts = subtract(parts, phases)
-        bars.setdefault((lane, name if name in names else "other"), []).extend(parts)
-    shift = window[0]
+    return found
+
+
+def _phases(found: _Work, process: str) -> list[Interval]:
+    """Spans of the process inside its steps."""
     return [
-        Bar(lane, kind, [(a - shift, b - shift) for a, b in intersect(parts, [window])])
-        for (lane, kind), parts in sorted(bars.items())
-    ], len(lanes) - len(kept)
+        part
+        for (owner, kind), parts in found.items()
+        if owner == process and kind != STEP and kind not in _THREADS
+        for part in parts
+    ]
 
 
-def _main_kinds(found: Mapping[tuple[str, str], Iterable[Interval]]) -> set[str]:
+def _main_kinds(found: _Work) -> set[str]:
     """The kinds of work with most seconds, engines and trainer first; the rest is "other"."""
     seconds: dict[str, float] = {}
-    works: set[str] = set()
-    for (lane, name), parts in found.items():
-        seconds[name] = seconds.get(name, 0.0) + length(parts)
-        if lane.startswith(_WORKERS):
-            works.add(name)
-    order = sorted(seconds, key=lambda name: (name not in works, -seconds[name]))
+    for (_, kind), parts in found.items():
+        seconds[kind] = seconds.get(kind, 0.0) + length(parts)
+    of_workers = {kind for process, kind in found if process.startswith(_WORKERS)}
+    order = sorted(seconds, key=lambda kind: (kind not in of_workers, -seconds[kind]))
     return set(order if len(order) <= MAX_KINDS else order[: MAX_KINDS - 1])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.schema import Config, RunConfig
-from moerl.observe.charts import Chart, ChartLine, draw_chart
+from moerl.observe.charts import Chart, draw_chart
 from moerl.observe.metrics import MetricsWriter
 from moerl.observe.report import ENGINE_ALONE, _bars, reward_gain, wall_time_s, write_report
 from moerl.rundir import RunDir
@@ -132,8 +132,7 @@ def test_a_publish_beside_a_step_does_not_hide_it(run: RunDir) -> None:
         engine.add("update", start + 3.0, start + 4.0)
         for kind in ("TakePlan", "StepDone", "CommitUpdate", "Hello", "AskEngine"):
             controller.add(kind, start, start + 8.0)
-    bars, hidden = _bars(read_spans(run.trace), (100.0, 130.0))
-    drawn = {(bar.lane, bar.kind): list(bar.intervals) for bar in bars}
+    drawn, hidden = _bars(read_spans(run.trace), (100.0, 130.0))
     assert drawn["trainer-0", "step"] == [(1.0, 8.0), (11.0, 18.0), (21.0, 28.0)]
     assert drawn["trainer-0 publish", "publish"][0] == (2.0, 6.0)
     assert ("engine0", "update") in drawn
@@ -218,7 +217,7 @@ def test_any_length_of_run(run: RunDir, num_steps: int) -> None:
 
 def test_values_of_few_steps_are_marked(run: RunDir) -> None:
     """A line through two checkpoints says nothing about the steps between them."""
-    chart = Chart("c", "s", (ChartLine("checkpoint/pause_s", "pause"),))
+    chart = Chart("c", "s", {"checkpoint/pause_s": "pause"})
     rows = [{"step": step, "checkpoint/pause_s": 1.0} for step in range(40)]
     few = [row if row["step"] in (9, 29) else {"step": row["step"]} for row in rows]
     marks = [(draw_chart(chart, some) or "").count("<use ") for some in (rows, few)]
