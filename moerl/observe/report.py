@@ -58,16 +58,6 @@ _WORKERS = ("engine", "trainer", "frozen")  # processes whose kinds of work get 
 WINDOW_S = 20.0  # length of the window without a trainer step
 MAX_PROCESSES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
 _Work = dict[tuple[str, str], list[Interval]]  # (process or track, kind of work) -> when
-_FACTS = {  # settings below the name of the run
-    "task": "task.name",
-    "engines": "engine.count",
-    "engine": "engine.dtype",
-    "trainer": "trainer.dtype",
-    "expert parallel": "trainer.parallel.ep",
-    "top-p": "sampling.top_p",
-    "routing replay": "replay.routing",
-    "sampling mask": "replay.sampling_mask",
-}
 _SAMPLE_COLUMNS = (
     Column("Step", "number"),
     Column("Reward", "badge"),
@@ -81,7 +71,7 @@ _SAMPLE_COLUMNS = (
 
 def write_report(
     run: RunDir,
-    config: Config | Mapping[str, Any],
+    config: Config,
     summary: Mapping[str, float] | None = None,
     *,
     goes_on: bool = False,
@@ -92,18 +82,17 @@ def write_report(
     goes_on: the run is still training.
     Raises RecordError when metrics.jsonl or samples.jsonl is damaged beyond a torn last line.
     """
-    settings: dict[str, Any] = asdict(config) if isinstance(config, Config) else dict(config)
     rows, spans = read_rows(run.metrics), read_spans(run.trace)
-    num_steps = int(_setting(settings, "run.steps", 0))
-    trained = [row for row in rows if not num_steps or row["step"] < num_steps]
+    num_steps = config.run.steps
+    trained = [row for row in rows if row["step"] < num_steps]
     num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has a row of its own
     page = Page(
         kind="moerl run report",
         name=run.root.name,
         state=_state(num_done, num_steps, goes_on),
-        good=goes_on or 0 < num_steps <= num_done,
-        paragraphs=[_subtitle(settings, rows)],
-        cards=_cards(rows, spans, settings, summary or {}, num_done),
+        good=goes_on or num_done >= num_steps,
+        paragraphs=[_subtitle(config, rows)],
+        cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[
             *(
                 PageSection(part.title, part.text, figures=[figure(c, rows) for c in part.charts])
@@ -111,7 +100,7 @@ def write_report(
             ),
             _timeline(spans),
             _samples(read_lines(run.samples)),
-            _configuration(settings),
+            PageSection("Configuration", folded=("Resolved configuration", _yaml(config))),
         ],
     )
     return write_html(run.report, page)
@@ -137,9 +126,9 @@ def wall_time_s(rows: Sequence[Row]) -> float:
 def _cards(
     rows: Sequence[Row],
     spans: Sequence[Span],
-    settings: Mapping[str, Any],
     summary: Mapping[str, float],
     num_done: int,
+    max_lag: int,
 ) -> list[StatCard]:
     return [
         _reward_card(rows),
@@ -149,7 +138,7 @@ def _cards(
         _mismatch_card(rows),
         _coverage_card("Routing replayed", rows, "routing/replay_cover_frac"),
         _coverage_card("Sampling masks kept", rows, "keep/cover_frac"),
-        _lag_card(rows, int(_setting(settings, "rollout.max_lag", 0))),
+        _lag_card(rows, max_lag),
         _alerts_card(rows),
         _refused_card(rows),
     ]
@@ -251,29 +240,26 @@ def _state(num_done: int, num_steps: int, goes_on: bool) -> str:
     return f"{'Complete' if num_done >= num_steps else 'Stopped'}: {num_done} of {num_steps} steps"
 
 
-def _subtitle(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    facts = {label: _setting(settings, name, None) for label, name in _FACTS.items()}
-    facts["sampling mask"] = {True: "kept", False: "off"}.get(facts["sampling mask"])
-    parts = [f"{label} {value}" for label, value in facts.items() if value is not None]
+def _subtitle(config: Config, rows: Sequence[Row]) -> str:
+    parts = [
+        f"task {config.task.name}",
+        f"engines {config.engine.count}",
+        f"engine {config.engine.dtype}",
+        f"trainer {config.trainer.dtype}",
+        f"expert parallel {config.trainer.parallel.ep}",
+        f"top-p {config.sampling.top_p}",
+        f"routing replay {config.replay.routing}",
+        f"sampling mask {'kept' if config.replay.sampling_mask else 'off'}",
+    ]
     if rows:
         ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(rows[-1]["time_s"]))
         parts.append(f"last step {ended}")
     return ", ".join(parts)
 
 
-def _setting(settings: Mapping[str, Any], dotted: str, default: Any) -> Any:
-    value: Any = settings
-    for key in dotted.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return default
-        value = value[key]
-    return value
-
-
 # --- body ----------------------------------------------------------------------------------------
-def _configuration(settings: Mapping[str, Any]) -> PageSection:
-    text = OmegaConf.to_yaml(OmegaConf.create(dict(settings)))
-    return PageSection("Configuration", folded=("Resolved configuration", text))
+def _yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def _timeline(spans: Sequence[Span]) -> PageSection:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def fill(run: RunDir, num_steps: int, **more: float) -> None:
     writer.close()
 
 
-def report(run: RunDir, config: Config | dict[str, object] | None = None, **summary: float) -> str:
+def report(run: RunDir, config: Config | None = None, **summary: float) -> str:
     config = config if config is not None else Config(run=RunConfig(steps=20))
     path = write_report(run, config, summary)
     return Path(path).read_text(encoding="utf-8")
@@ -174,7 +173,7 @@ def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
     sample = {"step": 0, "version": HOSTILE, "prompt": HOSTILE, "response": HOSTILE, "reward": 0.5}
     run.samples.write_text(json.dumps(sample) + "\n" + '{"step": 1, "prom')
     name = HOSTILE.replace("\ud800", "")  # YAML, where settings come from, has no lone surrogates
-    html = report(run, asdict(Config(run=RunConfig(name=name, steps=20))))
+    html = report(run, Config(run=RunConfig(name=name, steps=20)))
     page = Page(html)
     assert "script" not in page.tags
     assert "img" not in page.tags
