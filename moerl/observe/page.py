@@ -40,8 +40,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """text: as it is; number: aligned right; badge: a number and its share of the largest, 0 to 1;
-    long: several lines, with a scroll bar.
+    """A title and how to show the cells.
+
+    text: as it is.  number: aligned right.  badge: a coloured number.  long: several lines with a
+    scroll bar.
     """
 
     title: str
@@ -50,7 +52,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A cell is text, in a badge column (text, share)."""
+    """A cell is text; in a badge column (text, strength of the colour from 0 to 1)."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str | tuple[str, float]]]
@@ -58,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A heading with text, then a table, charts and folded text, as far as they are given."""
+    """A heading with text, a table, charts and folded text, each of them optional."""
 
     title: str
     text: str = ""
@@ -69,9 +71,9 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """kind: small print above the name, such as "moerl run report"."""
+    """Example: Page("moerl run report", "r1", "Complete: 20 of 20 steps", sections=[...])."""
 
-    kind: str
+    kind: str  # above the name
     name: str
     state: str = ""
     good: bool = True  # colour of the state
