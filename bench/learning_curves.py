@@ -29,8 +29,6 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 import ray
-from jinja2 import Environment
-from markupsafe import Markup
 
 from moerl.config import load_config, save_config
 from moerl.data.tiny_model import make_tiny_model
@@ -38,9 +36,9 @@ from moerl.launch.nodes.processes import become_subreaper, end_descendants
 from moerl.launch.plan import RunPlan, trainer_command, trainer_environment
 from moerl.launch.prepare import prepare
 from moerl.launch.supervision.actors import ControllerActor, EngineActor, ScorerActor, place
-from moerl.observe.charts import Chart, Line, draw_chart
+from moerl.observe.charts import Chart, Scale
 from moerl.observe.metrics import Row, read_rows
-from moerl.observe.template import STYLE
+from moerl.observe.page import Column, Page, PageSection, Table, figure, write_html
 from moerl.rundir import RunDir
 from moerl.types import PolicyVersion
 
@@ -86,12 +84,12 @@ SETTINGS = (
     "observe.sample_rollouts=0",
     "supervision.max_restarts=0",
 )
-CHARTS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
-    ("Reward", "reward/mean", "share of right digits", {}),
-    ("Entropy", "loss/entropy", "nats", {}),
-    ("Mismatch and staleness, k3", "mismatch/k3", "nats", {"log": True}),
-    ("Effective sample size of sequences", "mismatch/ess_seq_frac", "share", {"share": True}),
-    ("Gradient norm", "loss/grad_norm", "before clipping", {"log": True}),
+CHARTS: tuple[tuple[str, str, str, Scale], ...] = (
+    ("Reward", "reward/mean", "share of right digits", "auto"),
+    ("Entropy", "loss/entropy", "nats", "auto"),
+    ("Mismatch and staleness, k3", "mismatch/k3", "nats", "log"),
+    ("Effective sample size of sequences", "mismatch/ess_seq_frac", "share", "share"),
+    ("Gradient norm", "loss/grad_norm", "before clipping", "log"),
 )
 
 
@@ -212,39 +210,6 @@ def _say(text: str) -> None:
 
 
 # --- the page --------------------------------------------------------------------------------
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>learning curves</title>
-{{ style }}
-</head>
-<body>
-<main>
-<header><div class="eyebrow">moerl bench</div><h1>Learning curves</h1>
-<p>{{ subtitle }}</p></header>
-<div class="card"><div class="scroll"><table>
-<thead><tr><th>{{ head[0] }}</th>
-{% for name in head[1:] %}<th class="number">{{ name }}</th>{% endfor %}</tr></thead><tbody>
-{% for row in table %}<tr><td data-label="{{ head[0] }}">{{ row[0] }}</td>
-{% for cell in row[1:] %}<td class="number" data-label="{{ head[loop.index] }}">{{ cell }}</td>
-{% endfor %}</tr>{% endfor %}
-</tbody></table></div></div>
-{% for part in parts %}
-<h2>Lag {{ part.lag }}</h2>
-<div class="charts">
-{% for title, svg in part.charts %}<figure class="card" style="margin:0" role="img"
- aria-label="{{ title }}"><h3>{{ title }}</h3>{{ svg }}</figure>
-{% endfor %}
-</div>
-{% endfor %}
-<footer>Metrics are defined in docs/metrics.md, algorithms in docs/algorithms.md.</footer>
-</main>
-</body>
-</html>
-"""
 HEAD = (
     "Series",
     "Lag",
@@ -297,36 +262,27 @@ def chart_rows(found: Mapping[Series, list[list[Row]]], metric: str) -> list[dic
 
 
 def write_page(out: Path, found: Mapping[Series, list[list[Row]]]) -> Path:
-    parts = []
+    steps = max(len(run) for runs in found.values() for run in runs)
+    columns = [Column(HEAD[0]), *(Column(name, "number") for name in HEAD[1:])]
+    sections = [PageSection("Series", table=Table(columns, table(found)))]
     for lag in sorted({line.lag for line in found}):
         here = {line: runs for line, runs in found.items() if line.lag == lag}
-        lines = tuple(Line(s.name, s.name, band=f"{s.name} band", smooth=True) for s in here)
-        charts = [
-            (
-                title,
-                draw_chart(
-                    Chart(f"{title}, lag {lag}", unit, lines, **axis), chart_rows(here, metric)
-                ),
+        lines = {series.name: series.name for series in here}
+        bands = {name: f"{name} band" for name in lines}
+        figures = [
+            figure(
+                Chart(f"{title}, lag {lag}", unit, lines, bands, smooth=True, scale=scale),
+                chart_rows(here, metric),
             )
-            for title, metric, unit, axis in CHARTS
+            for title, metric, unit, scale in CHARTS
         ]
-        drawn = [(title, Markup(svg)) for title, svg in charts if svg]
-        parts.append({"lag": lag, "charts": drawn})
-    steps = max(len(run) for runs in found.values() for run in runs)
-    page = (
-        Environment(autoescape=True)
-        .from_string(_PAGE)
-        .render(
-            style=Markup(STYLE),
-            subtitle=f"Quickstart task, {steps} optimizer steps; bands: deviation over seeds.",
-            head=HEAD,
-            table=table(found),
-            parts=parts,
-        )
+        sections.append(PageSection(f"Lag {lag}", figures=figures))
+    note = (
+        f"Quickstart task, {steps} optimizer steps; bands: deviation over seeds. Algorithms are "
+        "described in docs/algorithms.md."
     )
-    path = out / "curves.html"
-    path.write_text(page)
-    return path
+    page = Page("moerl bench", "Learning curves", paragraphs=[note], sections=sections)
+    return write_html(out / "curves.html", page)
 
 
 def main() -> None:

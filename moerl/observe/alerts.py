@@ -1,13 +1,11 @@
-"""Conditions that a run should not be in, judged from each row of metrics and the rows before it.
+"""Alerts: conditions of an unhealthy run, computed from each row of metrics and the rows before.
 
-An alert is 1 when its condition holds, 0 when it does not, and absent when the row cannot tell; the
-console and the report name those that are 1.  They warn and stop nothing.  Alerts that need the
-model itself are the probe's (`moerl.trainer.passes.probe`).
+An alert is 1 when its condition holds, 0 when it does not, and absent when the row lacks the
+metrics for it.  The console and the report show the alerts that are 1.  An alert warns; it never
+stops the run.  The probe computes the alerts that need the model (`moerl.trainer.passes.probe`).
 
-Limits are those of the literature this project follows (docs/metrics.md names each); the toy that
-they were first seen on raises none of them in a healthy run.
-Rejected: comparing a reward with its past (a toy's reward falls in healthy runs, and stays where
-replay is broken).
+docs/metrics.md gives the source of each limit.  The quickstart raises none in a healthy run.
+Rejected: comparing the reward with earlier steps; it falls in healthy runs of the quickstart too.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from collections.abc import Mapping
 
 from moerl.config.schema import Config
 
-_BIN = "lag_0"  # nothing in it is stale, unless an update interrupted its rollout (`_is_pure`)
+_BIN = "lag_0"  # no stale token, unless an update interrupted the rollout (`_is_pure`)
 _SE = 4.0
 _SE_FLOOR = 1e-5  # a standard error of fp32 on both sides is smaller than rounding
-_EXTREME_FRAC, _EXTREME_TOKENS = 3e-4, 3  # one token of a small batch is no share
+_EXTREME_FRAC, _EXTREME_TOKENS = 3e-4, 3  # the second: one token of a small batch is no alert
 _ESS_FRAC = 0.3  # of sequences (arXiv 2602.17616)
 _NORM_RATIO, _NORM_ROWS, _NORM_WARM = 5.0, 100, 10
 _SILENT_FRAC, _SILENT_ROWS = 0.9, 20
@@ -29,7 +27,7 @@ _SCORE_FAIL_FRAC = 0.01
 
 
 class Alerts:
-    """Sees every row once, in order; what a restart of the controller forgets are the medians."""
+    """Reads every row once, in order.  A restart of the controller clears the medians."""
 
     def __init__(self, config: Config) -> None:
         rollout = config.rollout
@@ -64,7 +62,7 @@ class Alerts:
 
 
 def _replayed(row: Mapping[str, float]) -> dict[str, bool]:
-    """Whether what the engine recorded is what the trainer used."""
+    """Alerts on replay: the trainer must use the routes and masks that the engine recorded."""
     found = {}
     if "routing/replay_cover_frac" in row:
         cover = row["routing/replay_cover_frac"]
@@ -81,7 +79,7 @@ def _replayed(row: Mapping[str, float]) -> dict[str, bool]:
 
 
 def _policies(row: Mapping[str, float]) -> dict[str, bool]:
-    """Whether trainer and engine are near enough to learn from each other's samples."""
+    """Alerts on the distance of the two policies: is the engine's sample usable for training?"""
     found = {}
     if f"mismatch/ratio_se/{_BIN}" in row and _is_pure(row):
         gap = abs(row[f"mismatch/ratio_mean/{_BIN}"] - 1.0)
@@ -92,8 +90,8 @@ def _policies(row: Mapping[str, float]) -> dict[str, bool]:
 
 
 def _is_pure(row: Mapping[str, float]) -> bool:
-    """Whether bin 0 is the engine's mismatch alone: no rollout of the step was interrupted.
+    """Whether bin 0 holds only the engine's mismatch: no rollout of the step was interrupted.
 
-    A resumed one carries prefix rows of older weights, so its newest tokens differ by right.
+    A resumed rollout has prefix rows of older weights, so its newest tokens must differ.
     """
     return row.get("async/partial_frac", 0.0) == 0.0

@@ -1,9 +1,9 @@
-"""Charts of the report as inline SVG that follows the page's light or dark colours.
+"""Charts of a page as inline SVG in the page's light or dark colours.
 
 matplotlib draws with placeholder colours, and each placeholder is replaced by a CSS variable of
-the page; text stays text, so it is readable, searchable and small.  A JavaScript chart library
-was rejected: the page has to open without a network, years later.  pyplot is never used: it is
-global state, and picks a window backend where one is installed.
+the page.  Text stays text: searchable and small.  pyplot is not used: it is global state and picks
+a window backend where one is installed.
+Rejected: a JavaScript chart library, because the page has to open without a network.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -29,150 +29,97 @@ COLORS = ("#0a0011", "#0a0012", "#0a0013", "#0a0014", "#0a0015", "#0a0016")  # s
 _CSS = {INK: "var(--ink)", GRID: "var(--grid)"} | {
     color: f"var(--c{index})" for index, color in enumerate(COLORS, start=1)
 }
-MAX_POINTS = 400  # of one line; longer runs are averaged in blocks
+MAX_POINTS = 400  # per line; longer runs are averaged in blocks
 CHART_INCHES = (5.2, 2.5)
-TIMELINE_INCHES = (10.4, 0.9)  # height without lanes
-_SPARSE = 0.5  # share of steps with a value, below which each value is marked
-LEGEND_CHARACTERS = 13  # of the legend's font in an inch
+TIMELINE_INCHES = (10.4, 0.9)  # height without tracks
+_SPARSE = 0.5  # share of rows with a value; below it each value is marked
+LEGEND_CHARACTERS = 13  # per inch, in the legend's font
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One metric of a chart.
-
-    band: name of a second metric drawn as value +- band.
-    smooth: also draw the raw values, thin, behind a moving mean over a twentieth of the run.
-    """
-
-    name: str
-    label: str
-    band: str = ""
-    band_scale: float = 1.0
-    smooth: bool = False
+Scale = Literal["auto", "zero", "share", "below_one", "log"]  # of the vertical axis, see _scale
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel of the report: lines over optimizer steps."""
+    """Lines over one column of the rows, by default over optimizer steps.
+
+    Example: Chart("Idle", "share of time", {"async/engine_idle_frac": "engine"}, scale="share").
+
+    bands: column of a line -> column of its half width; drawn as value +- band_scale * half width.
+    smooth: draw a moving mean over a twentieth of the rows, and the raw values thin behind it.
+    """
 
     title: str
     unit: str  # of the vertical axis
-    lines: tuple[Line, ...]
-    log: bool = False
-    share: bool = False  # axis fixed to 0..1
-    zero: bool = False  # axis starts at 0
-    level: float | None = None  # a horizontal line to compare with
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One kind of work on one lane of the timeline."""
-
-    lane: str
-    kind: str
-    intervals: Sequence[Interval]  # seconds since the start of the window
+    lines: Mapping[str, str]  # column -> label
+    bands: Mapping[str, str] = field(default_factory=dict)
+    band_scale: float = 1.0
+    smooth: bool = False
+    scale: Scale = "auto"
+    level: float | None = None  # draws a horizontal line there
+    x: str = "step"  # column
+    x_label: str = "optimizer step"
+    marks: bool = False  # mark every value
+    text: str = ""  # below the chart
 
 
 def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The chart as SVG, or None when no row has a value that it could draw."""
+    """The chart as SVG; None when there is nothing to draw (log scale: no positive value)."""
     with _figure(CHART_INCHES) as (figure, axes):
         drawn = [
-            line
-            for line, color in zip(chart.lines, COLORS, strict=False)
-            if _draw_line(axes, line, color, rows, chart.log)
+            name
+            for name, color in zip(chart.lines, COLORS, strict=False)
+            if _draw_line(axes, chart, name, color, rows)
         ]
         if not drawn:
             return None
         if chart.level is not None:
             axes.axhline(chart.level, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.6)
-        if chart.share:
-            axes.set_ylim(-0.03, 1.03)
-        if chart.zero:
-            axes.set_ylim(bottom=0.0)
-        if chart.log:
-            _log_axis(axes)
+        _scale(axes, chart.scale)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_xlabel("optimizer step")
+        axes.set_xlabel(chart.x_label)
         axes.set_ylabel(chart.unit)
-        if len(drawn) > 1 or drawn[0].band:
+        if len(drawn) > 1 or drawn[0] in chart.bands:
             _legend(axes)
         return _svg(figure, chart.title)
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One series over an axis that is not the optimizer step."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-def draw_curves(
-    title: str,
-    x_label: str,
-    y_label: str,
-    curves: Sequence[Curve],
-    *,
-    log: bool = False,
-    share: bool = False,
-) -> str | None:
-    """Lines with points as SVG; None when nothing can be drawn (log: positive values only)."""
-    with _figure(CHART_INCHES) as (figure, axes):
-        drawn = 0
-        for curve, color in zip(curves, COLORS, strict=False):
-            points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y > 0 or not log]
-            if not points:
-                continue
-            x, y = zip(*points, strict=True)
-            axes.plot(x, y, color=color, linewidth=1.5, marker="o", markersize=3, label=curve.label)
-            drawn += 1
-        if not drawn:
-            return None
-        if share:
-            axes.set_ylim(top=1.0 + 0.03 * (1.0 - axes.get_ylim()[0]))
-        if log:
-            _log_axis(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        if drawn > 1:
-            _legend(axes)
-        return _svg(figure, title)
-
-
 def draw_bars(title: str, y_label: str, bars: Mapping[str, float]) -> str | None:
-    """One bar per name as SVG; negative values go below the axis."""
+    """One bar per name as SVG; negative values go below the axis; None without a bar."""
     if not bars:
         return None
     with _figure(CHART_INCHES) as (figure, axes):
         colors = [COLORS[index % len(COLORS)] for index in range(len(bars))]
         axes.bar(list(bars), list(bars.values()), color=colors, width=0.6)
         axes.axhline(0.0, color=INK, linewidth=0.8)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
         axes.set_ylabel(y_label)
         axes.grid(False, axis="x")
         return _svg(figure, title)
 
 
-def draw_timeline(bars: Sequence[Bar], window_s: float) -> str | None:
-    """Lanes over time as SVG, one per process; None without a bar."""
-    lanes = sorted({bar.lane for bar in bars}, key=_lane_order)
-    if not lanes:
+def draw_timeline(
+    bars: Mapping[tuple[str, str], Sequence[Interval]], window_s: float
+) -> str | None:
+    """Work over time as SVG; None without any.
+
+    bars: (track, kind of work) -> intervals in seconds from the start of the window.
+    """
+    tracks = sorted({track for track, _ in bars}, key=_track_order)
+    if not tracks:
         return None
-    kinds = sorted({bar.kind for bar in bars})
+    kinds = sorted({kind for _, kind in bars})
+    colors = {kind: COLORS[index % len(COLORS)] for index, kind in enumerate(kinds)}
     width, base = TIMELINE_INCHES
-    with _figure((width, base + 0.42 * len(lanes))) as (figure, axes):
-        for bar in bars:
-            color = COLORS[kinds.index(bar.kind) % len(COLORS)]
-            spans = [(start, end - start) for start, end in bar.intervals]
-            axes.broken_barh(
-                spans, (lanes.index(bar.lane) - 0.36, 0.72), facecolors=color, linewidth=0
-            )
-        for index, kind in enumerate(kinds):
-            axes.barh(0, 0, color=COLORS[index % len(COLORS)], label=kind)
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.set_ylim(len(lanes) - 0.4, -0.6)
+    with _figure((width, base + 0.42 * len(tracks))) as (figure, axes):
+        for (track, kind), intervals in bars.items():
+            spans = [(start, end - start) for start, end in intervals]
+            height = (tracks.index(track) - 0.36, 0.72)
+            axes.broken_barh(spans, height, facecolors=colors[kind], linewidth=0)
+        for kind, color in colors.items():
+            axes.barh(0, 0, color=color, label=kind)
+        axes.set_yticks(range(len(tracks)), tracks)
+        axes.set_ylim(len(tracks) - 0.4, -0.6)
         axes.set_xlim(0.0, window_s)
         axes.set_xlabel("seconds from the start of this window")
         axes.grid(False, axis="y")
@@ -181,77 +128,85 @@ def draw_timeline(bars: Sequence[Bar], window_s: float) -> str | None:
 
 
 def _draw_line(
-    axes: Axes, line: Line, color: str, rows: Sequence[Mapping[str, Any]], log: bool
+    axes: Axes, chart: Chart, name: str, color: str, rows: Sequence[Mapping[str, Any]]
 ) -> bool:
+    """Draw one line; False without a value."""
+    log, band = chart.scale == "log", chart.bands.get(name, "")
     points = [
-        (row["step"], row[line.name], row.get(line.band, 0.0))
+        (row[chart.x], row[name], row.get(band, 0.0))
         for row in rows
-        if line.name in row and (not log or row[line.name] > 0)
+        if name in row and (not log or row[name] > 0)
     ]
     if not points:
         return False
-    pick = np.max if line.name.endswith("_max") else np.mean
-    steps, values, bands = (_blocks(column, pick) for column in np.array(points, float).T)
-    marker = "o" if len(points) < _SPARSE * len(rows) or len(steps) == 1 else ""
-    if line.smooth and len(values) >= 20:
-        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
+    pick = np.max if name.endswith("_max") else np.mean
+    x, values, bands = (_blocks(column, pick) for column in np.array(points, float).T)
+    shown = values
+    if chart.smooth and len(values) >= 20:
+        axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
         shown = _moving_mean(values, max(3, len(values) // 20))
-    else:
-        shown = values
-    if line.band and any(line.band in row for row in rows):
-        half = bands * line.band_scale
+    if band and any(band in row for row in rows):
+        half = bands * chart.band_scale
         # on decades as far below as above: value - deviation may be 0 or less
         low = shown**2 / (shown + half) if log else shown - half
-        axes.fill_between(steps, low, shown + half, color=color, alpha=0.16, linewidth=0)
-    axes.plot(steps, shown, color=color, linewidth=1.7, label=line.label, marker=marker, ms=4)
+        axes.fill_between(x, low, shown + half, color=color, alpha=0.16, linewidth=0)
+    marks = chart.marks or len(points) < _SPARSE * len(rows) or len(x) == 1
+    marker, label = "o" if marks else "", chart.lines[name]
+    axes.plot(x, shown, color=color, linewidth=1.7, label=label, marker=marker, ms=4)
     return True
 
 
+def _scale(axes: Axes, scale: Scale) -> None:
+    """Set the vertical axis: from 0, 0 to 1, up to 1, or logarithmic."""
+    if scale == "zero":
+        axes.set_ylim(bottom=0.0)
+    elif scale == "share":
+        axes.set_ylim(-0.03, 1.03)
+    elif scale == "below_one":
+        axes.set_ylim(top=1.0 + 0.03 * (1.0 - axes.get_ylim()[0]))
+    elif scale == "log":
+        _log_axis(axes)
+
+
 def _log_axis(axes: Axes) -> None:
-    """Decades, or 1-2-5 where fewer than two are in view; plain text, as mathematics is off."""
+    """Ticks at powers of ten, or at 1-2-5 where fewer than two powers are in view."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     steps = (1.0,) if high / low > 100.0 else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=8))
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _short(value: float) -> str:
-    """0.01, but 1e-5."""
-    return (
-        f"{value:g}"
-        if value == 0 or 1e-3 <= abs(value) < 1e4
-        else f"{value:.0e}".replace("e-0", "e-")
-    )
+def _tick(value: float, position: int | None = None) -> str:
+    """0.01, but 1e-5; plain text, because mathematics is off."""
+    return f"{value:g}".replace("e-0", "e-")
 
 
 def _blocks(values: np.ndarray, pick: Callable[[np.ndarray], Any]) -> np.ndarray:
-    """At most MAX_POINTS values, each standing for a block of neighbours."""
+    """At most MAX_POINTS values, one per block of neighbours."""
     if len(values) <= MAX_POINTS:
         return values
     return np.array([pick(block) for block in np.array_split(values, MAX_POINTS)])
 
 
 def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Centred mean over `width` values; at the ends over those that exist."""
+    """Centred mean over `width` values, over fewer at both ends."""
     window = np.ones(width)
     counts = np.convolve(np.ones(len(values)), window, mode="same")
     return np.convolve(values, window, mode="same") / counts
 
 
-def _lane_order(lane: str) -> tuple[int, list[tuple[int, str]]]:
-    """Engines, trainers, frozen policies, then others; engine2 before engine10."""
+def _track_order(track: str) -> tuple[int, list[tuple[int, str]]]:
+    """Sort key: engines, trainers, frozen policies, then others; engine2 before engine10."""
     first = ("engine", "trainer", "frozen")
-    group = next((i for i, head in enumerate(first) if lane.startswith(head)), len(first))
-    parts = re.findall(r"\d+|\D+", lane)
+    group = next((i for i, head in enumerate(first) if track.startswith(head)), len(first))
+    parts = re.findall(r"\d+|\D+", track)
     return group, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _legend(axes: Axes) -> None:
-    """Above the axes, in as many columns as the longest names leave room for."""
+    """Put the legend above the axes, in as many columns as the longest label allows."""
     widest = max(len(label) for label in axes.get_legend_handles_labels()[1])
     inches = float(axes.figure.get_figwidth())  # type: ignore[union-attr]
     axes.legend(
@@ -272,6 +227,7 @@ def _figure(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
         "svg.fonttype": "none",
         "font.family": "sans-serif",
         "font.size": 9.0,
+        "axes.formatter.useoffset": False,  # "+1" above the axis would lie under the legend
         "text.parse_math": False,  # names come from trace files, and $ is not mathematics there
         "text.color": INK,
         "axes.edgecolor": GRID,
@@ -296,11 +252,10 @@ def _figure(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """SVG element without fixed size, with page colours and identifiers of its own."""
+    """SVG element without a fixed size, in the colours of the page."""
     buffer = io.StringIO()
-    with matplotlib.rc_context(
-        {"svg.hashsalt": title}
-    ):  # clip paths of two charts never share an id
+    # The salt keeps the ids of clip paths of two charts apart.
+    with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]

@@ -1,16 +1,15 @@
-"""What a person sees while a run goes on: a live panel, or one line per step, or nothing.
+"""Progress of a run on the terminal: a live panel, one line per step, or nothing.
 
-Standard output belongs to this file alone; process logs go to files.  On a terminal `rich` redraws
-one panel; elsewhere (a pipe, a log) a step is one line, so `grep` works on it.  A progress bar
-library was rejected: most of what matters in asynchronous RL are two sides and the gap between
-them, which needs a small table.
+Only this file writes to standard output; process logs go to files.  On a terminal `rich` redraws
+one panel.  Elsewhere (a pipe, a log) each step is one line, so `grep` works.
 
-Both views draw the same `_Board`, which holds the latest value of each name of docs/metrics.md.
-Text from outside (events, waits) is shown without control characters and without markup.
+Panel and lines show the newest value of each metric (docs/metrics.md).  Text from outside (events,
+waits) is shown without control characters and without markup.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
@@ -19,27 +18,46 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from rich import box
 from rich.console import Console as RichConsole
-from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from moerl.errors import ConfigError
 
 MODES = ("auto", "panel", "lines", "quiet")
-STILL_WAITING_S = 5.0  # lines mode repeats what a start-up waits for this often
+STILL_WAITING_S = 5.0  # seconds between two "still waiting" lines
 PANEL_MAX_WIDTH = 100  # columns; wider only moves the numbers apart
 LABEL_WIDTH = 10
-BLOCKS, ASCII_BLOCKS = (
-    "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
-    "_.-=+*%#",
-)  # sparkline, low to high
-BAR, ASCII_BAR = ("\u2501", "\u2500"), ("#", "-")
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # sparkline, low to high
+
+# Metrics in braces with their format; a metric without a value is shown as a dash.
+STEP_LINE = (
+    "reward {reward/mean:.3f}",
+    "k3 {mismatch/k3:.1e}",
+    "max|dlogp| {mismatch/abs_dlogp_max:.1e}",
+    "lag {async/lag_mean:.1f}/{async/lag_max:.0f}",
+    "tok/s engine {perf/rollout_tokens_per_s:,.0f} trainer {perf/train_tokens_per_s:,.0f}",
+    "buffer {async/buffer_depth:.0f}",
+    "idle engine {async/engine_idle_frac:.0%} trainer {async/trainer_wait_frac:.0%}",
+    "cover {routing/replay_cover_frac:.4g}/{keep/cover_frac:.4g}",
+)
+HELD_OUT = "{eval/reward_mean:.3f} at version {eval/step:.0f}"
+PANEL_ROWS = {
+    "tokens/s": "engine {perf/rollout_tokens_per_s:,.0f}   trainer {perf/train_tokens_per_s:,.0f}",
+    "idle": "engine {async/engine_idle_frac:.0%}   trainer {async/trainer_wait_frac:.0%}",
+    "policy": "version {version}   lag mean {async/lag_mean:.1f} max {async/lag_max:.0f}",
+    "buffer": (
+        "{async/buffer_depth:.0f} groups ready   {async/in_flight:.0f} rollouts in flight   "
+        "oldest taken {async/buffer_age_max_s:.1f} s"
+    ),
+    "mismatch": "k3 {mismatch/k3:.1e}   max|dlogp| {mismatch/abs_dlogp_max:.1e} nats",
+}
+COVERAGE = {"routing": "routing/replay_cover_frac", "mask": "keep/cover_frac"}
 
 
 class Console:
@@ -56,23 +74,31 @@ class Console:
         """
         if mode not in MODES:
             raise ConfigError("run.console", mode, f"allowed are {', '.join(MODES)}")
-        out = out if out is not None else sys.stdout
-        terminal = RichConsole(file=out, force_terminal=True if mode == "panel" else None)
+        self._out = out if out is not None else sys.stdout
+        if isinstance(self._out, io.TextIOWrapper):
+            self._out.reconfigure(errors="replace")  # a C locale must not end the run
+        terminal = RichConsole(file=self._out, force_terminal=True if mode == "panel" else None)
         if mode == "auto":
             mode = "panel" if terminal.is_terminal and not terminal.is_dumb_terminal else "lines"
+        self._mode = mode
         self._board = _Board(total_steps)
         self._lock = threading.RLock()
-        self._view: _View = _QuietView()
+        self._last_line_s = time.monotonic()
+        self._live: Live | None = None
         if mode == "panel":
-            self._view = _PanelView(terminal, self._board, self._lock)
-        elif mode == "lines":
-            self._view = _LinesView(out, self._board)
+            self._live = Live(
+                get_renderable=lambda: self._panel(terminal),
+                console=terminal,
+                refresh_per_second=4,
+                vertical_overflow="crop",
+            )
+            self._live.start()
 
     def wait(self, what: str) -> None:
-        """From now on the run waits for `what`; its seconds are shown until `ready(what)`."""
+        """Show that the run waits for `what`, with the seconds, until `ready(what)`."""
         with self._lock:
             self._board.waits[_plain(what)] = time.monotonic()
-            self._view.waiting(_plain(what))
+            self._line(f"waiting for {_plain(what)}")
 
     def ready(self, what: str) -> None:
         with self._lock:
@@ -81,32 +107,33 @@ class Console:
                 self.event(f"{what} ready after {time.monotonic() - start:.1f} s")
 
     def give_up(self, what: str) -> None:
-        """It is not waited for any more."""
+        """Stop waiting for `what` without an event."""
         with self._lock:
             self._board.waits.pop(_plain(what), None)
 
     def event(self, text: str) -> None:
-        """Something worth a line: a publish, a checkpoint, a refusal, a restart."""
+        """Show a publish, a checkpoint, a refusal or a restart."""
         with self._lock:
             self._board.event = _plain(text)
-            self._view.event(self._board.event)
+            self._line(self._board.event)
 
     def status(self, values: Mapping[str, Any]) -> None:
-        """Newer values between steps, under the names of docs/metrics.md; about once a second."""
+        """Update metrics (docs/metrics.md) between two steps, about once a second."""
         with self._lock:
             self._board.latest.update(values)
-            self._view.tick()
+            if self._board.waits and time.monotonic() - self._last_line_s >= STILL_WAITING_S:
+                self._line(f"still waiting for {self._board.waiting()}")
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """One complete row of metrics.jsonl."""
+        """Show one complete row of metrics.jsonl."""
         with self._lock:
             self._board.add_step(row)
-            self._view.step()
+            self._line(step_line(self._board))
             if raised := alerts(row):
                 self.event(f"ALERT at step {row['step']}: {', '.join(raised)}; see docs/metrics.md")
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of the steps before a resume: they count and are drawn, but are not said again."""
+        """Count the steps before a resume and add them to the sparkline; print nothing."""
         with self._lock:
             for row in rows:
                 self._board.add_step(row)
@@ -115,8 +142,25 @@ class Console:
         """Show the final state, then one `name  value` line per entry; nothing in quiet mode."""
         with self._lock:
             self._board.waits.clear()
-        # Outside the lock: stopping the panel joins its drawing thread, which takes the lock.
-        self._view.close(_summary_lines(summary or {}))
+        if self._live is not None:
+            self._live.stop()  # outside the lock: it joins the drawing thread, which takes the lock
+        if self._mode != "quiet":
+            for line in _summary_lines(summary or {}):
+                self._print(line)
+
+    def _panel(self, terminal: RichConsole) -> Panel:
+        """The board at the terminal's present width; called by rich's drawing thread."""
+        with self._lock:
+            return panel(self._board, terminal)
+
+    def _line(self, text: str) -> None:
+        if self._mode == "lines":
+            self._print(text)
+
+    def _print(self, line: str) -> None:
+        self._out.write(line + "\n")
+        self._out.flush()
+        self._last_line_s = time.monotonic()
 
 
 def alerts(row: Mapping[str, Any]) -> list[str]:
@@ -124,15 +168,29 @@ def alerts(row: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, value in row.items() if name.startswith("alert/") and value)
 
 
-# --- what is known -------------------------------------------------------------------------------
+# --- state ---------------------------------------------------------------------------------------
+class _Dash:
+    """A missing value: a dash in every format."""
+
+    def __format__(self, spec: str) -> str:
+        return "-"
+
+
+class _Values(dict[str, Any]):
+    def __missing__(self, name: str) -> _Dash:
+        return _Dash()
+
+
 @dataclass
 class _Board:
+    """What panel and lines show."""
+
     total_steps: int
-    latest: dict[str, Any] = field(default_factory=dict)  # metric name -> newest value
+    latest: _Values = field(default_factory=_Values)  # metric name -> newest value
     rewards: list[float] = field(default_factory=list)  # one per step that has a reward
     waits: dict[str, float] = field(default_factory=dict)  # what -> monotonic start
     event: str = ""
-    num_done: int = 0  # steps complete, those before a resume included
+    num_done: int = 0  # complete steps, including those before a resume
     start: float = field(default_factory=time.monotonic)
     step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=21))  # unix time
 
@@ -143,25 +201,27 @@ class _Board:
         if "reward/mean" in row:
             self.rewards.append(float(row["reward/mean"]))
 
+    def fill(self, text: str) -> str:
+        """`text` with the newest value of every metric in braces."""
+        return text.format_map(self.latest)
+
     @property
-    def eta_s(self) -> float | None:
-        """From the median of the last 20 steps, so a resume's gap does not count; None before."""
+    def eta(self) -> str:
+        """min:s, or empty before the second step.
+
+        From the median of the last 20 steps, so the pause before a resume does not count.
+        """
         if len(self.step_ends) < 2:
-            return None
+            return ""
         per_step = median(end - start for start, end in pairwise(self.step_ends))
-        return per_step * max(0, self.total_steps - self.num_done)
+        return clock(per_step * max(0, self.total_steps - self.num_done))
 
     @property
     def refused(self) -> dict[str, float]:
-        """Records refused so far by reason, without zeros; the rows count since the start."""
+        """Refused records by reason, without zeros; the metrics count since the start."""
         head = "refused/"
         named = {name.removeprefix(head): v for name, v in self.latest.items() if head in name}
         return {reason: float(num) for reason, num in sorted(named.items()) if num}
-
-    def show(self, name: str, form: str, scale: float = 1.0) -> str:
-        """Newest value of `name`, or a dash when it was never given."""
-        value = self.latest.get(name)
-        return "-" if value is None else format(float(value) * scale, form)
 
     def waiting(self) -> str:
         now = time.monotonic()
@@ -172,194 +232,43 @@ class _Board:
         return f"{sum(self.refused.values()):.0f}" + (f" ({parts})" if parts else "")
 
 
-# --- views ---------------------------------------------------------------------------------------
-class _View(Protocol):
-    def waiting(self, what: str) -> None: ...
-
-    def event(self, text: str) -> None: ...
-
-    def tick(self) -> None: ...
-
-    def step(self) -> None: ...
-
-    def close(self, lines: Sequence[str]) -> None: ...
-
-
-class _QuietView:
-    def waiting(self, what: str) -> None: ...
-
-    def event(self, text: str) -> None: ...
-
-    def tick(self) -> None: ...
-
-    def step(self) -> None: ...
-
-    def close(self, lines: Sequence[str]) -> None: ...
-
-
-class _LinesView:
-    """One line per step, event and wait; never redraws."""
-
-    def __init__(self, out: IO[str], board: _Board) -> None:
-        self._out, self._board, self._last_line = out, board, time.monotonic()
-
-    def waiting(self, what: str) -> None:
-        self._print(f"waiting for {what}")
-
-    def event(self, text: str) -> None:
-        self._print(text)
-
-    def tick(self) -> None:
-        if self._board.waits and time.monotonic() - self._last_line >= STILL_WAITING_S:
-            self._print(f"still waiting for {self._board.waiting()}")
-
-    def step(self) -> None:
-        self._print(step_line(self._board))
-
-    def close(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self._print(line)
-
-    def _print(self, line: str) -> None:
-        encoding = getattr(self._out, "encoding", None) or "utf-8"
-        self._out.write(_encodable(line, encoding) + "\n")
-        self._out.flush()
-        self._last_line = time.monotonic()
-
-
-class _PanelView:
-    """A panel that is redrawn in place four times a second by rich's own thread."""
-
-    def __init__(self, terminal: RichConsole, board: _Board, lock: threading.RLock) -> None:
-        self._terminal = terminal
-        self._live = Live(
-            _BoardPanel(board, lock),
-            console=terminal,
-            refresh_per_second=4,
-            vertical_overflow="crop",
-        )
-        self._live.start()
-
-    def waiting(self, what: str) -> None: ...
-
-    def event(self, text: str) -> None: ...
-
-    def tick(self) -> None: ...
-
-    def step(self) -> None: ...
-
-    def close(self, lines: Sequence[str]) -> None:
-        self._live.stop()
-        for line in lines:
-            self._terminal.out(_encodable(line, self._terminal.encoding), highlight=False)
-
-
-@dataclass
-class _BoardPanel:
-    """Draws the board at the terminal's present width."""
-
-    board: _Board
-    lock: threading.RLock
-
-    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, PANEL_MAX_WIDTH)
-        ascii_only = options.ascii_only
-        with self.lock:
-            rows = panel_rows(self.board, max(8, width - LABEL_WIDTH - 6), ascii_only)
-            title = _title(self.board)
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
-        grid.add_column(overflow="fold")
-        for label, text in rows:
-            if ascii_only:
-                text.plain = _encodable(text.plain, "ascii")
-            grid.add_row(label, text)
-        yield Panel(
-            grid,
-            title=Text(title, style="bold"),
-            title_align="left",
-            width=width,
-            box=box.ASCII if ascii_only else box.ROUNDED,
-        )
-
-
 # --- text ----------------------------------------------------------------------------------------
 def step_line(board: _Board) -> str:
     """The newest step in one line."""
-    show = board.show
-    parts = [
-        f"step {board.num_done}/{board.total_steps}",
-        f"reward {show('reward/mean', '.3f')}",
-        f"k3 {show('mismatch/k3', '.1e')}",
-        f"max|dlogp| {show('mismatch/abs_dlogp_max', '.1e')}",
-        f"lag {show('async/lag_mean', '.1f')}/{show('async/lag_max', '.0f')}",
-        f"tok/s engine {show('perf/rollout_tokens_per_s', ',.0f')}"
-        f" trainer {show('perf/train_tokens_per_s', ',.0f')}",
-        f"buffer {show('async/buffer_depth', '.0f')}",
-        f"idle engine {show('async/engine_idle_frac', '.0f', 100)}%"
-        f" trainer {show('async/trainer_wait_frac', '.0f', 100)}%",
-        f"cover {show('routing/replay_cover_frac', '.4g')}/{show('keep/cover_frac', '.4g')}",
-    ]
+    parts = [f"step {board.num_done}/{board.total_steps}", *map(board.fill, STEP_LINE)]
     if board.refused:
         parts.append(f"refused {board.refusals()}")
-    if board.eta_s is not None:
-        parts.append(f"eta {clock(board.eta_s)}")
+    if board.eta:
+        parts.append(f"eta {board.eta}")
     return "  ".join(parts)
 
 
-def panel_rows(board: _Board, width: int, ascii_only: bool) -> list[tuple[str, Text]]:
-    """(label, text) of each line of the panel; `width` columns are free for the text."""
-    show = board.show
-    rows = [
-        ("progress", Text(_progress(board, width, ascii_only))),
-        ("reward", _reward(board, width, ascii_only)),
-        *_held_out(board),
-        (
-            "tokens/s",
-            Text(
-                f"engine {show('perf/rollout_tokens_per_s', ',.0f')}   "
-                f"trainer {show('perf/train_tokens_per_s', ',.0f')}"
-            ),
-        ),
-        (
-            "idle",
-            Text(
-                f"engine {show('async/engine_idle_frac', '.0f', 100)}%   "
-                f"trainer {show('async/trainer_wait_frac', '.0f', 100)}%"
-            ),
-        ),
-        (
-            "policy",
-            Text(
-                f"version {board.latest.get('version', '-')}   "
-                f"lag mean {show('async/lag_mean', '.1f')} max {show('async/lag_max', '.0f')}"
-            ),
-        ),
-        (
-            "buffer",
-            Text(
-                f"{show('async/buffer_depth', '.0f')} groups ready   "
-                f"{show('async/in_flight', '.0f')} rollouts in flight   "
-                f"oldest taken {show('async/buffer_age_max_s', '.1f')} s"
-            ),
-        ),
-        (
-            "mismatch",
-            Text(
-                f"k3 {show('mismatch/k3', '.1e')}   "
-                f"max|dlogp| {show('mismatch/abs_dlogp_max', '.1e')} nats"
-            ),
-        ),
-        ("replay", _coverage(board)),
-        ("refused", Text(board.refusals(), "red" if board.refused else "")),
-    ]
+def panel(board: _Board, terminal: RichConsole) -> Panel:
+    """The board as one table of (label, value) rows.
+
+    Where the terminal cannot show Unicode, rich draws frame and bar in ASCII, and the sparkline is
+    left out.
+    """
+    width = min(terminal.width, PANEL_MAX_WIDTH)
+    room = max(8, width - LABEL_WIDTH - 6)  # columns for the values; 6: frame and padding
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("progress", _progress(board, room))
+    table.add_row("reward", _reward(board, 0 if terminal.options.ascii_only else room))
+    if "eval/reward_mean" in board.latest:
+        table.add_row("held out", Text(board.fill(HELD_OUT)))
+    for label, text in PANEL_ROWS.items():
+        table.add_row(label, Text(board.fill(text)))
+    table.add_row("replay", _coverage(board))
+    table.add_row("refused", Text(board.refusals(), "red" if board.refused else ""))
     if board.waits:
-        rows.append(("waiting", Text(board.waiting(), "yellow")))
-    rows.append(("last", Text(board.event[: 2 * width] or "-")))
-    return rows
+        table.add_row("waiting", Text(board.waiting(), "yellow"))
+    table.add_row("last", Text(board.event[: 2 * room] or "-"))
+    return Panel(table, title=Text(_title(board), "bold"), title_align="left", width=width)
 
 
-def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """`values` as at most `width` characters; neighbours are averaged when there are more."""
     if not values or width < 1:
         return ""
@@ -367,8 +276,8 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     edges = [round(i * len(values) / num) for i in range(num + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
-    top = len(blocks) - 1
-    return "".join(blocks[round((v - low) / span * top) if span > 0 else 0] for v in means)
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round((v - low) / span * top) if span > 0 else 0] for v in means)
 
 
 def clock(seconds: float) -> str:
@@ -384,39 +293,31 @@ def _title(board: _Board) -> str:
     return f"moerl | {state} | {elapsed}"
 
 
-def _progress(board: _Board, width: int, ascii_only: bool) -> str:
+def _progress(board: _Board, room: int) -> Table:
     share = min(1.0, board.num_done / board.total_steps) if board.total_steps else 0.0
-    tail = f" {share:4.0%}" + (f"  eta {clock(board.eta_s)}" if board.eta_s is not None else "")
-    full, empty = ASCII_BAR if ascii_only else BAR
-    room = min(40, width - len(tail))
-    done = round(share * room)
-    return full * done + empty * max(0, room - done) + tail
+    text = f"{share:4.0%}" + (f"  eta {board.eta}" if board.eta else "")
+    width = max(1, min(40, room - len(text) - 1))
+    bar = ProgressBar(total=1.0, completed=share, width=width, complete_style="green")
+    row = Table.grid(padding=(0, 1))
+    row.add_row(bar, Text(text))
+    return row
 
 
-def _reward(board: _Board, width: int, ascii_only: bool) -> Text:
+def _reward(board: _Board, room: int) -> Text:
     if not board.rewards:
         return Text("-")
     head = f"{board.rewards[-1]:.3f}  "
-    blocks = ASCII_BLOCKS if ascii_only else BLOCKS
-    line = sparkline(board.rewards, min(60, width - len(head)), blocks)
+    line = sparkline(board.rewards, min(60, room - len(head)))
     return Text.assemble((head, "bold"), (line, "green"))
 
 
-def _held_out(board: _Board) -> list[tuple[str, Text]]:
-    """The newest evaluation, if there was one."""
-    if "eval/reward_mean" not in board.latest:
-        return []
-    show = board.show
-    text = f"{show('eval/reward_mean', '.3f')} at version {show('eval/step', '.0f')}"
-    return [("held out", Text(text))]
-
-
 def _coverage(board: _Board) -> Text:
-    names = {"routing": "routing/replay_cover_frac", "mask": "keep/cover_frac"}
+    """Shares of replayed tokens as percentages; red unless 100."""
     text = Text()
-    for label, name in names.items():
-        broken = board.latest.get(name, 1.0) != 1.0
-        text.append(f"{label} {board.show(name, '.6g', 100)}%   ", "bold red" if broken else "")
+    for label, name in COVERAGE.items():
+        share = board.latest.get(name)
+        percent = "-" if share is None else f"{share * 100:.6g}"
+        text.append(f"{label} {percent}%   ", "" if share in (None, 1.0) else "bold red")
     return text
 
 
@@ -428,8 +329,3 @@ def _summary_lines(summary: Mapping[str, object]) -> list[str]:
 def _plain(text: str) -> str:
     """One line without control characters: foreign text must not move the cursor."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def _encodable(text: str, encoding: str) -> str:
-    """The same text with a question mark for what the encoding cannot write."""
-    return text.encode(encoding, "replace").decode(encoding)

@@ -1,13 +1,12 @@
 """metrics.jsonl: one JSON object per optimizer step, and optional sinks that mirror it.
 
-The file is the record of a run, so it holds each surviving step exactly once and in order.  A row
-counts once its newline is written: every row is flushed to the operating system, so it outlives
-the death of the process, and only closing waits for the disk.  An fsync per step was rejected;
-the checkpoint is what a lost machine goes back to, and rows after it are cut on resume anyway.
+The file holds each step of the run exactly once and in order.  A row is complete when its newline
+is written.  Every row is flushed to the operating system, so it survives the death of the process;
+only `close` waits for the disk.
+Rejected: an fsync per step, because a resume cuts the rows after the checkpoint anyway.
 
 Row: {"step": 3, "version": "0.4", "time_s": 1700000000.0, then metric names in sorted order}.
-JSON has no NaN, and a metric that cannot be computed is absent: non-finite values are left out
-and their names listed under "nonfinite", so they are neither invented nor silent.
+JSON has no NaN: non-finite values are left out and their names are listed under "nonfinite".
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Row = dict[str, Any]  # step: int, version: str, time_s: float, nonfinite: list[
 
 
 class Sink(Protocol):
-    """Somewhere else to show the same numbers; never the record itself."""
+    """A second destination for the metrics, such as TensorBoard."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -42,8 +41,8 @@ class Sink(Protocol):
 class MetricsWriter:
     """Appends one row per optimizer step to metrics.jsonl and mirrors it to the sinks.
 
-    A torn last line left by a killed process is cut when the file is opened; `num_torn` says how
-    many.  Use `truncate_after` before it on resume.
+    Opening the file cuts a torn last line of a killed process; `num_torn` is 1 then, else 0.  Call
+    `truncate_after` first on resume.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
@@ -51,7 +50,7 @@ class MetricsWriter:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [(row["step"], end) for row, end in _rows(path)]
-        # Of each row: a trainer that starts again must not cost as much as the run is long.
+        # Step and end of each row, so that `rewind` does not read the whole file.
         self._steps, self._ends = [step for step, _ in rows], [end for _, end in rows]
         self.num_torn = _num_torn(path, self._end)
         if self.num_torn:
@@ -68,8 +67,7 @@ class MetricsWriter:
     ) -> Row:
         """Append one row and return it.  `time_s` is unix time, now by default.
 
-        Raises ProtocolError when `step` is not the one after the last row: a step that is missing
-        or written twice would break "each step exactly once".
+        Raises ProtocolError unless `step` follows the last row, so each step is written once.
         """
         last = self.last_step
         if last is not None and step != last + 1:
@@ -94,16 +92,16 @@ class MetricsWriter:
 
     @property
     def last_step(self) -> int | None:
-        """Of the last row; None when there is none."""
+        """Step of the last row; None without a row."""
         return self._steps[-1] if self._steps else None
 
     @property
     def _end(self) -> int:
-        """Bytes of all rows."""
+        """Size of all rows in bytes."""
         return self._ends[-1] if self._ends else 0
 
     def rewind(self, step: int) -> None:
-        """Cut the rows from `step` on: they are trained again."""
+        """Cut the rows from `step` on, because these steps are trained again."""
         self._file.flush()
         kept = bisect_left(self._steps, step)
         if kept < len(self._steps):
@@ -129,8 +127,8 @@ def read_rows(path: Path) -> list[Row]:
 def truncate_after(path: Path, step: int) -> int:
     """Keep the rows before `step`, cut the rest and a torn last line; return how many were cut.
 
-    On resume from a checkpoint whose next step is `step`.  The file is shortened in place: a
-    crash in the middle leaves either the old or the new length, never a rewritten half.
+    Used on resume from a checkpoint whose next step is `step`.  The file is shortened in place, so
+    a crash leaves the old or the new length.
     """
     rows = [(row["step"], end) for row, end in _rows(path)]
     kept = [end for number, end in rows if number < step]
@@ -141,7 +139,7 @@ def truncate_after(path: Path, step: int) -> int:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """JSON values of a line file that other processes append to; a torn last line is left out."""
+    """JSON values of a line file that another process may append to, without a torn last line."""
     return [value for value, _ in _values(path)]
 
 
@@ -181,7 +179,7 @@ def _values(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 def _num_torn(path: Path, end: int) -> int:
-    """1 when something is behind the last line, which ends at this byte, else 0."""
+    """1 when the file is longer than `end`, the end of its last complete line, else 0."""
     return int(path.exists() and path.stat().st_size > end)
 
 
@@ -194,8 +192,8 @@ def _cut(path: Path, end: int) -> None:
 def undocumented(names: Iterable[str], doc_text: str) -> list[str]:
     """Metric names that the document does not define, sorted.
 
-    The document defines every name that it writes in back-ticks; a part in braces stands for one
-    word: `refused/{reason}` defines refused/mask_rows.
+    A name in back-ticks is defined; a part in braces matches one word: `refused/{reason}` defines
+    refused/mask_rows.
     """
     patterns = [_name_pattern(name) for name in set(re.findall(r"`([^`\s]+)`", doc_text))]
     return sorted(name for name in set(names) if not any(p.fullmatch(name) for p in patterns))
@@ -208,9 +206,9 @@ def _name_pattern(documented: str) -> re.Pattern[str]:
 
 # --- sinks ---------------------------------------------------------------------------------------
 def open_sinks(run: RunDir, config: Config) -> list[Sink]:
-    """The sinks that `observe` asks for.
+    """The sinks that the settings `observe` enable.
 
-    Raises ConfigError naming the setting and the package when a sink's package is not installed.
+    Raises ConfigError with the setting and the package when a sink's package is not installed.
     """
     sinks: list[Sink] = []
     if config.observe.tensorboard:
@@ -221,7 +219,7 @@ def open_sinks(run: RunDir, config: Config) -> list[Sink]:
 
 
 class TensorBoardSink:
-    """Scalars in TensorBoard's event files, through its own writer (torch is not needed)."""
+    """Writes TensorBoard event files with TensorBoard's own writer, without torch."""
 
     def __init__(self, folder: Path) -> None:
         module = _load("tensorboard.summary", "observe.tensorboard", True, "tensorboard")
@@ -237,7 +235,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Scalars in one Weights & Biases run, named after the run directory."""
+    """Writes to a Weights & Biases run named after the run directory."""
 
     def __init__(self, project: str, folder: Path) -> None:
         module = _load("wandb", "observe.wandb_project", project, "wandb")

@@ -1,12 +1,10 @@
-"""Interval arithmetic on timeline spans: is the engine really decoding while the trainer works?
+"""Interval arithmetic on timeline spans: how long does the engine decode while the trainer works?
 
-Pure functions on half-open intervals `(start, end)` in seconds; the report, the tests and anyone
-with a trace folder share them.  Sampling the timeline on a grid was rejected: the answer would
-depend on the grid, and a union of intervals is exact and as short.
+Pure functions on half-open intervals `(start, end)` in seconds.
+Rejected: sampling the timeline on a grid, because the result would depend on the grid.
 
-A trainer that only waits for a batch is not working, so waiting is taken out of its step time.
-Otherwise a synchronous run, where the trainer waits exactly while the engine decodes, would look
-perfectly overlapped.
+Waiting for a batch is subtracted from the trainer's step time.  Otherwise a synchronous run, where
+the trainer waits exactly while the engine decodes, would look perfectly overlapped.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ STEP, WAIT, GENERATE = "step", "wait", "generate"  # span names that carry the o
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same set of moments as disjoint intervals in ascending order; empty ones vanish."""
+    """The union as disjoint intervals in ascending order, without empty ones."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
@@ -37,7 +35,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """Moments covered by both sides, as disjoint ascending intervals."""
+    """Time covered by both sides, as disjoint ascending intervals."""
     left, right = merge(a), merge(b)
     both, i, j = [], 0, 0
     while i < len(left) and j < len(right):
@@ -52,7 +50,7 @@ def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(a: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
-    """Moments covered by `a` and by none of the holes, as disjoint ascending intervals."""
+    """Time covered by `a` and by none of the holes, as disjoint ascending intervals."""
     rest, cuts, at = [], merge(holes), 0
     for begin, end in merge(a):
         start = begin
@@ -72,7 +70,7 @@ def subtract(a: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]
 def busy_fraction(spans_a: Iterable[Interval], spans_b: Iterable[Interval]) -> float:
     """Share of the time of spans_a during which any of spans_b runs, in [0, 1].
 
-    Raises ValueError when spans_a cover no time: a share of nothing would be read as a result.
+    Raises ValueError when spans_a cover no time, because the share is undefined then.
     """
     work = merge(spans_a)
     total = length(work)
@@ -91,9 +89,9 @@ def intervals(spans: Iterable[Span], process: str, name: str) -> list[Interval]:
 
 
 def trainer_work(spans: Sequence[Span]) -> list[Interval]:
-    """When the trainer computes: its step spans less its waits, of its first traced process.
+    """Step spans less waits of the first traced trainer process.
 
-    One rank speaks for the gang; a union over ranks would count a rank that waits for another.
+    A union over all ranks would count the time in which one rank waits for another.
     """
     traced = sorted({str(s["process"]) for s in spans if str(s["process"]).startswith("trainer")})
     if not traced:

@@ -1,12 +1,12 @@
 """trace.json: all processes of a run on one time axis, for Perfetto and chrome://tracing.
 
-Made from the trace folder alone (`moerl.trace`), so it can be made for a run that goes on or that
-died.  Times are microseconds since the first span; several nodes agree as well as their clocks do.
-Spans of one process may overlap (requests, threads): each is laid on the first lane that is free,
-so that a viewer nests or stacks them as they were.
+It reads only the trace folder (`moerl.trace`), so it also works for a run that is still training or
+that died.  Times are microseconds since the first span, by the clock of each node.  Spans of one
+process may overlap (requests, threads): each gets the first free thread track, so a viewer nests
+or stacks them correctly.
 
 Format: the JSON object of the Trace Event Format, with complete events (X), counters (C) and names
-(M).  Perfetto's protobuf was rejected: a person can read this one, and so can a test.
+(M).  Rejected: Perfetto's protobuf, which a person cannot read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from moerl.rundir import RunDir
 from moerl.trace import read_counters, read_spans
 
-MAX_EVENTS = 500_000  # newest are kept; viewers slow down beyond
-_ORDER = ("controller", "engine", "scorer", "trainer", "frozen")  # of processes, top to bottom
+MAX_EVENTS = 500_000  # the newest are kept; viewers are slow with more
+_ORDER = ("controller", "engine", "scorer", "trainer", "frozen")  # processes, top to bottom
 _SPAN_KEYS = ("process", "name", "start_s", "end_s")
 
 Event = dict[str, Any]
@@ -39,7 +39,7 @@ def write_trace(run: RunDir) -> Path:
 def trace_events(
     spans: Sequence[Mapping[str, Any]], counters: Sequence[Mapping[str, Any]] = ()
 ) -> list[Event]:
-    """Events of spans and counters as `moerl.trace` reads them."""
+    """Trace events of the spans and counters that `moerl.trace` reads."""
     spans, counters = spans[-MAX_EVENTS:], counters[-MAX_EVENTS:]
     starts = [span["start_s"] for span in spans] + [value["time_s"] for value in counters]
     zero = min(starts, default=0.0)
@@ -65,43 +65,43 @@ def trace_events(
 
 
 def _complete(spans: Iterable[Mapping[str, Any]], pid: int, zero: float) -> Iterable[Event]:
-    for span, lane in _laid(spans):
+    for span, track in _tracks(spans):
         yield {
             "ph": "X",
             "name": span["name"],
             "cat": str(span["name"]).split()[0],
             "pid": pid,
-            "tid": lane,
+            "tid": track,
             "ts": _microseconds(span["start_s"] - zero),
             "dur": max(0, _microseconds(span["end_s"] - span["start_s"])),
             "args": {key: value for key, value in span.items() if key not in _SPAN_KEYS},
         }
 
 
-def _laid(spans: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], int]]:
-    """Each span with its lane: the first one where it lies inside what is open, or after it."""
-    lanes: list[list[float]] = []  # ends of the open spans of a lane, outermost first
+def _tracks(spans: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], int]]:
+    """Each span with the first thread track where it nests in the open spans or follows them."""
+    tracks: list[list[float]] = []  # ends of the open spans of a track, outermost first
     for span in sorted(spans, key=lambda span: (span["start_s"], -span["end_s"])):
-        for ends in lanes:
+        for ends in tracks:
             while ends and ends[-1] <= span["start_s"]:
                 ends.pop()
-        fits = (i for i, ends in enumerate(lanes) if not ends or span["end_s"] <= ends[-1])
-        lane = next(fits, len(lanes))
-        if lane == len(lanes):
-            lanes.append([])
-        lanes[lane].append(span["end_s"])
-        yield span, lane
+        fits = (i for i, ends in enumerate(tracks) if not ends or span["end_s"] <= ends[-1])
+        track = next(fits, len(tracks))
+        if track == len(tracks):
+            tracks.append([])
+        tracks[track].append(span["end_s"])
+        yield span, track
 
 
 def _names(name: str, pid: int, spans: Sequence[Mapping[str, Any]]) -> list[Event]:
     def named(kind: str, tid: int, **args: Any) -> Event:
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
-    lanes = {lane for _, lane in _laid(spans)}
+    tracks = {track for _, track in _tracks(spans)}
     return [
         named("process_name", 0, name=name),
         named("process_sort_index", 0, sort_index=pid),
-        *(named("thread_name", lane, name=f"{name} {lane}") for lane in sorted(lanes)),
+        *(named("thread_name", track, name=f"{name} {track}") for track in sorted(tracks)),
     ]
 
 

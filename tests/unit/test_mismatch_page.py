@@ -54,6 +54,14 @@ def test_page_is_complete_and_stands_alone(tmp_path: Path) -> None:
         assert words in text
 
 
+def test_each_cell_names_its_column(tmp_path: Path) -> None:
+    """A narrow screen has no head of the table, so each cell shows the title of its column."""
+    text = write_page(tmp_path / "m.html", findings()).read_text()
+    assert "<td>" not in text
+    for title in ("p99 |d|", "E[ratio]", "Rollout", "d, both"):
+        assert f'data-label="{title}"' in text
+
+
 def test_one_lag_is_said_and_not_drawn(tmp_path: Path) -> None:
     text = write_page(tmp_path / "m.html", findings(lags=1)).read_text()
     assert text.count("<svg") == 2 * 6

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from moerl.config.schema import Config, RunConfig
-from moerl.observe.charts import Chart, Line, draw_chart
+from moerl.observe.charts import Chart, draw_chart
 from moerl.observe.metrics import MetricsWriter
 from moerl.observe.report import ENGINE_ALONE, _bars, reward_gain, wall_time_s, write_report
 from moerl.rundir import RunDir
@@ -84,39 +83,39 @@ def fill(run: RunDir, num_steps: int, **more: float) -> None:
     writer.close()
 
 
-def report(run: RunDir, config: Config | dict[str, object] | None = None, **summary: float) -> str:
+def report(run: RunDir, config: Config | None = None, **summary: float) -> str:
     config = config if config is not None else Config(run=RunConfig(steps=20))
     path = write_report(run, config, summary)
     return Path(path).read_text(encoding="utf-8")
 
 
-def tile(html: str, label: str) -> str:
+def card(html: str, label: str) -> str:
     found = re.search(rf'label">{re.escape(label)}</div>\s*<div class="value">([^<]*)<', html)
-    assert found, f"no tile {label}"
+    assert found, f"no card {label}"
     return found[1]
 
 
 def test_headline_numbers(run: RunDir) -> None:
     fill(run, 20)
     html = report(run, **{ENGINE_ALONE: 2450.0})
-    assert tile(html, "Reward") == "0.500 \u2192 18.500"
+    assert card(html, "Reward") == "0.500 \u2192 18.500"
     assert "+18.000" in html
-    assert tile(html, "Wall time") == "0:40"
-    assert tile(html, "Engine tokens/s") == "1,000"
+    assert card(html, "Wall time") == "0:40"
+    assert card(html, "Engine tokens/s") == "1,000"
     assert "alone 2,450" in html
-    assert tile(html, "Overlap") == "75%"
-    assert tile(html, "Largest mismatch") == "0.001"
-    assert tile(html, "Routing replayed") == "100%"
-    assert tile(html, "Largest lag") == "2"
+    assert card(html, "Overlap") == "75%"
+    assert card(html, "Largest mismatch") == "0.001"
+    assert card(html, "Routing replayed") == "100%"
+    assert card(html, "Largest lag") == "2"
     assert "Complete: 20 of 20 steps" in html
-    assert 'class="tile bad"' not in html
+    assert 'class="stat bad"' not in html
 
 
 def test_the_mismatch_of_fresh_tokens_is_the_headline(run: RunDir) -> None:
     """Tokens of older weights differ by right; they must not look like a broken replay."""
     fill(run, 3, **{"probe/exact_abs_dlogp_max": 1e-6})
     html = report(run)
-    assert tile(html, "Largest mismatch") == "1e-06"
+    assert card(html, "Largest mismatch") == "1e-06"
     assert "all lags: 0.001" in html
 
 
@@ -132,8 +131,7 @@ def test_a_publish_beside_a_step_does_not_hide_it(run: RunDir) -> None:
         engine.add("update", start + 3.0, start + 4.0)
         for kind in ("TakePlan", "StepDone", "CommitUpdate", "Hello", "AskEngine"):
             controller.add(kind, start, start + 8.0)
-    bars, hidden = _bars(read_spans(run.trace), (100.0, 130.0))
-    drawn = {(bar.lane, bar.kind): list(bar.intervals) for bar in bars}
+    drawn, hidden = _bars(read_spans(run.trace), (100.0, 130.0))
     assert drawn["trainer-0", "step"] == [(1.0, 8.0), (11.0, 18.0), (21.0, 28.0)]
     assert drawn["trainer-0 publish", "publish"][0] == (2.0, 6.0)
     assert ("engine0", "update") in drawn
@@ -141,19 +139,19 @@ def test_a_publish_beside_a_step_does_not_hide_it(run: RunDir) -> None:
     assert not hidden
 
 
-def test_a_run_that_goes_on_is_not_called_stopped(run: RunDir) -> None:
+def test_a_running_run_is_not_called_stopped(run: RunDir) -> None:
     fill(run, 3)
     html = Path(write_report(run, Config(run=RunConfig(steps=20)), goes_on=True)).read_text()
-    assert '<div class="state good">Going on: 3 of 20 steps</div>' in html
+    assert '<div class="state good">Running: 3 of 20 steps</div>' in html
     assert '<div class="state bad">Stopped: 3 of 20 steps</div>' in report(run)
 
 
 def test_alarms_are_marked(run: RunDir) -> None:
     fill(run, 3, **{"routing/replay_cover_frac": 0.99999, "async/lag_max": 9.0, "refused/x": 2.0})
     html = report(run)
-    assert tile(html, "Routing replayed") == "99.9990%"
-    assert tile(html, "Records refused") == "2"  # each row counts since the start
-    assert html.count('class="tile bad"') == 3
+    assert card(html, "Routing replayed") == "99.9990%"
+    assert card(html, "Records refused") == "2"  # each row counts since the start
+    assert html.count('class="stat bad"') == 3
     assert "Stopped: 3 of 20 steps" in html
 
 
@@ -175,13 +173,13 @@ def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
     sample = {"step": 0, "version": HOSTILE, "prompt": HOSTILE, "response": HOSTILE, "reward": 0.5}
     run.samples.write_text(json.dumps(sample) + "\n" + '{"step": 1, "prom')
     name = HOSTILE.replace("\ud800", "")  # YAML, where settings come from, has no lone surrogates
-    html = report(run, asdict(Config(run=RunConfig(name=name, steps=20))))
+    html = report(run, Config(run=RunConfig(name=name, steps=20)))
     page = Page(html)
     assert "script" not in page.tags
     assert "img" not in page.tags
     assert page.text.count("<script>alert('x')</script>") >= 3
     assert "{{ 7 * 7 }}" in page.text
-    assert "49" not in tile(html, "Reward")
+    assert "49" not in card(html, "Reward")
     assert "\u2407" in page.text  # the bell is visible
 
 
@@ -192,7 +190,7 @@ def test_run_that_died_before_the_first_step(tmp_path: Path, with_folders: bool)
     html = report(run)
     Page(html)
     assert "Stopped before the first step" in html
-    assert tile(html, "Reward") == "-"
+    assert card(html, "Reward") == "-"
     assert "<svg" not in html
     assert "no value of reward/mean to draw" in html
     assert "no engine or trainer spans" in html
@@ -218,7 +216,7 @@ def test_any_length_of_run(run: RunDir, num_steps: int) -> None:
 
 def test_values_of_few_steps_are_marked(run: RunDir) -> None:
     """A line through two checkpoints says nothing about the steps between them."""
-    chart = Chart("c", "s", (Line("checkpoint/pause_s", "pause"),))
+    chart = Chart("c", "s", {"checkpoint/pause_s": "pause"})
     rows = [{"step": step, "checkpoint/pause_s": 1.0} for step in range(40)]
     few = [row if row["step"] in (9, 29) else {"step": row["step"]} for row in rows]
     marks = [(draw_chart(chart, some) or "").count("<use ") for some in (rows, few)]
@@ -254,6 +252,6 @@ def test_a_row_of_the_last_evaluation_alone(run: RunDir) -> None:
     after = report(run)
     assert "Complete: 20 of 20 steps" in after
     assert "min:s, for 20 steps" in after
-    assert tile(after, "Wall time") == "0:41"
+    assert card(after, "Wall time") == "0:41"
     for label in ("Reward", "Engine tokens/s", "Largest mismatch", "Routing replayed"):
-        assert tile(after, label) == tile(before, label)
+        assert card(after, label) == card(before, label)

@@ -1,0 +1,266 @@
+"""The page of a report: one self-contained HTML file with stat cards, charts and tables.
+
+The page has no script and loads nothing, so it opens without a network.  Text is escaped; only the
+SVG of `Figure` is inserted as markup, and only `moerl.observe.charts` draws it.  Colours are CSS
+variables with a light and a dark set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Environment
+
+from moerl.observe.charts import Chart, draw_chart
+
+
+@dataclass(frozen=True, slots=True)
+class StatCard:
+    """One headline number."""
+
+    label: str
+    value: str
+    note: str = ""
+    wide: bool = False
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A drawn chart, or a note in its place."""
+
+    title: str
+    svg: str | None
+    text: str = ""  # below the chart, or why there is none
+    wide: bool = False  # over the whole width of the page
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A title and how to show the cells.
+
+    text: as it is.  number: aligned right.  badge: a coloured number.  long: several lines with a
+    scroll bar.
+    """
+
+    title: str
+    kind: Literal["text", "number", "badge", "long"] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A cell is text; in a badge column (text, strength of the colour from 0 to 1)."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str | tuple[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageSection:
+    """A heading with text, a table, charts and folded text, each of them optional."""
+
+    title: str
+    text: str = ""
+    table: Table | None = None
+    figures: Sequence[Figure] = ()
+    folded: tuple[str, str] | None = None  # (summary, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Example: Page("moerl run report", "r1", "Complete: 20 of 20 steps", sections=[...])."""
+
+    kind: str  # above the name
+    name: str
+    state: str = ""
+    good: bool = True  # colour of the state
+    paragraphs: Sequence[str] = ()
+    cards: Sequence[StatCard] = ()
+    sections: Sequence[PageSection] = ()
+
+
+def write_html(path: Path, page: Page) -> Path:
+    """Write the page as one HTML file and return its path."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    html = environment.from_string(_SKELETON).render(page=page)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(html.encode("utf-8", "replace"))  # model output may hold lone surrogates
+    unfinished.replace(path)
+    return path
+
+
+def figure(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The chart over these rows, or a note that they have no value for it."""
+    svg = draw_chart(chart, rows)
+    names = ", ".join(chart.lines)
+    text = chart.text if svg else f"Not drawn: there is no value of {names} to draw."
+    return Figure(chart.title, svg, text)
+
+
+_SKELETON = """\
+{% macro table(table) %}
+<div class="card table"><div class="scroll"><table>
+<thead><tr>
+{% for column in table.columns %}
+<th{% if column.kind in ("number", "badge") %} class="number"{% endif %}>{{ column.title }}</th>
+{% endfor %}
+</tr></thead><tbody>
+{% for row in table.rows %}
+<tr>
+{% for cell in row %}
+{% set column = table.columns[loop.index0] %}
+{% if column.kind == "badge" %}
+<td class="number" data-label="{{ column.title }}">
+<span class="badge" style="--share: {{ cell[1] }}">{{ cell[0] }}</span></td>
+{% elif column.kind == "long" %}
+<td class="text-cell" data-label="{{ column.title }}"><div class="text">{{ cell }}</div></td>
+{% else %}
+<td{% if column.kind == "number" %} class="number"{% endif %} data-label="{{ column.title }}">
+{{ cell }}</td>
+{% endif %}
+{% endfor %}
+</tr>
+{% endfor %}
+</tbody></table></div></div>
+{% endmacro %}
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{{ page.name }} - {{ page.kind }}</title>
+<style>
+:root {
+  color-scheme: light dark;
+  --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+  --page: #f6f7f9; --card: #ffffff; --line: #e1e4e9; --ink: #454c57; --strong: #14171c;
+  --grid: #e4e7ec; --good: #1a7f4b; --bad: #c0362c;
+  --c1: #2463c9; --c2: #d9660a; --c3: #16895a; --c4: #8b4fc4; --c5: #b3841a; --c6: #c43d78;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #0f1216; --card: #171b21; --line: #2a3039; --ink: #a9b2bf; --strong: #f0f3f7;
+    --grid: #2a3039; --good: #4cc38a; --bad: #ff7b6e;
+    --c1: #6ea8ff; --c2: #ff9d4d; --c3: #4cc38a; --c4: #c59bf5; --c5: #e3bd5b; --c6: #f285b0;
+  }
+}
+* { box-sizing: border-box; }
+body, figure { margin: 0; }
+body { background: var(--page); color: var(--ink); font: 15px/1.5 var(--font); }
+main { max-width: 1120px; margin: 0 auto; padding: 28px 16px 56px; }
+h1 { margin: 0; font-size: 26px; line-height: 1.25; color: var(--strong);
+  overflow-wrap: anywhere; }
+h2 { margin: 36px 0 4px; font-size: 18px; color: var(--strong); }
+h3 { margin: 0 0 6px; font-size: 14px; font-weight: 600; color: var(--strong); }
+p { margin: 4px 0 12px; max-width: 76ch; }
+.eyebrow { font-size: 12px; letter-spacing: .08em; text-transform: uppercase; }
+.state { display: inline-block; margin: 8px 0 0; padding: 2px 10px; border-radius: 99px;
+  border: 1px solid currentColor; font-size: 13px; font-weight: 600; }
+.good { color: var(--good); } .bad { color: var(--bad); }
+.cards, .charts { display: grid; gap: 12px; }
+.cards { grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)); margin-top: 20px; }
+.charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); }
+.charts .wide { grid-column: 1 / -1; }
+.table + .charts { margin-top: 12px; }
+.stat, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.stat { padding: 12px 14px; }
+.stat.wide { grid-column: span 2; }
+.stat .label { font-size: 12.5px; }
+.stat .value { font-size: 23px; line-height: 1.3; font-weight: 650; color: var(--strong);
+  font-variant-numeric: tabular-nums; }
+.stat.bad .value { color: var(--bad); }
+.stat .note { font-size: 12.5px; }
+.card { padding: 14px; min-width: 0; }
+.card svg { display: block; width: 100%; height: auto; }
+.card p { margin: 6px 0 0; font-size: 13px; }
+.missing { display: flex; flex-direction: column; justify-content: center; border-style: dashed; }
+.scroll { overflow-x: auto; }
+.scroll svg { min-width: 720px; }
+table { width: 100%; min-width: 640px; border-collapse: collapse; font-size: 13.5px; }
+th { text-align: left; font-weight: 600; color: var(--strong); }
+th, td { padding: 7px 14px 7px 0; vertical-align: top; border-bottom: 1px solid var(--line); }
+tr:last-child td { border-bottom: 0; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text-cell { min-width: 8em; }
+td .text { max-height: 9.5em; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  color: var(--strong); }
+.badge { display: inline-block; min-width: 3.6em; padding: 0 7px; border-radius: 6px;
+  text-align: center; color: var(--strong);
+  background: color-mix(in srgb, var(--c3) calc(var(--share) * 55%), var(--page)); }
+@media (max-width: 640px) {
+  table { min-width: 0; } thead { display: none; }
+  tr { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 10px 0;
+    border-bottom: 1px solid var(--line); }
+  tr:last-child { border-bottom: 0; }
+  td, tr:last-child td { padding: 0; border: 0; }
+  td::before { content: attr(data-label) " "; font-size: 12px; }
+  td.text-cell { flex-basis: 100%; min-width: 0; }
+}
+details summary { cursor: pointer; font-weight: 600; color: var(--strong); }
+pre { margin: 10px 0 0; overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo,
+  Consolas, monospace; }
+footer { margin-top: 36px; font-size: 12.5px; }
+@media print { body { background: #fff; } .stat, .card { break-inside: avoid; } }
+</style>
+</head>
+<body>
+<main>
+<header>
+  <div class="eyebrow">{{ page.kind }}</div>
+  <h1>{{ page.name }}</h1>
+  {% if page.state %}
+  <div class="state {{ 'good' if page.good else 'bad' }}">{{ page.state }}</div>
+  {% endif %}
+</header>
+{% for text in page.paragraphs %}
+<p>{{ text }}</p>
+{% endfor %}
+{% if page.cards %}
+<section class="cards">
+{% for card in page.cards %}
+  <div class="stat{{ ' wide' if card.wide }}{{ ' bad' if card.bad }}">
+    <div class="label">{{ card.label }}</div>
+    <div class="value">{{ card.value }}</div>
+    {% if card.note %}<div class="note">{{ card.note }}</div>{% endif %}
+  </div>
+{% endfor %}
+</section>
+{% endif %}
+{% for section in page.sections %}
+<h2>{{ section.title }}</h2>
+{% if section.text %}<p>{{ section.text }}</p>{% endif %}
+{% if section.table %}{{ table(section.table) }}{% endif %}
+{% if section.figures %}
+<div class="charts">
+{% for figure in section.figures %}
+  {% if figure.svg %}
+  <figure class="card{{ ' wide' if figure.wide }}" role="img" aria-label="{{ figure.title }}">
+    <h3>{{ figure.title }}</h3>
+    <div{% if figure.wide %} class="scroll"{% endif %}>{{ figure.svg | safe }}</div>
+    {% if figure.text %}<p>{{ figure.text }}</p>{% endif %}
+  </figure>
+  {% else %}
+  <div class="card missing{{ ' wide' if figure.wide }}">
+    <h3>{{ figure.title }}</h3><p>{{ figure.text }}</p>
+  </div>
+  {% endif %}
+{% endfor %}
+</div>
+{% endif %}
+{% if section.folded %}
+<div class="card"><details><summary>{{ section.folded[0] }}</summary>
+<pre>{{ section.folded[1] }}</pre></details></div>
+{% endif %}
+{% endfor %}
+<footer>Metrics are defined in docs/metrics.md. This page is self-contained: it loads nothing.
+</footer>
+</main>
+</body>
+</html>
+"""
