@@ -85,9 +85,8 @@ class FakeEngine:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """What it serves, by the names of the Hugging Face folder."""
-        whole = {
-            name: torch.full(shape, torch.nan) for name, shape in hf_shapes(self._spec).items()
-        }
+        shapes = hf_shapes(self._spec)
+        whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
         for name, local in sglang_tiles(self._spec, 1, 0).items():
             for tile in local.tiles:
                 whole[tile.hf][at(tile.hf_box)] = self._tensors[name][at(tile.box)]
@@ -137,19 +136,21 @@ class FakeController:
 
     def _reply(self, identity: bytes, token: bytes, name: bytes, data: bytes) -> bool:
         """Whether the request could be answered now."""
-        if name not in self._answers:  # a slow answer is asked for again
+        if token.decode() != self.token:
+            self._answers[name] = encode(Refused("wrong token"))
+        elif name not in self._answers:  # a slow answer is asked for again
             message = decode(data)
             if not self._is_due(message):
                 return False
-            known = token.decode() == self.token
-            self._answers[name] = encode(self._answer(message) if known else Refused("wrong token"))
+            self._answers[name] = encode(self._answer(message))
         self.socket.send_multipart([identity, name, self._answers[name]])
         return True
 
     def _is_due(self, message: Message) -> bool:
         if not isinstance(message, TakePlan) or message.step not in self.fleets:
             return True
-        return all(one.versions[-1].step == message.step for one in self.engines.values())
+        held = [{version.step for version in one.versions} for one in self.engines.values()]
+        return all(message.step in steps for steps in held)
 
     def _answer(self, message: Message) -> Message:
         match message:

@@ -19,9 +19,10 @@ from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
 from moerl.engine import gate as gate_module
 from moerl.engine import host as host_module
-from moerl.engine.client import BadRequest, Committed, EngineClient
+from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
+from moerl.engine.receiver import Committed
 from moerl.engine.records import ModelFacts
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.protocols import CommitUpdate, Plan, UpdateClosed
