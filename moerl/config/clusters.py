@@ -89,6 +89,16 @@ def is_local(cluster: ClusterConfig) -> bool:
     return cluster.launcher == "local"
 
 
+def default_transport(config: Config) -> str:
+    """What `sync.transport: auto` stands for.
+
+    Rejected: nccl between GPUs (it has not run on hardware, and does not promise that the death of
+    a peer is noticed), shm on one machine with GPUs (it has run from host memory only).
+    """
+    on_gpus = "cuda" in (config.engine.platform, config.trainer.platform)
+    return "shm" if is_local(config.cluster) and not on_gpus else "gloo"
+
+
 def check_cluster(config: Config) -> None:
     """Every rule about `cluster`.  Raises ConfigError naming field, value and what is allowed."""
     cluster = config.cluster
