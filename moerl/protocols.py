@@ -1,8 +1,8 @@
 """Seams between components, and the typed messages between trainer and controller.
 
 The trainer is a plain torchrun gang that knows nothing of Ray: its rank 0 speaks these messages
-over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses two sockets: one for the
-training loop, one for the publishing thread, so a publish never delays a plan.
+over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses one socket for the
+training loop and one for each publish session, so a publish never delays a plan.
 
 One frozen dataclass per meaning; `moerl.wire` makes bytes of them.
 """

@@ -90,13 +90,12 @@ def is_local(cluster: ClusterConfig) -> bool:
 
 
 def default_transport(config: Config) -> str:
-    """What `sync.transport: auto` stands for.
+    """What `sync.transport: auto` stands for: memory on one machine, else the network.
 
-    Rejected: nccl between GPUs (it has not run on hardware, and does not promise that the death of
-    a peer is noticed), shm on one machine with GPUs (it has run from host memory only).
+    Rejected: nccl between GPUs of several nodes; it has not run on hardware, and it does not
+    promise to notice a dead peer (`docs/operations.md`).
     """
-    on_gpus = "cuda" in (config.engine.platform, config.trainer.platform)
-    return "shm" if is_local(config.cluster) and not on_gpus else "gloo"
+    return "shm" if is_local(config.cluster) else "gloo"
 
 
 def check_cluster(config: Config) -> None:

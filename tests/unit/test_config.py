@@ -121,7 +121,7 @@ def test_tp_without_expert_cut_is_refused() -> None:
     ("cluster", "transport"),
     [
         ("laptop", "shm"),
-        ("node8", "gloo"),
+        ("node8", "shm"),
         ("hosts", "gloo"),
         ("slurm", "gloo"),
         ("kuberay", "gloo"),
