@@ -3,8 +3,8 @@
     tools/quickstart --run delta run.steps=21 checkpoint.keep_versions=true
     python bench/delta_ratio.py runs/delta [--dtype bfloat16] [--level 1]
 
-The versions that the run saved (`checkpoint.keep_versions`) are put into buckets as a publish puts
-them.  A receiver starts from the first version and gets nothing but deltas; after each one its
+The versions that the run saved (`checkpoint.keep_versions`) are put into buckets of the size of a
+publish's.  A receiver starts from the first version and gets nothing but deltas; after each one its
 bytes must equal the published ones, bit for bit, or this exits with an error.
 
 --dtype casts the weights first, as for an engine of that dtype: training in fp32 changes nearly
@@ -19,13 +19,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from moerl.rundir import RunDir
-from moerl.sync.frozen import FrozenWeights, freeze
 from moerl.transport.delta import apply, encode
 from moerl.types import PolicyVersion
 
@@ -46,13 +46,43 @@ def weights(folder: Path, dtype: torch.dtype | None) -> Weights:
     return {name: tensors[name].to(dtype).contiguous() for name in sorted(tensors)}
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """One version in flat buckets."""
+
+    version: PolicyVersion
+    buckets: tuple[torch.Tensor, ...]  # bytes
+    word_bytes: tuple[int, ...]  # of the dtype of each bucket
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.buckets))
+
+
+def freeze(tensors: Weights, version: PolicyVersion, bucket_bytes: int) -> Frozen:
+    """Tensors of one dtype back to back, at most `bucket_bytes` (a larger one stands alone)."""
+    groups: list[list[torch.Tensor]] = []
+    for tensor in tensors.values():
+        last = groups[-1] if groups else []
+        size = sum(one.nbytes for one in last) + tensor.nbytes
+        if last and last[0].dtype == tensor.dtype and size <= bucket_bytes:
+            last.append(tensor)
+        else:
+            groups.append([tensor])
+    return Frozen(
+        version,
+        tuple(torch.cat([t.reshape(-1).view(torch.uint8) for t in group]) for group in groups),
+        tuple(group[0].itemsize for group in groups),
+    )
+
+
 def publishes(
     run: RunDir, dtype: torch.dtype | None, bucket_bytes: int
-) -> Iterator[tuple[FrozenWeights, FrozenWeights]]:
+) -> Iterator[tuple[Frozen, Frozen]]:
     """(before, after) of each publish; every version in buffers of its own."""
     before = None
     for version, folder in versions(run):
-        after = freeze(weights(folder, dtype), version, None, bucket_bytes=bucket_bytes)
+        after = freeze(weights(folder, dtype), version, bucket_bytes)
         if before is not None:
             yield before, after
         before = after
@@ -73,13 +103,12 @@ def main() -> None:
     encodings: Counter[str] = Counter()
     receiver: list[torch.Tensor] = []
     for before, after in publishes(RunDir(arguments.run), dtype, arguments.bucket_bytes):
-        receiver = receiver or [buffer.clone() for buffer in before.buffers]
+        receiver = receiver or [bucket.clone() for bucket in before.buckets]
         sent = changed = words = 0
         start = time.perf_counter()
-        for bucket, old, new, there in zip(
-            after.buckets, before.buffers, after.buffers, receiver, strict=True
+        for word_bytes, old, new, there in zip(
+            after.word_bytes, before.buckets, after.buckets, receiver, strict=True
         ):
-            word_bytes = getattr(torch, bucket.dtypes[0]).itemsize
             delta = encode(
                 old,
                 new,

@@ -9,7 +9,6 @@ every byte is in the staging buffers and acknowledged; both ends' bytes are comp
 
     memcpy          the frozen regions copied within one process, bucket by bucket
     shm             the same, but the destination is the other process' staging, mapped
-    gloo_broadcast  the whole model to one rank, as everybody without a plan sends it to every rank
     freeze          the pieces of trainer rank 0 from its tensors into its regions
     verify          digests of all pieces in the staging buffers
     commit          the pieces of engine rank 0 from its staging into its parameters
@@ -27,19 +26,16 @@ import argparse
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moerl.errors import TransportError
@@ -154,16 +150,6 @@ def own_memory() -> int:
     return int(line.split()[1])
 
 
-def pair(rank: int, port: int) -> Any:
-    """A gloo group of two, for broadcasts."""
-    store = dist.TCPStore(ADDRESS, port, 2, is_master=rank == 0, timeout=timedelta(seconds=LIMIT_S))
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._threads, options._timeout = 1, timedelta(seconds=LIMIT_S)
-    options._devices = [gloo.create_device(hostname=ADDRESS)]
-    return gloo(store, rank, 2, options)
-
-
 # --- the engine ranks -----------------------------------------------------------------------------
 class Receiver:
     """Runs in the other process; a method per command."""
@@ -175,7 +161,6 @@ class Receiver:
         self.stagings: dict[str, list[Any]] = {}
         first = self.plans[0]
         self.parameters = local([p for r in first.regions for p in r.pieces], source=False)
-        self.group: Any = None
 
     def open(self, name: str) -> list[bytes]:
         transport = make(name, address=ADDRESS, folder=self.folder)
@@ -218,14 +203,6 @@ class Receiver:
 
     def memory(self) -> int:
         return own_memory()
-
-    def join(self, port: int, num_bytes: int) -> None:
-        self.group = pair(1, port)
-        self.buffer = torch.ones(num_bytes, dtype=torch.uint8)
-
-    def broadcast(self, sizes: Sequence[int]) -> None:
-        for part in self.buffer.split(list(sizes)):
-            self.group.broadcast(part, 0).wait()
 
     def small(self, num_bytes: int) -> bytes:
         self.close("small") if "small" in self.stagings else None
@@ -319,22 +296,6 @@ class Bench:
         for region, flat in self.mine:
             copy_pieces(region, self.tensors, flat, into_flat=True)
 
-    def prepare_broadcast(self) -> None:
-        with socket.create_server((ADDRESS, 0)) as probe:
-            port = probe.getsockname()[1]
-        self.cuts = [bucket.num_bytes for region, _ in self.regions() for bucket in region.buckets]
-        self.pipe.send(("join", (port, self.num_bytes)))
-        self.group = pair(0, port)
-        self.pipe.recv()
-
-    def broadcast(self) -> None:
-        self.pipe.send(("broadcast", (self.cuts,)))
-        for region, raw in self.regions():
-            for bucket in region.buckets:
-                part = raw[bucket.offset : bucket.offset + bucket.num_bytes]
-                self.group.broadcast(part, 0).wait()
-        self.pipe.recv()
-
     def clock(self, name: str, work: Callable[[], object], *, both: bool = False) -> None:
         """Time `work`: seconds, and CPU seconds of this process or of both."""
         theirs = self.ask("cpu") if both else 0.0
@@ -379,13 +340,11 @@ def measure(bench: Bench, names: Sequence[str], rounds: int) -> None:
     for name in names:
         bench.open(name)
     bench.prepare_memcpy()
-    bench.prepare_broadcast()
     for turn in range(rounds + 1):
         order = [*names[turn % len(names) :], *names[: turn % len(names)]]
         bench.clock("memcpy", bench.memcpy)
         for name in order:
             bench.clock(name, partial(bench.send, name), both=True)
-        bench.clock("gloo_broadcast", bench.broadcast, both=True)
         bench.clock("memcpy", bench.memcpy)
         for stage in ("verify", "commit", "copy"):
             bench.clock(stage, partial(bench.ask, stage, names[0]), both=True)
@@ -402,7 +361,7 @@ def table(bench: Bench, names: Sequence[str]) -> list[dict[str, object]]:
     sizes = {"freeze": own, "commit": first, "copy": first}
     reference = bench.seconds["memcpy"][2:]
     rows = []
-    for name in ("memcpy", *names, "gloo_broadcast", "freeze", "verify", "commit", "copy"):
+    for name in ("memcpy", *names, "freeze", "verify", "commit", "copy"):
         warm = 2 if name == "memcpy" else 1
         seconds, cpu = bench.seconds[name][warm:], bench.cpu[name][warm:]
         size = sizes.get(name, bench.num_bytes)

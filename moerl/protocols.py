@@ -1,8 +1,8 @@
 """Seams between components, and the typed messages between trainer and controller.
 
 The trainer is a plain torchrun gang that knows nothing of Ray: its rank 0 speaks these messages
-over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses two sockets: one for the
-training loop, one for the publishing thread, so a publish never delays a plan.
+over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses one socket for the
+training loop and one for each publish session, so a publish never delays a plan.
 
 One frozen dataclass per meaning; `moerl.wire` makes bytes of them.
 """
@@ -64,48 +64,6 @@ class StepDone:
     version: PolicyVersion  # weights after the step
     metrics: dict[str, float]  # names of docs/metrics.md
     checkpoint: str  # path of a checkpoint that includes this step, or empty
-
-
-@dataclass(frozen=True, slots=True)
-class JoinSync:
-    """Ask one engine to join a sync group whose rank 0 is the trainer.  Reply: Ok at once."""
-
-    engine: int
-    address: str
-    port: int
-    group: str
-    world_size: int
-    backend: str  # gloo | nccl
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """One broadcast: tensors in HF names, flattened back to back in this order."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]  # torch names without prefix: float32, bfloat16
-    shapes: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenUpdate:
-    """Open an update session on one engine.  Reply: Ok only after the engine agreed to begin.
-
-    The sender broadcasts only after this reply: a broadcast that the engine refused would hang.
-    """
-
-    engine: int
-    version: PolicyVersion
-    group: str
-    buckets: tuple[Bucket, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CloseUpdate:
-    """All buckets are sent.  Reply: UpdateClosed once the engine serves the version."""
-
-    engine: int
-    version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +256,6 @@ Message = (
     Hello
     | TakePlan
     | StepDone
-    | JoinSync
-    | OpenUpdate
-    | CloseUpdate
     | PrepareUpdate
     | VerifyUpdate
     | RelayUpdate
@@ -349,12 +304,6 @@ class Engine(Protocol):
         A record that breaks the contract comes back as its RecordError, in its place.
         """
         ...
-
-    async def join_sync(self, message: JoinSync) -> None: ...
-
-    async def open_update(self, message: OpenUpdate) -> None: ...
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed: ...
 
     async def session(self, message: SessionMessage) -> Message:
         """One step of a publish session.  Raises EngineError: refused, late or broken."""
@@ -415,9 +364,3 @@ class PublishFailure:
     version: PolicyVersion
     phase: str  # prepare | transfer | verify | commit
     cause: str
-
-
-class Publisher(Protocol):
-    """Moves one version of the weights to one engine; `moerl.sync` implements it."""
-
-    def publish(self, engine: int, version: PolicyVersion) -> PublishResult: ...

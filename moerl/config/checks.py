@@ -120,22 +120,9 @@ def check_divides(
 
 
 def _check_sync(config: Config) -> None:
-    sync, mode = config.sync, config.rollout.in_flight_mode
-    if mode in ("in_place", "retract") and sync.transport == "broadcast":
-        raise ConfigError(
-            "rollout.in_flight_mode",
-            mode,
-            "transport broadcast writes live weights bucket by bucket: use abort_resume or drain, "
-            "or another sync.transport",
-        )
+    sync = config.sync
     if sync.transport == "disk" and not Path(sync.folder).is_dir():
         raise ConfigError("sync.folder", sync.folder, "transport disk needs an existing folder")
-    if sync.delta and sync.transport == "broadcast":
-        raise ConfigError(
-            "sync.delta",
-            True,
-            "SGLang's own update takes whole tensors: use another sync.transport",
-        )
     if sync.delta and sync.transport == "cuda_ipc":
         raise ConfigError(
             "sync.delta", True, "the CPU applies deltas, cuda_ipc stages on the GPU: use false"

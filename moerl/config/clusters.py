@@ -89,6 +89,15 @@ def is_local(cluster: ClusterConfig) -> bool:
     return cluster.launcher == "local"
 
 
+def default_transport(config: Config) -> str:
+    """What `sync.transport: auto` stands for: memory on one machine, else the network.
+
+    Rejected: nccl between GPUs of several nodes; it has not run on hardware, and it does not
+    promise to notice a dead peer (`docs/operations.md`).
+    """
+    return "shm" if is_local(config.cluster) else "gloo"
+
+
 def check_cluster(config: Config) -> None:
     """Every rule about `cluster`.  Raises ConfigError naming field, value and what is allowed."""
     cluster = config.cluster

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from moerl.config.clusters import default_transport
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
@@ -52,7 +53,7 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def resolve(config: Config) -> Config:
-    """Fill what follows from other settings: mask's top_k bound, schedule's length, fixed lag."""
+    """Fill what follows from other settings: top_k of the mask, decay steps, lag, transport."""
     sampling, optimizer = config.sampling, config.trainer.optimizer
     truncates = sampling.top_p < 1.0 or sampling.min_p > 0.0
     if config.replay.sampling_mask and truncates and sampling.top_k == -1:
@@ -64,6 +65,8 @@ def resolve(config: Config) -> Config:
         exact = replace(config.rollout, max_lag=lag, buffer_depth=lag)
         exact = replace(exact, selection="strict", in_flight_mode="drain")
         config = replace(config, rollout=exact)
+    if config.sync.transport == "auto":
+        config = replace(config, sync=replace(config.sync, transport=default_transport(config)))
     return config
 
 

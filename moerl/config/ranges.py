@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.dispatcher": ("alltoall", "allgather"),
     "frozen.ranks": ("trainer", "own"),
     "trainer.optimizer.decay_style": ("constant", "linear", "cosine"),
-    "sync.transport": ("broadcast", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"),
+    "sync.transport": ("auto", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"),
     "sync.every": (1,),
     "checkpoint.best_is": ("highest", "lowest"),
 }

@@ -233,7 +233,7 @@ class FrozenConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    transport: str = "broadcast"  # | shm | cuda_ipc | gloo | nccl | mooncake | disk
+    transport: str = "auto"  # by the cluster | shm | cuda_ipc | gloo | nccl | mooncake | disk
     bucket_bytes: int = 16 * 2**20
     every: int = 1  # batches between publishes
     direct: int = 0  # engines that the trainer serves itself, the others copy from them; 0 = all

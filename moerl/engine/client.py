@@ -1,18 +1,19 @@
 """HTTP client of one SGLang server: every call carries the run's token.
 
-Only questions that change nothing (health, model_info, checksum) are repeated after a broken
+Only questions that change nothing (health, server_info, checksum) are repeated after a broken
 connection; a generation or an update that failed half-way is reported, never sent twice.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from moerl.engine.receiver import COMMIT
+from moerl.engine.receiver import COMMIT, Committed
 from moerl.errors import EngineError
 
 _CONNECT_S = 5.0
@@ -21,15 +22,6 @@ _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 
 class BadRequest(EngineError):
     """The server refused a request as malformed (HTTP 400); nothing of it ran to an answer."""
-
-
-class Committed(NamedTuple):
-    """What a commit cost the scheduler."""
-
-    seconds: float  # in which it ran no forward pass
-    recomputed: int = 0  # tokens whose KV cache it gave up
-    begun_s: float = 0.0  # unix time when the scheduler came to it
-    cpu_s: float = 0.0  # of `seconds`, on a CPU; the rest it waited for one, or for a GPU
 
 
 class EngineClient:
@@ -76,18 +68,6 @@ class EngineClient:
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"abort_all": True})
 
-    async def join_group(self, **fields: Any) -> None:
-        await self._succeed("/init_weights_update_group", fields)
-
-    async def begin_update(self) -> None:
-        await self._succeed("/begin_weight_update", {})
-
-    async def receive_bucket(self, **fields: Any) -> None:
-        await self._succeed("/update_weights_from_distributed", fields)
-
-    async def end_update(self) -> None:
-        await self._succeed("/end_weight_update", {})
-
     async def commit(self, version: str, mode: str = "") -> Committed:
         """Serve the version that the receivers verified; mode: of `moerl.engine.in_flight`."""
         fields = {
@@ -97,11 +77,7 @@ class EngineClient:
             "flush_cache": True,
         }
         reply = await self._succeed("/update_weights_from_tensor", fields)
-        seconds, recomputed, begun_s, cpu_s = str(reply["message"]).split()[:4]
-        return Committed(float(seconds), int(recomputed), float(begun_s), float(cpu_s))
-
-    async def weight_version(self) -> str:
-        return str((await self._ask("GET", "/model_info"))["weight_version"])
+        return read_committed(str(reply.get("message")))
 
     async def server_info(self) -> dict[str, Any]:
         """Resolved arguments of the server by ServerArgs field name, its `version`, its state."""
@@ -144,6 +120,17 @@ class EngineClient:
                     raise EngineError(f"engine {path}: the answer is no JSON: {error}") from error
             kind = BadRequest if reply.status == 400 else EngineError
             raise kind(f"engine {path}: HTTP {reply.status}: {_message(data)}")
+
+
+def read_committed(message: str) -> Committed:
+    """The record of a commit: the first line, SGLang adds words of its own behind it.
+
+    Raises EngineError: it is no such record.
+    """
+    try:
+        return msgspec.json.decode(message.partition("\n")[0], type=Committed)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"the answer to a commit is not readable: {error}: {message}") from error
 
 
 def _message(data: bytes) -> str:

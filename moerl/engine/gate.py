@@ -1,10 +1,10 @@
 """Whether requests may be sent to an engine, and why not.
 
 `admit` is set while requests may be sent (cleared during an update); `idle` is set while none is in
-flight; `cause` says why the engine is unusable.  An engine that is *broken* (its server died, or a
-broadcast update failed half-way) stays so until it is started again.  One that is *suspended* (it
-did not answer in time, or a commit failed) serves nothing until a whole publish session succeeded,
-which writes every byte of its weights.  One event loop owns it.
+flight; `cause` says why the engine is unusable.  An engine that is *broken* (its server died) stays
+so until it is started again.  One that is *suspended* (it did not answer in time, or a commit
+failed) serves nothing until a whole publish session succeeded, which writes every byte of its
+weights.  One event loop owns it.
 """
 
 from __future__ import annotations

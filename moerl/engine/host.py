@@ -31,13 +31,9 @@ from moerl.engine.support import PROVEN
 from moerl.engine.updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.protocols import (
-    CloseUpdate,
     EngineStatus,
-    JoinSync,
     Message,
-    OpenUpdate,
     SessionMessage,
-    UpdateClosed,
 )
 from moerl.rundir import RunDir
 from moerl.trace import Tracer
@@ -74,7 +70,6 @@ class EngineHost:
         run: RunDir,
         token: str,
         *,
-        update_timeout_s: float = 120.0,
         in_flight_mode: str = "abort_resume",
     ) -> None:
         self.index, self.config, self.model_path, self.facts = index, config, model_path, facts
@@ -84,9 +79,7 @@ class EngineHost:
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         self._mode = {"in_place": in_flight.IN_PLACE, "retract": retract}.get(in_flight_mode, "")
         self._gate = Gate(index)
-        self._updates = Updates(
-            self._gate, self._tracer, token, timeout_s=update_timeout_s, mode=self._mode
-        )
+        self._updates = Updates(self._gate, self._tracer, token, mode=self._mode)
         self._layout = ""
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
@@ -132,7 +125,7 @@ class EngineHost:
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await self._watch
         self._watch = None
-        await self._updates.stop()
+        self._updates.detach()
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
@@ -391,15 +384,6 @@ class EngineHost:
         await self._gate.guard(self._alive().abort_all())
 
     # --- weight updates --------------------------------------------------------------------------
-    async def join_sync(self, message: JoinSync) -> None:
-        await self._updates.join(message)
-
-    async def open_update(self, message: OpenUpdate) -> None:
-        await self._updates.open(message)
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
-        return await self._updates.close(message)
-
     async def session(self, message: SessionMessage) -> Message:
         return await self._updates.session(message)
 

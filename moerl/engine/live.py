@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,7 +33,16 @@ from torch import Tensor, nn
 from moerl.config.files import read_json
 from moerl.engine import in_flight
 from moerl.engine.layout import check_modules, engine_layout, weights
-from moerl.engine.receiver import COMMIT, SCRATCH, UNCHANGED, Door, Receiver, Seat, socket_path
+from moerl.engine.receiver import (
+    COMMIT,
+    SCRATCH,
+    UNCHANGED,
+    Committed,
+    Door,
+    Receiver,
+    Seat,
+    socket_path,
+)
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import model_spec
 from moerl.layout.plan import EngineLayout
@@ -91,7 +101,8 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
     done = in_flight.exchange(manager, mode, request, receiver.commit)
     commit_s, cpu_s = time.perf_counter() - begin, time.thread_time() - cpu
     dist.barrier(group=manager.tp_cpu_group)
-    message = f"{commit_s:.6f} {done.recomputed} {begun_s:.6f} {cpu_s:.6f}"
+    cost = Committed(commit_s, done.recomputed, begun_s, cpu_s)
+    message = msgspec.json.encode(cost).decode() + "\n"  # the client reads the first line
     return UpdateWeightsFromTensorReqOutput(success=done.flushed, message=message)
 
 

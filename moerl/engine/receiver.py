@@ -67,6 +67,16 @@ SCRATCH = "moerl-engine-"  # prefix of the private folder that the host makes fo
 MakeTransport = Callable[[str, str], Transport]  # name, folder of the transport disk
 
 
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit cost the scheduler; as JSON it is the first line of the reply's message."""
+
+    seconds: float  # in which it ran no forward pass
+    recomputed: int = 0  # tokens whose KV cache it gave up
+    begun_s: float = 0.0  # unix time when the scheduler came to it
+    cpu_s: float = 0.0  # of `seconds`, on a CPU; the rest it waited for one, or for a GPU
+
+
 class LiveModel(Protocol):
     """The weights that are served."""
 

@@ -126,7 +126,6 @@ class RunPlan:
             self.serve_blobs(index),
             self.run,
             self.token,
-            update_timeout_s=self.config.sync.timeout_s,
             in_flight_mode=self.config.rollout.in_flight_mode,
         )
 

@@ -23,15 +23,12 @@ from moerl.ids import IdSet
 from moerl.protocols import (
     AbortUpdate,
     AskEngine,
-    CloseUpdate,
     CommitUpdate,
     Engine,
     Failed,
     Hello,
-    JoinSync,
     Message,
     Ok,
-    OpenUpdate,
     Plan,
     PrepareUpdate,
     Refresh,
@@ -300,14 +297,6 @@ class Controller:
                 return await self._take_plan(message)
             case StepDone():
                 return await self._step_done(message)
-            case JoinSync():
-                await self.fleet.join_sync(message)
-                return Ok()
-            case OpenUpdate():
-                await self.fleet.open_update(message)
-                return Ok()
-            case CloseUpdate():
-                return await self.fleet.close_update(message)
             case (
                 PrepareUpdate()
                 | VerifyUpdate()

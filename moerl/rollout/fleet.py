@@ -28,14 +28,11 @@ from moerl.config.schema import RolloutConfig
 from moerl.errors import EngineError, ProtocolError, RecordError
 from moerl.protocols import (
     AskEngine,
-    CloseUpdate,
     CommitUpdate,
     Engine,
     EngineHolds,
     EngineStatus,
-    JoinSync,
     Message,
-    OpenUpdate,
     SessionMessage,
     UpdateClosed,
 )
@@ -321,18 +318,6 @@ class Fleet:
                     f"rollout.request_timeout_s = {config.request_timeout_s:g} s before an update"
                 )
             await self._loops.wait_change(1.0)
-
-    async def join_sync(self, message: JoinSync) -> None:
-        await self._answering(message.engine).join_sync(message)
-
-    async def open_update(self, message: OpenUpdate) -> None:
-        await self._settle(message.engine)
-        await self._answering(message.engine).open_update(message)
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
-        closed = await self._answering(message.engine).close_update(message)
-        self._updated(self.members[message.engine], message.version, closed)
-        return closed
 
     async def session(self, message: SessionMessage) -> Message:
         """Pass a step of a publish session on; the engine itself says whether it is still fit."""

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from moerl.errors import MoerlError, TrainerError, TransportError
 from moerl.layout import Flavor, ParallelLayout
@@ -31,6 +31,7 @@ from moerl.protocols import (
     AskEngine,
     CommitUpdate,
     EngineHolds,
+    Message,
     Ok,
     PrepareUpdate,
     PublishFailure,
@@ -43,7 +44,6 @@ from moerl.protocols import (
 )
 from moerl.sync.courier import Berth, Moved
 from moerl.sync.line import Drop, Leave, Line, Resend, Send
-from moerl.sync.outlet import Control
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 
@@ -56,6 +56,16 @@ _SLACK_S = 2.0  # the controller answers this much after the deadline it was giv
 
 Reply = TypeVar("Reply")
 Result = PublishResult | PublishFailure
+
+
+class Control(Protocol):
+    """A line to the controller; sockets belong to one thread, and end with their first error."""
+
+    def expect(
+        self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
+    ) -> Reply: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

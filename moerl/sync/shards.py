@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from moerl.config.files import read_model_config
 from moerl.config.schema import Config
 from moerl.errors import EngineError
+from moerl.layout import Flavor, ModelSpec, ParallelLayout
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER, Hop, relay_schedule
 from moerl.layout.transfer import TransferPlan
@@ -32,14 +35,31 @@ from moerl.layout.wire import WirePolicy, engine_wants
 from moerl.protocols import Enlisted, PublishFailure, PublishResult
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
-from moerl.sync.outlet import Seat
-from moerl.sync.session import EngineSession, Result, Terms
+from moerl.sync.session import Control, EngineSession, Result, Terms
+from moerl.trace import Tracer
 from moerl.transport.registry import make
 from moerl.types import PolicyVersion
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This rank's place among the trainer ranks, and what it trains."""
+
+    rank: int
+    world_size: int
+    control: dist.ProcessGroup  # gloo, all ranks
+    spec: ModelSpec
+    layout: ParallelLayout
+    flavor: Flavor
+    live: Callable[[], Mapping[str, Tensor]]  # parameters by the names of megatron_tiles
+    connect: Callable[[], Control]  # a new line to the controller
+    token: str  # the run's
+    tracer: Tracer
+    on_failure: Callable[[BaseException], None]  # ends the process; called on any thread
+
+
 class ShardOutlet:
-    """Every rank's way to the engines; `publish` and `wait` are collective."""
+    """This rank's way to the engines; all calls are collective over the trainer ranks."""
 
     def __init__(
         self,
@@ -82,12 +102,12 @@ class ShardOutlet:
         return shard_metrics(taken, waited_s, self._freeze_s)
 
     def resume(self) -> None:
-        """After `wait`, with the frozen weights unchanged: look after the engines again."""
+        """After `wait`, with the frozen weights unchanged: serve engines that are behind."""
         for session in self._ways.sessions.values():
             session.resume()
 
     def enlist(self, engines: Sequence[Enlisted]) -> None:
-        """Collective, on all ranks with the same engines."""
+        """Publish to exactly these engines from here on; new ones get the frozen weights."""
         for engine in self._ways.engines - {one.engine for one in engines}:
             self._ways.close(engine)
         new = [one for one in engines if one.engine not in self._ways.engines]

@@ -2,8 +2,8 @@
 
 Every rank runs this loop; rank 0 alone speaks to the controller and passes plans on as bytes.
 After an optimizer step the weights are copied (frozen) and published by background threads while
-the next step trains; the next freeze waits for them, so at most one publish is in flight.  What
-publishes is chosen by `sync.transport` in `moerl.sync.outlet`: the gang knows its interface only.
+the next step trains (`moerl.sync.shards`); the next freeze waits for them, so at most one publish
+is in flight.
 
 A step is reported before its checkpoint is written: a crash in between costs a redone step, while
 the other order could leave a step inside a checkpoint without its row in metrics.jsonl.
@@ -12,13 +12,11 @@ the other order could leave a step inside a checkpoint without its row in metric
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,7 +30,6 @@ from moerl.ids import IdSet
 from moerl.layout import Flavor
 from moerl.protocols import (
     Enlist,
-    Enlisted,
     Failed,
     Hello,
     Message,
@@ -45,6 +42,7 @@ from moerl.protocols import (
     TakePlan,
 )
 from moerl.rundir import RunDir
+from moerl.sync.shards import Seat, ShardOutlet, open_outlet
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
@@ -74,26 +72,6 @@ class Post:
     blobs: BlobStore
     checkpoint: Path | None  # resume from here
     reset_optimizer: bool = False  # of that checkpoint, take weights and place only
-
-
-class Outlet(Protocol):
-    """This rank's way to the engines (`moerl.sync.outlet`); all calls are collective."""
-
-    def publish(self, version: PolicyVersion) -> dict[str, float]:
-        """Freeze the weights, start sending them; metrics of the publish that was in flight."""
-        ...
-
-    def wait(self) -> dict[str, float]:
-        """Wait until nothing is being sent; metrics of that publish, once."""
-        ...
-
-    def resume(self) -> None:
-        """After `wait`, with the frozen weights unchanged: serve engines that are behind."""
-        ...
-
-    def enlist(self, engines: Sequence[Enlisted]) -> None:
-        """Publish to exactly these engines from here on; new ones get the frozen weights."""
-        ...
 
 
 class Gang:
@@ -137,12 +115,12 @@ class Gang:
             post.run, config.checkpoint, parallel, self.tracer, post.incarnation
         )
         self.client: ControllerClient | None = None
-        self.outlet: Outlet | None = None
+        self.outlet: ShardOutlet | None = None
         if parallel.is_first:
             timeout_s = config.trainer.step_timeout_s
             self.client = ControllerClient(post.controller, post.token, timeout_s=timeout_s)
         if config.engine.count:
-            self.outlet = self._open_outlet(on_failure)
+            self.outlet = open_outlet(config, self._seat(on_failure))
 
     def run(self) -> None:
         """Train until the controller says stop, then leave the checkpoint and the HF folder."""
@@ -300,20 +278,16 @@ class Gang:
             checkpoint.save(self.writer, self.learner, progress, self.parallel)
         self.saved_step = self.version.step
 
-    def _open_outlet(self, on_failure: Callable[[BaseException], None]) -> Outlet:
+    def _seat(self, on_failure: Callable[[BaseException], None]) -> Seat:
         config, post, parallel = self.config, self.post, self.parallel
-        sync = importlib.import_module("moerl.sync.outlet")
-        outlet: Outlet = sync.open_outlet(
-            config,
+        return Seat(
             rank=parallel.rank,
             world_size=parallel.world_size,
             control=parallel.control,
             spec=self.model.spec,
             layout=layout_of(parallel.sizes),
             flavor=_flavor(parallel),
-            backend=parallel.platform.backend,
             live=lambda: self.model.tensors,
-            gather=lambda: self.gather.gather(_wire_dtype(config)),
             # lines of its own: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: ControllerClient(
                 post.controller, post.token, timeout_s=config.sync.timeout_s
@@ -322,7 +296,6 @@ class Gang:
             tracer=self.tracer,
             on_failure=on_failure,
         )
-        return outlet
 
 
 def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Tensor]:
@@ -333,11 +306,6 @@ def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Te
 
 def _flavor(parallel: Parallel) -> Flavor:
     return "te" if parallel.platform.name == "cuda" else "local"
-
-
-def _wire_dtype(config: Config) -> torch.dtype | None:
-    """Never send more than the engine keeps; None = the parameters' own."""
-    return torch.bfloat16 if config.engine.dtype == "bfloat16" else None
 
 
 def _seed(seed: int) -> None:

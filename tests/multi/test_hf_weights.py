@@ -289,12 +289,10 @@ def test_gather_returns_the_folder_bitwise(
     out = tmp_path / "gathered"
     world = ParallelLayout(**axes).world_size
     run_workers(tmp_path, "gather", world, str(folder), str(out), json.dumps(axes))
-    first, half, changed = (load_file(f"{out}.{i}") for i in range(3))
-    assert first.keys() == half.keys() == changed.keys() == tensors.keys()
+    first, changed = (load_file(f"{out}.{i}") for i in range(2))
+    assert first.keys() == changed.keys() == tensors.keys()
     for name, want in tensors.items():
         assert torch.equal(first[name], want), name
-        assert half[name].dtype == torch.bfloat16
-        assert torch.equal(half[name], want.bfloat16()), name
         assert torch.equal(changed[name], 2 * want), name
 
 
@@ -321,10 +319,9 @@ def gather_worker(folder: str, out: str, axes: str) -> None:
             save_file(whole, f"{out}.{number}")
 
     store(gather.gather(), 0)
-    store(gather.gather(torch.bfloat16), 1)
     for param in params.values():
         param *= 2
-    store(gather.gather(), 2)
+    store(gather.gather(), 1)
     dist.destroy_process_group()
 
 

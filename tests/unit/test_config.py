@@ -117,10 +117,38 @@ def test_tp_without_expert_cut_is_refused() -> None:
         )
 
 
-def test_broadcast_interrupts_requests() -> None:
-    bad = ["sync.transport=broadcast", "rollout.in_flight_mode=in_place"]
-    with pytest.raises(ConfigError, match=r"in_flight_mode = 'in_place' .*another sync.transport"):
-        check(load_config("quickstart", bad))
+@pytest.mark.parametrize(
+    ("cluster", "transport"),
+    [
+        ("laptop", "shm"),
+        ("node8", "shm"),
+        ("hosts", "gloo"),
+        ("slurm", "gloo"),
+        ("kuberay", "gloo"),
+    ],
+)
+def test_the_transport_follows_the_cluster(cluster: str, transport: str, tmp_path: Path) -> None:
+    config = resolve(load_config("quickstart", [f"cluster={cluster}"]))
+    assert config.sync.transport == transport
+    save_config(config, tmp_path / "config.yaml")
+    assert f"transport: {transport}\n" in (tmp_path / "config.yaml").read_text()
+    chosen = ["sync.transport=disk", f"cluster={cluster}"]
+    assert resolve(load_config("quickstart", chosen)).sync.transport == "disk"
+
+
+def test_the_transport_that_was_removed_is_refused(tmp_path: Path) -> None:
+    """By an override, and in the saved settings of an older run."""
+    says = (
+        r"^sync.transport = 'broadcast' is not usable: "
+        r"use auto, shm, cuda_ipc, gloo, nccl, mooncake or disk$"
+    )
+    with pytest.raises(ConfigError, match=says):
+        check(resolve(load_config("quickstart", ["sync.transport=broadcast"])))
+    saved = tmp_path / "config.yaml"
+    save_config(resolve(load_config("quickstart")), saved)
+    saved.write_text(saved.read_text().replace("transport: shm", "transport: broadcast"))
+    with pytest.raises(ConfigError, match=says):
+        check(resolve(load_saved(saved)))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ from moerl.errors import TrainerError
 from moerl.launch.planning.dry_run import _tiny_shapes
 from moerl.layout import ParallelLayout, model_spec
 from moerl.protocols import Enlisted, Message, PrepareUpdate
-from moerl.sync.outlet import Seat
-from moerl.sync.shards import ShardOutlet, open_outlet
+from moerl.sync.shards import Seat, ShardOutlet, open_outlet
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 
@@ -74,9 +73,7 @@ def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
         spec=model_spec(shapes),
         layout=ParallelLayout(),
         flavor="local",
-        backend="gloo",
         live=lambda: {"w": torch.zeros(1)},
-        gather=lambda: None,
         connect=lambda: engines,
         token="t",
         tracer=Tracer(tmp_path / "trace", "trainer-0"),

@@ -20,27 +20,22 @@ import zmq
 from torch import Tensor
 
 from moerl.blob.store import BlobStore
-from moerl.config.schema import SyncConfig
 from moerl.engine.receiver import check_targets
-from moerl.errors import BlobError, EngineError, LayoutError, TransportError
+from moerl.errors import BlobError, LayoutError, TransportError
 from moerl.layout import ParallelLayout
 from moerl.layout.transfer import ReceiverPlan
 from moerl.layout.wire import Bucket, Piece, Region, WirePolicy
 from moerl.protocols import (
     AskEngine,
-    Enlisted,
     Message,
     Ok,
     PrepareUpdate,
     PublishFailure,
-    UpdateClosed,
     UpdatePrepared,
 )
 from moerl.rollout.server import TrainerServer
-from moerl.sync import broadcast, session
-from moerl.sync.broadcast import BroadcastPublisher
+from moerl.sync import session
 from moerl.sync.courier import FrozenShard, _Lane
-from moerl.sync.frozen import freeze
 from moerl.sync.line import Line
 from moerl.trace import Tracer, read_spans
 from moerl.trainer.client import ControllerClient
@@ -269,46 +264,6 @@ def test_a_plan_that_fills_rows_twice_and_others_never_is_refused() -> None:
     check_targets(plan(0, 2), live)
     with pytest.raises(LayoutError, match=r"d: the plan fills .* which overlap"):
         check_targets(plan(0, 0), live)  # as many elements as there are
-
-
-def test_groups_of_engines_that_failed_or_left_are_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Control:
-        answer: Any = Ok()
-
-        def expect(self, message: Message, _type: type, _timeout: float = 0) -> Any:
-            name = type(message).__name__
-            if name == "OpenUpdate" and self.answer is None:
-                raise EngineError("it could not open")
-            return UpdateClosed(0.0, 0) if name == "CloseUpdate" else self.answer
-
-        def close(self) -> None: ...
-
-    control = Control()
-    publisher = BroadcastPublisher(
-        control, SyncConfig(timeout_s=20.0), address="127.0.0.1", backend="gloo"
-    )
-    publisher.freeze(freeze({"a": torch.ones(4)}, V1, None, bucket_bytes=64))
-    publisher.enlist([Enlisted(0, 0)])  # a group of the trainer alone
-    publisher.publish(0, V1)
-    publisher.enlist([])
-
-    def used() -> tuple[int, int]:
-        groups = broadcast.dist.distributed_c10d._world.pg_map
-        return len(groups), len(os.listdir("/proc/self/fd"))
-
-    before = used()
-    for _ in range(3):
-        publisher.enlist([Enlisted(0, 0)])
-        control.answer = None
-        with pytest.raises(EngineError, match="could not open"):
-            publisher.publish(0, V1)
-        control.answer = Ok()
-        publisher.publish(0, V1)
-        assert used() > before
-        publisher.enlist([])
-    assert used() == before
 
 
 def test_a_full_disk_costs_spans_and_nothing_else(

@@ -8,14 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.client import BadRequest, Committed
+from moerl.engine.client import BadRequest, read_committed
 from moerl.engine.host import EngineHost
-from moerl.engine.receiver import UNCHANGED, Door, socket_path
+from moerl.engine.receiver import UNCHANGED, Committed, Door, socket_path
 from moerl.engine.records import ModelFacts
 from moerl.errors import EngineError
 from moerl.protocols import (
@@ -90,6 +91,16 @@ def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Pa
         assert client.committed == ["0.1"]
 
     asyncio.run(work())
+
+
+def test_what_a_commit_cost_travels_as_one_record() -> None:
+    cost = Committed(seconds=1.5e-7, recomputed=12, begun_s=1.7e9, cpu_s=0.1)
+    message = msgspec.json.encode(cost).decode() + "\n"
+    assert read_committed(message) == cost
+    assert read_committed(f"{message} Weight version updated to 0.1.") == cost
+    for broken in ("", "Success", "0.1 12 1.7 0.1", '{"recomputed": 1}', '{"seconds": "x"}'):
+        with pytest.raises(EngineError, match="answer to a commit is not readable"):
+            read_committed(broken)
 
 
 def test_a_commit_that_is_given_up_leaves_no_engine_that_only_looks_fit(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config import Config
 from moerl.errors import ConfigError
-from moerl.launch.planning.simulate import MODES, Advice, Choice, Costs, Outcome, Workload, advise
+from moerl.launch.planning.simulate import Advice, Choice, Costs, Outcome, Workload, advise
 
 NAMES = {
     "train_s": "an optimizer step of the gang",
@@ -49,7 +49,6 @@ def pace(config: Config, values: Mapping[str, str], publish_s: float) -> Advice:
         costs,
         max_engines=config.engine.count,
         max_lag=config.rollout.max_lag,
-        modes=MODES if config.sync.transport != "broadcast" else ("abort_resume", "drain"),
     )
 
 

@@ -29,13 +29,9 @@ from moerl.launch.plan import RunPlan
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
 from moerl.protocols import (
-    CloseUpdate,
     EngineStatus,
-    JoinSync,
     Message,
-    OpenUpdate,
     SessionMessage,
-    UpdateClosed,
 )
 from moerl.rollout.controller import Controller
 from moerl.rollout.samples import StepReport
@@ -150,15 +146,6 @@ class EngineActor:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Any]:
         return await self._host.generate(requests)
 
-    async def join_sync(self, message: JoinSync) -> None:
-        await self._host.join_sync(message)
-
-    async def open_update(self, message: OpenUpdate) -> None:
-        await self._host.open_update(message)
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
-        return await self._host.close_update(message)
-
     async def session(self, message: SessionMessage) -> Message:
         return await self._host.session(message)
 
@@ -190,15 +177,6 @@ class RemoteEngine:
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         return await call(self._actor.generate.remote(requests))
-
-    async def join_sync(self, message: JoinSync) -> None:
-        await call(self._actor.join_sync.remote(message))
-
-    async def open_update(self, message: OpenUpdate) -> None:
-        await call(self._actor.open_update.remote(message))
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
-        return await call(self._actor.close_update.remote(message))
 
     async def session(self, message: SessionMessage) -> Message:
         return await call(self._actor.session.remote(message))

@@ -63,27 +63,26 @@ class HfGather:
         self._whole: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def gather(self, dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
+    def gather(self) -> dict[str, Tensor] | None:
         """HF tensors on the CPU in checkpoint order on rank 0, None on the other ranks.
 
-        dtype: cast before sending; None keeps the parameters' own.  The tensors are reused: they
-        stay valid until the next gather.
+        The tensors are reused: they stay valid until the next gather.
         """
         params = self._params()
         if self._rank != 0:
-            for wire_dtype, ops in self._messages(self._rank, dtype):
+            for wire_dtype, ops in self._messages(self._rank):
                 flat = self._buffer(wire_dtype, ops)
                 for op, piece in _pieces(flat, ops):
                     piece.copy_(params[op.src_name][at(op.src_box)])
                 dist.send(flat.view(torch.uint8), group=self._group, group_dst=0)
             return None
-        self._allocate(dtype)
+        self._allocate()
         for op in self._plan[0]:
             self._whole[op.dst_name][at(op.dst_box)] = params[op.src_name][at(op.src_box)].to(
                 "cpu", self._whole[op.dst_name].dtype
             )
         for src in sorted(self._plan.keys() - {0}):
-            for wire_dtype, ops in self._messages(src, dtype):
+            for wire_dtype, ops in self._messages(src):
                 flat = self._buffer(wire_dtype, ops)
                 dist.recv(flat.view(torch.uint8), group=self._group, group_src=src)
                 for op, piece in _pieces(flat.cpu(), ops):
@@ -98,13 +97,11 @@ class HfGather:
         dist.all_gather_object(every, mine, group=self._group)
         return every
 
-    def _messages(
-        self, src: int, dtype: torch.dtype | None
-    ) -> Iterable[tuple[torch.dtype, list[Op]]]:
+    def _messages(self, src: int) -> Iterable[tuple[torch.dtype, list[Op]]]:
         """The ops of one source by wire dtype, in an order both ends compute alike."""
         by_dtype: dict[torch.dtype, list[Op]] = defaultdict(list)
         for op in self._plan[src]:
-            by_dtype[dtype or self._dtypes[src][op.src_name]].append(op)
+            by_dtype[self._dtypes[src][op.src_name]].append(op)
         return sorted(by_dtype.items(), key=lambda item: str(item[0]))
 
     def _buffer(self, dtype: torch.dtype, ops: list[Op]) -> Tensor:
@@ -114,11 +111,11 @@ class HfGather:
             self._flat[dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return self._flat[dtype][:size]
 
-    def _allocate(self, dtype: torch.dtype | None) -> None:
+    def _allocate(self) -> None:
         found: dict[str, torch.dtype] = {}
         for src, ops in self._plan.items():
             for op in ops:
-                have = dtype or self._dtypes[src][op.src_name]
+                have = self._dtypes[src][op.src_name]
                 if found.setdefault(op.dst_name, have) != have:
                     raise LayoutError(
                         f"{op.dst_name}: rank {src} holds it as {have}, "
