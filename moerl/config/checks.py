@@ -14,15 +14,10 @@ from typing import Any
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, frozen_models
 from moerl.config.clusters import check_cluster
 from moerl.config.files import read_model_config
-from moerl.config.ranges import check_ranges, either, get
 from moerl.config.schema import Config, FrozenConfig, ParallelConfig, RolloutConfig
+from moerl.config.validate import either, validate
 from moerl.errors import ConfigError, ModelError
 
-# Published modes that are not choices here, and why: (field, value) -> one clause.
-_REFUSED: dict[tuple[str, Any], str] = {
-    ("replay.rows", "latest"): "rows of the last prefill fit only the newest segment of a resumed "
-    "rollout (docs/decisions.md, 10); use sampled",
-}
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
 _REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
 _ENVIRONMENTS = ("check_digits",)
@@ -35,10 +30,7 @@ def check(config: Config, *, starts: bool = True) -> None:
 
     starts: other models that the algorithm reads must be there, too.
     """
-    for (name, value), why in _REFUSED.items():
-        if get(config, name) == value:
-            raise ConfigError(name, value, why)
-    check_ranges(config)
+    validate(config)
     if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
         raise ConfigError(
             "run.name", config.run.name, "use letters, digits, _, . and -, not . or - first"
