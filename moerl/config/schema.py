@@ -156,6 +156,11 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    """Sizes of the mesh axes.  Experts share the ranks of tp x cp x dp within a pipeline stage.
+
+    Example: 8 layers, pp 2, vpp 2: stage 0 has chunks (0, 1) and (4, 5), stage 1 (2, 3) and (6, 7).
+    """
+
     tp: Count = 1
     pp: Count = 1
     cp: Count = 1
@@ -165,11 +170,16 @@ class ParallelConfig:
     vpp: Count = 1  # model chunks per pipeline stage (interleaved schedule)
     first_stage_layers: Natural = 0  # 0 = as many as the other stages; for numbers that pp does not
     last_stage_layers: Natural = 0  # divide, and for stages that also hold embedding or head
+    vocab_divisible_by: Count = 128  # Megatron's make_vocab_size_divisible_by
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
 
     @property
     def world_size(self) -> int:
-        """Ranks of the trainer gang; experts share the ranks of tp x cp x dp."""
-        return self.tp * self.pp * self.cp * self.dp
+        return self.stage_size * self.pp
 
 
 @dataclass(frozen=True)

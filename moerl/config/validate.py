@@ -48,7 +48,11 @@ def check_keys(schema: Callable[..., object], layer: Mapping[str, Any], above: s
             raise ConfigError(field, value, f"unknown key; {where} has {', '.join(known)}")
         if is_dataclass(known[key]):
             _check_section(field, known[key], value)
-        elif (entry := _entry(known[key])) and isinstance(value, Mapping):
+            continue
+        bare = _bare(known[key])
+        if isinstance(value, list | dict) and get_origin(bare) is not type(value):
+            raise ConfigError(field, value, _allowed(bare))  # OmegaConf cannot merge the two
+        if (entry := _entry(bare)) and isinstance(value, Mapping):
             for name, one in value.items():
                 _check_section(f"{field}.{name}", entry, one)
 

@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.config.schema import Config
-from moerl.layout import Flavor, ModelSpec, ParallelLayout
+from moerl.config.schema import Config, ParallelConfig
+from moerl.layout import Flavor, ModelSpec
 from moerl.protocols import Enlisted, Message
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
@@ -40,7 +40,7 @@ class Seat:
     world_size: int
     control: dist.ProcessGroup  # gloo, all ranks
     spec: ModelSpec
-    layout: ParallelLayout
+    layout: ParallelConfig
     flavor: Flavor
     backend: str  # of the trainer's collectives: gloo | nccl
     live: Callable[[], Mapping[str, Tensor]]  # parameters by the names of megatron_tiles

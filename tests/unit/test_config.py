@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from moerl.cli import _named_run, app
 from moerl.config import Config, load_config, resolve, save_config
-from moerl.config.checks import _ENVIRONMENTS, _REWARDS, check, check_divides
+from moerl.config.checks import _ENVIRONMENTS, _REWARDS, check, check_model_sizes
 from moerl.config.load import load_saved
 from moerl.config.renamed import REMOVED, RENAMED
 from moerl.config.resume import resume_facts
@@ -154,18 +154,18 @@ def test_a_quorum_needs_slices() -> None:
 
 def test_ranks_must_divide_the_model() -> None:
     hf = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 16}
-    check_divides(ParallelConfig(tp=2, ep=4, dp=4), 2, hf)
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.ep = 3 .* num_experts, 16"):
-        check_divides(ParallelConfig(ep=3, dp=3), 1, hf)
-    with pytest.raises(ConfigError, match=r"engine\.tp = 3 .* num_attention_heads, 8"):
-        check_divides(ParallelConfig(), 3, hf)
+    check_model_sizes(ParallelConfig(tp=2, ep=4, dp=4), 2, hf)
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.ep = 3 .* num_experts = 16"):
+        check_model_sizes(ParallelConfig(ep=3, dp=3), 1, hf)
+    with pytest.raises(ConfigError, match=r"engine\.tp = 3 .* num_attention_heads = 8"):
+        check_model_sizes(ParallelConfig(), 3, hf)
 
 
 def test_stages_must_divide_the_layers() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.pp = 3 .* num_hidden_layers, 8"):
-        check_divides(ParallelConfig(pp=3), 1, {"num_hidden_layers": 8})
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.vpp = 6 "):
-        check_divides(ParallelConfig(pp=2, vpp=3), 1, {"num_hidden_layers": 8})
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.pp = 3 .* num_hidden_layers = 8"):
+        check_model_sizes(ParallelConfig(pp=3), 1, {"num_hidden_layers": 8})
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.vpp = 3 .* stage, \[4, 4\]"):
+        check_model_sizes(ParallelConfig(pp=2, vpp=3), 1, {"num_hidden_layers": 8})
 
 
 def settings_of(schema: type, above: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -233,6 +233,8 @@ def test_a_choice_lists_what_may_be_used(name: str) -> None:
         ("sampling.top_p=0", "sampling.top_p = 0.0 is not usable: a number in (0, 1] is needed"),
         ("sampling.min_p=1", "sampling.min_p = 1.0 is not usable: a number in [0, 1) is needed"),
         ("engine.tp_each=[2, x]", "engine.tp_each = [2, 'x'] is not usable: list[int] is needed"),
+        ("engine.tp_each={a: 1}", "engine.tp_each = {'a': 1} is not usable: list[int] is needed"),
+        ("engine.args=[1]", "engine.args = [1] is not usable: dict[str, Any] is needed"),
         ("engine.args=3", "engine.args = 3 is not usable: dict[str, Any] is needed"),
         ("cluster.nodes=3", "cluster.nodes = 3 is not usable: dict[str, NodeGroup] is needed"),
         ("cluster.nodes.x=3", "cluster.nodes.x = 3 is not usable: it is a section of settings: ro"),

@@ -16,13 +16,14 @@ from moerl.config.schema import (
     Config,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     SupervisionConfig,
     SyncConfig,
     TinyModel,
 )
 from moerl.errors import TrainerError
 from moerl.launch.planning.dry_run import _tiny_shapes
-from moerl.layout import ParallelLayout, model_spec
+from moerl.layout import model_spec
 from moerl.protocols import Enlisted, Message, PrepareUpdate
 from moerl.sync.outlet import Seat
 from moerl.sync.shards import ShardOutlet, open_outlet
@@ -72,7 +73,7 @@ def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
         world_size=1,
         control=dist.group.WORLD,
         spec=model_spec(shapes),
-        layout=ParallelLayout(),
+        layout=ParallelConfig(),
         flavor="local",
         backend="gloo",
         live=lambda: {"w": torch.zeros(1)},
