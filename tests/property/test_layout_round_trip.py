@@ -100,9 +100,9 @@ def refusal(case: str, axes: tuple[int, ...]) -> str | None:
     """Why a combination is not valid; every other one must convert."""
     _, pp, vpp, ep, etp = axes
     if vpp > 1 and pp == 1:
-        return "parallel.vpp = 2 .* needs pp of at least 2"
+        return "parallel.vpp = 2 .* interleaved over stages; use pp > 1"
     if case in DENSE and ep > 1:
-        return "parallel.ep = . .* a dense model has no experts"
+        return "parallel.ep = . .* the model is dense: use 1"
     if case == "gpt_oss" and etp > 1:
         return "parallel.etp = 2 .* no experts with biases"
     return None
