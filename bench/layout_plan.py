@@ -16,7 +16,8 @@ import resource
 import time
 from typing import Any
 
-from moerl.layout import ParallelLayout, model_spec
+from moerl.config.schema import ParallelConfig
+from moerl.layout import model_spec
 from moerl.layout.check import check_layout
 from moerl.layout.plan import EngineLayout
 from moerl.layout.transfer import TransferPlan
@@ -63,9 +64,9 @@ DEEPSEEK_V3: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 # 61 layers divide into no equal stages: 7 stages of 8 and a last one of 5
-V3_TRAINER = ParallelLayout(tp=4, pp=8, ep=32, dp=32, last_stage_layers=5)
+V3_TRAINER = ParallelConfig(tp=4, pp=8, ep=32, dp=32, last_stage_layers=5)
 CASES = {
-    "Qwen3-235B": (QWEN3_235B, ParallelLayout(tp=4, pp=2, ep=8, dp=128)),
+    "Qwen3-235B": (QWEN3_235B, ParallelConfig(tp=4, pp=2, ep=8, dp=128)),
     "DeepSeek-V3": (DEEPSEEK_V3, V3_TRAINER),
 }
 ENGINES = {

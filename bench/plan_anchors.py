@@ -22,7 +22,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from moerl.layout import ParallelLayout, model_spec
+from moerl.config.schema import ParallelConfig
+from moerl.layout import model_spec
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links, forecast
 from moerl.layout.plan import EngineLayout
 from moerl.layout.wire import WirePolicy
@@ -37,7 +38,7 @@ class Anchor:
     system: str
     method: str  # plan | broadcast | hierarchical, as in PUBLISHED_EFFICIENCY
     model: str  # folder below configs/models
-    trainer: ParallelLayout  # assumed where the source gives only its ranks
+    trainer: ParallelConfig  # assumed where the source gives only its ranks
     engines: EngineLayout
     quantization: str
     seconds: float
@@ -48,9 +49,9 @@ class Anchor:
 _MILES = "miles 31f1ca96, docs/advanced/p2p-weight-transfer.md"
 _CHECKPOINT = "checkpoint-engine 59a3c4f, README.md"
 _VERL = "verl 1dda039b, docs, figures of its checkpoint engines"
-_K2_TRAINER = ParallelLayout(tp=4, pp=4, ep=8, dp=16, first_stage_layers=16)
-_235B_TRAINER = ParallelLayout(tp=4, pp=4, ep=8, dp=4, first_stage_layers=23, last_stage_layers=23)
-_30B_TRAINER = ParallelLayout(tp=2, pp=1, ep=8, dp=8)
+_K2_TRAINER = ParallelConfig(tp=4, pp=4, ep=8, dp=16, first_stage_layers=16)
+_235B_TRAINER = ParallelConfig(tp=4, pp=4, ep=8, dp=4, first_stage_layers=23, last_stage_layers=23)
+_30B_TRAINER = ParallelConfig(tp=2, pp=1, ep=8, dp=8)
 _EP32_K2 = EngineLayout(32, 32, 4, 8, 8)  # attention tp 8 assumed
 _EP32_235B = EngineLayout(32, 32, 4, 2)
 _EP8_30B = EngineLayout(8, 8, 1, 2)
@@ -68,7 +69,7 @@ ANCHORS = (
         "verl NCCL",
         "broadcast",
         "qwen3-30b-a3b",
-        ParallelLayout(ep=2, dp=2),
+        ParallelConfig(ep=2, dp=2),
         EngineLayout(2, 2, 1, 15),
         "none",
         7.0,

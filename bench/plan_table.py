@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from moerl.layout import ParallelLayout, model_spec
+from moerl.config.schema import ParallelConfig
+from moerl.layout import model_spec
 from moerl.layout.forecast import Links, forecast
 from moerl.layout.plan import EngineLayout
 from moerl.layout.wire import WirePolicy
@@ -48,7 +49,7 @@ SHAPES = {  # layers of the first and the last pipeline stage; 0 = as many as th
 def row(model: str, case: Case) -> dict[str, object]:
     spec = model_spec(json.loads((MODELS / model / "config.json").read_text()))
     first, last, quantization = SHAPES[model]
-    trainer = ParallelLayout(tp=4, pp=4, ep=8, dp=case.dp)
+    trainer = ParallelConfig(tp=4, pp=4, ep=8, dp=case.dp)
     trainer = replace(trainer, first_stage_layers=first, last_stage_layers=last)
     policy = WirePolicy("bfloat16", quantization)
     found = forecast(spec, trainer, case.engines, policy, Links(), direct=case.engines.num)

@@ -38,8 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import TransportError
-from moerl.layout import ParallelLayout, model_spec
+from moerl.layout import model_spec
 from moerl.layout.digest import digest, seeds
 from moerl.layout.forecast import Links, forecast
 from moerl.layout.plan import EngineLayout
@@ -66,7 +67,7 @@ SPEC = model_spec(
         "dtype": "bfloat16",
     }
 )
-TRAINER = ParallelLayout(ep=4, dp=4)
+TRAINER = ParallelConfig(ep=4, dp=4)
 ENGINE = EngineLayout(tp=4, ep=4)
 POLICY = WirePolicy("bfloat16", bucket_bytes=4 * 2**20)
 TRANSPORTS = ("shm", "gloo", "mooncake", "disk")

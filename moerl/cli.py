@@ -325,7 +325,7 @@ def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
     scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
     try:
         body = json.dumps(request | {"scratch": str(scratch)})
-        return run_guarded([sys.executable, "-m", module, body], stop_timeout_s=8.0)
+        return run_guarded([sys.executable, "-m", module, body])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

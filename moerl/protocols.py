@@ -80,7 +80,7 @@ class PrepareUpdate:
     plan: str  # fingerprint of the transfer plan, `moerl.layout.transfer.TransferPlan.id`
     layout: str  # fingerprint of the engine's weight layout met last time; empty: not met yet
     transport: str  # name of a transport of `moerl.transport`
-    trainer: dict[str, int]  # fields of `moerl.layout.ParallelLayout`
+    trainer: dict[str, int]  # fields of `moerl.config.schema.ParallelConfig`
     policy: dict[str, int | str]  # fields of `moerl.layout.transfer.WirePolicy`
     flavor: str  # layer spec of the trainer's model: local | te
     timeout_s: float

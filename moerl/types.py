@@ -150,7 +150,7 @@ class Rollout:
     """One sampled sequence as admitted: header fields inline, big arrays by blob reference.
 
     Set by the engine host, immutable afterwards.  `routing` tiles rows 0..T-2 without gap or
-    overlap (design default `replay.rows: sampled`); `audit_rows` are the re-prefilled rows
+    overlap, of the pass that produced each token; `audit_rows` are the re-prefilled rows
     0..row_end of each resumed segment, kept only with `replay.audit`.
 
     Log-probabilities of an engine are sealed like routes: then `logprobs` is empty and

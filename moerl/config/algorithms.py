@@ -215,8 +215,6 @@ def _refuse_unmet(config: Config) -> None:
 
 def _check_values(config: Config) -> None:
     a = config.algorithm
-    if a.ratio not in ("engine", "proximal"):
-        raise ConfigError("algorithm.ratio", a.ratio, "use engine or proximal")
     for low, high in (
         ("icepop_low", "icepop_high"),
         ("mis_token_low", "mis_token_high"),
@@ -229,8 +227,6 @@ def _check_values(config: Config) -> None:
         raise ConfigError(
             "algorithm.off_policy_delta", a.off_policy_delta, "opsm needs a number above 0"
         )
-    if "tis_cap" in _reads(a) and a.tis_cap <= 0:
-        raise ConfigError("algorithm.tis_cap", a.tis_cap, "a number above 0 is needed")
     if a.objective == "ppo_dual_clip" and a.dual_clip <= 1 + a.clip_high:
         raise ConfigError(
             "algorithm.dual_clip", a.dual_clip, "it must exceed 1 + algorithm.clip_high"
@@ -245,8 +241,6 @@ def _check_values(config: Config) -> None:
             a.overlong_buffer,
             f"it lies inside sampling.max_new_tokens = {config.sampling.max_new_tokens}",
         )
-    if "m2" in a.corrections and a.m2_limit <= 0:
-        raise ConfigError("algorithm.m2_limit", a.m2_limit, "m2 needs a number above 0")
     _check_pairs(config)
     if config.rollout.group_size == 1 and (
         a.advantage in _COMPARES_SIBLINGS or config.rollout.drop_zero_variance
@@ -274,8 +268,6 @@ def _check_pairs(config: Config) -> None:
         value = getattr(getattr(config, section), field)
         if value != want:
             raise ConfigError(name, value, f"online_dpo is defined with {want} only")
-    if a.dpo_beta <= 0:
-        raise ConfigError("algorithm.dpo_beta", a.dpo_beta, "online_dpo needs a number above 0")
 
 
 def _check_measure(a: AlgorithmConfig) -> None:
@@ -294,7 +286,3 @@ def _check_measure(a: AlgorithmConfig) -> None:
             f"{weighing[0]} weighs by proximal / engine, which the ratio of {a.objective} against "
             "the engine already contains; use algorithm.ratio=proximal",
         )
-
-
-def _reads(a: AlgorithmConfig) -> set[str]:
-    return {name for c in a.corrections for name in CORRECTIONS[c].reads}

@@ -14,19 +14,21 @@ from typing import Any
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, frozen_models
 from moerl.config.clusters import check_cluster
 from moerl.config.files import read_model_config
-from moerl.config.ranges import check_ranges, either, get
+from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.schema import Config, FrozenConfig, ParallelConfig, RolloutConfig
+from moerl.config.validate import either, validate
 from moerl.errors import ConfigError, ModelError
 
-# Published modes that are not choices here, and why: (field, value) -> one clause.
-_REFUSED: dict[tuple[str, Any], str] = {
-    ("replay.rows", "latest"): "rows of the last prefill fit only the newest segment of a resumed "
-    "rollout (docs/decisions.md, 10); use sampled",
-}
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
 _REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
 _ENVIRONMENTS = ("check_digits",)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by family
+_SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+)
 _ENGINE_MASK_CAP = 4096  # SGLang's default --sampling-mask-max-tokens
 
 
@@ -35,16 +37,13 @@ def check(config: Config, *, starts: bool = True) -> None:
 
     starts: other models that the algorithm reads must be there, too.
     """
-    for (name, value), why in _REFUSED.items():
-        if get(config, name) == value:
-            raise ConfigError(name, value, why)
-    check_ranges(config)
+    validate(config)
     if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
         raise ConfigError(
             "run.name", config.run.name, "use letters, digits, _, . and -, not . or - first"
         )
     _check_sampling(config)
-    _check_parallel("trainer.parallel", config.trainer.parallel)
+    _check_parallel(TRAINER, config.trainer.parallel)
     _check_frozen(config)
     _check_replay(config)
     _check_minibatches(config)
@@ -77,46 +76,33 @@ def check_model(config: Config) -> dict[str, Any]:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
     for tp in {config.engine.tp, *config.engine.tp_each}:
-        check_divides(config.trainer.parallel, tp, hf)
+        check_model_sizes(config.trainer.parallel, tp, hf)
     if config.frozen.ranks == "own":
         for path in frozen_models(config).values():
             other = read_model_config(Path(path))
-            check_divides(config.frozen.parallel, 1, other, field="frozen.parallel")
+            check_model_sizes(config.frozen.parallel, 1, other, field="frozen.parallel")
     return hf
 
 
-def check_divides(
-    parallel: ParallelConfig,
-    engine_tp: int,
-    hf: Mapping[str, Any],
-    *,
-    field: str = "trainer.parallel",
+def check_model_sizes(
+    parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any], *, field: str = TRAINER
 ) -> None:
-    """Heads, experts and expert width must divide by the ranks that cut them."""
-    experts = next((int(hf[name]) for name in _EXPERTS if hf.get(name)), 0)
+    """Heads, experts and layers of a config.json must divide by the ranks that cut them."""
     ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n]
     layers = int(hf.get("num_hidden_layers") or 0)
-    middle, between = parallel.pp - len(ends), max(0, layers - sum(ends))
-    if ends and (middle < 1 or (layers and not between)):
+    if ends and (parallel.pp <= len(ends) or (layers and layers <= sum(ends))):
         raise ConfigError(
             f"{field}.first_stage_layers",
             ends,
             "stages between need layers too: lower it, or use pp > 2",
         )
-    sizes = [
-        (f"{field}.tp", parallel.tp, "num_attention_heads", hf.get("num_attention_heads")),
-        (f"{field}.tp", parallel.tp, "num_key_value_heads", hf.get("num_key_value_heads")),
-        (f"{field}.ep", parallel.ep, "num_experts", experts),
-        (f"{field}.etp", parallel.etp, "moe_intermediate_size", hf.get("moe_intermediate_size")),
-        ("engine.tp", engine_tp, "num_attention_heads", hf.get("num_attention_heads")),
-        (f"{field}.pp", middle, "num_hidden_layers", between),
-        (f"{field}.vpp", middle * parallel.vpp, "num_hidden_layers (with pp)", between),
-    ]
-    for name, ranks, what, size in sizes:
-        if size and int(size) % ranks:
-            raise ConfigError(name, ranks, f"it must divide the model's {what}, {size}")
-    if parallel.ep > 1 and not experts:
-        raise ConfigError(f"{field}.ep", parallel.ep, "the model is dense: use 1")
+    sizes = {name: int(hf.get(name) or 0) for name in _SIZES}
+    sizes["num_experts"] = next((int(hf[name]) for name in _EXPERTS if hf.get(name)), 0)
+    check_divides(parallel, sizes, field)
+    if (heads := sizes["num_attention_heads"]) % engine_tp:
+        raise ConfigError(
+            "engine.tp", engine_tp, f"it must divide the model's num_attention_heads = {heads}"
+        )
 
 
 def _check_sync(config: Config) -> None:
@@ -262,17 +248,7 @@ def _check_frozen(config: Config) -> None:
 
 
 def _check_parallel(field: str, p: ParallelConfig) -> None:
-    if p.vpp > 1 and p.pp == 1:
-        raise ConfigError(
-            f"{field}.vpp", p.vpp, "model chunks are interleaved over stages; use pp > 1"
-        )
-    dense = p.tp * p.cp * p.dp
-    if dense % (p.ep * p.etp):
-        raise ConfigError(
-            f"{field}.ep",
-            p.ep,
-            f"ep x etp = {p.ep * p.etp} must divide tp x cp x dp = {dense}",
-        )
+    check_mesh(p, field)
     if p.tp > 1 and p.ep == 1 and p.etp == 1:
         raise ConfigError(
             f"{field}.etp",

@@ -3,26 +3,32 @@
 Order, later wins: the dataclass defaults, the files named by `include` (in order), the recipe, the
 overrides.  An override of a whole part, such as `cluster=slurm`, stands for another file of that
 folder: it takes the place of the recipe's own (`clusters/laptop`), or comes right after the recipe.
-OmegaConf does the merging and the type checks; its errors become one sentence each.
+OmegaConf merges and interpolates; `moerl.config.validate` holds the result to the schema.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moerl.config.clusters import default_transport
+from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
+from moerl.config.validate import check_keys, read_section
 from moerl.errors import ConfigError
 
 CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
 PARTS = {"model": "models", "cluster": "clusters", "algorithm": "algorithms"}  # key: folder
+
+# Read otherwise than in YAML 1.1, which PyYAML follows: 1e-3 is a number, 2026-01-31 a text
+_OTHERWISE = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -34,7 +40,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     parts = _parts(overrides)
     layers = _with_includes(path, (), dict(parts))
     rest = [item for item in overrides if item.partition("=")[0] not in parts]
-    config = _merge([*layers, _dotlist(rest)])
+    config = _merge([*layers, _overrides(rest)])
     if not config.run.name:
         return replace(config, run=replace(config.run, name=path.stem))
     return config
@@ -42,13 +48,13 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read runs/NAME/config.yaml, written by `save_config`, with key=value overrides."""
-    return _merge([_read_yaml(path), _dotlist(overrides)])
+    return _merge([_read_yaml(path), _overrides(overrides)])
 
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration, atomically."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
     temporary.rename(path)
 
 
@@ -140,7 +146,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """With YAML's own rule, which PyYAML drops: a key stands once in its mapping."""
+    """Reads the numbers of YAML 1.2, and keeps its rule that a key stands once in its mapping."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
+        first: [rule for rule in rules if rule[0] not in _OTHERWISE]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -152,70 +163,48 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _dotlist(overrides: Sequence[str]) -> DictConfig:
-    for item in overrides:
-        if "=" not in item or item.startswith("="):
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(\.[0-9_]+|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?$"
+        r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"
+        r"|[-+]?\.?(inf|Inf|INF)$|\.?(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789.nNiI"),
+)
+
+
+def _overrides(items: Sequence[str]) -> dict[str, Any]:
+    """key=value words as a mapping of settings."""
+    layer = OmegaConf.create()
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not key or not equals:
             raise ConfigError("override", item, "use key=value, for example run.steps=20")
-    try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError("override", " ".join(overrides), _one_line(error)) from error
-
-
-def _merge(layers: Sequence[Any]) -> Config:
-    merged = OmegaConf.structured(Config)
-    for layer in layers:
-        _check_sections(layer, Config())
         try:
-            merged = OmegaConf.merge(merged, layer)
-        except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or "configuration"
-            value = _look_up(layer, key)
-            raise ConfigError(key, value, _allowed(key, error)) from error
+            OmegaConf.update(layer, key, yaml.load(text, _Loader))
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError("override", item, _one_line(error)) from error
+    return _plain(layer, resolve=False)
+
+
+def _merge(layers: Sequence[dict[str, Any]]) -> Config:
+    merged = OmegaConf.create(asdict(Config()))
+    for layer in layers:
+        refuse_old_keys(layer)
+        check_keys(Config, layer)
+        merged.merge_with(layer)
+    return read_section(Config, _plain(merged, resolve=True))
+
+
+def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
     try:
-        config = OmegaConf.to_object(merged)
+        plain = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
     except OmegaConfBaseException as error:
-        raise ConfigError("configuration", "", _one_line(error)) from error
-    assert isinstance(config, Config), type(config)
-    return config
-
-
-def _check_sections(layer: Any, schema: Any, above: str = "") -> None:
-    """A section of settings holds settings; OmegaConf's own sentence does not say which one."""
-    for item in fields(schema):
-        section, field = getattr(schema, item.name), f"{above}{item.name}"
-        if not is_dataclass(section) or item.name not in layer:
-            continue
-        value = layer[item.name]
-        if not isinstance(value, dict | DictConfig):
-            names = ", ".join(f.name for f in fields(section))
-            raise ConfigError(field, value, f"it is a section of settings: {names}")
-        _check_sections(value, section, f"{field}.")
-
-
-def _look_up(layer: Any, key: str) -> Any:
-    node = OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer
-    for part in key.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return None
-        node = node[part]
-    return node
-
-
-def _allowed(key: str, error: Exception) -> str:
-    """What the schema allows at `key`: the field's type, or the keys of its section."""
-    section: Any = Config()
-    *parents, last = key.split(".")
-    for part in parents:
-        section = getattr(section, part, None)
-    if section is None:  # an entry of a table, such as cluster.nodes.trainer
-        section = getattr(error, "object_type", None)
-    if is_dataclass(section):
-        types = {f.name: f.type for f in fields(section)}
-        if last not in types:
-            return f"unknown key; {'.'.join(parents) or 'the configuration'} has {', '.join(types)}"
-        return f"{types[last]} is needed"
-    return _one_line(error)
+        why = str(error).partition("\n")[0]
+        raise ConfigError(error.full_key or "configuration", "", why) from error
+    assert isinstance(plain, dict), type(plain)
+    return {str(key): value for key, value in plain.items()}
 
 
 def _one_line(error: Exception) -> str:

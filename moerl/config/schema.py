@@ -1,13 +1,32 @@
 """Every setting, one frozen dataclass per component; units are in the names.
 
-YAML only composes these (`moerl.config.load`), an unknown key is an error, and cross-field checks
-live in `moerl.config.checks`.  Nothing here imports torch, ray, megatron or sglang.
+A field's type says which values it may have: choices are `Literal`, ranges are in
+`moerl.config.bounds`, and `moerl.config.validate` holds every value to them.  YAML only composes
+these (`moerl.config.load`), an unknown key is an error, and cross-field checks live in
+`moerl.config.checks`.  Nothing here imports torch, ray, megatron or sglang.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from moerl.config.bounds import (
+    BelowOne,
+    Count,
+    Limit,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+    UnitInterval,
+)
+
+Role = Literal["controller", "engine", "trainer", "frozen"]
+Precision = Literal["fp32", "bf16"]
+Dispatcher = Literal["alltoall", "allgather"]
 
 
 @dataclass(frozen=True)
@@ -15,15 +34,15 @@ class TinyModel:
     """A random-weight Qwen3-MoE made on the spot when `model.path` names no existing folder."""
 
     enabled: bool = False
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    num_experts: int = 8
-    experts_per_token: int = 2
-    moe_ffn: int = 64
-    initializer_range: float = 0.05
+    hidden_size: Count = 128
+    num_layers: Count = 2
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_dim: Count = 32
+    num_experts: Count = 8
+    experts_per_token: Count = 2
+    moe_ffn: Count = 64
+    initializer_range: Positive = 0.05
 
 
 @dataclass(frozen=True)
@@ -36,8 +55,8 @@ class ModelConfig:
 class TaskConfig:
     """Where prompts come from and how an answer is scored."""
 
-    name: str = "sort_digits"  # sort_digits | reasoning_gym | jsonl
-    digits: int = 4  # sort_digits: how many digits to sort
+    name: Literal["sort_digits", "reasoning_gym", "jsonl"] = "sort_digits"
+    digits: Count = 4  # sort_digits: how many digits to sort
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
     path: str = ""  # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}
@@ -45,80 +64,84 @@ class TaskConfig:
     # task's own
     reward: str = ""
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Count = 1024
     shuffle: bool = True
-    scorer_workers: int = 1
-    score_timeout_s: float = 10.0
-    on_score_error: str = "stop"  # stop | drop: replace the group and count it
+    scorer_workers: Count = 1
+    score_timeout_s: Positive = 10.0
+    on_score_error: Literal["stop", "drop"] = "stop"  # drop: replace the group and count it
     # check_digits | package.module:function; what answers between turns, with max_turns > 1
     environment: str = ""
-    max_turns: int = 1  # of the policy in one episode
+    max_turns: Count = 1  # of the policy in one episode
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: Positive = 1.0
+    top_p: Share = 1.0
     top_k: int = -1  # -1 = no limit; a truncating recipe without one gets mask_top_k
-    min_p: float = 0.0
-    max_new_tokens: int = 64
+    min_p: BelowOne = 0.0
+    max_new_tokens: Count = 64
     ignore_eos: bool = False
     mask_top_k: int = 512  # bound applied to a truncating recipe that names no finite top_k
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    groups_per_step: int = 32
-    group_size: int = 8  # episodes of a prompt that are trained
-    oversample: int = 1  # times group_size are generated, resampled on correct (GRPO-RoC)
-    max_lag: int = 4  # versions: no trained token is older than this
-    buffer_depth: int = 2  # batches of finished groups to hold; 0 = synchronous
-    groups_per_request: int = 8  # groups sent to an engine in one call
-    max_groups_in_flight: int = 64  # over all engines
+    groups_per_step: Count = 32
+    group_size: Count = 8  # episodes of a prompt that are trained
+    oversample: Count = 1  # times group_size are generated, resampled on correct (GRPO-RoC)
+    max_lag: Natural = 4  # versions: no trained token is older than this
+    buffer_depth: Natural = 2  # batches of finished groups to hold; 0 = synchronous
+    groups_per_request: Count = 8  # groups sent to an engine in one call
+    max_groups_in_flight: Count = 64  # over all engines
     # A prompt goes to the engine that knows at least half of it (and 64 tokens), unless that has
     # more than so many groups more than the least busy one; -1 = always to the least busy one
-    prefix_slack: int = 2
-    # What a publish does to running requests (docs/operations.md): abort_resume | drain (it waits)
-    # | in_place (they go on, on the old KV cache) | retract (the engine computes it anew)
-    in_flight_mode: str = "abort_resume"
-    selection: str = "oldest"  # what a step trains: oldest | freshest | strict (prompt order)
-    fixed_lag: int = -1  # exactly this lag (resolve then sets how); -1 = bounded by max_lag
-    slice_tokens: int = 0  # most tokens of a rollout in one engine call; 0 = up to its end
-    group_quorum: int = 0  # a group closes with so many siblings done; 0 = all
-    late_siblings: str = "drop"  # the others then: drop | carry (finished, trained in a later step)
+    prefix_slack: Annotated[int, Meta(ge=-1)] = 2
+    # What a publish does to running requests (docs/operations.md): with drain it waits for them,
+    # in_place keeps their old KV cache, retract has the engine compute it again
+    in_flight_mode: Literal["abort_resume", "drain", "in_place", "retract"] = "abort_resume"
+    # What a step trains; strict: in the order of the prompts
+    selection: Literal["oldest", "freshest", "strict"] = "oldest"
+    # Exactly this lag (resolve then sets how); -1 = bounded by max_lag
+    fixed_lag: Annotated[int, Meta(ge=-1)] = -1
+    slice_tokens: Natural = 0  # most tokens of a rollout in one engine call; 0 = up to its end
+    group_quorum: Natural = 0  # a group closes with so many siblings done; 0 = all
+    # The others then; carry: finished, and trained in a later step
+    late_siblings: Literal["drop", "carry"] = "drop"
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
-    max_drop_batches: int = 4  # after so many batches dropped for one step, groups are kept
+    max_drop_batches: Natural = 4  # after so many batches dropped for one step, groups are kept
     keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
-    request_timeout_s: float = 600.0
+    request_timeout_s: Positive = 600.0
     journal_dir: str = (
         ""  # node-local folder of the controller's journal; empty = the run directory
     )
-    durability: str = "node"  # what survives: node (every process) | shared (also a node's loss)
+    # What the journal survives; node: the loss of every process, shared: also that of a node
+    durability: Literal["node", "shared"] = "node"
 
 
 @dataclass(frozen=True)
 class ReplayConfig:
     """Keep Routing and Keep Sampling Mask; both on by default, never silently off."""
 
-    routing: str = "R3"  # R3 (engine routes) | R2 (own routes of the proximal policy) | off
+    # R3: the engine's routes, R2: the proximal policy's own
+    routing: Literal["R3", "R2", "off"] = "R3"
     sampling_mask: bool = True
-    rows: str = "sampled"  # rows of the forward pass that produced each token's logprob
     audit: bool = False  # also keep the re-prefilled rows of resumed segments
-    probe: int = 20  # steps between looks at a microbatch for records that disagree; 0 = never
+    probe: Natural = 20  # steps between looks at a microbatch for records that disagree; 0 = never
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    count: int = 1
-    platform: str = "auto"  # auto | cpu | cuda
-    dtype: str = "float32"
-    tp: int = 1
+    count: Count = 1
+    platform: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    tp: Count = 1
     tp_each: list[int] = field(default_factory=list)  # of each engine, in place of tp
-    max_running_requests: int = 256
-    max_total_tokens: int = 65536
-    mem_fraction_static: float = 0.2
-    start_timeout_s: float = 300.0
-    cpu_threads: int = 1
+    max_running_requests: Count = 256
+    max_total_tokens: Annotated[int, Meta(ge=64)] = 65536
+    mem_fraction_static: Share = 0.2
+    start_timeout_s: Positive = 300.0
+    cpu_threads: Count = 1
     host: str = "127.0.0.1"
     args: dict[str, Any] = field(
         default_factory=dict
@@ -133,50 +156,60 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    dp: int = 1
-    vpp: int = 1  # model chunks per pipeline stage (interleaved schedule)
-    first_stage_layers: int = 0  # 0 = as many as the other stages; for numbers that pp does not
-    last_stage_layers: int = 0  # divide, and for stages that also hold embedding or head
+    """Sizes of the mesh axes.  Experts share the ranks of tp x cp x dp within a pipeline stage.
+
+    Example: 8 layers, pp 2, vpp 2: stage 0 has chunks (0, 1) and (4, 5), stage 1 (2, 3) and (6, 7).
+    """
+
+    tp: Count = 1
+    pp: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    etp: Count = 1
+    dp: Count = 1
+    vpp: Count = 1  # model chunks per pipeline stage (interleaved schedule)
+    first_stage_layers: Natural = 0  # 0 = as many as the other stages; for numbers that pp does not
+    last_stage_layers: Natural = 0  # divide, and for stages that also hold embedding or head
+    vocab_divisible_by: Count = 128  # Megatron's make_vocab_size_divisible_by
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
 
     @property
     def world_size(self) -> int:
-        """Ranks of the trainer gang; experts share the ranks of tp x cp x dp."""
-        return self.tp * self.pp * self.cp * self.dp
+        return self.stage_size * self.pp
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 1e-3
-    min_lr: float = 1e-3  # where the decay ends; a lower lr stays as it is
-    warmup_steps: int = 0
-    decay_style: str = "constant"  # constant | linear | cosine
-    decay_steps: int = 0  # 0 = run.steps
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    lr: NonNegative = 1e-3
+    min_lr: NonNegative = 1e-3  # where the decay ends; a lower lr stays as it is
+    warmup_steps: Natural = 0
+    decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: Natural = 0  # 0 = run.steps
+    weight_decay: NonNegative = 0.0
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    eps: Positive = 1e-8
+    clip_grad: NonNegative = 1.0
     distributed: bool = False  # Megatron's distributed optimizer (ZeRO-1)
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    dtype: str = "fp32"  # fp32 | bf16
-    platform: str = "auto"  # auto | cpu | cuda
+    dtype: Precision = "fp32"
+    platform: Literal["auto", "cpu", "cuda"] = "auto"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: int = 8192  # of one data-parallel rank, padding counted
-    minibatches: int = 1  # optimizer steps per batch; it divides rollout.groups_per_step
+    max_tokens_per_microbatch: Count = 8192  # of one data-parallel rank, padding counted
+    minibatches: Count = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
-    dispatcher: str = "alltoall"  # alltoall | allgather
-    cpu_threads: int = 1
+    dispatcher: Dispatcher = "alltoall"
+    cpu_threads: Count = 1
     megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field
-    step_timeout_s: float = 1800.0  # longest wait for a batch or a peer
+    step_timeout_s: Positive = 1800.0  # longest wait for a batch or a peer
 
 
 @dataclass(frozen=True)
@@ -184,42 +217,47 @@ class AlgorithmConfig:
     """Parts of the loss by name (docs/algorithms.md); a setting that no part reads is refused."""
 
     advantage: str = "grpo_mean"  # reward minus group mean (Dr.GRPO, DeepSeek-V3.2)
-    gae_gamma: float = 1.0
-    gae_lambda: float = 1.0
-    critic_lr: float = 1e-3  # gae: of the critic, whose other optimizer settings are the policy's
+    gae_gamma: UnitInterval = 1.0
+    gae_lambda: UnitInterval = 1.0
+    # gae: of the critic, whose other optimizer settings are the policy's
+    critic_lr: NonNegative = 1e-3
     objective: str = "ppo_clip"
-    ratio: str = "engine"  # denominator of the ratio: engine | proximal (start of the batch)
+    # Denominator of the ratio; proximal: the policy at the start of the batch
+    ratio: Literal["engine", "proximal"] = "engine"
     corrections: list[str] = field(default_factory=list)  # against the engine's log-probability
     kl: str = "off"  # estimator of the KL to a reference policy
-    kl_coef: float = 0.0
-    reward_kl_coef: float = 0.0  # reinforce_pp, gae: weight of a KL inside the reward of each token
+    kl_coef: NonNegative = 0.0
+    # reinforce_pp, gae: weight of a KL inside the reward of each token
+    reward_kl_coef: NonNegative = 0.0
     reference: str = ""  # Hugging Face folder of the reference; empty = model.path
     teacher: str = ""  # Hugging Face folder of the teacher of on-policy distillation
-    distill_coef: float = 0.0  # weight of teacher less student log-probability in the advantage
-    entropy_coef: float = 0.0
+    # Weight of teacher less student log-probability in the advantage
+    distill_coef: NonNegative = 0.0
+    entropy_coef: NonNegative = 0.0
     aggregation: str = "seq_mean_token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: NonNegative = 0.2
+    clip_high: NonNegative = 0.28
     dual_clip: float = 3.0
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    kimi_tau: float = 0.1
-    dppo_cap: float = 20.0
-    tis_cap: float = 2.0
+    sapo_tau_pos: NonNegative = 1.0
+    sapo_tau_neg: NonNegative = 1.05
+    kimi_tau: NonNegative = 0.1
+    dppo_cap: NonNegative = 20.0
+    tis_cap: Positive = 2.0
     icepop_low: float = 0.5
-    icepop_high: float = 5.0
+    icepop_high: Limit = 5.0
     mis_token_low: float = 0.5
-    mis_token_high: float = 2.0
+    mis_token_high: Limit = 2.0
     mis_sequence_low: float = 0.5
-    mis_sequence_high: float = 2.0
+    mis_sequence_high: Limit = 2.0
     mis_geometric_low: float = 0.999
-    mis_geometric_high: float = 1.001
-    off_policy_delta: float = 0.0  # opsm: nats per token, mean over a sequence
-    lag_cap: int = 0  # lag: versions
-    m2_limit: float = 0.04  # m2: largest mean of (proximal - engine)^2 over the batch, nats^2
-    dpo_beta: float = 0.1  # online_dpo: scale of log-probability gains in the preference
-    constant_tokens: int = 0  # constant: the denominator beside the number of episodes
-    overlong_buffer: int = 0  # DAPO: tokens before the limit in which the penalty grows; 0 = off
+    mis_geometric_high: Limit = 1.001
+    off_policy_delta: NonNegative = 0.0  # opsm: nats per token, mean over a sequence
+    lag_cap: Natural = 0  # lag: versions
+    m2_limit: Positive = 0.04  # m2: largest mean of (proximal - engine)^2 over the batch, nats^2
+    dpo_beta: Positive = 0.1  # online_dpo: scale of log-probability gains in the preference
+    constant_tokens: Natural = 0  # constant: the denominator beside the number of episodes
+    # DAPO: tokens before the limit in which the penalty grows; 0 = off
+    overlong_buffer: Natural = 0
     mask_truncated: bool = False  # answers cut by the length limit get advantage 0
 
 
@@ -227,45 +265,47 @@ class AlgorithmConfig:
 class FrozenConfig:
     """Where the models that only score run: algorithm.reference, algorithm.teacher."""
 
-    ranks: str = "trainer"  # trainer: its own, before each step | own: a gang beside it
+    # trainer: on its ranks, before each step; own: a gang beside it
+    ranks: Literal["trainer", "own"] = "trainer"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: its layout
 
 
 @dataclass(frozen=True)
 class SyncConfig:
-    transport: str = "auto"  # by the cluster | shm | cuda_ipc | gloo | nccl | mooncake | disk
-    bucket_bytes: int = 16 * 2**20
-    every: int = 1  # batches between publishes
-    direct: int = 0  # engines that the trainer serves itself, the others copy from them; 0 = all
-    timeout_s: float = 120.0  # longest phase of a publish; a slower engine is left behind
+    # auto: by the cluster (`moerl.config.clusters.default_transport`)
+    transport: Literal["auto", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"] = "auto"
+    bucket_bytes: Annotated[int, Meta(ge=1024)] = 16 * 2**20
+    # Engines that the trainer serves itself, the others copy from them; 0 = all
+    direct: Natural = 0
+    timeout_s: Positive = 120.0  # longest phase of a publish; a slower engine is left behind
     folder: str = ""  # disk: mounted by trainer and engines under this same path
     delta: bool = False  # send only changed words, compressed; for links slower than the CPU packs
-    quorum: int = 1  # engines that must take a version; max_restarts misses in a row are forgiven
+    quorum: Count = 1  # engines that must take a version; max_restarts misses in a row are forgiven
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Held-out prompts, answered by the run's own engines under one version at a time."""
 
-    every: int = 0  # versions between evaluations, the first one (0) included; 0 = never
-    prompts: int = 64
-    samples: int = 1  # per prompt
-    temperature: float = 0.0  # 0 = greedy
-    top_p: float = 1.0
+    every: Natural = 0  # versions between evaluations, the first one (0) included; 0 = never
+    prompts: Count = 64
+    samples: Count = 1  # per prompt
+    temperature: NonNegative = 0.0  # 0 = greedy
+    top_p: Share = 1.0
     top_k: int = -1  # -1 = no limit; a truncating evaluation needs one
     path: str = ""  # jsonl: file of held-out prompts; other tasks draw them with another seed
-    max_requests: int = 16  # of an evaluation, in flight at once
-    hold_s: float = 30.0  # longest time that an evaluation keeps an update of its engine waiting
+    max_requests: Count = 16  # of an evaluation, in flight at once
+    hold_s: Positive = 30.0  # longest time that an evaluation keeps an update of its engine waiting
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 50  # batches; 0 = only at the end
-    keep: int = 2  # newest
+    every: Natural = 50  # batches; 0 = only at the end
+    keep: Count = 2  # newest
     # metric by which the best is kept as well: its mean since the checkpoint before, or, of eval/*,
     # the evaluation of exactly these weights
     best: str = ""
-    best_is: str = "highest"  # highest | lowest
+    best_is: Literal["highest", "lowest"] = "highest"
     keep_versions: bool = False  # also save HF weights of every published version (audit)
 
 
@@ -273,30 +313,31 @@ class CheckpointConfig:
 class SupervisionConfig:
     """What happens when the trainer, an engine, the scorer or the controller dies."""
 
-    max_restarts: int = 3  # of one of them without a new step in between; 0 = end the run at once
-    backoff_s: float = 1.0  # before a restart, doubled each time
-    stop_timeout_s: float = 8.0
+    # Of one of them without a new step in between; 0 = end the run at once
+    max_restarts: Natural = 3
+    backoff_s: NonNegative = 1.0  # before a restart, doubled each time
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
     tensorboard: bool = False
     wandb_project: str = ""  # empty = off
-    full_entropy: int = 20  # steps between looks at the entropy of the whole vocabulary; 0 = never
-    sample_rollouts: int = 16  # rollouts with text kept for the report
-    engine_alone_s: float = 0.0  # at the end, measure the engines alone for so long; 0 = off
+    # Steps between looks at the entropy of the whole vocabulary; 0 = never
+    full_entropy: Natural = 20
+    sample_rollouts: Natural = 16  # rollouts with text kept for the report
+    engine_alone_s: NonNegative = 0.0  # at the end, measure the engines alone for so long; 0 = off
 
 
 @dataclass(frozen=True)
 class NodeGroup:
     """Nodes of one kind: `cluster.nodes.NAME`."""
 
-    roles: list[str] = field(default_factory=list)  # controller, engine, trainer, frozen
-    count: int = 1
+    roles: Annotated[list[Role], Meta(min_length=1)] = field(default_factory=list)
+    count: Count = 1
     hosts: list[str] = field(default_factory=list)  # their addresses; empty: the scheduler's
-    devices: int = 0  # GPUs of one node; 0 = none, then any number of ranks shares its cores
-    device_gb: float = 0.0  # memory of one GPU, 1e9 bytes; 0 = unknown
-    memory_gb: float = 0.0  # host memory of one node, 1e9 bytes; 0 = unknown
+    devices: Natural = 0  # GPUs of one node; 0 = none, then any number of ranks shares its cores
+    device_gb: NonNegative = 0.0  # memory of one GPU, 1e9 bytes; 0 = unknown
+    memory_gb: NonNegative = 0.0  # host memory of one node, 1e9 bytes; 0 = unknown
     rdma: list[str] = field(default_factory=list)  # RDMA cards, device by device; empty: NCCL's
 
 
@@ -314,7 +355,8 @@ class PortConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     name: str = "laptop"
-    launcher: str = "local"  # local: one machine | hosts | slurm | kuberay (docs/operations.md)
+    # local: one machine (docs/operations.md)
+    launcher: Literal["local", "hosts", "slurm", "kuberay"] = "local"
     interface: str = "lo"  # network interface of trainer, engines and sync groups, on every node
     address: str = "127.0.0.1"  # what a process binds to; empty: its node's on `interface`
     blob_dir: str = "/dev/shm"  # on the node itself: records wait here for the trainer
@@ -331,9 +373,9 @@ class ClusterConfig:
 class RunConfig:
     name: str = ""  # empty = recipe name and time
     root: str = "runs"
-    seed: int = 0
-    steps: int = 100
-    console: str = "auto"  # auto | panel | lines | quiet
+    seed: Natural = 0
+    steps: Count = 100
+    console: Literal["auto", "panel", "lines", "quiet"] = "auto"
 
 
 @dataclass(frozen=True)

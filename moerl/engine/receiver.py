@@ -34,8 +34,9 @@ import torch
 import zmq
 from torch import Tensor
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import EngineError, LayoutError, MoerlError
-from moerl.layout import ModelSpec, ParallelLayout, at, num_elements
+from moerl.layout import ModelSpec, at, num_elements
 from moerl.layout.digest import digest, seeds, split
 from moerl.layout.plan import EngineLayout
 from moerl.layout.tiles import Box, overlap
@@ -268,7 +269,7 @@ class Receiver:
         if message.plan not in self._plans:
             seat = self.seat
             try:
-                trainer = ParallelLayout(**message.trainer)
+                trainer = ParallelConfig(**message.trainer)
                 policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
             except TypeError as error:
                 raise LayoutError(f"the sender's layout is not readable: {error}") from error

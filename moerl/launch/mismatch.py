@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from moerl.algorithms.attribution import (
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
+from moerl.config.schema import Precision
 from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
 from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
@@ -49,7 +50,7 @@ from moerl.wire import encode_value
 
 VARIANTS = NEEDED
 _WORST = 24  # tokens in the table of worst ones
-DTYPES = ("fp32", "bf16")
+DTYPES: tuple[Precision, ...] = get_args(Precision)
 
 
 def measure(
@@ -59,7 +60,7 @@ def measure(
     num_tokens: int = 0,
     dump: Path | None = None,
     variants: Sequence[str] = VARIANTS,
-    dtypes: Sequence[str] = DTYPES,
+    dtypes: Sequence[Precision] = DTYPES,
 ) -> dict[str, Any]:
     """Generate (or read `dump`), score, compare.  Leaves records, job and scores in `folder`.
 
@@ -96,7 +97,7 @@ def score(
     folder: Path,
     *,
     variants: Sequence[str],
-    dtypes: Sequence[str],
+    dtypes: Sequence[Precision],
     model: Path | None = None,
     version: str = "",
 ) -> ScoreJob:
@@ -286,7 +287,7 @@ def _compare(
     scores: Any,
     rollouts: Sequence[Rollout],
     variants: Sequence[str],
-    dtypes: Sequence[str],
+    dtypes: Sequence[Precision],
 ) -> dict[str, Any]:
     engine = torch.from_numpy(scores["engine"])
     assert len(engine) == sum(rollout.num_sampled for rollout in rollouts), "tokens are in order"

@@ -16,7 +16,7 @@ from moerl.errors import ConfigError
 from moerl.launch.arguments import Overrides, Recipe
 
 if TYPE_CHECKING:
-    from moerl.layout import ParallelLayout
+    from moerl.config.schema import ParallelConfig
 
 
 def plan(
@@ -137,11 +137,12 @@ def check_layout(
     typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
 
 
-def _parallel_layout(text: str) -> ParallelLayout:
+def _parallel_layout(text: str) -> ParallelConfig:
     """--parallel as a layout; dp that is not named is the least that holds ep * etp."""
-    from moerl.layout import ParallelLayout
+    from moerl.config.mesh import check_mesh
+    from moerl.config.schema import ParallelConfig
 
-    names = [field.name for field in fields(ParallelLayout)]
+    names = [field.name for field in fields(ParallelConfig)]
     axes = {
         name: _count(f"--parallel {name}", value)
         for name, value in _named("--parallel", text, names).items()
@@ -149,7 +150,9 @@ def _parallel_layout(text: str) -> ParallelLayout:
     if "dp" not in axes:
         within = axes.get("tp", 1) * axes.get("cp", 1)
         axes["dp"] = math.lcm(within, axes.get("ep", 1) * axes.get("etp", 1)) // max(1, within)
-    return ParallelLayout(**axes | {"dp": max(1, axes["dp"])})
+    layout = ParallelConfig(**axes | {"dp": max(1, axes["dp"])})
+    check_mesh(layout)
+    return layout
 
 
 def _named(option: str, text: str, names: Sequence[str] = ()) -> dict[str, str]:

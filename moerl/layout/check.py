@@ -19,8 +19,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
-from moerl.layout.placement import Flavor, ParallelLayout, chunk_layers, hf_shapes
+from moerl.layout.placement import Flavor, chunk_layers, coords_of, hf_shapes
 from moerl.layout.plan import (
     ROOT,
     EngineLayout,
@@ -79,7 +80,7 @@ class Report:
 
 def check_layout(
     spec: ModelSpec,
-    trainer: ParallelLayout,
+    trainer: ParallelConfig,
     engines: EngineLayout,
     flavor: Flavor = "local",
     engine_dtype: str = "",
@@ -149,7 +150,7 @@ def _mebibytes(spread: Spread) -> list[str]:
     return [f"{value / 2**20:,.2f}" for value in _three(spread)]
 
 
-def _stages(spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor) -> Stages:
+def _stages(spec: ModelSpec, trainer: ParallelConfig, flavor: Flavor) -> Stages:
     return [
         list(sent_layers(spec, trainer, stage * trainer.stage_size, flavor, keep_copies=True))
         for stage in range(trainer.pp)
@@ -157,7 +158,7 @@ def _stages(spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor) -> Stages:
 
 
 # --- proof ---------------------------------------------------------------------------------------
-def _check_division(spec: ModelSpec, trainer: ParallelLayout, engines: EngineLayout) -> None:
+def _check_division(spec: ModelSpec, trainer: ParallelConfig, engines: EngineLayout) -> None:
     """Every layer is in one chunk, every expert on one rank of either side's expert axis."""
     layers = [
         number
@@ -247,18 +248,18 @@ def _check_exact(named: Named) -> None:
 
 
 # --- bytes ---------------------------------------------------------------------------------------
-def trainer_bytes(spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor = "local") -> Spread:
+def trainer_bytes(spec: ModelSpec, trainer: ParallelConfig, flavor: Flavor = "local") -> Spread:
     """Bytes of live weights per trainer rank, padding included.
 
     Ranks of a stage differ by tp, and in their experts by etp.
     """
     dense, expert = stage_bytes(spec, trainer, flavor)
-    where = map(trainer.coords, range(trainer.world_size))
+    where = (coords_of(trainer, rank) for rank in range(trainer.world_size))
     return Spread.of(dense[at.pp][at.tp] + expert[at.pp][at.etp] for at in where)
 
 
 def stage_bytes(
-    spec: ModelSpec, trainer: ParallelLayout, flavor: Flavor = "local"
+    spec: ModelSpec, trainer: ParallelConfig, flavor: Flavor = "local"
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Bytes of live weights: (by stage and tp rank, without experts), (experts, by stage and etp).
 

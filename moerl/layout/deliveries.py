@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
-from moerl.layout.placement import Flavor, ParallelLayout, hf_shapes
+from moerl.layout.placement import Flavor, hf_shapes
 from moerl.layout.plan import ROOT, EngineLayout, Engines, held_by, is_expert, sent_layers
 from moerl.layout.rules import Layer, Place, Rule, Shard
 from moerl.layout.spec import ModelSpec
@@ -89,7 +90,7 @@ class Tables:
     def __init__(
         self,
         spec: ModelSpec,
-        trainer: ParallelLayout,
+        trainer: ParallelConfig,
         engine: EngineLayout,
         policy: WirePolicy,
         flavor: Flavor,
@@ -268,7 +269,7 @@ class _Want(NamedTuple):
 @lru_cache(maxsize=8)
 def tables_of(
     spec: ModelSpec,
-    trainer: ParallelLayout,
+    trainer: ParallelConfig,
     engine: EngineLayout,
     policy: WirePolicy,
     flavor: Flavor,

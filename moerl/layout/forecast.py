@@ -22,10 +22,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
 from moerl.layout.check import ITEMSIZE as MODEL_ITEMSIZE
 from moerl.layout.check import Spread, trainer_bytes
-from moerl.layout.placement import ParallelLayout, hf_shapes
+from moerl.layout.placement import hf_shapes
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import Hop, num_rounds, relay_schedule
 from moerl.layout.spec import ModelSpec
@@ -94,7 +95,7 @@ class Forecast:
 
 def forecast(
     spec: ModelSpec,
-    trainer: ParallelLayout,
+    trainer: ParallelConfig,
     engines: EngineLayout,
     policy: WirePolicy,
     links: Links,
@@ -163,7 +164,7 @@ def model_bytes(spec: ModelSpec, policy: WirePolicy) -> tuple[int, int]:
     return every, experts
 
 
-def _gather_bytes(spec: ModelSpec, trainer: ParallelLayout) -> int:
+def _gather_bytes(spec: ModelSpec, trainer: ParallelConfig) -> int:
     """Received by all trainer ranks when each stage makes its experts whole on every rank."""
     plain = WirePolicy("float32")
     experts = model_bytes(spec, plain)[1] // 4 * MODEL_ITEMSIZE.get(spec.dtype, 2)

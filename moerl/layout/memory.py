@@ -31,8 +31,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moerl.config.schema import ParallelConfig
 from moerl.layout.check import ITEMSIZE, stage_bytes
-from moerl.layout.placement import ParallelLayout, chunk_layers
+from moerl.layout.placement import chunk_layers
 from moerl.layout.plan import EngineLayout
 from moerl.layout.spec import ModelSpec, padded_vocab
 
@@ -96,7 +97,7 @@ class EngineMemory:
 
 def trainer_memory(
     spec: ModelSpec,
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     training: Training,
     *,
     frozen: Sequence[ModelSpec] = (),
@@ -124,7 +125,7 @@ def trainer_memory(
 
 
 def frozen_memory(
-    spec: ModelSpec, layout: ParallelLayout, training: Training
+    spec: ModelSpec, layout: ParallelConfig, training: Training
 ) -> tuple[TrainerMemory, ...]:
     """The same of a model that only scores: weights, one layer's inside, the logits.
 
@@ -138,7 +139,7 @@ def frozen_memory(
     )
 
 
-def _insides(spec: ModelSpec, layout: ParallelLayout, training: Training, stage: int) -> list[int]:
+def _insides(spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int) -> list[int]:
     """Activations inside each layer of a stage."""
     width = 2 if training.dtype == "bf16" else 4
     tokens = -(-training.tokens // layout.cp)
@@ -151,7 +152,7 @@ def _insides(spec: ModelSpec, layout: ParallelLayout, training: Training, stage:
 
 
 def _stage(
-    spec: ModelSpec, layout: ParallelLayout, training: Training, stage: int, dense: int, expert: int
+    spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int, dense: int, expert: int
 ) -> TrainerMemory:
     half = training.dtype == "bf16"
     width, moments = (2, 12) if half else (4, 8)
@@ -162,7 +163,7 @@ def _stage(
     layers = [number for chunk in chunks for number in chunk]
     tokens = -(-training.tokens // layout.cp)
     last = stage == layout.pp - 1
-    vocab = padded_vocab(spec, layout.tp) // layout.tp
+    vocab = padded_vocab(spec, layout.tp, layout.vocab_divisible_by) // layout.tp
     in_moe = [number for number in layers if number in set(spec.moe_layers)]
     return TrainerMemory(
         stage=stage,
@@ -179,7 +180,7 @@ def _stage(
     )
 
 
-def _activations(spec: ModelSpec, layout: ParallelLayout, training: Training, stage: int) -> int:
+def _activations(spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int) -> int:
     width = 2 if training.dtype == "bf16" else 4
     tokens = -(-training.tokens // layout.cp)
     inside = _insides(spec, layout, training, stage)
@@ -194,7 +195,7 @@ def _activations(spec: ModelSpec, layout: ParallelLayout, training: Training, st
 
 
 def layer_activations(
-    spec: ModelSpec, layout: ParallelLayout, tokens: int, width: int, number: int
+    spec: ModelSpec, layout: ParallelConfig, tokens: int, width: int, number: int
 ) -> int:
     """Bytes that the backward pass of one layer needs, flash attention, nothing recomputed.
 
@@ -218,7 +219,7 @@ def _attention(spec: ModelSpec, tp: int, tokens: int) -> int:
     return tokens * (2 * spec.q_rows // tp + 2 * kv_rows + 2 * spec.heads // tp)
 
 
-def _feed_forward(spec: ModelSpec, layout: ParallelLayout, tokens: int, number: int) -> int:
+def _feed_forward(spec: ModelSpec, layout: ParallelConfig, tokens: int, number: int) -> int:
     """Elements: router, rows dispatched and permuted, both products, the combined output."""
     if number not in spec.moe_layers:
         return tokens * 3 * spec.ffn // layout.tp

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from moerl.config.mesh import check_divides, check_mesh, stage_layers
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout.families import (
     EMBED,
@@ -52,119 +54,51 @@ class Coords:
     edp: int
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelLayout:
-    """Sizes of the mesh axes.  Experts share the ranks of tp x cp x dp within a pipeline stage.
+def coords_of(layout: ParallelConfig, rank: int) -> Coords:
+    """Megatron-core's order "tp-cp-ep-dp-pp": tp fastest, pp slowest; experts have their grid.
 
-    Raises ConfigError when the expert axes do not divide a stage's ranks.
-    Example: 8 layers, pp 2, vpp 2: stage 0 has chunks (0, 1) and (4, 5), stage 1 (2, 3) and (6, 7).
+    Source: megatron/core/parallel_state.py, initialize_model_parallel (0.16.1).
     """
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    dp: int = 1
-    vocab_divisible_by: int = 128  # Megatron's make_vocab_size_divisible_by
-    vpp: int = 1  # model chunks per pipeline stage
-    first_stage_layers: int = 0  # layers of the first stage; 0 = as many as the others
-    last_stage_layers: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "ep", "etp", "dp", "vocab_divisible_by", "vpp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"trainer.parallel.{name}", getattr(self, name), "must be at least 1"
-                )
-        if self.stage_size % (self.ep * self.etp):
-            raise ConfigError(
-                "trainer.parallel.ep",
-                self.ep,
-                f"ep * etp = {self.ep * self.etp} must divide tp * cp * dp = {self.stage_size}",
-            )
-        if self.vpp > 1 and self.pp == 1:
-            raise ConfigError("trainer.parallel.vpp", self.vpp, "needs pp of at least 2")
-
-    @property
-    def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
-        return self.tp * self.cp * self.dp
-
-    @property
-    def world_size(self) -> int:
-        return self.stage_size * self.pp
-
-    def coords(self, rank: int) -> Coords:
-        """Megatron-core's order "tp-cp-ep-dp-pp": tp fastest, pp slowest; experts have their grid.
-
-        Source: megatron/core/parallel_state.py, initialize_model_parallel (0.16.1).
-        """
-        if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank {rank} is not in 0..{self.world_size - 1}")
-        pp, inner = divmod(rank, self.stage_size)
-        return Coords(
-            tp=inner % self.tp,
-            cp=inner // self.tp % self.cp,
-            dp=inner // (self.tp * self.cp),
-            pp=pp,
-            etp=inner % self.etp,
-            ep=inner // self.etp % self.ep,
-            edp=inner // (self.etp * self.ep),
-        )
-
-
-def check_parallel(spec: ModelSpec, layout: ParallelLayout) -> None:
-    """Raises ConfigError naming the axis when the model's sizes do not divide by it."""
-    needs = (
-        ("tp", layout.tp, "num_key_value_heads", spec.kv_heads),
-        ("tp", layout.tp, "intermediate_size", spec.ffn),
-        ("tp", layout.tp, "shared experts' width", spec.shared_ffn),
-        ("ep", layout.ep, "num_experts", spec.experts),
-        ("etp", layout.etp, "moe_intermediate_size", spec.moe_ffn),
+    if not 0 <= rank < layout.world_size:
+        raise LayoutError(f"rank {rank} is not in 0..{layout.world_size - 1}")
+    pp, inner = divmod(rank, layout.stage_size)
+    return Coords(
+        tp=inner % layout.tp,
+        cp=inner // layout.tp % layout.cp,
+        dp=inner // (layout.tp * layout.cp),
+        pp=pp,
+        etp=inner % layout.etp,
+        ep=inner // layout.etp % layout.ep,
+        edp=inner // (layout.etp * layout.ep),
     )
-    for axis, size, what, num in needs:
-        if num % size:
-            raise ConfigError(
-                f"trainer.parallel.{axis}", size, f"must divide the model's {what} = {num}"
-            )
-    if not spec.experts and layout.ep > 1:
-        raise ConfigError("trainer.parallel.ep", layout.ep, "a dense model has no experts; use 1")
+
+
+def check_parallel(spec: ModelSpec, layout: ParallelConfig) -> None:
+    """Raises ConfigError naming the axis that does not fit the others, or the model's sizes."""
+    check_mesh(layout)
+    sizes = {
+        "num_key_value_heads": spec.kv_heads,
+        "intermediate_size": spec.ffn,
+        "shared experts' width": spec.shared_ffn,
+        "num_experts": spec.experts,
+        "moe_intermediate_size": spec.moe_ffn,
+        "num_hidden_layers": spec.layers,
+    }
+    check_divides(layout, sizes)
     if spec.o_bias and layout.etp > 1:
         raise ConfigError(
             "trainer.parallel.etp", layout.etp, "megatron-core cuts no experts with biases; use 1"
         )
-    _stage_sizes(spec.layers, layout)
 
 
-def chunk_layers(num_layers: int, layout: ParallelLayout, stage: int, chunk: int) -> range:
+def chunk_layers(num_layers: int, layout: ParallelConfig, stage: int, chunk: int) -> range:
     """Global numbers of the layers in one model chunk of a pipeline stage.
 
     Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset (0.16.1).
     """
-    per_chunk = [num // layout.vpp for num in _stage_sizes(num_layers, layout)]
+    per_chunk = [num // layout.vpp for num in stage_layers(num_layers, layout)]
     start = chunk * sum(per_chunk) + sum(per_chunk[:stage])
     return range(start, start + per_chunk[stage])
-
-
-def _stage_sizes(num_layers: int, layout: ParallelLayout) -> list[int]:
-    """Layers of each pipeline stage.  Raises ConfigError when they do not divide."""
-    ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
-    ends = {stage: num for stage, num in ends.items() if num}
-    middle = layout.pp - len(ends)
-    left = num_layers - sum(ends.values())
-    if left < 0 or (left % middle if middle else left):
-        raise ConfigError(
-            "trainer.parallel.pp", layout.pp, f"must divide the model's num_hidden_layers = {left}"
-        )
-    sizes = [ends.get(stage, left // middle if middle else 0) for stage in range(layout.pp)]
-    if any(num % layout.vpp for num in sizes):
-        raise ConfigError(
-            "trainer.parallel.vpp",
-            layout.vpp,
-            f"must divide the layers of every pipeline stage, {sizes}",
-        )
-    return sizes
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -281,7 +215,7 @@ def transposed_stacks(spec: ModelSpec) -> bool:
 
 def megatron_tiles(
     spec: ModelSpec,
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     rank: int,
     flavor: Flavor = "local",
     version: str = "",
@@ -303,7 +237,7 @@ def megatron_tiles(
 
 def megatron_places(
     spec: ModelSpec,
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     rank: int,
     flavor: Flavor = "local",
     version: str = "",
@@ -312,7 +246,7 @@ def megatron_places(
     check_parallel(spec, layout)
     if flavor not in ("local", "te"):
         raise LayoutError(f"flavor = {flavor!r} is unknown; use local or te")
-    where = layout.coords(rank)
+    where = coords_of(layout, rank)
     for chunk in range(layout.vpp):
         place = Place(
             *_megatron_chunk(spec, layout, where.pp, chunk, version),
@@ -328,7 +262,7 @@ def megatron_places(
 
 
 def _megatron_chunk(
-    spec: ModelSpec, layout: ParallelLayout, stage: int, chunk: int, version: str
+    spec: ModelSpec, layout: ParallelConfig, stage: int, chunk: int, version: str
 ) -> tuple[tuple[Rule, ...], tuple[Layer, ...], tuple[Rule, ...]]:
     """Rules before, in and after the layers of one model chunk."""
     is_first = stage == 0 and chunk == 0

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
 from moerl.layout.placement import (
     Flavor,
-    ParallelLayout,
+    coords_of,
     hf_shapes,
     megatron_places,
     sglang_places,
@@ -127,7 +128,7 @@ class Engines:
 
 def sent_layers(
     spec: ModelSpec,
-    trainer: ParallelLayout,
+    trainer: ParallelConfig,
     rank: int,
     flavor: Flavor,
     *,
@@ -138,7 +139,7 @@ def sent_layers(
     Without root tensors that an earlier stage or chunk holds as well, unless keep_copies.
     """
     seen: set[tuple[str, ...]] = set()
-    if trainer.coords(rank).pp > 0 and not keep_copies:
+    if coords_of(trainer, rank).pp > 0 and not keep_copies:
         for _, place in megatron_places(spec, trainer, 0, flavor):
             seen |= {rule.hf for rule in place.first}
     for prefix, place in megatron_places(spec, trainer, rank, flavor):

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 
+from moerl.config.schema import ParallelConfig
 from moerl.layout.deliveries import (
     Holding,
     Keyed,
@@ -29,7 +30,7 @@ from moerl.layout.deliveries import (
     pieces_of,
     tables_of,
 )
-from moerl.layout.placement import Flavor, ParallelLayout, sglang_tiles
+from moerl.layout.placement import Flavor, coords_of, sglang_tiles
 from moerl.layout.plan import EngineLayout
 from moerl.layout.spec import ModelSpec
 from moerl.layout.wire import ALIGN, Bucket, Piece, Region, WirePolicy
@@ -90,7 +91,7 @@ class TransferPlan:
     """
 
     spec: ModelSpec
-    trainer: ParallelLayout
+    trainer: ParallelConfig
     engine: EngineLayout
     engine_id: int
     policy: WirePolicy
@@ -112,7 +113,7 @@ class TransferPlan:
 
     def sender(self, rank: int) -> SenderPlan:
         """What trainer rank `rank` sends."""
-        where = self.trainer.coords(rank)
+        where = coords_of(self.trainer, rank)
 
         def mine(holding: Holding) -> Iterable[int]:
             axis = where.etp if holding.experts else where.tp

@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import MoerlError, TrainerError, TransportError
-from moerl.layout import Flavor, ParallelLayout
+from moerl.layout import Flavor
 from moerl.layout.digest import split, version_digest
 from moerl.layout.relay import TRAINER
 from moerl.layout.wire import WirePolicy
@@ -76,7 +77,7 @@ class Terms:
     plan_engine: int  # id to plan with; of another engine when that one may send its version on
     plan: str
     transport: str
-    trainer: ParallelLayout
+    trainer: ParallelConfig
     policy: WirePolicy
     flavor: Flavor
     timeout_s: float

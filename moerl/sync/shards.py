@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.files import read_model_config
-from moerl.config.schema import Config
+from moerl.config.schema import Config, ParallelConfig
 from moerl.errors import EngineError
-from moerl.layout import Flavor, ModelSpec, ParallelLayout
+from moerl.layout import Flavor, ModelSpec
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER, Hop, relay_schedule
 from moerl.layout.transfer import TransferPlan
@@ -49,7 +49,7 @@ class Seat:
     world_size: int
     control: dist.ProcessGroup  # gloo, all ranks
     spec: ModelSpec
-    layout: ParallelLayout
+    layout: ParallelConfig
     flavor: Flavor
     live: Callable[[], Mapping[str, Tensor]]  # parameters by the names of megatron_tiles
     connect: Callable[[], Control]  # a new line to the controller

@@ -49,7 +49,7 @@ from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 from moerl.trainer.client import ControllerClient
 from moerl.trainer.learner.critic import Critic
 from moerl.trainer.learner.step import Learner
-from moerl.trainer.model.gpt import build, layout_of
+from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf
@@ -103,7 +103,7 @@ class Gang:
         self.gather = HfGather(
             lambda: self.model.tensors,
             self.model.spec,
-            layout_of(parallel.sizes),
+            parallel.sizes,
             parallel.rank,
             _flavor(parallel),
             parallel.control,
@@ -285,7 +285,7 @@ class Gang:
             world_size=parallel.world_size,
             control=parallel.control,
             spec=self.model.spec,
-            layout=layout_of(parallel.sizes),
+            layout=parallel.sizes,
             flavor=_flavor(parallel),
             live=lambda: self.model.tensors,
             # lines of its own: a publish never delays a plan, and sockets belong to one thread

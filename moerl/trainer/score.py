@@ -45,7 +45,7 @@ from torch import Tensor
 
 from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
-from moerl.config.schema import ParallelConfig, TrainerConfig
+from moerl.config.schema import ParallelConfig, Precision, TrainerConfig
 from moerl.data.audit import split_segments
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
@@ -152,7 +152,7 @@ def _plan(rollouts: list[Rollout], job: ScoreJob, dp_size: int) -> BatchPlan:
 
 @torch.no_grad()
 def _score_dtype(
-    job: ScoreJob, dtype: str, plan: BatchPlan, store: BlobStore, ranks: Parallel
+    job: ScoreJob, dtype: Precision, plan: BatchPlan, store: BlobStore, ranks: Parallel
 ) -> Tally:
     from moerl.trainer.model.gpt import build, live_tensors
     from moerl.trainer.weights.hf_folder import HfFolder, load_hf

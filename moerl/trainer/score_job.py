@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from moerl.config.schema import Dispatcher, Precision
 from moerl.errors import ConfigError
 
 # name: (routes of the forward pass, recorded kept sets used)
@@ -33,10 +34,10 @@ class ScoreJob:
     blob_node: str
     out: str  # .npz to write, see `moerl.trainer.score`
     variants: list[str] = field(default_factory=lambda: ["none", "routing", "mask", "both"])
-    dtypes: list[str] = field(default_factory=lambda: ["fp32"])
+    dtypes: list[Precision] = field(default_factory=lambda: ["fp32"])
     ep: int = 1
     platform: str = "auto"
-    dispatcher: str = "alltoall"
+    dispatcher: Dispatcher = "alltoall"
     max_tokens_per_microbatch: int = 8192
     version: str = ""  # score only the segments of this version, each with its own audit rows
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +58,6 @@ def load_job(path: Path) -> ScoreJob:
         if name not in VARIANTS:
             raise ConfigError("job.variants", name, f"use {', '.join(VARIANTS)}")
     for name in job.dtypes:
-        if name not in ("fp32", "bf16"):
+        if name not in get_args(Precision):
             raise ConfigError("job.dtypes", name, "use fp32 or bf16")
     return job

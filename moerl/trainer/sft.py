@@ -63,7 +63,7 @@ def _train(config: Config, run: RunDir) -> None:
     # the platform comes before anything that imports megatron
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import parallel
-    from moerl.trainer.model.gpt import build, layout_of
+    from moerl.trainer.model.gpt import build
     from moerl.trainer.weights.hf_folder import HfFolder, load_hf
     from moerl.trainer.weights.hf_gather import HfGather
     from moerl.trainer.weights.hf_save import save_hf
@@ -96,7 +96,7 @@ def _train(config: Config, run: RunDir) -> None:
     gather = HfGather(
         lambda: model.tensors,
         model.spec,
-        layout_of(ranks.sizes),
+        ranks.sizes,
         ranks.rank,
         "te" if place.name == "cuda" else "local",
         ranks.control,

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moerl.config.files import read_json
+from moerl.config.schema import ParallelConfig
 from moerl.engine.host import EngineHost
-from moerl.layout import ParallelLayout, at, megatron_tiles, model_spec
+from moerl.layout import at, megatron_tiles, model_spec
 from moerl.layout.digest import split
 from moerl.layout.plan import EngineLayout
 from moerl.layout.transfer import TransferPlan
@@ -32,7 +33,7 @@ from moerl.transport.registry import make
 from moerl.types import PolicyVersion
 
 POLICY = WirePolicy(dtype="float32", bucket_bytes=65536)
-TRAINER = ParallelLayout()
+TRAINER = ParallelConfig()
 _DEADLINE_S = 60.0
 
 

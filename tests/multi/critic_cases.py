@@ -19,7 +19,6 @@ from moerl.rundir import RunDir
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.learner.critic import Critic, ValueHead
 from moerl.trainer.learner.step import Learner
-from moerl.trainer.model.gpt import layout_of
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.weights.hf_gather import HfGather
 from moerl.types import Array, BatchPlan, PolicyVersion
@@ -87,7 +86,7 @@ def _gradients(critic: Critic, ranks: Parallel) -> dict[str, torch.Tensor] | Non
         rows = padded_vocab(critic.model.spec, ranks.tp_size) // ranks.tp_size
         named[name] = torch.zeros(rows, critic.model.spec.hidden)
     gather = HfGather(
-        lambda: named, critic.model.spec, layout_of(ranks.sizes), ranks.rank, "local", ranks.control
+        lambda: named, critic.model.spec, ranks.sizes, ranks.rank, "local", ranks.control
     )
     whole = gather.gather()
     if whole is None:

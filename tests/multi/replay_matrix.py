@@ -54,7 +54,7 @@ from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
-from moerl.trainer.model.gpt import Model, build, layout_of  # noqa: E402
+from moerl.trainer.model.gpt import Model, build  # noqa: E402
 from moerl.trainer.model.parallel import Parallel  # noqa: E402
 from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
@@ -383,9 +383,7 @@ def gather_tensors(
     """Whole tensors on rank 0, of what `view` says of each parameter."""
     model, ranks = learner.model, learner.parallel
     tensors = {name: view(t) for name, t in model.tensors.items()}
-    gather = HfGather(
-        lambda: tensors, model.spec, layout_of(ranks.sizes), ranks.rank, "local", ranks.control
-    )
+    gather = HfGather(lambda: tensors, model.spec, ranks.sizes, ranks.rank, "local", ranks.control)
     whole = gather.gather()
     return None if whole is None else {name: t.clone() for name, t in whole.items()}
 

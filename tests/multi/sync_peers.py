@@ -24,12 +24,12 @@ import torch
 import zmq
 from torch import Tensor
 
+from moerl.config.schema import ParallelConfig
 from moerl.engine.receiver import Door, Receiver, Seat, socket_path
 from moerl.errors import EngineError, TrainerError
 from moerl.layout import (
     ModelSpec,
     Named,
-    ParallelLayout,
     at,
     hf_shapes,
     megatron_tiles,
@@ -64,7 +64,7 @@ from moerl.wire import decode, encode
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
 TOKEN = "a run's token"
-TRAINER = ParallelLayout(tp=2, ep=2)
+TRAINER = ParallelConfig(tp=2, ep=2)
 POLICY = WirePolicy(dtype="float32", bucket_bytes=4096)
 # Forked from a process that has imported everything: a start takes a tenth of a second.
 CONTEXT = get_context("forkserver")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moerl.layout import ParallelLayout, hf_shapes, model_spec
+from moerl.config.schema import ParallelConfig
+from moerl.layout import hf_shapes, model_spec
 from moerl.trainer.weights.convert import MegatronFolder, convert_to_megatron
 from moerl.trainer.weights.convert_job import Gang
 from moerl.trainer.weights.hf_folder import HfFolder
@@ -81,7 +82,7 @@ def test_torchrun_there_and_another_layout_back(tmp_path: Path, family: str) -> 
 def test_one_failing_process_ends_all_with_its_sentence(tmp_path: Path) -> None:
     """The damage is in one file: only the process that reads it can know."""
     source = write_model(tmp_path / "model", "qwen3_moe")
-    layout, out = ParallelLayout(pp=2), tmp_path / "a"
+    layout, out = ParallelConfig(pp=2), tmp_path / "a"
     convert_to_megatron(source, out, layout, "local", Gang(), lambda *_: None)
     damaged = tmp_path / "a" / "rank-00001" / "model.safetensors"
     data = bytearray(damaged.read_bytes())

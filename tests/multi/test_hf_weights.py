@@ -19,8 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError, ModelError
-from moerl.layout import ParallelLayout, hf_shapes, megatron_tiles, model_spec
+from moerl.layout import hf_shapes, megatron_tiles, model_spec
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 from moerl.trainer.weights.hf_gather import HfGather
 from moerl.trainer.weights.hf_save import save_hf
@@ -111,7 +112,7 @@ def test_load_casts_fills_and_zeroes_padding(
     folder: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     source = HfFolder(folder)
-    tiles = megatron_tiles(source.spec, ParallelLayout(), 0)
+    tiles = megatron_tiles(source.spec, ParallelConfig(), 0)
     params = empty_params(tiles, torch.bfloat16)
     load_hf(params, tiles, source)
     assert not any(param.isnan().any() for param in params.values())
@@ -122,7 +123,7 @@ def test_load_casts_fills_and_zeroes_padding(
 
 def test_load_refuses_a_parameter_without_a_rule(folder: Path) -> None:
     source = HfFolder(folder)
-    tiles = megatron_tiles(source.spec, ParallelLayout(), 0)
+    tiles = megatron_tiles(source.spec, ParallelConfig(), 0)
     params = empty_params(tiles) | {"decoder.extra.weight": torch.zeros(1)}
     with pytest.raises(LayoutError, match=r"decoder\.extra\.weight: no layout rule"):
         load_hf(params, tiles, source)
@@ -287,7 +288,7 @@ def test_gather_returns_the_folder_bitwise(
     tmp_path: Path, folder: Path, tensors: dict[str, torch.Tensor], axes: dict[str, int]
 ) -> None:
     out = tmp_path / "gathered"
-    world = ParallelLayout(**axes).world_size
+    world = ParallelConfig(**axes).world_size
     run_workers(tmp_path, "gather", world, str(folder), str(out), json.dumps(axes))
     first, changed = (load_file(f"{out}.{i}") for i in range(2))
     assert first.keys() == changed.keys() == tensors.keys()
@@ -306,7 +307,7 @@ def gather_worker(folder: str, out: str, axes: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    rank, layout, source = dist.get_rank(), ParallelLayout(**json.loads(axes)), HfFolder(folder)
+    rank, layout, source = dist.get_rank(), ParallelConfig(**json.loads(axes)), HfFolder(folder)
     tiles = megatron_tiles(source.spec, layout, rank)
     params = empty_params(tiles)
     load_hf(params, tiles, source)
@@ -338,7 +339,6 @@ def live_worker() -> None:
 
     from moerl.config.schema import ParallelConfig, TrainerConfig
     from moerl.layout import check_covers, padded_vocab
-    from moerl.trainer.model.gpt import layout_of
     from moerl.trainer.model.transformer import transformer_config
 
     num = 0
@@ -381,7 +381,7 @@ def live_worker() -> None:
                 position_embedding_type="rope",
             )
             live = {name: tuple(param.shape) for name, param in gpt.named_parameters()}
-            check_covers(megatron_tiles(spec, layout_of(sizes), rank), live)
+            check_covers(megatron_tiles(spec, sizes, rank), live)
             num += 1
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()

@@ -153,7 +153,7 @@ def save_again(folder: Path, family: str, ranks: Any) -> str:
 
     from moerl.config.schema import TrainerConfig
     from moerl.trainer.gang import with_untrained
-    from moerl.trainer.model.gpt import build, layout_of, live_tensors
+    from moerl.trainer.model.gpt import build, live_tensors
     from moerl.trainer.weights.hf_folder import HfFolder, load_hf
     from moerl.trainer.weights.hf_gather import HfGather
     from moerl.trainer.weights.hf_save import save_hf
@@ -162,7 +162,7 @@ def save_again(folder: Path, family: str, ranks: Any) -> str:
     model = build(source.spec, TrainerConfig(parallel=ranks.sizes), ranks, with_replay=False)
     live = live_tensors(model.gpt)
     load_hf(live, model.tiles, source)
-    gather = HfGather(lambda: live, model.spec, layout_of(ranks.sizes), 0, "local", None)
+    gather = HfGather(lambda: live, model.spec, ranks.sizes, 0, "local", None)
     tensors = gather.gather()
     assert tensors is not None, "rank 0 receives"
     save_hf(target, with_untrained(tensors, source), source.path)
@@ -277,12 +277,13 @@ def check_live(meshes: list[dict[str, int]]) -> int:
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from moerl.config.schema import ParallelConfig
     from moerl.errors import ConfigError
-    from moerl.layout import ParallelLayout, check_covers, megatron_tiles, model_spec
+    from moerl.layout import check_covers, megatron_tiles, model_spec
 
     num = 0
     for axes in meshes:
-        layout = ParallelLayout(**axes)
+        layout = ParallelConfig(**axes)
         for rank in range(layout.world_size):
             dist.init_process_group(
                 "fake", store=FakeStore(), rank=rank, world_size=layout.world_size
@@ -328,14 +329,12 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
         get_gpt_mtp_block_spec,
     )
 
-    from moerl.config.schema import ParallelConfig, TrainerConfig
+    from moerl.config.schema import TrainerConfig
     from moerl.trainer.model.family_modules import adapt
     from moerl.trainer.model.gpt import gpt_model, live_tensors
     from moerl.trainer.model.transformer import transformer_config
 
-    axes = ("tp", "pp", "ep", "etp", "dp")
-    sizes = ParallelConfig(**{axis: getattr(layout, axis) for axis in axes})
-    config = transformer_config(spec, TrainerConfig(parallel=sizes), place, with_replay=False)
+    config = transformer_config(spec, TrainerConfig(parallel=layout), place, with_replay=False)
     if layout.vpp > 1:
         config.virtual_pipeline_model_parallel_size = layout.vpp
     config.mtp_num_layers = spec.mtp_layers or None
@@ -356,7 +355,7 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
             spec,
             config,
             use_te=False,
-            tp=layout.tp,
+            sizes=layout,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             mtp_block_spec=mtp,

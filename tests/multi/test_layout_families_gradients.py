@@ -38,7 +38,7 @@ def take_steps(work: Path, mesh: str) -> None:
     from moerl.layout import hf_shapes, model_spec
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import parallel
-    from moerl.trainer.model.gpt import build, layout_of, live_tensors
+    from moerl.trainer.model.gpt import build, live_tensors
     from moerl.trainer.weights.hf_folder import HfFolder, load_hf
     from moerl.trainer.weights.hf_gather import HfGather
 
@@ -63,7 +63,7 @@ def take_steps(work: Path, mesh: str) -> None:
         whole = HfGather(
             lambda grads=grads: grads,
             model.spec,
-            layout_of(ranks.sizes),
+            ranks.sizes,
             ranks.rank,
             "local",
             ranks.control,

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file
 from sglang_oracle import CASES, FP8_CASES, REFUSED_CASES, VARIANTS, Case
 
+from moerl.config.schema import ParallelConfig
 from moerl.engine.layout import EngineLayout, check_model, engine_layout
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     FAMILIES,
     SGLANG_SHARES_HEAD,
     Named,
-    ParallelLayout,
     at,
     check_covers,
     each,
@@ -140,7 +140,7 @@ def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
     folder = oracle / case.model
     spec, hf = model_spec(config_of(folder)), checkpoint(folder)
     tp = 1 if spec.kv_heads % 2 else 2
-    trainer = ParallelLayout(tp=tp, pp=2, ep=2 if spec.experts else 1)
+    trainer = ParallelConfig(tp=tp, pp=2, ep=2 if spec.experts else 1)
     engine = plan_layout.EngineLayout(case.tp, case.ep, case.dp)
     wants = engine_wants(None, config_of(folder))
     plan = TransferPlan(spec, trainer, engine, 1, WirePolicy(case.dtype, wants, bucket_bytes=1024))

@@ -41,7 +41,7 @@ time.sleep(120)
 FRONT = """
 import sys
 from moerl.launch.nodes.processes import run_guarded
-sys.exit(run_guarded([sys.executable, {root!r}], stop_timeout_s=1.0))
+sys.exit(run_guarded([sys.executable, {root!r}], grace_s=1.0))
 """
 
 

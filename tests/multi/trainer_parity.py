@@ -27,7 +27,7 @@ from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, Trainer
 from moerl.data.packing import pack_microbatch  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
-from moerl.trainer.model.gpt import build, layout_of  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
@@ -116,7 +116,7 @@ def _gather(
     gather = HfGather(
         lambda: {name: view(param) for name, param in model.gpt.named_parameters()},
         model.spec,
-        layout_of(ranks.sizes),
+        ranks.sizes,
         ranks.rank,
         "local",
         ranks.control,

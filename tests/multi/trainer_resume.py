@@ -40,7 +40,7 @@ from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
-from moerl.trainer.model.gpt import build, layout_of  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
@@ -99,7 +99,7 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
         writer.finish()
     if phase["out"]:
         weights = HfGather(
-            lambda: model.tensors, model.spec, layout_of(ranks.sizes), ranks.rank, "local",
+            lambda: model.tensors, model.spec, ranks.sizes, ranks.rank, "local",
             ranks.control,
         ).gather()  # fmt: skip
         if ranks.is_first:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moerl.layout import ModelSpec, ParallelLayout
+from moerl.config.schema import ParallelConfig
+from moerl.layout import ModelSpec
 from moerl.layout.plan import EngineLayout
 
 Arrays = dict[str, np.ndarray]
@@ -33,7 +34,7 @@ def vocab(weight: np.ndarray, padded: int, parts: int, i: int) -> np.ndarray:
     return rows(np.concatenate([weight, pad]), parts, i)
 
 
-def trainer_rank(hf: Arrays, m: ModelSpec, mesh: ParallelLayout, rank: int) -> Arrays:
+def trainer_rank(hf: Arrays, m: ModelSpec, mesh: ParallelConfig, rank: int) -> Arrays:
     """Parameters and expert biases of one Megatron rank."""
     dense = np.arange(mesh.world_size).reshape(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
     stage, _, _, t = map(int, np.argwhere(dense == rank)[0])
@@ -96,7 +97,7 @@ def trainer_attention(w: Arrays, m: ModelSpec, tp: int, t: int) -> Iterator[tupl
 
 
 def trainer_mlp(
-    w: Arrays, m: ModelSpec, mesh: ParallelLayout, at: tuple[int, int, int]
+    w: Arrays, m: ModelSpec, mesh: ParallelConfig, at: tuple[int, int, int]
 ) -> Iterator[tuple[str, np.ndarray]]:
     t, e, x = at
 

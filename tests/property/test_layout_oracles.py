@@ -19,12 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
 from moerl.layout import (
     ModelSpec,
     Named,
     Op,
-    ParallelLayout,
     Part,
     Rule,
     at,
@@ -222,7 +222,7 @@ def same(a: Arrays, b: Arrays) -> list[str]:
 
 
 def trainer(spec: ModelSpec, mesh: Mesh) -> dict[int, Named]:
-    layout = ParallelLayout(**mesh._asdict(), vocab_divisible_by=VOCAB_MULTIPLE)
+    layout = ParallelConfig(**mesh._asdict(), vocab_divisible_by=VOCAB_MULTIPLE)
     return {rank: megatron_tiles(spec, layout, rank) for rank in range(layout.world_size)}
 
 

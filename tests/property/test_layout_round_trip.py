@@ -20,11 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     ModelSpec,
     Named,
-    ParallelLayout,
     Part,
     Shard,
     at,
@@ -52,10 +52,10 @@ CASES = FAMILIES | {
 DENSE = ("llama", "qwen3")
 
 
-def layout_of(tp: int, pp: int, vpp: int, ep: int, etp: int) -> ParallelLayout:
+def layout_of(tp: int, pp: int, vpp: int, ep: int, etp: int) -> ParallelConfig:
     """The smallest gang with these axes."""
     dp = math.lcm(tp, ep * etp) // tp
-    return ParallelLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=dp, vocab_divisible_by=16)
+    return ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=dp, vocab_divisible_by=16)
 
 
 AXES = list(itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2)))
@@ -81,7 +81,7 @@ def load(named: Named, hf: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-def check_round_trip(spec: ModelSpec, layout: ParallelLayout, flavor: Any) -> None:
+def check_round_trip(spec: ModelSpec, layout: ParallelConfig, flavor: Any) -> None:
     """Rank after rank: load, write back; all of it must come back, replicas equal."""
     hf = make_hf(spec)
     back = {name: np.zeros_like(value) for name, value in hf.items()}
@@ -100,9 +100,9 @@ def refusal(case: str, axes: tuple[int, ...]) -> str | None:
     """Why a combination is not valid; every other one must convert."""
     _, pp, vpp, ep, etp = axes
     if vpp > 1 and pp == 1:
-        return "parallel.vpp = 2 .* needs pp of at least 2"
+        return "parallel.vpp = 2 .* interleaved over stages; use pp > 1"
     if case in DENSE and ep > 1:
-        return "parallel.ep = . .* a dense model has no experts"
+        return "parallel.ep = . .* the model is dense: use 1"
     if case == "gpt_oss" and etp > 1:
         return "parallel.etp = 2 .* no experts with biases"
     return None
@@ -213,7 +213,7 @@ def test_reshard_between_two_layouts() -> None:
 def test_a_gather_joins_interleaved_rows_with_whole_tensors() -> None:
     spec = model_spec(CASES["gpt_oss"])
     hf = make_hf(spec)
-    named = megatron_tiles(spec, ParallelLayout(), 0)
+    named = megatron_tiles(spec, ParallelConfig(), 0)
     held = load(named, hf)
     back = {name: np.zeros_like(value) for name, value in hf.items()}
     for op in join({0: named}, {0: hf_tiles(spec)}, same_ranks=True):
@@ -262,7 +262,7 @@ def test_a_missing_rule_does_not_come_back(
     assert broken != family
     monkeypatch.setitem(placement.FAMILY_TABLES, spec.family, broken)
     with pytest.raises(AssertionError, match=r"(o_proj|down_proj|w2).* does not come back"):
-        check_round_trip(spec, ParallelLayout(), "local")
+        check_round_trip(spec, ParallelConfig(), "local")
 
 
 def test_a_cut_that_overlaps_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,4 +275,4 @@ def test_a_cut_that_overlaps_does_not_come_back(monkeypatch: pytest.MonkeyPatch)
     every = tuple(part if old is families.GQA else old for old in family.every)
     monkeypatch.setitem(placement.FAMILY_TABLES, "llama", replace(family, every=every))
     with pytest.raises(AssertionError, match=r"o_proj\.weight does not come back"):
-        check_round_trip(model_spec(CASES["llama"]), ParallelLayout(tp=2), "local")
+        check_round_trip(model_spec(CASES["llama"]), ParallelConfig(tp=2), "local")

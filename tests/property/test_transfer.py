@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import reference_loader as reference
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError, MoerlError
 from moerl.layout import (
     ModelSpec,
     Named,
-    ParallelLayout,
     at,
     deliveries,
     families,
@@ -91,7 +91,7 @@ def draw(seed: int) -> TransferPlan:
         axes = (rng.choice(divides), rng.choice(divides), 1, rng.choice((0, 0, *divides)))
         case = TransferPlan(
             spec,
-            ParallelLayout(tp, pp, rng.choice((1, 1, 2)), ep, etp, dp, 8, vpp),
+            ParallelConfig(tp, pp, rng.choice((1, 1, 2)), ep, etp, dp, vpp, vocab_divisible_by=8),
             EngineLayout(size, *axes),
             rng.randrange(9),
             WirePolicy(
@@ -239,7 +239,7 @@ CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
 def test_every_family_arrives_whole(family: str) -> None:
     """Against loads by tiles, which other oracles check: what the plan adds is right everywhere."""
     spec, policy = model_spec(CONFIGS[family]), WirePolicy("float32", bucket_bytes=1000)
-    trainer = ParallelLayout(tp=2, pp=2, ep=2 if spec.experts else 1, dp=2, vocab_divisible_by=8)
+    trainer = ParallelConfig(tp=2, pp=2, ep=2 if spec.experts else 1, dp=2, vocab_divisible_by=8)
     engine = EngineLayout(4, 2 if spec.experts else 1, 2)
     hf, held = hf_arrays(spec), {}
     for rank in range(trainer.world_size):
@@ -268,7 +268,7 @@ def filled(named: Named, hf: Arrays) -> Arrays:
 # --- negative controls: the comparison above sees each of these -----------------------------------
 CONTROL = TransferPlan(
     spec_of(False, 1, False),
-    ParallelLayout(tp=2, pp=1, ep=2, dp=2, vocab_divisible_by=8),
+    ParallelConfig(tp=2, pp=1, ep=2, dp=2, vocab_divisible_by=8),
     EngineLayout(tp=4, ep=2),
     3,
     WirePolicy("bfloat16", bucket_bytes=2**16),
@@ -395,14 +395,14 @@ def shapes(name: str) -> ModelSpec:
 @pytest.mark.parametrize(
     ("model", "trainer", "engine"),
     [
-        ("qwen3-30b-a3b", ParallelLayout(tp=2, ep=8, dp=32), EngineLayout(8, 8)),
-        ("qwen3-30b-a3b", ParallelLayout(tp=4, ep=4, dp=4), EngineLayout(8, 8, 8)),
-        ("qwen3-235b-a22b", ParallelLayout(tp=4, ep=16, dp=16), EngineLayout(16, 16, 2)),
-        ("deepseek-v3", ParallelLayout(tp=8, ep=64, dp=64), EngineLayout(32, 32, 4)),
+        ("qwen3-30b-a3b", ParallelConfig(tp=2, ep=8, dp=32), EngineLayout(8, 8)),
+        ("qwen3-30b-a3b", ParallelConfig(tp=4, ep=4, dp=4), EngineLayout(8, 8, 8)),
+        ("qwen3-235b-a22b", ParallelConfig(tp=4, ep=16, dp=16), EngineLayout(16, 16, 2)),
+        ("deepseek-v3", ParallelConfig(tp=8, ep=64, dp=64), EngineLayout(32, 32, 4)),
     ],
 )
 def test_no_sender_is_far_above_the_mean(
-    model: str, trainer: ParallelLayout, engine: EngineLayout, num_engines: int
+    model: str, trainer: ParallelConfig, engine: EngineLayout, num_engines: int
 ) -> None:
     """Without pipeline stages all ranks can share the work: at most 1.2 x the mean."""
     policy = WirePolicy("bfloat16")
@@ -415,7 +415,7 @@ def test_no_sender_is_far_above_the_mean(
 
 def test_replicas_differ_by_a_piece_at_most() -> None:
     """Ranks that hold the same send the same, but for a largest piece of dense and of expert."""
-    spec, trainer = shapes("qwen3-30b-a3b"), ParallelLayout(tp=1, ep=1, dp=7)
+    spec, trainer = shapes("qwen3-30b-a3b"), ParallelConfig(tp=1, ep=1, dp=7)
     policy = WirePolicy("bfloat16", bucket_bytes=2**20)
     sent = TransferPlan(spec, trainer, EngineLayout(4), 5, policy).tally().sent_bytes
     assert max(sent) - min(sent) <= 2 * policy.bucket_bytes
@@ -442,7 +442,7 @@ FP8 = WirePolicy("bfloat16", "fp8_block", bucket_bytes=40_000)
 @pytest.mark.parametrize("engine", [EngineLayout(1), EngineLayout(2), EngineLayout(4, 4, 2, 1, 2)])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fp8_pieces_are_whole_blocks_and_each_is_scaled_once(tp: int, engine: EngineLayout) -> None:
-    spec, trainer = model_spec(BLOCKS), ParallelLayout(tp=tp, pp=2, ep=2, dp=2)
+    spec, trainer = model_spec(BLOCKS), ParallelConfig(tp=tp, pp=2, ep=2, dp=2)
     senders = [
         TransferPlan(spec, trainer, engine, 1, FP8).sender(r) for r in range(trainer.world_size)
     ]
@@ -482,8 +482,8 @@ def quantised(engine_name: str) -> bool:
 def test_a_cut_inside_a_block_is_refused_by_name() -> None:
     spec = shapes("qwen3-30b-a3b")  # experts of 768: 96 columns on each of 8 ranks
     with pytest.raises(LayoutError, match=r"experts\.0\..*_proj\.weight: .* whole 128 x 128"):
-        TransferPlan(spec, ParallelLayout(), EngineLayout(8), 0, FP8).receiver(0)
-    TransferPlan(spec, ParallelLayout(), EngineLayout(8, 8), 0, FP8).receiver(0)
+        TransferPlan(spec, ParallelConfig(), EngineLayout(8), 0, FP8).receiver(0)
+    TransferPlan(spec, ParallelConfig(), EngineLayout(8, 8), 0, FP8).receiver(0)
 
 
 # --- hooks and relays -----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from moerl.config.algorithms import (
     needed,
 )
 from moerl.config.schema import AlgorithmConfig, Config
+from moerl.config.validate import validate
 from moerl.data.rewards import PROCESS
 from moerl.errors import ConfigError
 
@@ -83,6 +84,8 @@ def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str
         ("corrections", {"corrections": ["tis_token", "icepop"], "ratio": "proximal"}),
         ("corrections", {"corrections": ["lag", "lag"]}),
         ("m2_limit", {"corrections": ["m2"], "m2_limit": 0.0}),
+        ("dpo_beta", {"advantage": "online_dpo", "dpo_beta": 0.0}),
+        ("tis_cap", {"corrections": ["tis_token"], "ratio": "proximal", "tis_cap": 0.0}),
         ("ratio", {"ratio": "old"}),
         ("ratio", {"objective": "dppo_tv", "ratio": "proximal"}),
         ("constant_tokens", {"aggregation": "constant"}),
@@ -96,7 +99,12 @@ def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str
 )
 def test_what_does_not_fit_is_refused(field: str, algorithm: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.{field} "):
-        check_algorithm(config(**algorithm))
+        both(config(**algorithm))
+
+
+def both(found: Config) -> None:
+    validate(found)
+    check_algorithm(found)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,7 @@ def test_what_does_not_fit_is_refused(field: str, algorithm: dict[str, object]) 
     ],
 )
 def test_control_what_fits_is_accepted(algorithm: dict[str, object]) -> None:
-    check_algorithm(config(**algorithm))
+    both(config(**algorithm))
 
 
 def test_process_rewards_need_a_reward_that_gives_them() -> None:
@@ -146,7 +154,7 @@ PAIRS = {
 
 def test_online_dpo_is_refused_where_its_gradient_would_be_another() -> None:
     check_algorithm(config(**PAIRS))
-    for other in ({"objective": "ppo_clip"}, {"aggregation": "token_mean"}, {"dpo_beta": 0.0}):
+    for other in ({"objective": "ppo_clip"}, {"aggregation": "token_mean"}):
         with pytest.raises(ConfigError, match=f"algorithm.{next(iter(other))} .*online_dpo"):
             check_algorithm(config(**(PAIRS | other)))
     several = replace(config(**PAIRS), trainer=replace(Config().trainer, minibatches=2))

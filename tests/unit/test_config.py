@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from typer.models import CommandInfo
@@ -12,11 +15,12 @@ from typer.testing import CliRunner
 
 from moerl.cli import _named_run, app
 from moerl.config import Config, load_config, resolve, save_config
-from moerl.config.checks import _ENVIRONMENTS, _REWARDS, check, check_divides
+from moerl.config.checks import _ENVIRONMENTS, _REWARDS, check, check_model_sizes
 from moerl.config.load import load_saved
-from moerl.config.ranges import AT_LEAST, CHOICES, POSITIVE, SHARES, get
+from moerl.config.renamed import REMOVED, RENAMED
 from moerl.config.resume import resume_facts
-from moerl.config.schema import ParallelConfig
+from moerl.config.schema import NodeGroup, ParallelConfig
+from moerl.config.validate import read_section
 from moerl.data import environments, rewards
 from moerl.errors import ConfigError, ModelError
 from moerl.launch.engines_cli import engines
@@ -44,6 +48,7 @@ BAD = [
     ("rollout.max_lag=0", "rollout.max_lag = 0", "buffer_depth=0"),
     ("trainer.minibatches=3", "trainer.minibatches = 3", "divide rollout.groups_per_step = 32"),
     ("replay.rows=latest", "replay.rows = 'latest'", "newest segment"),
+    ("replay.rows=sampled", "replay.rows = 'sampled'", "there is no choice; remove it"),
     ("rollout.in_flight_mode=pause", "in_flight_mode = 'pause'", "in_place or retract"),
     ("replay.probe=-1", "replay.probe = -1", "at least 0"),
     ("replay.routing=R9", "replay.routing = 'R9'", "R3, R2 or off"),
@@ -177,23 +182,174 @@ def test_a_quorum_needs_slices() -> None:
 
 def test_ranks_must_divide_the_model() -> None:
     hf = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 16}
-    check_divides(ParallelConfig(tp=2, ep=4, dp=4), 2, hf)
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.ep = 3 .* num_experts, 16"):
-        check_divides(ParallelConfig(ep=3, dp=3), 1, hf)
-    with pytest.raises(ConfigError, match=r"engine\.tp = 3 .* num_attention_heads, 8"):
-        check_divides(ParallelConfig(), 3, hf)
+    check_model_sizes(ParallelConfig(tp=2, ep=4, dp=4), 2, hf)
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.ep = 3 .* num_experts = 16"):
+        check_model_sizes(ParallelConfig(ep=3, dp=3), 1, hf)
+    with pytest.raises(ConfigError, match=r"engine\.tp = 3 .* num_attention_heads = 8"):
+        check_model_sizes(ParallelConfig(), 3, hf)
 
 
 def test_stages_must_divide_the_layers() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.pp = 3 .* num_hidden_layers, 8"):
-        check_divides(ParallelConfig(pp=3), 1, {"num_hidden_layers": 8})
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.vpp = 6 "):
-        check_divides(ParallelConfig(pp=2, vpp=3), 1, {"num_hidden_layers": 8})
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.pp = 3 .* num_hidden_layers = 8"):
+        check_model_sizes(ParallelConfig(pp=3), 1, {"num_hidden_layers": 8})
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.vpp = 3 .* stage, \[4, 4\]"):
+        check_model_sizes(ParallelConfig(pp=2, vpp=3), 1, {"num_hidden_layers": 8})
 
 
-def test_every_check_names_a_field_that_exists() -> None:
-    for name in (*CHOICES, *AT_LEAST, *POSITIVE, *SHARES):
-        get(Config(), name)
+def settings_of(schema: type, above: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, type, default) of every setting."""
+    for item in fields(schema):
+        kind = get_type_hints(schema, include_extras=True)[item.name]
+        if is_dataclass(kind):
+            yield from settings_of(kind, f"{above}{item.name}.")
+        else:
+            yield f"{above}{item.name}", kind, getattr(schema(), item.name)
+
+
+SETTINGS = [*settings_of(Config)]
+NUMBERS = [name for name, _, default in SETTINGS if type(default) in (int, float)]
+UNBOUNDED = {  # rules about several settings bound these
+    *("sampling.top_k", "sampling.mask_top_k", "evaluation.top_k", "algorithm.dual_clip"),
+    *(f"algorithm.{name}_low" for name in ("icepop", "mis_token", "mis_sequence", "mis_geometric")),
+    *(f"cluster.ports.{name}" for name in ("controller", "blobs", "ray", "rendezvous", "frozen")),
+}
+INFINITE = {  # infinity: no limit
+    f"algorithm.{name}_high" for name in ("icepop", "mis_token", "mis_sequence", "mis_geometric")
+}
+
+
+def test_numbers_without_a_range_are_known() -> None:
+    assert {name for name, kind, _ in SETTINGS if kind in (int, float)} == UNBOUNDED
+
+
+@pytest.mark.parametrize("name", sorted({*NUMBERS} - UNBOUNDED))
+def test_infinity_and_nan_lie_in_no_range(name: str) -> None:
+    allowed = {math.inf} if name in INFINITE else set()
+    for value in {math.nan, math.inf, -math.inf, -7} - allowed:
+        with pytest.raises(ConfigError) as error:
+            read_section(Config, nested(name, value))
+        assert error.value.field == name
+    for value in allowed:
+        read_section(Config, nested(name, value))
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """a.b = 3 as {"a": {"b": 3}}."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+@pytest.mark.parametrize("name", [n for n, kind, _ in SETTINGS if get_origin(kind) is Literal])
+def test_a_choice_lists_what_may_be_used(name: str) -> None:
+    (choices,) = (get_args(kind) for other, kind, _ in SETTINGS if other == name)
+    with pytest.raises(ConfigError) as error:
+        read_section(Config, nested(name, "nonsense"))
+    listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+    assert str(error.value) == f"{name} = 'nonsense' is not usable: use {listed}"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("run.steps=0", "run.steps = 0 is not usable: a number of at least 1 is needed"),
+        ("run.seed=-1", "run.seed = -1 is not usable: a number of at least 0 is needed"),
+        ("run.seed=0.5", "run.seed = 0.5 is not usable: int is needed"),
+        ("run.seed=.inf", "run.seed = inf is not usable: int is needed"),
+        ("sync.bucket_bytes=1", "sync.bucket_bytes = 1 is not usable: a number of at least 1024"),
+        ("sync.timeout_s=.inf", "sync.timeout_s = inf is not usable: a finite number above 0"),
+        ("sampling.top_p=0", "sampling.top_p = 0.0 is not usable: a number in (0, 1] is needed"),
+        ("sampling.min_p=1", "sampling.min_p = 1.0 is not usable: a number in [0, 1) is needed"),
+        ("engine.tp_each=[2, x]", "engine.tp_each = [2, 'x'] is not usable: list[int] is needed"),
+        ("engine.tp_each={a: 1}", "engine.tp_each = {'a': 1} is not usable: list[int] is needed"),
+        ("engine.args=[1]", "engine.args = [1] is not usable: dict[str, Any] is needed"),
+        ("engine.args=3", "engine.args = 3 is not usable: dict[str, Any] is needed"),
+        ("cluster.nodes=3", "cluster.nodes = 3 is not usable: dict[str, NodeGroup] is needed"),
+        ("cluster.nodes.x=3", "cluster.nodes.x = 3 is not usable: it is a section of settings: ro"),
+        ("cluster.nodes.x.count=0", "cluster.nodes.x.count = 0 is not usable: a number of at lea"),
+        ("cluster.nodes.all.roles=[x]", "cluster.nodes.all.roles = ['x'] is not usable: use some"),
+        ("run.seed=${run.x}", "run.seed = '' is not usable: Interpolation key 'run.x' not found"),
+    ],
+)
+def test_a_range_or_a_type_is_one_sentence(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("quickstart", [name])
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_configuration_made_in_python_is_held_to_its_types() -> None:
+    config = load_config("quickstart")
+    check(config)
+    with pytest.raises(ConfigError, match=r"run.steps = 0 .*at least 1"):
+        check(replace(config, run=replace(config.run, steps=0)))
+    with pytest.raises(ConfigError, match=r"cluster.nodes.x.roles = \[\] .*some of controller"):
+        check(replace(config, cluster=replace(config.cluster, nodes={"x": NodeGroup()})))
+
+
+def test_yaml_is_read_as_it_is_meant(tmp_path: Path) -> None:
+    """off is a choice, 1e-3 a number, an account of digits and a date are texts."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "include: [recipes/quickstart]\n"
+        "replay: {routing: off, sampling_mask: off}\n"
+        "trainer: {optimizer: {lr: 1e-3}, megatron: {x: 1e-3}}\n"
+        "run: {name: 2026-01-31}\n"
+        "cluster: {slurm: {account: 1234}}\n"
+    )
+    config = load_config(str(recipe))
+    assert (config.replay.routing, config.replay.sampling_mask) == ("off", False)
+    assert config.trainer.optimizer.lr == config.trainer.megatron["x"] == 1e-3
+    assert config.run.name == "2026-01-31"
+    assert config.cluster.slurm["account"] == "1234"
+    assert load_config("quickstart", ["replay.routing=off"]).replay.routing == "off"
+
+
+# --- old keys ------------------------------------------------------------------------------------
+def test_an_old_key_is_refused_with_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"seeds.one": "run.seed", "fixed": "frozen", "rollout.selection=newest": "freshest"}
+    monkeypatch.setattr("moerl.config.renamed.RENAMED", table)
+    monkeypatch.setattr("moerl.config.renamed.REMOVED", {"sync.link=pigeon": "it flew; use gloo"})
+    for item, says in (
+        ("seeds.one=3", "seeds.one = 3 is not usable: it is called run.seed now"),
+        ("fixed.ranks=own", "fixed.ranks = 'own' is not usable: it is called frozen.ranks now"),
+        ("fixed.parallel.tp=2", "fixed.parallel.tp = 2 is not usable: it is called frozen.paral"),
+        ("rollout.selection=newest", "rollout.selection = 'newest' is not usable: it is called f"),
+        ("sync.link=pigeon", "sync.link = 'pigeon' is not usable: it flew; use gloo"),
+        ("sync.link=wire", "sync.link = 'wire' is not usable: unknown key; sync has"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config("quickstart", [item])
+        assert str(error.value).startswith(says)
+    saved = tmp_path / "config.yaml"
+    saved.write_text("fixed: {ranks: own}\nseeds: {one: 3}\n")
+    with pytest.raises(ConfigError, match=r"frozen.ranks now \(the same holds for seeds.one\)"):
+        load_saved(saved)
+
+
+def test_the_table_of_old_keys_fits_the_schema() -> None:
+    names = {name for name, _, _ in SETTINGS}
+    sections = {name.rpartition(".")[0] for name in names} | names
+    sections |= {part.rpartition(".")[0] for part in sections}
+    kinds = {name: kind for name, kind, _ in SETTINGS}
+    for old in (*RENAMED, *REMOVED):
+        field, equals, value = old.partition("=")
+        if equals and field in names:
+            assert value not in get_args(kinds[field]), old
+        else:
+            assert field not in sections, old
+    for old, new in RENAMED.items():
+        field, equals, _ = old.partition("=")
+        assert new in (get_args(kinds[field]) if equals else sections), old
+
+
+@pytest.mark.parametrize("old", sorted(REMOVED))
+def test_a_removed_setting_says_why(old: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("quickstart", [old if "=" in old else f"{old}=1"])
+    assert error.value.field == old.partition("=")[0]
+    assert error.value.allowed == REMOVED[old]
 
 
 def test_defaults_are_their_own_choices() -> None:

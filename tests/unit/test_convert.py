@@ -22,8 +22,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, ModelError, MoerlError
-from moerl.layout import ParallelLayout, hf_shapes, megatron_tiles, model_spec
+from moerl.layout import hf_shapes, megatron_tiles, model_spec
 from moerl.trainer.weights import convert_job
 from moerl.trainer.weights.convert import (
     MegatronFolder,
@@ -37,13 +38,13 @@ from moerl.trainer.weights.hf_folder import FILL_BYTES, HfFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
-A = ParallelLayout(tp=2, pp=2, ep=4, dp=2, vpp=2, vocab_divisible_by=16)
-B = ParallelLayout(tp=4, ep=2, vocab_divisible_by=8)
+A = ParallelConfig(tp=2, pp=2, ep=4, dp=2, vpp=2, vocab_divisible_by=16)
+B = ParallelConfig(tp=4, ep=2, vocab_divisible_by=8)
 HAS_EXPERTS = {family: model_spec(config).experts > 0 for family, config in CONFIGS.items()}
 MAIN = "model.safetensors"
 
 
-def fitting(layout: ParallelLayout, family: str) -> ParallelLayout:
+def fitting(layout: ParallelConfig, family: str) -> ParallelConfig:
     """The layout without expert axes where the family has no experts."""
     return layout if HAS_EXPERTS[family] else replace(layout, ep=1)
 
@@ -52,7 +53,7 @@ def silent(stage: str, done: int, total: int) -> None:
     assert done <= total, f"{stage}: {done} of {total} bytes"
 
 
-def to_megatron(source: Path, target: Path, layout: ParallelLayout = A, **more: object) -> Path:
+def to_megatron(source: Path, target: Path, layout: ParallelConfig = A, **more: object) -> Path:
     convert_to_megatron(
         open_source(source), target, layout, "local", Gang(), more.pop("progress", silent), **more
     )
@@ -259,7 +260,7 @@ def test_mxfp4_experts_are_dequantised(tmp_path: Path, models: Path) -> None:
                 real[e, r, g * 32 + 2 * i + half] = sign * table[code & 7] * factor
         want[name] = real
     rewrite(model, change, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
-    a = to_megatron(model, tmp_path / "a", ParallelLayout(tp=2, ep=2), dtype=torch.bfloat16)
+    a = to_megatron(model, tmp_path / "a", ParallelConfig(tp=2, ep=2), dtype=torch.bfloat16)
     found = contents(to_hf(a, tmp_path / "hf"))
     assert want
     for name, value in want.items():
@@ -386,7 +387,7 @@ def stop_after(nbytes: float) -> Callable[[str, int, int], None]:
 def test_a_stopped_conversion_continues_with_the_ranks_that_are_intact(
     tmp_path: Path, model: Path
 ) -> None:
-    out, layout = tmp_path / "out", ParallelLayout(pp=4)
+    out, layout = tmp_path / "out", ParallelConfig(pp=4)
     source_bytes = sum(v.nbytes for v in contents(model).values())
     with pytest.raises(Stopped):
         to_megatron(model, out, layout, progress=stop_after(source_bytes * 0.8))
@@ -411,33 +412,34 @@ def test_a_partial_folder_of_another_job_is_not_used(tmp_path: Path, model: Path
     out = tmp_path / "out"
     source_bytes = sum(v.nbytes for v in contents(model).values())
     with pytest.raises(Stopped):
-        to_megatron(model, out, ParallelLayout(pp=4), progress=stop_after(source_bytes * 0.8))
+        to_megatron(model, out, ParallelConfig(pp=4), progress=stop_after(source_bytes * 0.8))
     assert list((tmp_path / ".out.partial").glob("rank-*/model.safetensors"))
     per_expert(model)
     changed = contents(model)["model.embed_tokens.weight"] + 1
     rewrite(model, {"model.embed_tokens.weight": changed})
-    to_megatron(model, out, ParallelLayout(pp=4))
+    to_megatron(model, out, ParallelConfig(pp=4))
     assert torch.equal(MegatronFolder(out).read("model.embed_tokens.weight"), changed)
 
 
 def test_a_killed_process_leaves_nothing_that_looks_complete(tmp_path: Path, model: Path) -> None:
     code = f"""
 import os, signal
-from moerl.layout import ParallelLayout, hf_shapes, model_spec
+from moerl.config.schema import ParallelConfig
+from moerl.layout import hf_shapes, model_spec
 from moerl.trainer.weights.convert import convert_to_megatron, open_source
 from moerl.trainer.weights.convert_job import Gang
 def kill(stage, done, total):
     if done > 100_000:
         os.kill(os.getpid(), signal.SIGKILL)
 source, out = open_source({str(model)!r}), {str(tmp_path / "out")!r}
-convert_to_megatron(source, out, ParallelLayout(pp=2), "local", Gang(), kill)
+convert_to_megatron(source, out, ParallelConfig(pp=2), "local", Gang(), kill)
 """
     ended = subprocess.run([sys.executable, "-c", code], timeout=100, cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     with pytest.raises(MoerlError):
         open_source(tmp_path / ".out.partial")
-    to_megatron(model, tmp_path / "out", ParallelLayout(pp=2))
+    to_megatron(model, tmp_path / "out", ParallelConfig(pp=2))
 
 
 def test_bytes_that_changed_on_the_disk_are_noticed(tmp_path: Path, model: Path) -> None:
@@ -450,12 +452,12 @@ def test_bytes_that_changed_on_the_disk_are_noticed(tmp_path: Path, model: Path)
             last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
     with pytest.raises(ModelError, match=r"rank-00001.*does not read back as it was written"):
-        to_megatron(model, out, ParallelLayout(pp=2), progress=harm)
+        to_megatron(model, out, ParallelConfig(pp=2), progress=harm)
     assert not out.exists()
 
 
 def test_a_damaged_or_diverged_checkpoint_is_refused(tmp_path: Path, model: Path) -> None:
-    layout = ParallelLayout(tp=2, vocab_divisible_by=16)
+    layout = ParallelConfig(tp=2, vocab_divisible_by=16)
     a = to_megatron(model, tmp_path / "a", layout)
     weights, sums = a / "rank-00001" / MAIN, a / "rank-00001" / "checksums.json"
     norm, head = "decoder.final_layernorm.weight", "output_layer.weight"
@@ -489,7 +491,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import torch
-from moerl.layout import ParallelLayout
+from moerl.config.schema import ParallelConfig
 from moerl.trainer.weights.convert import MegatronFolder, convert_to_hf
 from moerl.trainer.weights.convert import convert_to_megatron, open_source
 from moerl.trainer.weights.convert_job import Gang
@@ -499,7 +501,7 @@ def peak():  # not ru_maxrss: that begins at the peak of the process which start
 torch.zeros(1).bfloat16()
 start = peak()
 quiet = lambda stage, done, total: None
-layout = ParallelLayout(tp=2, ep=8, dp=4)
+layout = ParallelConfig(tp=2, ep=8, dp=4)
 convert_to_megatron(open_source(source), a, layout, "local", Gang(), quiet)
 convert_to_hf(MegatronFolder(a), hf, Gang(), quiet)
 print(peak() - start)
@@ -520,7 +522,7 @@ def test_memory_is_bounded_by_a_shard_and_a_bucket(tmp_path: Path) -> None:
     }
     folder = tmp_path / "model"
     folder.mkdir()
-    spec, layout = model_spec(config), ParallelLayout(tp=2, ep=8, dp=4)
+    spec, layout = model_spec(config), ParallelConfig(tp=2, ep=8, dp=4)
     (folder / "config.json").write_text(json.dumps(config))
     ones = {n: torch.ones(s, dtype=torch.bfloat16) for n, s in hf_shapes(spec).items()}
     save_file(ones, folder / MAIN)

@@ -16,13 +16,14 @@ from moerl.config.schema import (
     Config,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     SupervisionConfig,
     SyncConfig,
     TinyModel,
 )
 from moerl.errors import TrainerError
 from moerl.launch.planning.dry_run import _tiny_shapes
-from moerl.layout import ParallelLayout, model_spec
+from moerl.layout import model_spec
 from moerl.protocols import Enlisted, Message, PrepareUpdate
 from moerl.sync.shards import Seat, ShardOutlet, open_outlet
 from moerl.trace import Tracer
@@ -71,7 +72,7 @@ def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
         world_size=1,
         control=dist.group.WORLD,
         spec=model_spec(shapes),
-        layout=ParallelLayout(),
+        layout=ParallelConfig(),
         flavor="local",
         live=lambda: {"w": torch.zeros(1)},
         connect=lambda: engines,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout import ParallelLayout, model_spec
+from moerl.layout import model_spec
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Links, forecast
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER
@@ -56,7 +57,7 @@ def test_known_figures(
 ) -> None:
     """Within 1 %: that planner cut the head over attention's ranks and counted no scales."""
     dp = engines.world_size // 16
-    trainer = ParallelLayout(4, 4, 1, 8, 1, dp, 128, 1, first, last)
+    trainer = ParallelConfig(4, 4, 1, 8, 1, dp, 1, first, last)
     found = forecast(model_spec(shapes(model)), trainer, engines, policy, Links())
     assert found.planned_bytes / 1e9 == pytest.approx(planned_gb, rel=0.01)
     assert found.rank_ratio == pytest.approx(ratio, rel=0.01)
@@ -68,7 +69,7 @@ def test_known_figures(
 def test_relays_bound_the_trainer_and_save_time() -> None:
     """16 ranks cannot feed 32 engines of 8 at the rate at which those could receive."""
     spec = model_spec(shapes("qwen3-30b-a3b"))
-    trainer, engines = ParallelLayout(tp=2, ep=8, dp=8), EngineLayout(8, 8, 1, 32)
+    trainer, engines = ParallelConfig(tp=2, ep=8, dp=8), EngineLayout(8, 8, 1, 32)
     alone = forecast(spec, trainer, engines, BF16, Links(), direct=32)
     relayed = forecast(spec, trainer, engines, BF16, Links())
     served = sum(hop.src == TRAINER for hop in relayed.hops)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from moerl.cli import app
+from moerl.config.schema import ParallelConfig
 from moerl.engine.layout import stated_layout
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
-    ParallelLayout,
     Rule,
     families,
     flat,
@@ -33,7 +33,7 @@ from moerl.layout.wire import WirePolicy
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
 SERVED = CONFIGS["qwen3_moe"] | {"mlp_only_layers": []}  # SGLang knows no dense layers there
-TRAINER, ENGINES = ParallelLayout(tp=2, pp=2, ep=4, dp=2, vpp=2), EngineLayout(4, 2, 2, 3)
+TRAINER, ENGINES = ParallelConfig(tp=2, pp=2, ep=4, dp=2, vpp=2), EngineLayout(4, 2, 2, 3)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -115,7 +115,7 @@ def test_broken_tables_are_refused(
     monkeypatch.setitem(placement.FAMILY_TABLES, "qwen3_moe", wrong)
     spec = model_spec(CONFIGS["qwen3_moe"])
     with pytest.raises(LayoutError, match=message):
-        check_layout(spec, ParallelLayout(tp=2, ep=2), EngineLayout(2))
+        check_layout(spec, ParallelConfig(tp=2, ep=2), EngineLayout(2))
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -189,7 +189,7 @@ def test_a_quantised_checkpoint_is_served_quantised() -> None:
 def test_an_engine_of_fp8_blocks_holds_what_it_is_sent() -> None:
     wide = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 256}
     spec = model_spec(SERVED | wide)
-    trainer, engines = ParallelLayout(ep=2, dp=2), EngineLayout(2)
+    trainer, engines = ParallelConfig(ep=2, dp=2), EngineLayout(2)
     report = check_layout(spec, trainer, engines, "local", "bfloat16", "fp8_block")
     plan = TransferPlan(spec, trainer, engines, 0, WirePolicy("bfloat16", "fp8_block"))
     received = [plan.receiver(rank).num_bytes for rank in range(2)]

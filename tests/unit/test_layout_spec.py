@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     FAMILIES,
     Local,
-    ParallelLayout,
     Tile,
     check_covers,
     chunk_layers,
+    coords_of,
     hf_shapes,
     join,
     megatron_tiles,
@@ -114,20 +115,20 @@ def test_padded_vocab(vocab: int, tp: int, divisible_by: int, rows: int) -> None
 
 def test_a_rank_may_hold_only_padding() -> None:
     spec = model_spec(CONFIG | {"vocab_size": 5})
-    local = megatron_tiles(spec, ParallelLayout(tp=2), 1)["embedding.word_embeddings.weight"]
+    local = megatron_tiles(spec, ParallelConfig(tp=2), 1)["embedding.word_embeddings.weight"]
     assert local == Local((128, 32), (), 128)
 
 
 def test_tied_head_lives_once_per_stage_that_needs_it() -> None:
     spec = model_spec(CONFIG | {"tie_word_embeddings": True})
     assert "lm_head.weight" not in hf_shapes(spec)
-    assert "output_layer.weight" not in megatron_tiles(spec, ParallelLayout(), 0)
-    last = megatron_tiles(spec, ParallelLayout(pp=2), 1)["output_layer.weight"]
+    assert "output_layer.weight" not in megatron_tiles(spec, ParallelConfig(), 0)
+    last = megatron_tiles(spec, ParallelConfig(pp=2), 1)["output_layer.weight"]
     assert {tile.hf for tile in last.tiles} == {"model.embed_tokens.weight"}
 
 
 def test_te_flavor_renames_and_moves_nothing() -> None:
-    spec, layout = model_spec(CONFIG), ParallelLayout(ep=2, dp=2)
+    spec, layout = model_spec(CONFIG), ParallelConfig(ep=2, dp=2)
     local = megatron_tiles(spec, layout, 1, "local")
     te = megatron_tiles(spec, layout, 1, "te")
     assert list(local.values()) == list(te.values())
@@ -211,14 +212,14 @@ def test_mixtral_keeps_the_names_of_its_files() -> None:
 
 def test_expert_bias_is_fp32_on_both_sides() -> None:
     spec = model_spec(MODELS["deepseek_v3"])
-    trainer = megatron_tiles(spec, ParallelLayout(), 0)
+    trainer = megatron_tiles(spec, ParallelConfig(), 0)
     assert trainer["decoder.layers.1.mlp.router.expert_bias"].dtype == "float32"
     engine = sglang_tiles(spec, 1, 0)
     assert engine["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == "float32"
 
 
 def test_transformer_engine_names_of_latent_attention() -> None:
-    spec, layout = model_spec(MODELS["deepseek_v3"]), ParallelLayout(tp=2)
+    spec, layout = model_spec(MODELS["deepseek_v3"]), ParallelConfig(tp=2)
     local, te = (megatron_tiles(spec, layout, 1, flavor) for flavor in ("local", "te"))
     layer = "decoder.layers.0."
     assert layer + "input_layernorm.weight" in te
@@ -231,7 +232,7 @@ def test_transformer_engine_names_of_latent_attention() -> None:
 
 def test_prediction_layers_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = model_spec(MODELS["deepseek_v3"] | {"num_nextn_predict_layers": 1})
-    layout = ParallelLayout(pp=2)
+    layout = ParallelConfig(pp=2)
     old, new = (megatron_tiles(spec, layout, 1, version=v) for v in ("0.16.1", "0.17.0"))
     router = "mlp.router.weight"
     want = {"model.layers.4.mlp.gate.weight"}
@@ -259,7 +260,7 @@ def test_prediction_layers_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_layers_of_every_chunk(sizes: dict, chunks: list) -> None:
-    layout = ParallelLayout(**sizes)
+    layout = ParallelConfig(**sizes)
     found = [
         [chunk_layers(8, layout, stage, chunk) for chunk in range(layout.vpp)]
         for stage in range(layout.pp)
@@ -274,7 +275,7 @@ def test_layers_of_every_chunk(sizes: dict, chunks: list) -> None:
         ({"tp": 4}, "parallel.tp = 4 .* num_key_value_heads = 2"),
         ({"pp": 3}, "parallel.pp = 3 .* num_hidden_layers = 2"),
         ({"pp": 2, "vpp": 2}, r"parallel.vpp = 2 .* every pipeline stage, \[1, 1\]"),
-        ({"vpp": 2}, "parallel.vpp = 2 .* needs pp of at least 2"),
+        ({"vpp": 2}, "parallel.vpp = 2 .* interleaved over stages; use pp > 1"),
         ({"ep": 8, "dp": 8}, "parallel.ep = 8 .* num_experts = 4"),
         ({"etp": 16, "dp": 16}, "parallel.etp = 16 .* moe_intermediate_size = 24"),
         ({"ep": 2}, "parallel.ep = 2 .* must divide tp . cp . dp = 1"),
@@ -283,7 +284,7 @@ def test_layers_of_every_chunk(sizes: dict, chunks: list) -> None:
 )
 def test_impossible_meshes_name_the_axis(sizes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        megatron_tiles(model_spec(CONFIG), ParallelLayout(**sizes), 0)
+        megatron_tiles(model_spec(CONFIG), ParallelConfig(**sizes), 0)
 
 
 def test_engine_tp_that_does_not_divide_is_refused() -> None:
@@ -312,7 +313,8 @@ def test_coords_are_megatrons_rank_order() -> None:
 MEGATRON_ORDER = """
 import itertools
 from megatron.core.parallel_state import RankGenerator
-from moerl.layout import ParallelLayout
+from moerl.config.schema import ParallelConfig
+from moerl.layout import coords_of
 
 def groups(coords, axes, free):
     found = {}
@@ -325,8 +327,8 @@ for tp, cp, pp, dp, etp, ep in itertools.product((1, 2), (1, 2), (1, 2), (1, 3, 
     stage = tp * cp * dp
     if stage % (etp * ep) or stage * pp > 16:
         continue
-    layout = ParallelLayout(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
-    coords = [layout.coords(rank) for rank in range(layout.world_size)]
+    layout = ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+    coords = [coords_of(layout, rank) for rank in range(layout.world_size)]
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=stage // (etp * ep), pp=pp, cp=1, order=order)
@@ -401,6 +403,6 @@ def test_join_maps_a_part_into_both_local_boxes() -> None:
 
 
 def test_every_mesh_rank_has_its_own_expert_shard() -> None:
-    layout = ParallelLayout(tp=2, ep=2, etp=1, dp=2)
-    seen = {(layout.coords(r).ep, layout.coords(r).edp) for r in range(layout.world_size)}
+    layout = ParallelConfig(tp=2, ep=2, etp=1, dp=2)
+    seen = {(coords_of(layout, r).ep, coords_of(layout, r).edp) for r in range(layout.world_size)}
     assert seen == set(itertools.product(range(2), range(2)))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moerl.layout import ModelSpec, ParallelLayout, hf_shapes, model_spec
+from moerl.config.schema import ParallelConfig
+from moerl.layout import ModelSpec, hf_shapes, model_spec
 from moerl.layout.memory import Training, engine_memory, layer_activations, trainer_memory
 from moerl.layout.plan import EngineLayout
 
@@ -25,7 +26,7 @@ def spec_of(name: str) -> ModelSpec:
 def test_one_rank_holds_the_whole_model(name: str) -> None:
     """Parameters on one rank are those of the checkpoint, vocabulary padding aside."""
     spec = spec_of(name)
-    (rank,) = trainer_memory(spec, ParallelLayout(), Training())
+    (rank,) = trainer_memory(spec, ParallelConfig(), Training())
     whole = sum(math.prod(shape) for shape in hf_shapes(spec).values())
     copies = sum(
         math.prod(shape)
@@ -49,7 +50,7 @@ def test_one_rank_holds_the_whole_model(name: str) -> None:
     ],
 )
 def test_model_cards_agree(name: str, billions: float) -> None:
-    (rank,) = trainer_memory(spec_of(name), ParallelLayout(), Training())
+    (rank,) = trainer_memory(spec_of(name), ParallelConfig(), Training())
     assert rank.parameters / 1e9 == pytest.approx(billions, rel=0.03)
 
 
@@ -58,7 +59,7 @@ def test_the_published_memory_of_deepseek_v3() -> None:
 
     11.64 GiB of weights per device, 86 GiB of the stage on all of them.
     """
-    layout = ParallelLayout(tp=2, pp=16, ep=8, dp=32, first_stage_layers=4, last_stage_layers=1)
+    layout = ParallelConfig(tp=2, pp=16, ep=8, dp=32, first_stage_layers=4, last_stage_layers=1)
     stage = trainer_memory(spec_of("deepseek-v3"), layout, Training())[7]
     assert stage.weights / GIB == pytest.approx(11.64, rel=0.03)
     assert stage.gradients == 2 * stage.weights
@@ -68,7 +69,7 @@ def test_the_published_memory_of_deepseek_v3() -> None:
 
 
 def test_recompute_and_sharding_save_what_they_should() -> None:
-    spec, layout = spec_of("qwen3-30b-a3b"), ParallelLayout(tp=4, pp=2, ep=8, dp=4)
+    spec, layout = spec_of("qwen3-30b-a3b"), ParallelConfig(tp=4, pp=2, ep=8, dp=4)
     plain = trainer_memory(spec, layout, Training(recompute="none"))
     full = trainer_memory(spec, layout, Training(recompute="full"))
     assert full[0].activations < plain[0].activations / 10

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.layout import ParallelLayout, at, hf_shapes, megatron_tiles, model_spec
+from moerl.config.schema import ParallelConfig
+from moerl.layout import at, hf_shapes, megatron_tiles, model_spec
 from moerl.layout.plan import EngineLayout
 from moerl.layout.transfer import TransferPlan
 from moerl.layout.wire import WirePolicy, engine_wants
@@ -121,7 +122,7 @@ class Memories:
 def test_a_publish_in_blocks_is_the_whole_model_quantised() -> None:
     """Sent by trainer ranks that hold parts, equal to quantising every Hugging Face tensor."""
     spec, policy = model_spec(CONFIG), WirePolicy("bfloat16", "fp8_block", bucket_bytes=2**16)
-    trainer, engine = ParallelLayout(tp=2, ep=2, vocab_divisible_by=8), EngineLayout(2, 2)
+    trainer, engine = ParallelConfig(tp=2, ep=2, vocab_divisible_by=8), EngineLayout(2, 2)
     generator = torch.Generator().manual_seed(3)
     hf = {n: torch.randn(shape, generator=generator) for n, shape in hf_shapes(spec).items()}
     plan = TransferPlan(spec, trainer, engine, 1, policy)

@@ -20,9 +20,9 @@ import zmq
 from torch import Tensor
 
 from moerl.blob.store import BlobStore
+from moerl.config.schema import ParallelConfig
 from moerl.engine.receiver import check_targets
 from moerl.errors import BlobError, LayoutError, TransportError
-from moerl.layout import ParallelLayout
 from moerl.layout.transfer import ReceiverPlan
 from moerl.layout.wire import Bucket, Piece, Region, WirePolicy
 from moerl.protocols import (
@@ -314,7 +314,7 @@ def test_an_engine_that_prepares_slowly_is_probed_as_long_as_it_needs(
         close=lambda: None,
     )
     terms = session.Terms(
-        0, 0, "plan", "shm", ParallelLayout(), WirePolicy("bfloat16"), "local", 30.0, 0.0
+        0, 0, "plan", "shm", ParallelConfig(), WirePolicy("bfloat16"), "local", 30.0, 0.0
     )
     one = session.EngineSession(terms, line, Control, None)
     one.start()

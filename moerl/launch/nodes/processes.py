@@ -28,6 +28,8 @@ from types import FrameType
 
 import psutil
 
+STOP_GRACE_S = 2.0  # between SIGTERM and SIGKILL for what a run's root process left
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -96,7 +98,7 @@ class Orphans:
         return len(late)
 
 
-def run_guarded(command: Sequence[str], *, stop_timeout_s: float) -> int:
+def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int:
     """The front: run the root, pass Ctrl-C and SIGTERM on once, sweep whatever is left.
 
     Returns the root's exit status, 128 + n when signal n ended it.
@@ -111,7 +113,7 @@ def run_guarded(command: Sequence[str], *, stop_timeout_s: float) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, forward)
     code = root.wait()
-    killed = end_descendants(grace_s=min(2.0, stop_timeout_s))
+    killed = end_descendants(grace_s=grace_s)
     if code < 0:
         print(
             f"moerl: the run's root process was ended by signal {-code}; "

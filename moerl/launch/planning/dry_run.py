@@ -22,7 +22,7 @@ from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.algorithms import frozen_models
-from moerl.config.checks import check_divides
+from moerl.config.checks import check_model_sizes
 from moerl.config.clusters import Placement, TrainerSeat, is_local, placement
 from moerl.config.files import read_model_config
 from moerl.config.load import CONFIG_ROOT
@@ -32,7 +32,7 @@ from moerl.engine.args import arguments
 from moerl.launch.cluster.commands import host_of, node_commands, torchrun
 from moerl.launch.plan import RunPlan, frozen_command, trainer_command
 from moerl.launch.planning.sync_plan import planned_layouts
-from moerl.layout import ModelSpec, ParallelLayout, model_spec
+from moerl.layout import ModelSpec, model_spec
 from moerl.layout.check import Spread
 from moerl.layout.memory import (
     Recompute,
@@ -59,7 +59,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         support.check(name, value, replay=config.replay.routing == "R3")
     placed, shapes = placement(config), _shapes(config)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):
-        check_divides(config.trainer.parallel, tp, shapes)
+        check_model_sizes(config.trainer.parallel, tp, shapes)
     sections = [
         OmegaConf.to_yaml(OmegaConf.create(asdict(config))),
         process_table(config, placed),
@@ -248,8 +248,7 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
     )
     tables = [_gang_table("a trainer rank", ranks, placed.trainers[0])]
     if own:
-        layout = ParallelLayout(**asdict(config.frozen.parallel))
-        alone = [frozen_memory(model, layout, training) for model in frozen]
+        alone = [frozen_memory(model, config.frozen.parallel, training) for model in frozen]
         tables.append(_gang_table("a frozen rank", _beside(alone), placed.frozen[0]))
     sizes = [
         _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).tally(), config, spec)

@@ -16,15 +16,17 @@ from typing import Any
 from moerl.config import Config
 from moerl.config.files import read_model_config
 from moerl.config.load import CONFIG_ROOT
+from moerl.config.mesh import check_mesh
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout import ModelSpec, ParallelLayout, model_spec
+from moerl.layout import ModelSpec, model_spec
 from moerl.layout.check import Spread
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER
 from moerl.layout.wire import WirePolicy, engine_wants
 
-Layouts = tuple[ModelSpec, ParallelLayout, EngineLayout, WirePolicy]
+Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
 
 GB = 1e9  # bytes, as network cards are sold
 SHOWN_HOPS = 8  # of a round; --json has all
@@ -36,7 +38,8 @@ def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> 
     shapes: the model's config.json; None: read it.
     Raises ConfigError or ModelError for a recipe without a readable model folder.
     """
-    trainer = ParallelLayout(**asdict(config.trainer.parallel))
+    trainer = config.trainer.parallel
+    check_mesh(trainer)
     shapes = shapes or _model_config(config)
     spec, policy = model_spec(shapes), _policy(config, shapes)
     counts = Counter(config.engine.sizes.values())

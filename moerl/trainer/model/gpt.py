@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
-from moerl.layout import Flavor, Named, ParallelLayout, megatron_tiles, padded_vocab
+from moerl.layout import Flavor, Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
 from moerl.trainer.model.parallel import Parallel
@@ -101,9 +101,9 @@ def build(
         spec=spec,
         config=config,
         chunks=chunks,
-        tiles=megatron_tiles(spec, layout_of(trainer.parallel), parallel.rank, flavor),
+        tiles=megatron_tiles(spec, trainer.parallel, parallel.rank, flavor),
         replay=replay,
-        vocab_start=padded_vocab(spec, parallel.tp_size) // parallel.tp_size * parallel.tp_rank,
+        vocab_start=_vocab_rows(spec, parallel.sizes) // parallel.tp_size * parallel.tp_rank,
         half=trainer.dtype == "bf16",
     )
 
@@ -117,7 +117,7 @@ def _chunk(
         spec,
         config,
         use_te=parallel.platform.name == "cuda",
-        tp=parallel.tp_size,
+        sizes=parallel.sizes,
         pre_process=parallel.is_first_stage and index == 0,
         post_process=has_loss,
         vp_stage=index if last else None,
@@ -131,7 +131,7 @@ def _chunk(
 
 
 def gpt_model(
-    spec: ModelSpec, config: TransformerConfig, *, use_te: bool, tp: int, **stage: Any
+    spec: ModelSpec, config: TransformerConfig, *, use_te: bool, sizes: ParallelConfig, **stage: Any
 ) -> GPTModel:
     """GPTModel of a spec.  stage: GPTModel's own pre_process, post_process, vp_stage."""
     chunk = {key: value for key, value in stage.items() if key == "vp_stage"}
@@ -145,7 +145,7 @@ def gpt_model(
     return GPTModel(
         config=config,
         transformer_layer_spec=layers,
-        vocab_size=padded_vocab(spec, tp),
+        vocab_size=_vocab_rows(spec, sizes),
         max_sequence_length=spec.max_positions,
         share_embeddings_and_output_weights=spec.tied,
         position_embedding_type="yarn" if spec.yarn and not spec.kv_lora else "rope",
@@ -154,6 +154,10 @@ def gpt_model(
         parallel_output=True,
         **stage,
     )
+
+
+def _vocab_rows(spec: ModelSpec, sizes: ParallelConfig) -> int:
+    return padded_vocab(spec, sizes.tp, sizes.vocab_divisible_by)
 
 
 def live_tensors(gpt: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -214,17 +218,3 @@ def wrap(model: Model, *, distributed_optimizer: bool) -> list[DistributedDataPa
         )
         for chunk in model.chunks
     ]
-
-
-def layout_of(sizes: ParallelConfig) -> ParallelLayout:
-    return ParallelLayout(
-        tp=sizes.tp,
-        pp=sizes.pp,
-        cp=sizes.cp,
-        ep=sizes.ep,
-        etp=sizes.etp,
-        dp=sizes.dp,
-        vpp=sizes.vpp,
-        first_stage_layers=sizes.first_stage_layers,
-        last_stage_layers=sizes.last_stage_layers,
-    )

@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 
 from moerl.config.files import read_json
+from moerl.config.mesh import check_mesh
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.layout import (
     Box,
@@ -40,7 +42,6 @@ from moerl.layout import (
     ModelSpec,
     Named,
     Op,
-    ParallelLayout,
     Tile,
     at,
     check_covers,
@@ -98,7 +99,8 @@ class MegatronFolder:
             )
         self.config: dict[str, Any] = manifest["hf_config"]
         self.spec: ModelSpec = model_spec(self.config)
-        self.layout = ParallelLayout(**manifest["layout"])
+        self.layout = ParallelConfig(**manifest["layout"])
+        check_mesh(self.layout)
         self.flavor: Flavor = manifest["flavor"]
         self._dtype, self._dtype_of = manifest["dtype"], manifest["dtype_of"]
         self._shapes = hf_shapes(self.spec)
@@ -191,7 +193,7 @@ def rank_file(rank: int) -> str:
 def convert_to_megatron(
     source: Source,
     target: str | Path,
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     flavor: Flavor,
     gang: Gang,
     progress: Progress,
@@ -296,7 +298,7 @@ def convert_to_hf(
 
 def _rank_plan(
     source: Source,
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     rank: int,
     flavor: Flavor,
     dtype: torch.dtype | None,
@@ -332,7 +334,7 @@ def _hf_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dty
     shapes = hf_shapes(source.spec)
     if dtype is None:
         return {name: source.dtype(name) for name in shapes}
-    everything = megatron_tiles(source.spec, ParallelLayout(), 0)
+    everything = megatron_tiles(source.spec, ParallelConfig(), 0)
     pinned = {tile.hf for local in everything.values() if local.dtype for tile in local.tiles}
     return {name: source.dtype(name) if name in pinned else dtype for name in shapes}
 

@@ -25,8 +25,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, MoerlError
-from moerl.layout import ParallelLayout
 from moerl.trainer.weights.convert import (
     DTYPE_NAMES,
     MegatronFolder,
@@ -129,7 +129,7 @@ def _to_hf(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
         shutil.rmtree(between, ignore_errors=True)
 
 
-def smallest_layout(args: argparse.Namespace, **more: int) -> ParallelLayout:
+def smallest_layout(args: argparse.Namespace, **more: int) -> ParallelConfig:
     """The smallest gang with the axes asked for: experts may need more ranks than tp has."""
     axes = {axis: getattr(args, axis) or 1 for axis in AXES}
     for axis, size in axes.items():
@@ -137,7 +137,7 @@ def smallest_layout(args: argparse.Namespace, **more: int) -> ParallelLayout:
             raise ConfigError(f"--{axis}", size, "must be at least 1")
     dp = math.lcm(axes["tp"], axes["ep"] * axes["etp"]) // axes["tp"]
     stages = {name: getattr(args, name) or 0 for name in STAGES}
-    return ParallelLayout(**axes, **stages, dp=dp, **more)
+    return ParallelConfig(**axes, **stages, dp=dp, **more)
 
 
 class _Bar:

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
 from moerl.layout import (
     Flavor,
     ModelSpec,
     Op,
-    ParallelLayout,
     at,
     check_covers,
     hf_shapes,
@@ -43,7 +43,7 @@ class HfGather:
         self,
         params: Callable[[], Mapping[str, Tensor]],
         spec: ModelSpec,
-        layout: ParallelLayout,
+        layout: ParallelConfig,
         rank: int,
         flavor: Flavor,
         group: dist.ProcessGroup | None,

@@ -1,0 +1,23 @@
+"""Names for the ranges that settings share; msgspec reads them (`moerl.config.validate`).
+
+Every upper bound is a finite number: infinity lies above it, and NaN satisfies no bound at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from msgspec import Meta
+
+LARGEST = sys.float_info.max
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+
+Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
+NonNegative = Annotated[float, Meta(ge=0, le=LARGEST)]
+Limit = Annotated[float, Meta(ge=0)]  # infinity: no limit
+Share = Annotated[float, Meta(gt=0, le=1)]
+UnitInterval = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]

@@ -1,0 +1,140 @@
+"""A mapping of settings -> the dataclasses of the schema, or one sentence about what is wrong.
+
+msgspec holds each value to the type of its field.  Its messages name neither the value nor all
+that is allowed, so the sentences are made here, out of the same types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from moerl.config.bounds import LARGEST
+from moerl.config.schema import Config
+from moerl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def validate(config: Config) -> None:
+    """Raises ConfigError for the first value that its type does not allow."""
+    read_section(Config, asdict(config))
+
+
+def read_section(schema: Callable[..., T], data: Mapping[str, Any], above: str = "") -> T:
+    """An instance of `schema`; what `data` does not name keeps its default.
+
+    above: the section's own dotted name with a dot behind it; empty for the whole configuration.
+    Raises ConfigError naming the field, its value and what is allowed.
+    """
+    values = {}
+    for name, kind in _fields(schema).items():
+        if name in data:
+            values[name] = _read(f"{above}{name}", kind, data[name])
+    return schema(**values)
+
+
+def check_keys(schema: Callable[..., object], layer: Mapping[str, Any], above: str = "") -> None:
+    """Every key is a field of `schema`, and a section holds settings.  Raises ConfigError."""
+    known = _fields(schema)
+    for key, value in layer.items():
+        field = f"{above}{key}"
+        if key not in known:
+            where = above.rstrip(".") or "the configuration"
+            raise ConfigError(field, value, f"unknown key; {where} has {', '.join(known)}")
+        if is_dataclass(known[key]):
+            _check_section(field, known[key], value)
+            continue
+        bare = _bare(known[key])
+        if isinstance(value, list | dict) and get_origin(bare) is not type(value):
+            raise ConfigError(field, value, _allowed(bare))  # OmegaConf cannot merge the two
+        if (entry := _entry(bare)) and isinstance(value, Mapping):
+            for name, one in value.items():
+                _check_section(f"{field}.{name}", entry, one)
+
+
+def either(allowed: tuple[str, ...]) -> str:
+    """`a, b or c`."""
+    return allowed[0] if len(allowed) == 1 else ", ".join(allowed[:-1]) + " or " + allowed[-1]
+
+
+def _check_section(field: str, schema: Any, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        names = ", ".join(_fields(schema))
+        raise ConfigError(field, value, f"it is a section of settings: {names}")
+    check_keys(schema, value, f"{field}.")
+
+
+@lru_cache
+def _fields(schema: Callable[..., object]) -> dict[str, Any]:
+    """Types of a dataclass's fields by name, in order."""
+    return get_type_hints(schema, include_extras=True)
+
+
+def _entry(kind: Any) -> Any:
+    """The dataclass of a table's entries, for dict[str, dataclass]; None for other types."""
+    of = get_args(kind)[1:] if get_origin(kind) is dict else ()
+    return of[0] if of and is_dataclass(of[0]) else None
+
+
+def _read(field: str, kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        return read_section(kind, value, f"{field}.")  # type: ignore[arg-type]
+    if (entry := _entry(kind)) and isinstance(value, Mapping):
+        return {str(k): read_section(entry, one, f"{field}.{k}.") for k, one in value.items()}
+    bare = _bare(kind)
+    try:  # not strict: an environment variable that is interpolated is text
+        meant = msgspec.convert(_as_meant(value, bare), bare, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(field, value, _allowed(bare)) from error
+    try:
+        return msgspec.convert(meant, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(field, meant, _within(*kind.__metadata__) or _allowed(bare)) from error
+
+
+def _bare(kind: Any) -> Any:
+    """The type without its bounds."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _as_meant(value: Any, bare: Any) -> Any:
+    """Text where text is meant: YAML reads an account 1234 as a number, and off as false."""
+    if value is False and get_origin(bare) is Literal:
+        return "off"
+    if isinstance(value, int | float) and bare is str:
+        return str(value)
+    if isinstance(value, list) and bare == list[str]:
+        return [_as_meant(one, str) for one in value]
+    if isinstance(value, dict) and bare == dict[str, str]:
+        return {key: _as_meant(one, str) for key, one in value.items()}
+    return value
+
+
+def _allowed(bare: Any) -> str:
+    """What the type allows, as the end of a sentence about a value that it refused."""
+    if get_origin(bare) is Literal:
+        return f"use {either(get_args(bare))}"
+    if get_origin(bare) is list and get_origin(get_args(bare)[0]) is Literal:
+        return f"use some of {', '.join(get_args(get_args(bare)[0]))}"
+    if entry := _entry(bare):
+        return f"dict[str, {entry.__name__}] is needed"
+    name = bare.__name__ if get_origin(bare) is None else str(bare).replace("typing.", "")
+    return f"{name} is needed"
+
+
+def _within(bounds: msgspec.Meta) -> str:
+    """The numbers within bounds, likewise; empty for bounds of something else."""
+    low = bounds.ge if bounds.gt is None else bounds.gt
+    top = bounds.le if bounds.lt is None else bounds.lt
+    if low is None:
+        return ""
+    if top in (None, LARGEST):
+        least = "number of at least" if bounds.gt is None else "finite number above"
+        return f"a {least} {low:g} is needed"
+    begin, end = "[" if bounds.gt is None else "(", "]" if bounds.lt is None else ")"
+    return f"a number in {begin}{low:g}, {top:g}{end} is needed"
