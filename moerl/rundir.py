@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.atomic import atomic_write
 from moerl.config.files import read_json
 from moerl.errors import ConfigError, TrainerError
 
@@ -158,7 +158,9 @@ class Board:
         for mark in ("done.json", "given_up.json"):
             (self.folder / mark).unlink(missing_ok=True)
         start = secrets.token_hex(8)
-        _write(self.folder / "controller.json", {"controller": controller, "start": start})
+        atomic_write(
+            self.folder / "controller.json", json.dumps({"controller": controller, "start": start})
+        )
 
     def close(self) -> None:
         """Nobody listens any more; trainer nodes wait for the next opening, or end."""
@@ -168,7 +170,7 @@ class Board:
     def post_ray(self, address: str, token: str) -> None:
         """Post Ray's head for the other engine nodes."""
         self._secret("ray-token", token)
-        _write(self.folder / "ray.json", {"address": address})
+        atomic_write(self.folder / "ray.json", json.dumps({"address": address}))
 
     def close_ray(self) -> None:
         for name in ("ray.json", "ray-token"):
@@ -198,11 +200,7 @@ class Board:
     def _secret(self, name: str, text: str) -> None:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.folder.chmod(0o700)
-        fresh = self.folder / f"{name}.{os.getpid()}.tmp"
-        fresh.unlink(missing_ok=True)
-        fresh.touch(mode=0o600)
-        fresh.write_text(text)
-        fresh.rename(self.folder / name)
+        atomic_write(self.folder / name, text, mode=0o600)
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:
         """(endpoint, token, start).  Raises TrainerError when nothing is posted in time."""
@@ -229,7 +227,7 @@ class Board:
 
     def done(self, start: str) -> None:
         """The gang trained the last step and saved the model."""
-        _write(self.folder / "done.json", {"start": start})
+        atomic_write(self.folder / "done.json", json.dumps({"start": start}))
 
     def is_done(self) -> bool:
         return self._marked("done.json") is not None
@@ -244,7 +242,7 @@ class Board:
     def give_up(self, cause: str) -> None:
         """A trainer node will not try again."""
         _, _, start = self.read(0.0)
-        _write(self.folder / "given_up.json", {"start": start, "cause": cause})
+        atomic_write(self.folder / "given_up.json", json.dumps({"start": start, "cause": cause}))
 
     def given_up(self) -> str:
         """Why, in a sentence; empty while trainer nodes try."""
@@ -273,11 +271,5 @@ def next_incarnation(run: RunDir, *, resume: bool) -> int:
         raise ConfigError(
             "run.name", run.root.name, f"{run.root} exists; choose another --run or use --resume"
         )
-    _write(path, {"starts": started + 1, "time_s": time.time()})
+    atomic_write(path, json.dumps({"starts": started + 1, "time_s": time.time()}))
     return started
-
-
-def _write(path: Path, value: dict[str, object]) -> None:
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(value))
-    fresh.rename(path)

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from moerl.atomic import atomic_write
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
@@ -46,9 +47,7 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration, atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    temporary.rename(path)
+    atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def resolve(config: Config) -> Config:

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from moerl.atomic import atomic_write
 from moerl.observe.charts import Curve, draw_bars, draw_curves
 from moerl.observe.template import STYLE
 
@@ -109,9 +110,7 @@ def write_page(path: Path, found: Mapping[str, Any]) -> Path:
         )
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(page.encode("utf-8", "replace"))
-    unfinished.replace(path)
+    atomic_write(path, page.encode("utf-8", "replace"))
     return path
 
 

@@ -18,6 +18,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 from omegaconf import OmegaConf
 
+from moerl.atomic import atomic_write
 from moerl.config.schema import Config
 from moerl.observe.charts import Bar, draw_chart, draw_timeline
 from moerl.observe.console import alerts, clock
@@ -97,9 +98,8 @@ def write_report(
             config=OmegaConf.to_yaml(OmegaConf.create(settings)),
         )
     )
-    unfinished = run.report.with_suffix(".tmp")
-    unfinished.write_bytes(page.encode("utf-8", "replace"))  # model output may hold lone surrogates
-    unfinished.replace(run.report)
+    # model output may hold lone surrogates
+    atomic_write(run.report, page.encode("utf-8", "replace"))
     return run.report
 
 

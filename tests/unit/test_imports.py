@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest layer first: a package imports only from rows before its own.
 ROWS = [
-    {"types", "ids", "packed", "errors", "protocols", "wire"}
+    {"types", "ids", "packed", "errors", "protocols", "wire", "atomic"}
     | {"config", "trace", "rundir", "stacks"},
     {"kernels"},
     {"codec", "blob", "layout", "transport"},
