@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.algorithms.masked_logprob import kept_logprobs
+from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
 from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
@@ -141,8 +141,8 @@ def test_masked_logprob_of_a_known_policy_through_the_packer(store: BlobStore) -
 
     def score(rows: torch.Tensor) -> torch.Tensor:
         return kept_logprobs(
-            logits, packed.sampled, packed.mask_offsets, packed.mask_ids,
-            temperature_S=packed.temperature, vocab_start=0, rows_S=rows,
+            logits, packed.sampled, SamplingMask(packed.mask_offsets, packed.mask_ids),
+            temperature_S=packed.temperature, rows_S=rows,
         )[0]  # fmt: skip
 
     want = []
