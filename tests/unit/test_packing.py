@@ -17,7 +17,7 @@ from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
 from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
-from moerl.data.packing import Grid, pack_microbatch, version_lag
+from moerl.data.packing import Grid, LossInputs, pack_microbatch, version_lag
 from moerl.errors import BlobError, RecordError
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingParams
 from tests.data.plans import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
@@ -61,7 +61,7 @@ def test_every_number_stays_beside_its_token(store: BlobStore) -> None:
     rollouts = three(store)
     advantages, weights = [0.5, -1.0, 2.0], [0.1, 0.2, 0.3]
     packed = pack_microbatch(
-        one_microbatch(rollouts), 0, 0, store, advantages=advantages, weights=weights
+        one_microbatch(rollouts), 0, 0, store, loss=LossInputs(advantages, weights)
     )
     at = 0
     for row, rollout in enumerate(rollouts):
