@@ -105,7 +105,7 @@ class RunPlan:
         )
 
     def engine_host(self, index: int, tp: int) -> EngineHost:
-        from moerl.engine.host import EngineHost
+        from moerl.engine.host import EngineContext, EngineHost
         from moerl.engine.records import ModelFacts
 
         spec = self.spec()
@@ -117,18 +117,17 @@ class RunPlan:
             top_k=spec.experts_per_token,
             eos_token_ids=self.eos_token_ids(),
         )
-        return EngineHost(
-            index,
-            replace(here(self.config).engine, tp=tp),
-            self.model_path,
-            facts,
-            self.config.replay,
-            self.serve_blobs(index),
-            self.run,
-            self.token,
+        context = EngineContext(
+            model_path=self.model_path,
+            facts=facts,
+            replay=self.config.replay,
+            run=self.run,
+            token=self.token,
             update_timeout_s=self.config.sync.timeout_s,
             in_flight_mode=self.config.rollout.in_flight_mode,
         )
+        engine = replace(here(self.config).engine, tp=tp)
+        return EngineHost(index, engine, context, self.serve_blobs(index))
 
     def scorer(self) -> ProcessScorer:
         from moerl.scoring import ProcessScorer

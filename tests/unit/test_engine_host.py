@@ -20,7 +20,7 @@ from moerl.data.packing import pack_microbatch
 from moerl.engine import gate as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.client import BadRequest, EngineClient
-from moerl.engine.host import EngineHost
+from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.records import ModelFacts
 from moerl.errors import BlobError, EngineError, RecordError
@@ -138,10 +138,8 @@ def play(
 
     async def main(scenario: Callable[[EngineHost], Coroutine[Any, Any, None]]) -> None:
         store = BlobStore(tmp_path / "blobs", "n")
-        host = EngineHost(
-            0, EngineConfig(), tmp_path, FACTS, ReplayConfig(), store, run, "t",
-            update_timeout_s=0.5,
-        )  # fmt: skip
+        context = EngineContext(tmp_path, FACTS, ReplayConfig(), run, "t", update_timeout_s=0.5)
+        host = EngineHost(0, EngineConfig(), context, store)
         await host.start(V0)
         try:
             await asyncio.wait_for(scenario(host), 10)
