@@ -178,17 +178,8 @@ class Board:
 
     def read_ray(self, timeout_s: float) -> tuple[str, str]:
         """(HOST:PORT, token) of Ray's head.  Raises TrainerError when none is posted in time."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                address = json.loads((self.folder / "ray.json").read_text())["address"]
-                return address, (self.folder / "ray-token").read_text()
-            except FileNotFoundError:
-                if time.monotonic() > deadline:
-                    raise TrainerError(
-                        f"{self.folder} names no Ray head after {timeout_s:g} s"
-                    ) from None
-                time.sleep(0.2)
+        found, token = self._wait("ray.json", "ray-token", timeout_s, "Ray head")
+        return found["address"], token
 
     def names_ray(self, address: str, token: str) -> bool:
         """Whether this head is still the run's."""
@@ -204,16 +195,22 @@ class Board:
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:
         """(endpoint, token, start).  Raises TrainerError when nothing is posted in time."""
+        found, token = self._wait("controller.json", "token", timeout_s, "controller")
+        return found["controller"], token, found["start"]
+
+    def _wait(
+        self, place: str, secret: str, timeout_s: float, what: str
+    ) -> tuple[dict[str, str], str]:
+        """The content of both files, once both are there."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                found = json.loads((self.folder / "controller.json").read_text())
-                token = (self.folder / "token").read_text()
-                return found["controller"], token, found["start"]
+                found = json.loads((self.folder / place).read_text())
+                return found, (self.folder / secret).read_text()
             except FileNotFoundError:
                 if time.monotonic() > deadline:
                     raise TrainerError(
-                        f"{self.folder} names no controller after {timeout_s:g} s"
+                        f"{self.folder} names no {what} after {timeout_s:g} s"
                     ) from None
                 time.sleep(0.2)
 

@@ -223,7 +223,7 @@ def _torchrun(plan: RunPlan, ranks: int) -> list[str]:
 
 
 def trainer_environment(plan: RunPlan) -> dict[str, str]:
-    """Launcher settings of a rank; nothing here changes what is computed."""
+    """Launcher settings of a rank."""
     return _environment(plan, placement(plan.config).trainers[0], str(plan.incarnation))
 
 
@@ -233,20 +233,19 @@ def frozen_environment(plan: RunPlan) -> dict[str, str]:
 
 
 def _environment(plan: RunPlan, seat: TrainerSeat, mark: str) -> dict[str, str]:
-    devices = seat.devices
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-    return (
-        dict(os.environ)
-        | plan.config.cluster.environment
-        | visible
-        | {
-            "MOERL_TOKEN": plan.token,
-            GANG: mark,
-            "OMP_NUM_THREADS": str(plan.config.trainer.cpu_threads),
-            "GLOO_SOCKET_IFNAME": plan.config.cluster.interface,
-            "TORCHDYNAMO_DISABLE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-    )
+    return rank_environment(plan.config, seat) | {"MOERL_TOKEN": plan.token, GANG: mark}
+
+
+def rank_environment(config: Config, seat: TrainerSeat) -> dict[str, str]:
+    """What ranks get on whatever node; nothing here changes what is computed."""
+    env = dict(os.environ) | config.cluster.environment
+    if seat.devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.devices))
+    return env | {
+        "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
+        "GLOO_SOCKET_IFNAME": config.cluster.interface,
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
