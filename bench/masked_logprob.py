@@ -30,7 +30,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from moerl.algorithms.masked_logprob import kept_logprobs
+from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
 from moerl.kernels.library import describe, library
 
 V = 151_936
@@ -68,10 +68,8 @@ def sparse(implementation: str) -> Score:
         return kept_logprobs(
             logits,
             record.sampled,
-            record.offsets,
-            record.ids,
+            SamplingMask(record.offsets, record.ids),
             temperature_S=record.tau,
-            vocab_start=0,
             implementation=implementation,
         ).logprob
 

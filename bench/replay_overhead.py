@@ -34,7 +34,7 @@ from small_moe import SPEC
 from moerl.blob import BlobStore
 from moerl.config.schema import Config, ObserveConfig, ParallelConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import random_rollout
+from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -146,17 +146,15 @@ def make_plan(rollouts: list[Rollout]) -> BatchPlan:
 
 def make_rollout(store: BlobStore, rng: np.random.Generator, index: int) -> Rollout:
     num_sampled = LENGTH - PROMPT
-    return random_rollout(
-        store,
-        rng,
-        f"r{index}",
+    prompt = rng.integers(0, SPEC.vocab_size, PROMPT).astype(np.int32)
+    spec = RolloutSpec(
         RecordShape(SPEC.vocab_size, SPEC.moe_layers, SPEC.experts, SPEC.experts_per_token),
-        rng.integers(0, SPEC.vocab_size, PROMPT).astype(np.int32),
         num_sampled,
-        sampling=SamplingParams(max_new_tokens=num_sampled, top_p=0.95, top_k=512),
+        SamplingParams(max_new_tokens=num_sampled, top_p=0.95, top_k=512),
         versions=(START,),
         kept_mean=KEPT_MEAN,
     )
+    return random_rollout(store, rng, f"r{index}", prompt, spec)
 
 
 def without_records(rollout: Rollout) -> Rollout:

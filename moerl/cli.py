@@ -80,24 +80,7 @@ def train(
         raise ConfigError("--reset-optimizer", True, "a new run has no optimizer state yet")
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
-    settings = [*(overrides or []), *_named_run(run)]
-    config = _checked(recipe, settings, starts=not dry_run)
-    name = config.run.name
-    if not run and name == Path(recipe).stem:
-        name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        settings += _named_run(name)
-    if dry_run:
-        from moerl.launch.planning.dry_run import describe
-
-        described = replace(config, run=replace(config.run, name=name))
-        typer.echo(describe(described, [recipe, *(overrides or []), "--run", name]))
-        return
-    if (Path(config.run.root) / name / "state.json").exists():
-        raise ConfigError(
-            "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
-        )
-    request = {"resume": "", "recipe": recipe, "overrides": settings}
-    raise typer.Exit(_guarded(request))
+    _start(recipe, overrides or [], run, dry_run)
 
 
 @app.command()
@@ -163,12 +146,7 @@ def mismatch(
       moerl mismatch quickstart model.path=MODEL --records dump.jsonl --page gap.html
     """
     _checked(recipe, list(overrides or []), checkpoint)
-    if records and not (Path(records).is_file() and records.endswith((".jsonl", ".npz"))):
-        raise ConfigError("--records", records, "an existing .jsonl or .npz file is needed")
-    if keep and Path(keep).exists():
-        raise ConfigError("--keep", keep, "it exists; name a new folder")
-    if not Path(page).resolve().parent.is_dir():
-        raise ConfigError("--page", page, "its folder does not exist")
+    _check_paths(records, keep, page)
     request = {
         "recipe": recipe,
         "overrides": list(overrides or []),
@@ -293,9 +271,40 @@ def _checked(
     return config
 
 
+def _check_paths(records: str, keep: str, page: str) -> None:
+    """Those of `moerl mismatch`: what is read is there, and what is written finds a place."""
+    if records and not (Path(records).is_file() and records.endswith((".jsonl", ".npz"))):
+        raise ConfigError("--records", records, "an existing .jsonl or .npz file is needed")
+    if keep and Path(keep).exists():
+        raise ConfigError("--keep", keep, "it exists; name a new folder")
+    if not Path(page).resolve().parent.is_dir():
+        raise ConfigError("--page", page, "its folder does not exist")
+
+
 def _named_run(name: str) -> list[str]:
     """The override of run.name, as text whatever it looks like; none without a name."""
     return [f"run.name={json.dumps(name)}"] if name else []
+
+
+def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
+    settings = [*overrides, *_named_run(run)]
+    config = _checked(recipe, settings, starts=not dry_run)
+    name = config.run.name
+    if not run and name == Path(recipe).stem:
+        name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        settings += _named_run(name)
+    if dry_run:
+        from moerl.launch.planning.dry_run import describe
+
+        described = replace(config, run=replace(config.run, name=name))
+        typer.echo(describe(described, [recipe, *overrides, "--run", name]))
+        raise typer.Exit
+    if (Path(config.run.root) / name / "state.json").exists():
+        raise ConfigError(
+            "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
+        )
+    request = {"resume": "", "recipe": recipe, "overrides": settings}
+    raise typer.Exit(_guarded(request))
 
 
 def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: bool) -> NoReturn:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.atomic import atomic_write
 from moerl.config.files import read_json
 from moerl.errors import ConfigError, TrainerError
 
@@ -158,7 +158,9 @@ class Board:
         for mark in ("done.json", "given_up.json"):
             (self.folder / mark).unlink(missing_ok=True)
         start = secrets.token_hex(8)
-        _write(self.folder / "controller.json", {"controller": controller, "start": start})
+        atomic_write(
+            self.folder / "controller.json", json.dumps({"controller": controller, "start": start})
+        )
 
     def close(self) -> None:
         """Nobody listens any more; trainer nodes wait for the next opening, or end."""
@@ -168,7 +170,7 @@ class Board:
     def post_ray(self, address: str, token: str) -> None:
         """Post Ray's head for the other engine nodes."""
         self._secret("ray-token", token)
-        _write(self.folder / "ray.json", {"address": address})
+        atomic_write(self.folder / "ray.json", json.dumps({"address": address}))
 
     def close_ray(self) -> None:
         for name in ("ray.json", "ray-token"):
@@ -176,17 +178,8 @@ class Board:
 
     def read_ray(self, timeout_s: float) -> tuple[str, str]:
         """(HOST:PORT, token) of Ray's head.  Raises TrainerError when none is posted in time."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                address = json.loads((self.folder / "ray.json").read_text())["address"]
-                return address, (self.folder / "ray-token").read_text()
-            except FileNotFoundError:
-                if time.monotonic() > deadline:
-                    raise TrainerError(
-                        f"{self.folder} names no Ray head after {timeout_s:g} s"
-                    ) from None
-                time.sleep(0.2)
+        found, token = self._wait("ray.json", "ray-token", timeout_s, "Ray head")
+        return found["address"], token
 
     def names_ray(self, address: str, token: str) -> bool:
         """Whether this head is still the run's."""
@@ -198,24 +191,26 @@ class Board:
     def _secret(self, name: str, text: str) -> None:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.folder.chmod(0o700)
-        fresh = self.folder / f"{name}.{os.getpid()}.tmp"
-        fresh.unlink(missing_ok=True)
-        fresh.touch(mode=0o600)
-        fresh.write_text(text)
-        fresh.rename(self.folder / name)
+        atomic_write(self.folder / name, text, mode=0o600)
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:
         """(endpoint, token, start).  Raises TrainerError when nothing is posted in time."""
+        found, token = self._wait("controller.json", "token", timeout_s, "controller")
+        return found["controller"], token, found["start"]
+
+    def _wait(
+        self, place: str, secret: str, timeout_s: float, what: str
+    ) -> tuple[dict[str, str], str]:
+        """The content of both files, once both are there."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                found = json.loads((self.folder / "controller.json").read_text())
-                token = (self.folder / "token").read_text()
-                return found["controller"], token, found["start"]
+                found = json.loads((self.folder / place).read_text())
+                return found, (self.folder / secret).read_text()
             except FileNotFoundError:
                 if time.monotonic() > deadline:
                     raise TrainerError(
-                        f"{self.folder} names no controller after {timeout_s:g} s"
+                        f"{self.folder} names no {what} after {timeout_s:g} s"
                     ) from None
                 time.sleep(0.2)
 
@@ -229,7 +224,7 @@ class Board:
 
     def done(self, start: str) -> None:
         """The gang trained the last step and saved the model."""
-        _write(self.folder / "done.json", {"start": start})
+        atomic_write(self.folder / "done.json", json.dumps({"start": start}))
 
     def is_done(self) -> bool:
         return self._marked("done.json") is not None
@@ -244,7 +239,7 @@ class Board:
     def give_up(self, cause: str) -> None:
         """A trainer node will not try again."""
         _, _, start = self.read(0.0)
-        _write(self.folder / "given_up.json", {"start": start, "cause": cause})
+        atomic_write(self.folder / "given_up.json", json.dumps({"start": start, "cause": cause}))
 
     def given_up(self) -> str:
         """Why, in a sentence; empty while trainer nodes try."""
@@ -273,11 +268,5 @@ def next_incarnation(run: RunDir, *, resume: bool) -> int:
         raise ConfigError(
             "run.name", run.root.name, f"{run.root} exists; choose another --run or use --resume"
         )
-    _write(path, {"starts": started + 1, "time_s": time.time()})
+    atomic_write(path, json.dumps({"starts": started + 1, "time_s": time.time()}))
     return started
-
-
-def _write(path: Path, value: dict[str, object]) -> None:
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(value))
-    fresh.rename(path)

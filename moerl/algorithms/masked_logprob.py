@@ -54,45 +54,51 @@ class Scores(NamedTuple):
     full_entropy: Tensor | None  # over the whole vocabulary, when asked for
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """The recorded kept set of each sampled token, as CSR."""
+
+    offsets: Tensor  # [S + 1] i64, rising from 0 to nnz
+    ids: Tensor  # [nnz] i64 or i32, global vocabulary ids, ascending in a row
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """Which vocabulary entries this rank's logits are of."""
+
+    start: int = 0  # global id of the first one
+    group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this one has them all
+
+
 def kept_logprobs(
     logits_RV: Tensor,
     sampled_S: Tensor,
-    offsets: Tensor,
-    ids: Tensor,
+    mask: SamplingMask,
     *,
     temperature_S: Tensor,
-    vocab_start: int,
+    shard: VocabShard = VocabShard(),
     rows_S: Tensor | None = None,
-    tp_group: ProcessGroup | None = None,
     full_entropy_of: int | None = None,
     implementation: Implementation = "auto",
 ) -> Scores:
     """Log-probability and entropy of each sampled token over its recorded kept set.
 
-    logits_RV: [..., V] bf16, fp32 or fp64, this rank's entries vocab_start .. vocab_start + V.
-    sampled_S: [S] i64 global ids.  offsets [S + 1] i64, ids [nnz] i64 or i32: the kept sets, global
-    ids, ascending in a row.  temperature_S: [S].  rows_S: [S] i64, the (flattened) logit row of
-    each token; None = row i.  full_entropy_of: the vocabulary size without padding, to have the
+    logits_RV: [..., V] bf16, fp32 or fp64, this rank's entries of the vocabulary.
+    sampled_S: [S] i64 global ids.  temperature_S: [S].  rows_S: [S] i64, the (flattened) logit row
+    of each token; None = row i.  full_entropy_of: the vocabulary size without padding, to have the
     entropy over it as well (a pass over all logits, in chunks).
     implementation: `auto` takes the compiled one when it is built and no logits row has two tokens.
     Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`;
     ConfigError when `built` is asked for and cannot be.
     """
     logits, rows = _flat_rows(logits_RV, sampled_S, rows_S)
-    if len(offsets) != len(sampled_S) + 1:
-        raise RecordError(
-            "mask_rows", f"{len(offsets) - 1} mask rows for {len(sampled_S)} sampled tokens"
-        )
-    if not bool((offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()):
-        raise RecordError("mask_rows", f"mask offsets do not rise from 0 to {len(ids)}")
-    kept = _KeptSets(sampled_S, offsets, ids, vocab_start)
-    lib = _choose(implementation, logits, rows, ids)
-    logprob_S, entropy_S = _KeptLogprobs.apply(logits, rows, kept, temperature_S, tp_group, lib)
+    _check_rows(mask, len(sampled_S))
+    kept = _KeptSets(sampled_S, mask.offsets, mask.ids, shard.start)
+    lib = _choose(implementation, logits, rows, mask.ids)
+    logprob_S, entropy_S = _KeptLogprobs.apply(logits, rows, kept, temperature_S, shard.group, lib)
     full = None
     if full_entropy_of is not None:
-        full = _full_entropy(
-            logits.detach(), rows, temperature_S, vocab_start, full_entropy_of, tp_group
-        )
+        full = _full_entropy(logits.detach(), rows, temperature_S, shard, full_entropy_of)
     return Scores(logprob_S, entropy_S, full)
 
 
@@ -101,10 +107,9 @@ def full_logprobs(
     sampled_S: Tensor,
     *,
     temperature_S: Tensor,
-    vocab_start: int,
     vocab_size: int,
+    shard: VocabShard = VocabShard(),
     rows_S: Tensor | None = None,
-    tp_group: ProcessGroup | None = None,
 ) -> Scores:
     """The same over the whole vocabulary, padding entries (global id >= vocab_size) excluded.
 
@@ -115,7 +120,7 @@ def full_logprobs(
     if len(sampled_S) and bool(((sampled_S < 0) | (sampled_S >= vocab_size)).any()):
         raise RecordError("token_range", f"a sampled token lies outside 0..{vocab_size - 1}")
     logprob_S, entropy_S = _FullLogprobs.apply(
-        logits, rows, sampled_S, temperature_S, vocab_start, vocab_size, tp_group
+        logits, rows, sampled_S, temperature_S, shard, vocab_size
     )
     return Scores(logprob_S, entropy_S, entropy_S)
 
@@ -319,15 +324,14 @@ class _FullLogprobs(Function):
         rows: Tensor,
         sampled: Tensor,
         temperature: Tensor,
-        vocab_start: int,
+        shard: VocabShard,
         vocab_size: int,
-        group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        width = _own_width(logits, vocab_start, vocab_size)
+        width = _own_width(logits, shard, vocab_size)
         tau_S = temperature.to(_compute_dtype(logits))
-        local_S = sampled - vocab_start
+        local_S = sampled - shard.start
         mine_S = (local_S >= 0) & (local_S < width)
-        top_S, sums = _full_sums(logits, rows, tau_S, local_S, width, group)
+        top_S, sums = _full_sums(logits, rows, tau_S, local_S, width, shard.group)
         total_S, weighted_S, picked_S = sums
         log_total_S = total_S.log()
 
@@ -350,21 +354,20 @@ class _FullLogprobs(Function):
                 p.scatter_add_(1, pick, mine_S[part, None].to(p.dtype))
                 p *= scale_S[part, None]
                 grad[:, :width].index_add_(0, rows[part], p.to(grad.dtype))
-        return grad, None, None, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def _full_entropy(
     logits: Tensor,
     rows: Tensor,
     temperature: Tensor,
-    vocab_start: int,
+    shard: VocabShard,
     vocab_size: int,
-    group: ProcessGroup | None,
 ) -> Tensor:
     tau_S = temperature.to(_compute_dtype(logits))
     nowhere = torch.full_like(rows, -1)
-    width = _own_width(logits, vocab_start, vocab_size)
-    total_S, weighted_S, _ = _full_sums(logits, rows, tau_S, nowhere, width, group)[1]
+    width = _own_width(logits, shard, vocab_size)
+    total_S, weighted_S, _ = _full_sums(logits, rows, tau_S, nowhere, width, shard.group)[1]
     return total_S.log() - weighted_S / total_S
 
 
@@ -399,9 +402,9 @@ def _full_sums(
     return top_S, sums
 
 
-def _own_width(logits: Tensor, vocab_start: int, vocab_size: int) -> int:
+def _own_width(logits: Tensor, shard: VocabShard, vocab_size: int) -> int:
     """Entries of this shard that are no padding."""
-    return min(max(vocab_size - vocab_start, 0), logits.shape[-1])
+    return min(max(vocab_size - shard.start, 0), logits.shape[-1])
 
 
 def _flat_rows(logits: Tensor, sampled: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -410,6 +413,16 @@ def _flat_rows(logits: Tensor, sampled: Tensor, rows: Tensor | None) -> tuple[Te
         assert len(flat) == len(sampled), f"{len(flat)} logit rows for {len(sampled)} tokens"
         rows = torch.arange(len(sampled), device=flat.device)
     return flat, rows
+
+
+def _check_rows(mask: SamplingMask, num_sampled: int) -> None:
+    offsets, num = mask.offsets, len(mask.ids)
+    if len(offsets) != num_sampled + 1:
+        raise RecordError(
+            "mask_rows", f"{len(offsets) - 1} mask rows for {num_sampled} sampled tokens"
+        )
+    if not bool((offsets[0] == 0) & (offsets[-1] == num) & (offsets.diff() >= 0).all()):
+        raise RecordError("mask_rows", f"mask offsets do not rise from 0 to {num}")
 
 
 def _check_membership(hit: Tensor, owner: Tensor, num_rows: int) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from moerl.atomic import atomic_file
 from moerl.errors import BlobError
 
 log = logging.getLogger(__name__)
@@ -71,20 +72,12 @@ def seal(path: Path, parts: Sequence[tuple[str, bytes]]) -> None:
     """Write named parts as one file; replaces a file of that name.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     index = msgspec.msgpack.encode([(n, len(b), xxhash.xxh3_64_hexdigest(b)) for n, b in parts])
-    fresh = path.with_name(f".{path.name}")
-    try:
-        with fresh.open("wb") as file:
-            file.write(xxhash.xxh3_64_hexdigest(index).encode())
-            file.write(len(index).to_bytes(_LENGTH_BYTES, "little"))
-            file.write(index)
-            for _, data in parts:
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    with atomic_file(path, sync=True) as file:
+        file.write(xxhash.xxh3_64_hexdigest(index).encode())
+        file.write(len(index).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(index)
+        for _, data in parts:
+            file.write(data)
 
 
 def parts_of(path: Path) -> dict[str, Part] | None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from moerl.atomic import atomic_file, atomic_write
 from moerl.errors import BlobError
 from moerl.types import Array, BlobRef
 
@@ -62,9 +63,8 @@ class BlobStore:
         if target.exists():
             raise BlobError(f"blob {name} is sealed already")
         refs, offset = [], 0
-        temporary = self.root / f".{name}.{os.getpid()}"
         try:
-            with temporary.open("wb") as file:
+            with atomic_file(target) as file:
                 for array in arrays:
                     data = np.ascontiguousarray(array)
                     if data.dtype.name not in _DTYPES:
@@ -83,12 +83,7 @@ class BlobStore:
                         )
                     )
                     offset += -(-(data.nbytes + len(table)) // _ALIGN) * _ALIGN
-            temporary.rename(target)
-        except BlobError:
-            temporary.unlink(missing_ok=True)
-            raise
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise BlobError(f"blob {name} could not be written to {self.root}: {error}") from error
         return tuple(refs)
 
@@ -146,13 +141,7 @@ class BlobStore:
         """Seal again what `read` gave, unless it is here.  Raises OSError."""
         target = self._path(uri)
         if not target.exists():
-            fresh = target.with_name(f".{target.name}.{os.getpid()}")
-            try:
-                fresh.write_bytes(data)
-                fresh.rename(target)
-            except OSError:
-                fresh.unlink(missing_ok=True)
-                raise
+            atomic_write(target, data)
 
     def sweep(self, uris: Iterable[str]) -> int:
         """Delete every blob but these, half-written ones too; returns how many.

@@ -16,7 +16,7 @@ trainer nodes have no Ray).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig, Role
 from moerl.errors import ConfigError

@@ -18,6 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from moerl.atomic import atomic_write
 from moerl.config.clusters import default_transport
 from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
@@ -53,9 +54,7 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration, atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
-    temporary.rename(path)
+    atomic_write(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
 
 
 def resolve(config: Config) -> Config:

@@ -18,8 +18,8 @@ REMOVED: dict[str, str] = {
     "rollout (docs/decisions.md, 10); remove it: the rows of each token's own pass are replayed",
     "replay.rows": "there is no choice; remove it: the rows of each token's own pass are replayed",
     "sync.every": "there is no choice; remove it: every trained batch is published",
-    "sync.transport=broadcast": "publish sessions replaced it; use auto, shm, cuda_ipc, gloo, nccl, "
-    "mooncake or disk",
+    "sync.transport=broadcast": "publish sessions replaced it; use auto, shm, cuda_ipc, gloo, "
+    "nccl, mooncake or disk",
     "supervision.stop_timeout_s": "it had no effect; remove it",
 }
 """Old key -> why it is gone and what to do."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from moerl.errors import RecordError
-from moerl.types import Rollout, RoutingBlob
+from moerl.types import Rollout, RoutingBlob, VersionSpan
 
 
 def split_segments(rollout: Rollout) -> list[Rollout]:
@@ -28,7 +28,7 @@ def split_segments(rollout: Rollout) -> list[Rollout]:
     prompt.  Raises RecordError `audit_rows` when a resumed segment has no audit rows of the right
     length.
     """
-    prompt_len, total = rollout.prompt_len, rollout.num_sampled
+    prompt_len = rollout.prompt_len
     # A part that ends before the row of the last prompt token holds prompt rows only.
     lead = sum(part.row_end <= prompt_len - 1 for part in rollout.routing)
     owns = (rollout.routing[: lead + 1], *((part,) for part in rollout.routing[lead + 1 :]))
@@ -36,42 +36,55 @@ def split_segments(rollout: Rollout) -> list[Rollout]:
     # The row of a partial's last token is produced by the resumed call: first = begin + 1 - prompt.
     firsts = [0] + [begin + 1 - prompt_len for begin in begins[1:]]
     spans = [next(s for s in reversed(rollout.versions) if s.first <= first) for first in firsts]
-    pairs = zip(begins[1:], spans[1:], strict=True)
-    audited = [begin for begin, span in pairs if not span.kept_kv]
-    if [part.row_end for part in rollout.audit_rows] != audited:
-        raise RecordError(
-            "audit_rows",
-            f"{rollout.rollout_id}: audit rows end at "
-            f"{[part.row_end for part in rollout.audit_rows]}, segments begin at {audited}",
-        )
+    _check_audit_rows(rollout, begins, spans)
     audit = iter(rollout.audit_rows)
     result = []
-    for idx, (first, end) in enumerate(pairwise([*firsts, total])):
-        length = prompt_len + end
+    for idx, (first, end) in enumerate(pairwise([*firsts, rollout.num_sampled])):
         prefix: tuple[RoutingBlob, ...] = ()
         if idx:
             kept = tuple(part for part in rollout.routing if part.row_end <= begins[idx])
             prefix = kept if spans[idx].kept_kv else (next(audit),)
+        cut = _cut(rollout, first, end)
         result.append(
             replace(
-                rollout,
+                cut,
                 rollout_id=f"{rollout.rollout_id}/{idx}",
-                token_ids=rollout.token_ids[:length],
-                loss_mask=np.arange(length) >= prompt_len + first,
-                logprobs=rollout.logprobs[first:end],
-                sealed_logprobs=tuple(
-                    replace(part, first=part.first - first)
-                    for part in rollout.sealed_logprobs
-                    if first <= part.first < end
-                ),
                 versions=(replace(spans[idx], first=0),),
                 routing=(*prefix, *owns[idx]),
-                sampling_mask=tuple(
-                    replace(part, first=part.first - first)
-                    for part in rollout.sampling_mask
-                    if first <= part.first < end
-                ),
-                audit_rows=(),
             )
         )
     return result
+
+
+def _check_audit_rows(rollout: Rollout, begins: list[int], spans: list[VersionSpan]) -> None:
+    """Every resumed segment whose prefix was prefilled again has audit rows up to its begin."""
+    pairs = zip(begins[1:], spans[1:], strict=True)
+    audited = [begin for begin, span in pairs if not span.kept_kv]
+    ends = [part.row_end for part in rollout.audit_rows]
+    if ends != audited:
+        raise RecordError(
+            "audit_rows",
+            f"{rollout.rollout_id}: audit rows end at {ends}, segments begin at {audited}",
+        )
+
+
+def _cut(rollout: Rollout, first: int, end: int) -> Rollout:
+    """Sampled tokens first .. end, the ones before as a part of the prompt; routing as it was."""
+    prompt_len = rollout.prompt_len
+    return replace(
+        rollout,
+        token_ids=rollout.token_ids[: prompt_len + end],
+        loss_mask=np.arange(prompt_len + end) >= prompt_len + first,
+        logprobs=rollout.logprobs[first:end],
+        sealed_logprobs=tuple(
+            replace(part, first=part.first - first)
+            for part in rollout.sealed_logprobs
+            if first <= part.first < end
+        ),
+        sampling_mask=tuple(
+            replace(part, first=part.first - first)
+            for part in rollout.sampling_mask
+            if first <= part.first < end
+        ),
+        audit_rows=(),
+    )

@@ -159,6 +159,34 @@ def _array(
 
 # --- npz -------------------------------------------------------------------------------------
 def _npz(path: Path) -> Iterator[_Raw]:
+    arrays = _arrays_in(path)
+    values = _check_npz(arrays, path.name)
+    token = sampled = 0
+    for index, count in enumerate(values["num_tokens"].tolist()):
+        end = token + count
+        num = int((values["loss_mask"][token:end] == 1).sum())
+        mask = None
+        if "mask_ids" in values:
+            part = values["mask_offsets"][sampled : sampled + num + 1]
+            mask = (part - part[0], values["mask_ids"][part[0] : part[-1]])
+        yield _Raw(
+            f"{path.name} rollout {index}",
+            str(arrays["id"][index]) if "id" in arrays else str(index),
+            values["token_ids"][token:end],
+            values["loss_mask"][token:end],
+            values["logprobs"][sampled : sampled + num],
+            values["routing"][token - index : end - index - 1],
+            mask,
+            values["lag"][sampled : sampled + num],
+            {
+                name: _setting(arrays, name, index, default, path.name)
+                for name, default in _SETTINGS.items()
+            },
+        )
+        token, sampled = end, sampled + num
+
+
+def _arrays_in(path: Path) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -166,58 +194,48 @@ def _npz(path: Path) -> Iterator[_Raw]:
         _refuse(path.name, "file", f"not readable without pickle: {error}")
     for name in sorted(arrays.keys() - _ARRAYS):
         _refuse(path.name, name, f"unknown; known are {', '.join(sorted(_ARRAYS))}")
-    flat = {
-        name: _array(arrays, name, path.name, np.int64, 1)
+    return arrays
+
+
+def _check_npz(arrays: dict[str, Array], where: str) -> dict[str, Array]:
+    """The arrays over all rollouts, in the dtypes of records; their lengths fit one another."""
+    values = {
+        name: _array(arrays, name, where, np.int64, 1)
         for name in ("num_tokens", "token_ids", "loss_mask")
     }
-    logprobs = _array(arrays, "logprobs", path.name, np.float64, 1)
-    routing = _array(arrays, "routing", path.name, np.int64, 3)
-    counts = flat["num_tokens"]
-    if (counts < 2).any() or counts.sum() != len(flat["token_ids"]):
-        _refuse(path.name, "num_tokens", "each at least 2, and their sum the length of token_ids")
-    sizes = {"loss_mask": counts.sum(), "logprobs": int((flat["loss_mask"] == 1).sum())}
-    sizes["routing"] = (counts - 1).sum()
-    for name, values in (("loss_mask", flat["loss_mask"]), ("logprobs", logprobs)):
-        if len(values) != sizes[name]:
-            _refuse(path.name, name, f"{len(values)} entries, {sizes[name]} are needed")
-    if len(routing) != sizes["routing"]:
-        _refuse(path.name, "routing", f"{len(routing)} rows, {sizes['routing']} are needed")
-    if ("mask_offsets" in arrays) != ("mask_ids" in arrays):
-        _refuse(path.name, "mask_offsets", "give mask_offsets and mask_ids, or neither")
-    offsets = ids = None
-    if "mask_offsets" in arrays:
-        offsets = _array(arrays, "mask_offsets", path.name, np.int64, 1)
-        ids = _array(arrays, "mask_ids", path.name, np.int64, 1)
-        if len(offsets) != sizes["logprobs"] + 1 or offsets[-1] != len(ids):
-            _refuse(path.name, "mask_offsets", "one more than logprobs, ending at len(mask_ids)")
-    lag = np.zeros(len(logprobs), np.int64)
+    values["logprobs"] = _array(arrays, "logprobs", where, np.float64, 1)
+    values["routing"] = _array(arrays, "routing", where, np.int64, 3)
+    counts = values["num_tokens"]
+    if (counts < 2).any() or counts.sum() != len(values["token_ids"]):
+        _refuse(where, "num_tokens", "each at least 2, and their sum the length of token_ids")
+    num_sampled = int((values["loss_mask"] == 1).sum())
+    for name, size, unit in (
+        ("loss_mask", counts.sum(), "entries"),
+        ("logprobs", num_sampled, "entries"),
+        ("routing", (counts - 1).sum(), "rows"),
+    ):
+        if len(values[name]) != size:
+            _refuse(where, name, f"{len(values[name])} {unit}, {size} are needed")
+    values |= _check_npz_mask(arrays, where, num_sampled)
+    values["lag"] = np.zeros(num_sampled, np.int64)
     if "lag" in arrays:
-        lag = _array(arrays, "lag", path.name, np.int64, 1)
-        if len(lag) != len(logprobs):
-            _refuse(path.name, "lag", f"{len(lag)} entries, {len(logprobs)} are needed")
-    token = sampled = 0
-    for index, count in enumerate(counts.tolist()):
-        end = token + count
-        num = int((flat["loss_mask"][token:end] == 1).sum())
-        mask = None
-        if offsets is not None and ids is not None:
-            part = offsets[sampled : sampled + num + 1]
-            mask = (part - part[0], ids[part[0] : part[-1]])
-        yield _Raw(
-            f"{path.name} rollout {index}",
-            str(arrays["id"][index]) if "id" in arrays else str(index),
-            flat["token_ids"][token:end],
-            flat["loss_mask"][token:end],
-            logprobs[sampled : sampled + num],
-            routing[token - index : end - index - 1],
-            mask,
-            lag[sampled : sampled + num],
-            {
-                name: _setting(arrays, name, index, default, path.name)
-                for name, default in _SETTINGS.items()
-            },
-        )
-        token, sampled = end, sampled + num
+        values["lag"] = _array(arrays, "lag", where, np.int64, 1)
+        if len(values["lag"]) != num_sampled:
+            _refuse(where, "lag", f"{len(values['lag'])} entries, {num_sampled} are needed")
+    return values
+
+
+def _check_npz_mask(arrays: dict[str, Array], where: str, num_sampled: int) -> dict[str, Array]:
+    """mask_offsets and mask_ids; empty when the dump has no masks."""
+    if ("mask_offsets" in arrays) != ("mask_ids" in arrays):
+        _refuse(where, "mask_offsets", "give mask_offsets and mask_ids, or neither")
+    if "mask_ids" not in arrays:
+        return {}
+    offsets = _array(arrays, "mask_offsets", where, np.int64, 1)
+    ids = _array(arrays, "mask_ids", where, np.int64, 1)
+    if len(offsets) != num_sampled + 1 or offsets[-1] != len(ids):
+        _refuse(where, "mask_offsets", "one more than logprobs, ending at len(mask_ids)")
+    return {"mask_offsets": offsets, "mask_ids": ids}
 
 
 def _setting(arrays: dict[str, Array], name: str, index: int, default: float, where: str) -> float:

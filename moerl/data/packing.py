@@ -185,22 +185,28 @@ class Microbatch:
                 yield run.row, low, begin, count
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LossInputs:
+    """For each row of `plan.rows` (`moerl.algorithms`): one number, or one per sampled token."""
+
+    advantages: Sequence[float | Array]  # of a critic: its targets
+    weights: Sequence[float | Array]  # in the aggregate over all tokens of the batch
+
+
 def pack_microbatch(
     plan: BatchPlan,
     dp_rank: int,
     microbatch: int,
     store: BlobStore,
     *,
-    advantages: Sequence[float | Array] | None = None,
-    weights: Sequence[float | Array] | None = None,
+    loss: LossInputs | None = None,
     read_mask: bool = True,
     read_logprobs: bool = True,
     grid: Grid = Grid(),
 ) -> Microbatch:
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
 
-    advantages, weights: for each row of `plan.rows` (`moerl.algorithms`) one number, or one per
-    sampled token; None = zeros, for scoring only.
+    loss: None = zeros, for scoring only.
     A rank without rows gets padding and no sampled token; so does a microbatch beyond
     `plan.num_microbatches`.
     read_logprobs: False where nothing is compared with them; whoever does all the same finds NaN.
@@ -217,34 +223,24 @@ def pack_microbatch(
     read = BytesRead()
     mask = _read_mask(rollouts, intervals, store, read) if read_mask else None
     top_k, route_dtype = _route_kind(plan)
-    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    temperatures = np.array([r.sampling.temperature for r in rollouts], np.float32)
     return Microbatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(ends) if grid.packed else None,
+        cu_seqlens=_cu_seqlens(lengths) if grid.packed else None,
         sampled_rows=torch.from_numpy(sampled_rows),
         held=torch.from_numpy(held),
-        sampled=torch.from_numpy(_join([r.token_ids[r.loss_mask] for r in rollouts], np.int64)),
-        old_logprob=torch.from_numpy(
-            _join([ranges.read_logprobs(store, r) for r in rollouts], np.float32)
-            if read_logprobs
-            else np.full(sum(counts), np.nan, np.float32)
-        ),
-        advantage=_spread(order, counts, advantages),
-        weight=_spread(order, counts, weights),
-        lag=torch.from_numpy(_join([_lags(r, plan.version) for r in rollouts], np.int64)),
-        temperature=torch.from_numpy(
-            np.repeat(np.array([r.sampling.temperature for r in rollouts], np.float32), counts)
-        ),
+        sampled=_tensor([r.token_ids[r.loss_mask] for r in rollouts], np.int64),
+        old_logprob=_old_logprobs(rollouts, store if read_logprobs else None),
+        advantage=_spread(order, counts, loss.advantages if loss else None),
+        weight=_spread(order, counts, loss.weights if loss else None),
+        lag=_tensor([_lags(r, plan.version) for r in rollouts], np.int64),
+        temperature=torch.from_numpy(np.repeat(temperatures, counts)),
         seq=torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
         mask_offsets=None if mask is None else torch.from_numpy(mask[0]),
         mask_ids=None if mask is None else torch.from_numpy(mask[1]),
-        num_fed=sum(
-            max(0, min(run.num, fed[run.rollout] - run.begin))
-            for run in runs
-            if run.rollout < len(fed)
-        ),
+        num_fed=_num_fed(runs, fed),
         num_experts_per_token=top_k,
         rollouts=tuple(rollouts),
         runs=tuple(runs),
@@ -275,9 +271,7 @@ def by_microbatch(
 ) -> dict[int, Tensor]:
     """The inverse of `by_row`: [N] fp32 of each microbatch, from values by row of the plan."""
     return {
-        microbatch: torch.from_numpy(
-            _join([values[idx] for idx in rows_in(plan, dp_rank, microbatch)], np.float32)
-        )
+        microbatch: _tensor([values[idx] for idx in rows_in(plan, dp_rank, microbatch)], np.float32)
         for microbatch in range(num_microbatches)
     }
 
@@ -349,12 +343,34 @@ def _join(parts: Sequence[Array], dtype: type[np.generic]) -> Array:
     return np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)
 
 
+def _tensor(parts: Sequence[Array], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(_join(parts, dtype))
+
+
 def _spread(
     order: Sequence[int], counts: Sequence[int], values: Sequence[float | Array] | None
 ) -> Tensor:
     per_row = [np.asarray(0.0 if values is None else values[idx]) for idx in order]
     parts = [np.broadcast_to(v, count) for v, count in zip(per_row, counts, strict=True)]
-    return torch.from_numpy(_join(parts, np.float32))
+    return _tensor(parts, np.float32)
+
+
+def _old_logprobs(rollouts: Sequence[Rollout], store: BlobStore | None) -> Tensor:
+    """The engine's; NaN without a store to read them from."""
+    if store is None:
+        num = sum(rollout.num_sampled for rollout in rollouts)
+        return torch.full((num,), torch.nan, dtype=torch.float32)
+    return _tensor([ranges.read_logprobs(store, rollout) for rollout in rollouts], np.float32)
+
+
+def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+
+
+def _num_fed(runs: Sequence[Run], fed: Sequence[int]) -> int:
+    """Fed-in tokens of these runs, without padding."""
+    real = (run for run in runs if run.rollout < len(fed))
+    return sum(max(0, min(run.num, fed[run.rollout] - run.begin)) for run in real)
 
 
 def _lags(rollout: Rollout, trained: PolicyVersion) -> Array:

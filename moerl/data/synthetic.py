@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,87 +27,81 @@ from moerl.types import (
 )
 
 
-def random_rollout(
-    store: BlobStore,
-    rng: np.random.Generator,
-    name: str,
-    shape: RecordShape,
-    prompt: Array,
-    num_sampled: int,
-    *,
-    sampling: SamplingParams,
-    cuts: Sequence[int] = (),
-    versions: Sequence[PolicyVersion] = (PolicyVersion(0, 0),),
-    kept_mean: float = 3.0,
-    unused_expert: int | None = None,
-) -> Rollout:
-    """One rollout of `prompt` [P] int32 and `num_sampled` random tokens.
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """What a random rollout is like after its prompt."""
 
-    cuts: numbers of sampled tokens at which a new segment begins; segment i is of versions[i].
-    kept_mean: mean size of a kept set, geometric and at most sampling.top_k; none are recorded
-    where sampling does not truncate.  unused_expert: an expert that no route names.
-    """
-    output = rng.integers(0, shape.vocab_size, num_sampled).astype(np.int32)
+    shape: RecordShape
+    num_sampled: int
+    sampling: SamplingParams  # kept sets are recorded where it truncates
+    cuts: Sequence[int] = ()  # numbers of sampled tokens at which a new segment begins
+    versions: Sequence[PolicyVersion] = (PolicyVersion(0, 0),)  # of each segment
+    kept_mean: float = 3.0  # mean size of a kept set, geometric and at most sampling.top_k
+    unused_expert: int | None = None  # that no route names
+
+
+def random_rollout(
+    store: BlobStore, rng: np.random.Generator, name: str, prompt: Array, spec: RolloutSpec
+) -> Rollout:
+    """One rollout of `prompt` [P] int32 and of random tokens."""
+    shape, num_prompt = spec.shape, len(prompt)
+    output = rng.integers(0, shape.vocab_size, spec.num_sampled).astype(np.int32)
     routing, masks, spans = [], [], []
-    for idx, (first, end) in enumerate(itertools.pairwise((0, *cuts, num_sampled))):
-        begin = len(prompt) + first - 1 if first else 0
-        rows = len(prompt) + end - 1 - begin
-        arrays = [_routes(rng, shape, rows, unused_expert)]
-        if sampling.truncates:
-            arrays += _kept(rng, shape, output[first:end], kept_mean, sampling.top_k)
+    for idx, (first, end) in enumerate(itertools.pairwise((0, *spec.cuts, spec.num_sampled))):
+        version = spec.versions[idx]
+        rows = (num_prompt + first - 1 if first else 0, num_prompt + end - 1)
+        arrays = [_routes(rng, spec, rows[1] - rows[0])]
+        if spec.sampling.truncates:
+            arrays += _kept(rng, spec, output[first:end])
         refs = store.seal(f"{name}.{idx}", arrays)
-        routing.append(
-            RoutingBlob(
-                ids=refs[0],
-                row_begin=begin,
-                row_end=begin + rows,
-                version=versions[idx],
-                layers=shape.moe_layers,
-                num_experts=shape.num_experts,
-            )
-        )
-        if sampling.truncates:
+        routing.append(RoutingBlob(refs[0], *rows, version, shape.moe_layers, shape.num_experts))
+        if spec.sampling.truncates:
             masks.append(MaskBlob(refs[1], refs[2], first, end - first))
-        spans.append(VersionSpan(first, versions[idx]))
-    logprobs = (-3 * rng.random(num_sampled)).astype(np.float32)
-    pieces = np.split(logprobs, cuts)
-    firsts = (0, *cuts)
+        spans.append(VersionSpan(first, version))
     return Rollout(
         rollout_id=name,
         token_ids=np.concatenate([prompt, output]),
-        loss_mask=np.arange(len(prompt) + num_sampled) >= len(prompt),
+        loss_mask=np.arange(num_prompt + spec.num_sampled) >= num_prompt,
         logprobs=np.zeros(0, np.float32),
-        sealed_logprobs=tuple(
-            LogprobBlob(ref, first, len(piece))
-            for ref, first, piece in zip(
-                store.seal(f"{name}.logprobs", pieces), firsts, pieces, strict=True
-            )
-        ),
+        sealed_logprobs=_logprobs(store, rng, name, spec),
         versions=tuple(spans),
         routing=tuple(routing),
         sampling_mask=tuple(masks),
         finish=Finish.LENGTH,
-        sampling=sampling,
+        sampling=spec.sampling,
         engine=0,
     )
 
 
-def _routes(rng: np.random.Generator, shape: RecordShape, rows: int, unused: int | None) -> Array:
+def _logprobs(
+    store: BlobStore, rng: np.random.Generator, name: str, spec: RolloutSpec
+) -> tuple[LogprobBlob, ...]:
+    """Sealed by segment."""
+    values = (-3 * rng.random(spec.num_sampled)).astype(np.float32)
+    pieces = np.split(values, spec.cuts)
+    refs = store.seal(f"{name}.logprobs", pieces)
+    return tuple(
+        LogprobBlob(ref, first, len(piece))
+        for ref, first, piece in zip(refs, (0, *spec.cuts), pieces, strict=True)
+    )
+
+
+def _routes(rng: np.random.Generator, spec: RolloutSpec, rows: int) -> Array:
     """uint8 [moe layers, rows, top-k], distinct in each row; for at most 256 experts."""
+    shape = spec.shape
     scores = rng.random((len(shape.moe_layers), rows, shape.num_experts))
-    if unused is not None:
-        scores[..., unused] = 2.0  # never among the smallest
+    if spec.unused_expert is not None:
+        scores[..., spec.unused_expert] = 2.0  # never among the smallest
     return scores.argsort(axis=-1)[..., : shape.top_k].astype(np.uint8)
 
 
-def _kept(
-    rng: np.random.Generator, shape: RecordShape, sampled: Array, mean: float, top_k: int
-) -> list[Array]:
+def _kept(rng: np.random.Generator, spec: RolloutSpec, sampled: Array) -> list[Array]:
     """Offsets and ids of one kept set per sampled token."""
-    largest = min(top_k, shape.vocab_size) - 1 if top_k > 0 else shape.vocab_size - 1
-    sizes = np.minimum(rng.geometric(1 / mean, len(sampled)) - 1, largest)
+    vocab_size, top_k = spec.shape.vocab_size, spec.sampling.top_k
+    largest = min(top_k, vocab_size) - 1 if top_k > 0 else vocab_size - 1
+    sizes = np.minimum(rng.geometric(1 / spec.kept_mean, len(sampled)) - 1, largest)
     rows = [
-        np.union1d(rng.choice(shape.vocab_size, size, replace=False), [token])
+        np.union1d(rng.choice(vocab_size, size, replace=False), [token])
         for size, token in zip(sizes, sampled, strict=True)
     ]
     offsets = np.cumsum([0] + [len(row) for row in rows]).astype(np.int64)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,32 +54,35 @@ from moerl.types import (
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What all engines of a run have in common."""
+
+    model_path: Path
+    facts: ModelFacts
+    replay: ReplayConfig
+    run: RunDir
+    token: str
+    in_flight_mode: str = "abort_resume"
+
+
 class EngineHost:
     """One engine.  Raises EngineError with cause and log tail once its server is dead."""
 
     features = PROVEN  # deployment features proven with replay; any other is refused
 
     def __init__(
-        self,
-        index: int,
-        config: EngineConfig,
-        model_path: Path,
-        facts: ModelFacts,
-        replay: ReplayConfig,
-        store: BlobStore,
-        run: RunDir,
-        token: str,
-        *,
-        in_flight_mode: str = "abort_resume",
+        self, index: int, config: EngineConfig, context: EngineContext, store: BlobStore
     ) -> None:
-        self.index, self.config, self.model_path, self.facts = index, config, model_path, facts
-        self._store, self._run, self._token = store, run, token
-        self._routing = replay.routing == "R3" and bool(facts.moe_layers)
+        replay, run = context.replay, context.run
+        self.index, self.config, self._context, self._store = index, config, context, store
+        self._routing = replay.routing == "R3" and bool(context.facts.moe_layers)
         self._tracer = Tracer(run.trace, f"engine{index}")
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
-        self._mode = {"in_place": in_flight.IN_PLACE, "retract": retract}.get(in_flight_mode, "")
+        modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
+        self._mode = modes.get(context.in_flight_mode, "")
         self._gate = Gate(index)
-        self._updates = Updates(self._gate, self._tracer, token, mode=self._mode)
+        self._updates = Updates(self._gate, self._tracer, context.token, mode=self._mode)
         self._layout = ""
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
@@ -96,13 +99,13 @@ class EngineHost:
         with self._tracer.span("start"):
             server = EngineServer(
                 self.config,
-                self.model_path,
+                self._context.model_path,
                 routing=self._routing,
                 version=str(version),
-                token=self._token,
-                log=self._run.logs / f"engine{self.index}.log",
+                token=self._context.token,
+                log=self._context.run.logs / f"engine{self.index}.log",
             )
-            client = EngineClient(server.url, self._token)
+            client = EngineClient(server.url, self._context.token)
             try:
                 await server.start(client)
             except BaseException:
@@ -260,7 +263,7 @@ class EngineHost:
                 reply,
                 request,
                 version=version,
-                facts=self.facts,
+                facts=self._context.facts,
                 routing=self._routing,
                 in_flight=InFlight(
                     later, self._mode == in_flight.IN_PLACE, self._mode == in_flight.RETRACT_AUDIT
@@ -353,8 +356,8 @@ class EngineHost:
             row_begin=begin,
             row_end=begin + ref.shape[1],
             version=version,
-            layers=self.facts.moe_layers,
-            num_experts=self.facts.num_experts,
+            layers=self._context.facts.moe_layers,
+            num_experts=self._context.facts.num_experts,
         )
 
     def _refuse(self, error: RecordError) -> RecordError:

@@ -19,7 +19,6 @@ import sys
 from typing import Any
 
 from moerl.engine import shim
-from moerl.engine.secret import Secret
 from moerl.stacks import write_on_request
 
 # at import: each process that SGLang spawns imports this module again
@@ -27,6 +26,16 @@ shim.arm()
 write_on_request()
 
 _PR_SET_PDEATHSIG = 1
+
+
+class Secret(str):
+    """Compares, formats and pickles as the string; its repr is masked, because SGLang logs its
+    whole configuration at start."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
 
 
 def main() -> None:

@@ -38,7 +38,12 @@ from moerl.config.checks import check, check_model
 from moerl.config.schema import Precision
 from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
-from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.nodes.processes import (
+    become_subreaper,
+    die_with_parent,
+    end_descendants,
+    first_error,
+)
 from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
 from moerl.observe.mismatch_page import write_page
 from moerl.rollout.assemble import PartialRollout
@@ -132,8 +137,7 @@ def score(
             check=False,
         )
     if done.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
-        raise TrainerError(f"scoring failed: {(lines or ['see ' + str(log)])[0]}")
+        raise TrainerError(f"scoring failed: {first_error(log)}")
     return job
 
 

@@ -105,7 +105,7 @@ class RunPlan:
         )
 
     def engine_host(self, index: int, tp: int) -> EngineHost:
-        from moerl.engine.host import EngineHost
+        from moerl.engine.host import EngineContext, EngineHost
         from moerl.engine.records import ModelFacts
 
         spec = self.spec()
@@ -117,17 +117,16 @@ class RunPlan:
             top_k=spec.experts_per_token,
             eos_token_ids=self.eos_token_ids(),
         )
-        return EngineHost(
-            index,
-            replace(here(self.config).engine, tp=tp),
-            self.model_path,
-            facts,
-            self.config.replay,
-            self.serve_blobs(index),
-            self.run,
-            self.token,
+        context = EngineContext(
+            model_path=self.model_path,
+            facts=facts,
+            replay=self.config.replay,
+            run=self.run,
+            token=self.token,
             in_flight_mode=self.config.rollout.in_flight_mode,
         )
+        engine = replace(here(self.config).engine, tp=tp)
+        return EngineHost(index, engine, context, self.serve_blobs(index))
 
     def scorer(self) -> ProcessScorer:
         from moerl.scoring import ProcessScorer
@@ -223,7 +222,7 @@ def _torchrun(plan: RunPlan, ranks: int) -> list[str]:
 
 
 def trainer_environment(plan: RunPlan) -> dict[str, str]:
-    """Launcher settings of a rank; nothing here changes what is computed."""
+    """Launcher settings of a rank."""
     return _environment(plan, placement(plan.config).trainers[0], str(plan.incarnation))
 
 
@@ -233,20 +232,19 @@ def frozen_environment(plan: RunPlan) -> dict[str, str]:
 
 
 def _environment(plan: RunPlan, seat: TrainerSeat, mark: str) -> dict[str, str]:
-    devices = seat.devices
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-    return (
-        dict(os.environ)
-        | plan.config.cluster.environment
-        | visible
-        | {
-            "MOERL_TOKEN": plan.token,
-            GANG: mark,
-            "OMP_NUM_THREADS": str(plan.config.trainer.cpu_threads),
-            "GLOO_SOCKET_IFNAME": plan.config.cluster.interface,
-            "TORCHDYNAMO_DISABLE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-    )
+    return rank_environment(plan.config, seat) | {"MOERL_TOKEN": plan.token, GANG: mark}
+
+
+def rank_environment(config: Config, seat: TrainerSeat) -> dict[str, str]:
+    """What ranks get on whatever node; nothing here changes what is computed."""
+    env = dict(os.environ) | config.cluster.environment
+    if seat.devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.devices))
+    return env | {
+        "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
+        "GLOO_SOCKET_IFNAME": config.cluster.interface,
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
 from moerl.errors import MoerlError, TrainerError
-from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.nodes.processes import (
+    become_subreaper,
+    die_with_parent,
+    end_descendants,
+    first_error,
+)
 from moerl.launch.plan import RunPlan, supervised_command, trainer_environment
 from moerl.launch.prepare import prepare
 from moerl.observe.metrics import MetricsWriter
@@ -46,8 +51,7 @@ def sft(config: Config) -> RunDir:
                 file.write(line)
     writer.close()
     if process.wait():
-        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
-        raise TrainerError(f"supervised training failed: {(lines or ['see ' + str(log)])[0]}")
+        raise TrainerError(f"supervised training failed: {first_error(log)}")
     return run
 
 

@@ -114,13 +114,8 @@ def forecast(
     ]
     received = Spread.of(tallies[0].received_bytes)
     sums = _running([t.sent_bytes for t in tallies])
-
-    def seconds(served: int) -> float:
-        first = max(received.high, max(sums[served - 1])) / links.bytes_per_s
-        rounds = num_rounds(relay_schedule(range(engines.num), served))
-        return first + rounds * received.high / links.bytes_per_s
-
-    served = direct or min(range(1, engines.num + 1), key=lambda n: (seconds(n), n))
+    pace = _Pace(received.high, [max(row) for row in sums], links.bytes_per_s)
+    served = direct or pace.fastest()
     model, experts = model_bytes(spec, policy)
     engine_bytes = sum(tallies[0].received_bytes)
     nodes = -(-engines.tp // links.ranks_per_node)
@@ -141,14 +136,32 @@ def forecast(
         broadcast_bytes=engines.world_size * model,
         broadcast_nic_bytes=engines.num * nodes * model,
         nodes_per_engine=nodes,
-        planned_s=seconds(served),
-        planned_without_relay_s=seconds(engines.num),
+        planned_s=pace.seconds(served),
+        planned_without_relay_s=pace.seconds(engines.num),
         broadcast_s=model / links.bytes_per_s,
         hierarchical_s=model / links.bytes_per_s / min(links.ranks_per_node, engines.tp),
         hops=relay_schedule(range(engines.num), served),
         trainer_buffer=round(held.high) + 2 * policy.bucket_bytes,
         engine_buffer=round(received.high),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Seconds of a publish by how many engines the trainer serves itself."""
+
+    received: float  # bytes, the largest S
+    sent: list[int]  # bytes, the largest of a trainer rank; entry n - 1 serves n engines
+    bytes_per_s: float
+
+    def seconds(self, served: int) -> float:
+        first = max(self.received, self.sent[served - 1]) / self.bytes_per_s
+        rounds = num_rounds(relay_schedule(range(len(self.sent)), served))
+        return first + rounds * self.received / self.bytes_per_s
+
+    def fastest(self) -> int:
+        """The smallest of the fastest numbers."""
+        return min(range(1, len(self.sent) + 1), key=lambda n: (self.seconds(n), n))
 
 
 def model_bytes(spec: ModelSpec, policy: WirePolicy) -> tuple[int, int]:

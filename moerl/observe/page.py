@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment
 
+from moerl.atomic import atomic_write
 from moerl.observe.charts import Chart, draw_chart
 
 
@@ -87,9 +88,7 @@ def write_html(path: Path, page: Page) -> Path:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     html = environment.from_string(_SKELETON).render(page=page)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(html.encode("utf-8", "replace"))  # model output may hold lone surrogates
-    unfinished.replace(path)
+    atomic_write(path, html.encode("utf-8", "replace"))  # model output may hold lone surrogates
     return path
 
 

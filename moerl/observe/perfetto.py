@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moerl.atomic import atomic_write
 from moerl.rundir import RunDir
 from moerl.trace import read_counters, read_spans
 
@@ -30,9 +31,7 @@ def write_trace(run: RunDir) -> Path:
     """Write trace.json of a run in any state; returns its path."""
     events = trace_events(read_spans(run.trace), read_counters(run.trace))
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
-    unfinished = run.perfetto.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(document))
-    unfinished.replace(run.perfetto)
+    atomic_write(run.perfetto, json.dumps(document))
     return run.perfetto
 
 

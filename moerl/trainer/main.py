@@ -19,17 +19,22 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
 from moerl.config.network import here
+from moerl.config.schema import Config
 from moerl.errors import MoerlError
 from moerl.kernels.library import describe
 from moerl.rundir import RunDir
 from moerl.stacks import write_on_request
 from moerl.trainer.model import platform
+
+if TYPE_CHECKING:
+    from moerl.trainer.gang import Post
 
 log = logging.getLogger(__name__)
 
@@ -51,32 +56,16 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe(place.name))
     # the platform comes before anything that imports megatron
-    from moerl.trainer.enlist import bind, enlist, read_board
+    from moerl.trainer.enlist import enlist
     from moerl.trainer.frozen_gang import FrozenGang, own_layout
-    from moerl.trainer.gang import Gang, Post, report_failure
+    from moerl.trainer.gang import Gang
     from moerl.trainer.model import parallel
 
-    config, start = own_layout(config) if args.frozen else config, ""
-    if args.controller:
-        post = Post(
-            run=run,
-            controller=args.controller,
-            token=os.environ.pop("MOERL_TOKEN", ""),
-            incarnation=args.incarnation,
-            blobs=BlobStore(args.blob_dir, args.blob_node),
-            checkpoint=args.checkpoint,
-            reset_optimizer=args.reset_optimizer,
-        )
-    else:
-        bind(config)
-        post, start = read_board(run, config)
+    config = own_layout(config) if args.frozen else config
+    post, start = _find_post(args, run, config)
 
     def end(error: BaseException) -> None:
-        cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
-        log.error("this rank ends: %s", cause, exc_info=error)
-        rank = os.environ.get("RANK")
-        print(f"TrainerError: {gang} rank {rank}: {cause}", file=sys.stderr, flush=True)
-        report_failure(post, cause, gang)
+        _tell(error, post, gang)
         os._exit(1)
 
     try:
@@ -94,6 +83,37 @@ def main() -> None:
         parallel.stop()
     except BaseException as error:
         end(error)
+
+
+def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[Post, str]:
+    """Where this gang belongs; the board's opening when it was found there, otherwise empty."""
+    from moerl.trainer.enlist import bind, read_board
+    from moerl.trainer.gang import Post
+
+    if not args.controller:
+        bind(config)
+        return read_board(run, config)
+    post = Post(
+        run=run,
+        controller=args.controller,
+        token=os.environ.pop("MOERL_TOKEN", ""),
+        incarnation=args.incarnation,
+        blobs=BlobStore(args.blob_dir, args.blob_node),
+        checkpoint=args.checkpoint,
+        reset_optimizer=args.reset_optimizer,
+    )
+    return post, ""
+
+
+def _tell(error: BaseException, post: Post, gang: str) -> None:
+    """Into the log, to torchrun and to the controller, in one sentence."""
+    from moerl.trainer.gang import report_failure
+
+    cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+    log.error("this rank ends: %s", cause, exc_info=error)
+    rank = os.environ.get("RANK")
+    print(f"TrainerError: {gang} rank {rank}: {cause}", file=sys.stderr, flush=True)
+    report_failure(post, cause, gang)
 
 
 def _log_to(path: Path) -> None:

@@ -28,11 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from moerl.errors import TransportError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +116,11 @@ def check_range(offset: int, num_bytes: int, size: int) -> None:
         raise TransportError(
             "range", f"bytes {offset}..{offset + num_bytes} are outside a buffer of {size}"
         )
+
+
+def read_endpoint(endpoint: bytes, kind: type[T], transport: str) -> T:
+    """What a Staging of this transport wrote as JSON.  Raises TransportError `refused`."""
+    try:
+        return msgspec.json.decode(endpoint, type=kind)
+    except msgspec.DecodeError as error:
+        raise TransportError("refused", f"not an endpoint of {transport}: {error}") from error

@@ -30,7 +30,7 @@ import xxhash
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range
+from moerl.transport.base import Guarantees, check_range, read_endpoint
 
 _PREFIX = "moerl-staging-"
 _OWNER = "owner.lock"
@@ -64,10 +64,7 @@ class Disk:
         return DiskStaging(self._root, num_bytes)
 
     def connect(self, endpoint: bytes, deadline: float) -> DiskLink:
-        try:
-            target = msgspec.json.decode(endpoint, type=_Endpoint)
-        except msgspec.DecodeError as error:
-            raise TransportError("refused", f"not an endpoint of disk: {error}") from error
+        target = read_endpoint(endpoint, _Endpoint, self.name)
         folder = Path(target.folder)
         if folder.parent != self._root.resolve() or not folder.name.startswith(_PREFIX):
             raise TransportError("refused", f"{folder} is not a staging folder of {self._root}")

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range
+from moerl.transport.base import Guarantees, check_range, read_endpoint
 from moerl.transport.door import Channel, Door, Place, failure, knock, seconds_left
 
 _RECEIVER, _SENDER = 0, 1  # ranks in a pair
@@ -67,10 +67,7 @@ class GroupTransport:
         return GroupStaging(self._address, self.name, num_bytes)
 
     def connect(self, endpoint: bytes, deadline: float) -> GroupLink:
-        try:
-            target = msgspec.json.decode(endpoint, type=_Endpoint)
-        except msgspec.DecodeError as error:
-            raise TransportError("refused", f"not an endpoint of {self.name}: {error}") from error
+        target = read_endpoint(endpoint, _Endpoint, self.name)
         if target.backend != self.name:
             raise TransportError("refused", f"{target.backend} endpoint offered to {self.name}")
         return GroupLink(target, self._address, deadline)

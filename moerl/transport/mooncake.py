@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range
+from moerl.transport.base import Guarantees, check_range, read_endpoint
 from moerl.transport.door import Door, Place, knock
 
 _POLL_S = 0.0002
@@ -78,10 +78,7 @@ class Mooncake:
         return MooncakeStaging(self._table, self._protocol, self._session, self._address, num_bytes)
 
     def connect(self, endpoint: bytes, deadline: float) -> MooncakeLink:
-        try:
-            target = msgspec.json.decode(endpoint, type=_Endpoint)
-        except msgspec.DecodeError as error:
-            raise TransportError("refused", f"not an endpoint of mooncake: {error}") from error
+        target = read_endpoint(endpoint, _Endpoint, self.name)
         if target.protocol != self._protocol:
             raise TransportError(
                 "refused", f"the engine speaks {target.protocol}, this side {self._protocol}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moerl.blob.store import BlobStore
-from moerl.data.synthetic import random_rollout
+from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.types import (
     Episode,
     EpisodeGroup,
@@ -42,17 +42,8 @@ def make_rollout(
     """
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, VOCAB, prompt_len).astype(np.int32)
-    return random_rollout(
-        store,
-        rng,
-        name,
-        SHAPE,
-        prompt,
-        num_sampled,
-        sampling=sampling,
-        cuts=cuts,
-        versions=versions,
-    )
+    spec = RolloutSpec(SHAPE, num_sampled, sampling, cuts, versions)
+    return random_rollout(store, rng, name, prompt, spec)
 
 
 def group(index: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> EpisodeGroup:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.host import EngineHost
+from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import RecordError
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
@@ -82,9 +82,8 @@ class World:
         run = RunDir(self.root / "run")
         run.create()
         self.log = run.logs / "engine0.log"
-        self.host = EngineHost(
-            0, self.config, self.folders[A], tiny.FACTS, ReplayConfig(), self.store, run, TOKEN
-        )
+        context = EngineContext(self.folders[A], tiny.FACTS, ReplayConfig(), run, TOKEN)
+        self.host = EngineHost(0, self.config, context, self.store)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))

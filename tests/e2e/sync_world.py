@@ -28,7 +28,7 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
-from moerl.engine.host import EngineHost
+from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import ProtocolError
 from moerl.protocols import AskEngine, EngineHolds, Message
 from moerl.rollout.server import TrainerServer
@@ -95,17 +95,9 @@ class World:
         save_config(config, self.run_dir.config)
         self.loop = asyncio.new_event_loop()
         store = BlobStore(root / "blobs", "n0")
+        context = EngineContext(model, tiny.FACTS, replay, self.run_dir, "engine-token")
         self.hosts = [
-            EngineHost(
-                i,
-                replace(engine, tp=size),
-                model,
-                tiny.FACTS,
-                replay,
-                store,
-                self.run_dir,
-                "engine-token",
-            )
+            EngineHost(i, replace(engine, tp=size), context, store)
             for i, size in engine.sizes.items()
         ]
         self.known: dict[PolicyVersion, Checksums] = {}

@@ -29,7 +29,7 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import EngineClient
 from moerl.engine.hooks import HOOKS
-from moerl.engine.host import EngineHost
+from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.server import EngineServer
 from moerl.errors import ConfigError, EngineError, RecordError
@@ -65,9 +65,8 @@ class World:
         run = RunDir(root / "run")
         run.create()
         self.log = run.logs / "engine0.log"
-        self.host = EngineHost(
-            0, self.config, self.folders[V0], tiny.FACTS, ReplayConfig(), self.store, run, TOKEN
-        )
+        context = EngineContext(self.folders[V0], tiny.FACTS, ReplayConfig(), run, TOKEN)
+        self.host = EngineHost(0, self.config, context, self.store)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
@@ -435,7 +434,7 @@ import asyncio, sys
 from pathlib import Path
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.host import EngineHost
+from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.records import ModelFacts
 from moerl.rundir import RunDir
 from moerl.types import PolicyVersion
@@ -444,8 +443,9 @@ async def main(root, model):
     run = RunDir(root)
     run.create()
     facts = ModelFacts(256, 3, (0, 1, 2), 8, 2)
-    host = EngineHost(1, EngineConfig(max_total_tokens=4096), model, facts, ReplayConfig(),
-                      BlobStore(root / "blobs", "n"), run, "token")
+    context = EngineContext(model, facts, ReplayConfig(), run, "token")
+    config, store = EngineConfig(max_total_tokens=4096), BlobStore(root / "blobs", "n")
+    host = EngineHost(1, config, context, store)
     await host.start(PolicyVersion(0, 0))
     print("ready", flush=True)
     await asyncio.sleep(600)

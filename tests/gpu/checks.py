@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.masked_logprob import (
+    SamplingMask,
     Scores,
     _BuiltPart,
     _KeptSets,
@@ -43,10 +44,8 @@ class Case:
         return kept_logprobs(
             logits,
             self.sampled,
-            other.get("offsets", self.offsets),
-            other.get("ids", self.ids),
+            SamplingMask(other.get("offsets", self.offsets), other.get("ids", self.ids)),
             temperature_S=other.get("tau", self.tau),
-            vocab_start=0,
             implementation=implementation,
         )
 
@@ -166,12 +165,12 @@ def broken_records_are_refused(device: str, implementation: str) -> None:
 def full_entropy_is_that_of_all_logits(device: str) -> None:
     case = make_case(device, torch.bfloat16, torch.int32, 9, 3000, 20)
     scores = kept_logprobs(
-        case.logits, case.sampled, case.offsets, case.ids,
-        temperature_S=case.tau, vocab_start=0, full_entropy_of=2990,
+        case.logits, case.sampled, SamplingMask(case.offsets, case.ids),
+        temperature_S=case.tau, full_entropy_of=2990,
     )  # fmt: skip
     full = full_logprobs(
         case.logits, case.sampled.clamp(max=2989),
-        temperature_S=case.tau, vocab_start=0, vocab_size=2990,
+        temperature_S=case.tau, vocab_size=2990,
     )  # fmt: skip
     log_p = (case.logits[:, :2990].double() / case.tau[:, None].double()).log_softmax(-1)
     want = -(log_p.exp() * log_p).sum(-1)
@@ -267,8 +266,8 @@ def record(model: ToyMoe, device: str) -> Recorded:
     kept = torch.where(keep, logits.float(), torch.full_like(before, -torch.inf)).cpu()
     labels = torch.multinomial(kept.softmax(-1), 1, generator=generator)[:, 0].to(device)
     logprob = kept_logprobs(
-        logits, labels, offsets, ids,
-        temperature_S=torch.ones(TOKENS, device=device), vocab_start=0,
+        logits, labels, SamplingMask(offsets, ids),
+        temperature_S=torch.ones(TOKENS, device=device),
     ).logprob  # fmt: skip
     routes = {layer: ids.detach() for layer, ids in enumerate(executed)}
     return Recorded(tokens, labels, routes, offsets, ids, logprob.detach())
@@ -294,13 +293,11 @@ def trainer_logprob(
     logits, executed = model.logits(recorded.tokens, replay, mode)
     tau = torch.full((TOKENS,), temperature, device=logits.device)
     if not masked:
-        scores = full_logprobs(
-            logits, recorded.labels, temperature_S=tau, vocab_start=0, vocab_size=V
-        )
+        scores = full_logprobs(logits, recorded.labels, temperature_S=tau, vocab_size=V)
     else:
         scores = kept_logprobs(
-            logits, recorded.labels, recorded.offsets, recorded.ids,
-            temperature_S=tau, vocab_start=0,
+            logits, recorded.labels, SamplingMask(recorded.offsets, recorded.ids),
+            temperature_S=tau,
         )  # fmt: skip
     return scores.logprob, executed
 

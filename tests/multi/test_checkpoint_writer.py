@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -173,24 +174,24 @@ def test_a_disk_that_fills_in_the_middle_costs_one_checkpoint(
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
 
 
-@pytest.mark.parametrize("call", ["mkdir", "open"])
+@pytest.mark.parametrize(("owner", "call"), [(Path, "mkdir"), (os, "open")])
 def test_a_disk_that_is_full_already_costs_one_checkpoint(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, call: str
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str
 ) -> None:
     """Neither the folder nor the part that one rank writes for all may end training."""
     writer = _writer(run)
     writer.save(1, _state(torch.ones(1000), 1), {})
     writer.wait()
     writer.metrics()
-    plain = getattr(Path, call)
+    plain, refused = getattr(owner, call), {"mkdir": "writing", "open": ".common.pt."}[call]
 
-    def refuse(path: Path, *args: Any, **fields: Any) -> Any:
-        if "writing" in path.name or path.name == "common.pt":
+    def refuse(path: Path | str, *args: Any, **fields: Any) -> Any:
+        if refused in Path(path).name:
             raise OSError(28, "No space left on device")
         return plain(path, *args, **fields)
 
     with monkeypatch.context() as full:
-        full.setattr(Path, call, refuse)
+        full.setattr(owner, call, refuse)
         writer.save(2, _state(torch.ones(1000), 2), {})
         writer.wait()
     assert writer.metrics()["checkpoint/failed"] == 1.0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from moerl.algorithms.masked_logprob import full_logprobs, kept_logprobs
+from moerl.algorithms.masked_logprob import SamplingMask, VocabShard, full_logprobs, kept_logprobs
 from moerl.algorithms.mismatch import MismatchSums
 
 S, V, WORLD = 9, 12, 2
@@ -31,9 +31,9 @@ def _case() -> tuple[torch.Tensor, ...]:
 def _score(shard: torch.Tensor, start: int, group: dist.ProcessGroup | None) -> dict:
     _, sampled, offsets, ids = _case()
     tau, result = torch.full((S,), 0.8, dtype=torch.float64), {}
-    common = {"temperature_S": tau, "vocab_start": start, "tp_group": group}
+    common = {"temperature_S": tau, "shard": VocabShard(start, group)}
     for name, scored in (
-        ("kept", lambda z: kept_logprobs(z, sampled, offsets, ids, **common)),
+        ("kept", lambda z: kept_logprobs(z, sampled, SamplingMask(offsets, ids), **common)),
         ("full", lambda z: full_logprobs(z, sampled, vocab_size=V, **common)),
     ):
         z = shard.clone().requires_grad_()

@@ -16,7 +16,7 @@ import numpy as np
 
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import random_rollout
+from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -120,17 +120,14 @@ def _group(
     episodes = []
     for sibling in range(siblings):
         name = f"{group_id}.{sibling}.s{rng.integers(1 << 30)}"
-        rollout = random_rollout(
-            store,
-            rng,
-            name,
+        spec = RolloutSpec(
             SHAPE,
-            prompt,
             length + 1 - len(prompt) if length else int(rng.integers(3, 12)),
-            sampling=SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, top_k=8),
+            SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, top_k=8),
             versions=(PolicyVersion(0, step),),
             unused_expert=unused_expert,
         )
+        rollout = random_rollout(store, rng, name, prompt, spec)
         score = Score(float(rng.integers(0, 2)))
         episodes.append(Episode(f"{group_id}.{sibling}", (Turn(rollout),), score))
     return EpisodeGroup(

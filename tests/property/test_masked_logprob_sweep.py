@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moerl.algorithms.masked_logprob import full_logprobs, kept_logprobs
+from moerl.algorithms.masked_logprob import SamplingMask, VocabShard, full_logprobs, kept_logprobs
 from tests.implementations import implementations
 
 IMPLEMENTATIONS = implementations()
@@ -28,9 +28,9 @@ def cases(draw: st.DrawFn) -> Case:
     return logits, keep, sampled, torch.rand(rows, dtype=torch.float64) + 0.3
 
 
-def csr(keep: Tensor) -> tuple[Tensor, Tensor]:
+def csr(keep: Tensor) -> SamplingMask:
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), keep.sum(1).cumsum(0)])
-    return offsets, keep.nonzero()[:, 1]
+    return SamplingMask(offsets, keep.nonzero()[:, 1])
 
 
 def oracle(logits: Tensor, keep: Tensor, sampled: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def test_kept_equals_the_dense_oracle(implementation: str, case: Case) -> None:
     logits.requires_grad_()
     want, want_entropy = oracle(logits, keep, sampled, tau)
     got, entropy, _ = kept_logprobs(
-        logits, sampled, *csr(keep), temperature_S=tau, vocab_start=0,
+        logits, sampled, csr(keep), temperature_S=tau,
         implementation=implementation,
     )  # fmt: skip
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -70,9 +70,7 @@ def test_full_equals_the_dense_oracle_and_ignores_padding(case: Case, padding: i
     want, want_entropy = oracle(want_logits, torch.ones_like(keep), sampled, tau)
     padded = torch.cat([logits, torch.full((len(logits), padding), 1e3).double()], 1)
     padded.requires_grad_()
-    got, entropy, _ = full_logprobs(
-        padded, sampled, temperature_S=tau, vocab_start=0, vocab_size=logits.shape[1]
-    )
+    got, entropy, _ = full_logprobs(padded, sampled, temperature_S=tau, vocab_size=logits.shape[1])
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropy, want_entropy, rtol=1e-10, atol=1e-10)
     grad = gradient(got, padded)
@@ -87,10 +85,8 @@ def test_full_equals_the_dense_oracle_and_ignores_padding(case: Case, padding: i
 def test_a_set_of_everything_equals_no_set(case: Case) -> None:
     logits, keep, sampled, tau = case
     everything = torch.ones_like(keep)
-    kept, _, _ = kept_logprobs(logits, sampled, *csr(everything), temperature_S=tau, vocab_start=0)
-    full, _, _ = full_logprobs(
-        logits, sampled, temperature_S=tau, vocab_start=0, vocab_size=logits.shape[1]
-    )
+    kept, _, _ = kept_logprobs(logits, sampled, csr(everything), temperature_S=tau)
+    full, _, _ = full_logprobs(logits, sampled, temperature_S=tau, vocab_size=logits.shape[1])
     torch.testing.assert_close(kept, full, rtol=1e-13, atol=1e-13)
 
 
@@ -107,8 +103,8 @@ def test_rows_and_shards_of_a_larger_matrix(
     larger[rows] = logits
     larger.requires_grad_()
     common = {"temperature_S": tau, "implementation": implementation}
-    want, _, _ = kept_logprobs(logits, sampled, *csr(keep), vocab_start=0, **common)
-    got, _, _ = kept_logprobs(larger, sampled, *csr(keep), vocab_start=0, rows_S=rows, **common)
+    want, _, _ = kept_logprobs(logits, sampled, csr(keep), **common)
+    got, _, _ = kept_logprobs(larger, sampled, csr(keep), rows_S=rows, **common)
     assert torch.equal(got, want)
     grad = gradient(got, larger)
     untouched = torch.ones(len(larger), dtype=torch.bool)
@@ -117,12 +113,12 @@ def test_rows_and_shards_of_a_larger_matrix(
 
     width = -(-logits.shape[1] // shards)
     parts = [part.detach().clone().requires_grad_() for part in larger.split(width, 1)]
-    joined = sharded(parts, width, rows, sampled, *csr(keep), common)
+    joined = sharded(parts, width, rows, sampled, csr(keep), common)
     torch.testing.assert_close(joined, want, rtol=1e-12, atol=1e-12)
 
 
 def sharded(
-    parts: list[Tensor], width: int, rows: Tensor, sampled: Tensor, offsets: Tensor, ids: Tensor,
+    parts: list[Tensor], width: int, rows: Tensor, sampled: Tensor, mask: SamplingMask,
     common: dict,
 ) -> Tensor:  # fmt: skip
     """Log-probability joined by hand from what each shard alone says of its own kept entries.
@@ -131,7 +127,7 @@ def sharded(
     shards are given one of theirs as if it had been sampled.  With lz = log-sum-exp of a shard:
     lp of any entry = z - lz, so lz = z - lp.
     """
-    owner = torch.repeat_interleave(offsets.diff())
+    ids, owner = mask.ids, torch.repeat_interleave(mask.offsets.diff())
     tau = common["temperature_S"]
     log_z, picked = torch.full((len(parts), len(rows)), -torch.inf).double(), tau * 0
     for shard, part in enumerate(parts):
@@ -142,7 +138,8 @@ def sharded(
             own = ids[mine & (owner == row)]
             pick = sampled[row] if bool((own == sampled[row]).any()) else own[0]
             lp, _, _ = kept_logprobs(
-                part, pick[None], torch.tensor([0, len(own)]), own, vocab_start=start,
+                part, pick[None], SamplingMask(torch.tensor([0, len(own)]), own),
+                shard=VocabShard(start),
                 rows_S=rows[row : row + 1], temperature_S=tau[row : row + 1],
                 implementation=common["implementation"],
             )  # fmt: skip

@@ -13,7 +13,7 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.data.demonstrations import demonstration_plan
-from moerl.data.packing import pack_microbatch
+from moerl.data.packing import LossInputs, pack_microbatch
 from moerl.errors import ConfigError
 from moerl.trainer.sft import supervised
 from moerl.types import BatchPlan, Prompt
@@ -50,8 +50,7 @@ def test_the_answer_and_the_end_count_and_the_prompt_does_not(tmp_path: Path) ->
         0,
         0,
         BlobStore(tmp_path, "n"),
-        advantages=plan_advantages(algorithm, plan),
-        weights=plan_weights(algorithm, plan),
+        loss=LossInputs(plan_advantages(algorithm, plan), plan_weights(algorithm, plan)),
         read_mask=False,
     )
     assert batch.sampled.tolist() == [97, 98, EOS] * 3

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from moerl.config import load_config
 from moerl.config.schema import EngineConfig
 from moerl.engine import args
-from moerl.engine.secret import Secret
 from moerl.engine.server import cause_in, free_port
 from moerl.errors import ConfigError
 
@@ -81,10 +81,14 @@ def test_platform_is_checked() -> None:
 
 
 def test_secret_hides_and_survives_pickling() -> None:
-    secret = pickle.loads(pickle.dumps(Secret("abc")))
-    assert secret == "abc"
-    assert f"Bearer {secret}" == "Bearer abc"
-    assert "abc" not in repr({"api_key": secret})
+    """In a process of its own: the server's module arms hooks when it is imported."""
+    code = (
+        "import pickle; from moerl.engine.launch import Secret\n"
+        "secret = pickle.loads(pickle.dumps(Secret('abc')))\n"
+        "print(secret == 'abc', f'Bearer {secret}', {'api_key': secret})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True Bearer abc {'api_key': '***'}\n"
 
 
 @pytest.mark.parametrize(

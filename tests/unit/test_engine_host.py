@@ -20,7 +20,7 @@ from moerl.data.packing import pack_microbatch
 from moerl.engine import gate as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.client import BadRequest, EngineClient
-from moerl.engine.host import EngineHost
+from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.receiver import Committed
 from moerl.engine.records import ModelFacts
@@ -129,7 +129,8 @@ def play(
 
     async def main(scenario: Callable[[EngineHost], Coroutine[Any, Any, None]]) -> None:
         store = BlobStore(tmp_path / "blobs", "n")
-        host = EngineHost(0, EngineConfig(), tmp_path, FACTS, ReplayConfig(), store, run, "t")
+        context = EngineContext(tmp_path, FACTS, ReplayConfig(), run, "t")
+        host = EngineHost(0, EngineConfig(), context, store)
         await host.start(V0)
         try:
             await asyncio.wait_for(scenario(host), 10)
@@ -155,7 +156,7 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", full)
+            patch.setattr(Path, "replace", full)
             (refused,) = await host.generate([ask("a")])
         assert isinstance(refused, RecordError)
         assert refused.reason == "blob"

@@ -6,6 +6,7 @@ Masked log-probability goes through both implementations, torch and compiled.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import pytest
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms import masked_logprob
-from moerl.algorithms.masked_logprob import Scores, full_logprobs, kept_logprobs
+from moerl.algorithms.masked_logprob import (
+    SamplingMask,
+    Scores,
+    VocabShard,
+    full_logprobs,
+    kept_logprobs,
+)
 from moerl.errors import ConfigError, RecordError
 from tests.implementations import implementations
 
@@ -33,19 +40,20 @@ def case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, keep, sampled, torch.tensor([1.0, 0.5, 1.0, 2.0, 1.3, 0.7]).double()
 
 
-def csr(keep: Tensor) -> tuple[Tensor, Tensor]:
+def csr(keep: Tensor) -> SamplingMask:
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), keep.sum(1).cumsum(0)])
-    return offsets, keep.nonzero()[:, 1]
+    return SamplingMask(offsets, keep.nonzero()[:, 1])
 
 
 @each
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_gradcheck(case: tuple[Tensor, ...], implementation: str, id_dtype: torch.dtype) -> None:
     logits, keep, sampled, tau = case
-    offsets, ids = csr(keep)
+    mask = csr(keep)
+    mask = replace(mask, ids=mask.ids.to(id_dtype))
     assert torch.autograd.gradcheck(
         lambda z: kept_logprobs(
-            z, sampled, offsets, ids.to(id_dtype), temperature_S=tau, vocab_start=0,
+            z, sampled, mask, temperature_S=tau,
             implementation=implementation,
         )[0],
         (logits.requires_grad_(),),
@@ -64,7 +72,7 @@ def test_control_the_gradient_of_another_forward_fails_gradcheck(
 
     def score(z: Tensor, mask: Tensor, tau_S: Tensor) -> Tensor:
         return kept_logprobs(
-            z, sampled, *csr(mask), temperature_S=tau_S, vocab_start=0,
+            z, sampled, csr(mask), temperature_S=tau_S,
             implementation=implementation,
         )[0]  # fmt: skip
 
@@ -88,21 +96,19 @@ def test_gradcheck_of_the_full_vocabulary(case: tuple[Tensor, ...]) -> None:
     logits, _, sampled, tau = case
     padded = torch.cat([logits.detach(), torch.ones(S, 2).double()], 1).requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda z: full_logprobs(z, sampled, temperature_S=tau, vocab_start=0, vocab_size=V)[0],
+        lambda z: full_logprobs(z, sampled, temperature_S=tau, vocab_size=V)[0],
         (padded,),
     )
 
 
 def test_control_mask_temperature_and_rows_change_the_value(case: tuple[Tensor, ...]) -> None:
     logits, keep, sampled, tau = case
-    offsets, ids = csr(keep)
-    right, _, _ = kept_logprobs(logits, sampled, offsets, ids, temperature_S=tau, vocab_start=0)
-    dropped, _, _ = full_logprobs(logits, sampled, temperature_S=tau, vocab_start=0, vocab_size=V)
-    hot, _, _ = kept_logprobs(
-        logits, sampled, offsets, ids, temperature_S=tau * 0 + 1, vocab_start=0
-    )
+    mask = csr(keep)
+    right, _, _ = kept_logprobs(logits, sampled, mask, temperature_S=tau)
+    dropped, _, _ = full_logprobs(logits, sampled, temperature_S=tau, vocab_size=V)
+    hot, _, _ = kept_logprobs(logits, sampled, mask, temperature_S=tau * 0 + 1)
     shifted, _, _ = kept_logprobs(
-        logits, sampled, offsets, ids, temperature_S=tau, vocab_start=0,
+        logits, sampled, mask, temperature_S=tau,
         rows_S=torch.arange(S).roll(1),
     )  # fmt: skip
     for wrong in (dropped, hot, shifted):
@@ -132,17 +138,15 @@ def test_vocabulary_shards_give_the_unsharded_result(
 ) -> None:
     full = scored == "full"
     logits, keep, sampled, tau = case
-    offsets, ids = csr(keep)
+    mask = csr(keep)
 
     def run(z: Tensor, start: int, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        z = z.clone().requires_grad_()
+        z, shard = z.clone().requires_grad_(), VocabShard(start, rank)
         if full:
-            lp, entropy, _ = full_logprobs(
-                z, sampled, temperature_S=tau, vocab_start=start, vocab_size=V, tp_group=rank
-            )
+            lp, entropy, _ = full_logprobs(z, sampled, temperature_S=tau, vocab_size=V, shard=shard)
         else:
             lp, entropy, _ = kept_logprobs(
-                z, sampled, offsets, ids, temperature_S=tau, vocab_start=start, tp_group=rank,
+                z, sampled, mask, temperature_S=tau, shard=shard,
                 implementation=scored,
             )  # fmt: skip
         lp.sum().backward()
@@ -167,8 +171,8 @@ def test_vocabulary_shards_give_the_unsharded_result(
 def test_a_single_kept_token_is_certain_and_teaches_nothing(implementation: str) -> None:
     logits = torch.tensor([[1e4, -1e4, 3.0]], requires_grad=True)
     lp, entropy, _ = kept_logprobs(
-        logits, torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([1]),
-        temperature_S=torch.ones(1), vocab_start=0, implementation=implementation,
+        logits, torch.tensor([1]), SamplingMask(torch.tensor([0, 1]), torch.tensor([1])),
+        temperature_S=torch.ones(1), implementation=implementation,
     )  # fmt: skip
     lp.sum().backward()
     assert (lp.item(), entropy.item()) == (0.0, 0.0)
@@ -182,12 +186,10 @@ def test_low_precision_logits_are_computed_in_fp32(
     logits, keep, sampled, tau = case
     low = logits.bfloat16().requires_grad_()
     lp, entropy, _ = kept_logprobs(
-        low, sampled, *csr(keep), temperature_S=tau.float(), vocab_start=0,
+        low, sampled, csr(keep), temperature_S=tau.float(),
         implementation=implementation,
     )  # fmt: skip
-    want, _, _ = kept_logprobs(
-        low.detach().double(), sampled, *csr(keep), temperature_S=tau, vocab_start=0
-    )
+    want, _, _ = kept_logprobs(low.detach().double(), sampled, csr(keep), temperature_S=tau)
     lp.sum().backward()
     assert (lp.dtype, entropy.dtype, low.grad.dtype) == (torch.float32,) * 2 + (torch.bfloat16,)
     assert (lp - want).abs().max().item() < 1e-5, "as exact as fp32 allows from bf16 logits"
@@ -197,12 +199,12 @@ def test_low_precision_logits_are_computed_in_fp32(
 def test_no_sampled_token_gives_empty_results_and_a_zero_gradient(scored: str) -> None:
     logits = torch.randn(1, 1, 5, requires_grad=True)
     none = torch.zeros(0, dtype=torch.long)
-    common = {"temperature_S": torch.zeros(0), "vocab_start": 0, "rows_S": none}
+    common = {"temperature_S": torch.zeros(0), "rows_S": none}
     start = torch.zeros(1, dtype=torch.long)
     lp, entropy, _ = (
         full_logprobs(logits, none, vocab_size=5, **common)
         if scored == "full"
-        else kept_logprobs(logits, none, start, none, implementation=scored, **common)
+        else kept_logprobs(logits, none, SamplingMask(start, none), implementation=scored, **common)
     )
     lp.sum().backward()
     assert (len(lp), len(entropy), float(logits.grad.abs().sum())) == (0, 0, 0.0)
@@ -214,7 +216,7 @@ def test_rows_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled, tau = torch.randint(0, 7, (23,)), torch.ones(23).double()
 
     def run() -> tuple[Tensor, Tensor]:
-        lp, _, _ = full_logprobs(logits, sampled, temperature_S=tau, vocab_start=0, vocab_size=7)
+        lp, _, _ = full_logprobs(logits, sampled, temperature_S=tau, vocab_size=7)
         return lp.detach(), torch.autograd.grad(lp.square().sum(), logits)[0]
 
     whole = run()
@@ -226,12 +228,13 @@ def test_rows_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @each
 def test_records_that_do_not_fit_are_refused(case: tuple[Tensor, ...], implementation: str) -> None:
     logits, keep, sampled, tau = case
-    offsets, ids = csr(keep)
+    mask = csr(keep)
+    offsets, ids = mask.offsets, mask.ids
 
     def refusal(sampled: Tensor, offsets: Tensor, ids: Tensor) -> tuple[str, str]:
         with pytest.raises(RecordError) as caught:
             kept_logprobs(
-                logits, sampled, offsets, ids, temperature_S=tau, vocab_start=0,
+                logits, sampled, SamplingMask(offsets, ids), temperature_S=tau,
                 implementation=implementation,
             )  # fmt: skip
         return caught.value.reason, str(caught.value)
@@ -262,9 +265,7 @@ def test_records_that_do_not_fit_are_refused(case: tuple[Tensor, ...], implement
 def test_a_token_outside_the_vocabulary_is_refused(case: tuple[Tensor, ...]) -> None:
     logits, _, sampled, tau = case
     with pytest.raises(RecordError, match=r"outside 0\.\.9"):
-        full_logprobs(
-            logits, sampled.clamp(min=10), vocab_size=10, temperature_S=tau, vocab_start=0
-        )
+        full_logprobs(logits, sampled.clamp(min=10), vocab_size=10, temperature_S=tau)
 
 
 def test_rows_that_repeat_go_through_torch(case: tuple[Tensor, ...]) -> None:
@@ -272,15 +273,15 @@ def test_rows_that_repeat_go_through_torch(case: tuple[Tensor, ...]) -> None:
     logits, keep, sampled, tau = case
     twice = torch.tensor([0, 0])
     keep, sampled, tau = keep[twice], sampled[twice], tau[twice]
-    common = {"temperature_S": tau, "vocab_start": 0, "rows_S": twice}
+    common = {"temperature_S": tau, "rows_S": twice}
     z = logits[:1].clone().requires_grad_()
-    lp, _, _ = kept_logprobs(z, sampled, *csr(keep), **common)
+    lp, _, _ = kept_logprobs(z, sampled, csr(keep), **common)
     assert torch.autograd.gradcheck(
-        lambda z: kept_logprobs(z, sampled, *csr(keep), **common)[0], (z,)
+        lambda z: kept_logprobs(z, sampled, csr(keep), **common)[0], (z,)
     )
     assert lp[0] == lp[1]
     with pytest.raises(ConfigError, match="rows that do not repeat"):
-        kept_logprobs(z, sampled, *csr(keep), **common, implementation="built")
+        kept_logprobs(z, sampled, csr(keep), **common, implementation="built")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -288,17 +289,17 @@ def test_full_entropy_comes_with_the_kept_one(
     case: tuple[Tensor, ...], shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, keep, sampled, tau = case
-    plain = kept_logprobs(logits, sampled, *csr(keep), temperature_S=tau, vocab_start=0)
+    plain = kept_logprobs(logits, sampled, csr(keep), temperature_S=tau)
     assert plain.full_entropy is None
-    _, want, _ = full_logprobs(logits, sampled, temperature_S=tau, vocab_start=0, vocab_size=V)
+    _, want, _ = full_logprobs(logits, sampled, temperature_S=tau, vocab_size=V)
     padded = torch.cat([logits, torch.full((S, 2), 50.0).double()], 1)
     monkeypatch.setattr(masked_logprob, "_CHUNK_ELEMENTS", 20)
     monkeypatch.setattr(masked_logprob, "_all_reduce", LockstepReduce(shards))
 
     def run(z: Tensor, rank: int) -> Scores:
         return kept_logprobs(
-            z, sampled, *csr(keep), temperature_S=tau, vocab_start=6 * rank * (shards > 1),
-            tp_group=rank, full_entropy_of=V,
+            z, sampled, csr(keep), temperature_S=tau,
+            shard=VocabShard(6 * rank * (shards > 1), rank), full_entropy_of=V,
         )  # fmt: skip
 
     parts = padded.split(6, 1) if shards > 1 else [padded]
@@ -319,8 +320,8 @@ def test_memory_does_not_grow_with_the_vocabulary(implementation: str) -> None:
             lambda t: saved.append(t.numel()) or t, lambda t: t
         ):
             kept_logprobs(
-                logits, torch.zeros(8, dtype=torch.long), torch.arange(0, 17, 2), ids,
-                temperature_S=torch.ones(8), vocab_start=0, implementation=implementation,
+                logits, torch.zeros(8, dtype=torch.long), SamplingMask(torch.arange(0, 17, 2), ids),
+                temperature_S=torch.ones(8), implementation=implementation,
             )  # fmt: skip
     assert saved
     assert max(saved) <= 16
@@ -344,7 +345,7 @@ def test_compiled_rows_do_not_depend_on_threads(dtype: torch.dtype, threads: int
     def score(logits: Tensor, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
         z = logits.clone().requires_grad_()
         lp, entropy, _ = kept_logprobs(
-            z, sampled, *csr(keep), temperature_S=tau, vocab_start=0,
+            z, sampled, csr(keep), temperature_S=tau,
             implementation=implementation,
         )  # fmt: skip
         (lp * torch.linspace(-1, 2, rows)).sum().backward()

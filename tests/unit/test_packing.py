@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.algorithms.masked_logprob import kept_logprobs
+from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
 from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
-from moerl.data.packing import Grid, pack_microbatch, version_lag
+from moerl.data.packing import Grid, LossInputs, pack_microbatch, version_lag
 from moerl.errors import BlobError, RecordError
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingParams
 from tests.data.plans import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
@@ -61,7 +61,7 @@ def test_every_number_stays_beside_its_token(store: BlobStore) -> None:
     rollouts = three(store)
     advantages, weights = [0.5, -1.0, 2.0], [0.1, 0.2, 0.3]
     packed = pack_microbatch(
-        one_microbatch(rollouts), 0, 0, store, advantages=advantages, weights=weights
+        one_microbatch(rollouts), 0, 0, store, loss=LossInputs(advantages, weights)
     )
     at = 0
     for row, rollout in enumerate(rollouts):
@@ -141,8 +141,8 @@ def test_masked_logprob_of_a_known_policy_through_the_packer(store: BlobStore) -
 
     def score(rows: torch.Tensor) -> torch.Tensor:
         return kept_logprobs(
-            logits, packed.sampled, packed.mask_offsets, packed.mask_ids,
-            temperature_S=packed.temperature, vocab_start=0, rows_S=rows,
+            logits, packed.sampled, SamplingMask(packed.mask_offsets, packed.mask_ids),
+            temperature_S=packed.temperature, rows_S=rows,
         )[0]  # fmt: skip
 
     want = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moerl.algorithms.masked_logprob import kept_logprobs
+from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
 from moerl.errors import RecordError, TrainerError
 from moerl.trainer.model.replay import LayerReplay, Mode, RouteReplay
 from moerl.trainer.passes.router_losses import balance_loss, z_loss
@@ -270,10 +270,10 @@ def _policy(router: torch.Tensor, experts: torch.Tensor, head: torch.Tensor) -> 
     return kept_logprobs(
         hidden @ head.T,
         torch.tensor([0, 3, 6, 1, 1]),
-        torch.tensor([0, 2, 5, 6, 8, 10]),
-        torch.tensor([0, 2, 1, 3, 5, 6, 1, 4, 1, 2]),
+        SamplingMask(
+            torch.tensor([0, 2, 5, 6, 8, 10]), torch.tensor([0, 2, 1, 3, 5, 6, 1, 4, 1, 2])
+        ),
         temperature_S=torch.full((N,), 0.7, dtype=torch.float64),
-        vocab_start=0,
     ).logprob
 
 

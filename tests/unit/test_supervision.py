@@ -17,6 +17,7 @@ import zmq
 
 from moerl.errors import ConfigError, ProtocolError, TrainerError
 from moerl.launch import prepare
+from moerl.launch.nodes.processes import first_error, last_error
 from moerl.launch.supervision.actors import RemoteScorer
 from moerl.protocols import AskEngine, EngineHolds, Message, Ok, Refused
 from moerl.stacks import stacks
@@ -172,3 +173,22 @@ def test_a_scorer_that_was_replaced_is_counted() -> None:
         return scorer.restarts
 
     assert [asyncio.run(ask()) for _ in range(5)] == [0, 0, 1, 1, 2]
+
+
+def test_the_error_that_a_log_is_read_for(tmp_path: Path) -> None:
+    """Of a job: the first line with one; of ranks, which fail after one another: the last cause."""
+    log = tmp_path / "a.log"
+    assert last_error(log) == f"nothing in {log}"
+    log.write_text("all is well\n")
+    assert first_error(log) == f"see {log}"
+    assert last_error(log) == "all is well"
+    lines = (
+        "x",
+        "[rank0]: ValueError: one",
+        "at KeyError: two",
+        "moerl.errors.TrainerError: 3",
+        "y",
+    )
+    log.write_text("\n".join(lines))
+    assert first_error(log) == "[rank0]: ValueError: one"
+    assert last_error(log) == "moerl.errors.TrainerError: 3"

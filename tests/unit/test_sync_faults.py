@@ -198,7 +198,7 @@ def test_blobs_that_could_not_be_written_leave_no_file(
     def full(self: Path, target: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "rename", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         store.put_back("blob://n/a", b"bytes")
     assert list(tmp_path.iterdir()) == []

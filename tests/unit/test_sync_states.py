@@ -15,7 +15,7 @@ import pytest
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import BadRequest, read_committed
-from moerl.engine.host import EngineHost
+from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.receiver import UNCHANGED, Committed, Door, socket_path
 from moerl.engine.records import ModelFacts
 from moerl.errors import EngineError
@@ -56,7 +56,8 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
     run.create()
     facts = ModelFacts(vocab_size=9, num_layers=1, moe_layers=(0,), num_experts=2, top_k=1)
     store = BlobStore(tmp_path / "blobs", "n0")
-    host = EngineHost(0, EngineConfig(), tmp_path, facts, ReplayConfig(), store, run, "token")
+    context = EngineContext(tmp_path, facts, ReplayConfig(), run, "token")
+    host = EngineHost(0, EngineConfig(), context, store)
     client = ScriptedClient()
     server: Any = SimpleNamespace(doors=[socket_path(tmp_path, 0)], death=lambda: None, pid=1)
     host._updates.attach(server, client, V0)  # type: ignore[arg-type]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from moerl.atomic import atomic_write
 from moerl.errors import MoerlError
 from moerl.rundir import RunDir
 
@@ -46,7 +45,7 @@ class Desk:
                 yield path.stem, question if isinstance(question, dict) else {}
 
     def answer(self, name: str, answer: dict[str, Any]) -> None:
-        _write(self._folder, f"{name}.answer", answer)
+        atomic_write(self._folder / f"{name}.answer", json.dumps(answer))
 
 
 def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
@@ -57,7 +56,7 @@ def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
     if not goes_on(run):
         raise MoerlError(f"{run.root} is not being trained now")
     name = f"{time.time():.6f}-{secrets.token_hex(4)}"
-    _write(run.desk, f"{name}.question", question)
+    atomic_write(run.desk / f"{name}.question", json.dumps(question))
     answer = run.desk / f"{name}.answer"
     deadline = time.monotonic() + timeout_s
     while not answer.exists():
@@ -82,9 +81,3 @@ def goes_on(run: RunDir) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def _write(folder: Path, name: str, value: dict[str, Any]) -> None:
-    fresh = folder / f".{name}.{os.getpid()}"
-    fresh.write_text(json.dumps(value))
-    fresh.rename(folder / name)

@@ -166,6 +166,12 @@ def last_error(path: Path) -> str:
     return (causes or lines or [f"nothing in {path}"])[-1]
 
 
+def first_error(log: Path) -> str:
+    """The first line with an error in the log of a job that ended, else where to look."""
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line for line in lines if "Error: " in line), f"see {log}")
+
+
 def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:
     alive = []
     for process in psutil.Process().children(recursive=True):

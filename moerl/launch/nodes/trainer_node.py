@@ -32,6 +32,7 @@ from moerl.config.network import own_address
 from moerl.errors import MoerlError, TrainerError
 from moerl.launch.cluster.commands import GANGS, nth, seats_of, torchrun
 from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.plan import rank_environment
 from moerl.observe.metrics import read_rows
 from moerl.rundir import RunDir, newest_incarnation
 
@@ -182,21 +183,11 @@ def _command(config: Config, seat: TrainerSeat, gang: str) -> list[str]:
 
 
 def _environment(config: Config, seat: TrainerSeat) -> dict[str, str]:
-    """Launcher settings of the ranks of this node; nothing here changes what is computed."""
-    interface = config.cluster.interface
-    env = dict(os.environ) | config.cluster.environment
-    env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    if seat.devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.devices))
+    """Launcher settings of the ranks of this node, which talk to those of other nodes."""
+    env = rank_environment(config, seat) | {"NCCL_SOCKET_IFNAME": config.cluster.interface}
     if seat.node.group.rdma:
         env["NCCL_IB_HCA"] = ",".join(seat.node.group.rdma)
-    return env | {
-        "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return env
 
 
 def _leave(signum: int, _frame: FrameType | None) -> None:

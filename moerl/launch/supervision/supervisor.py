@@ -38,6 +38,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from moerl.atomic import atomic_write
 from moerl.config.clusters import is_local
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.processes import Orphans, end_descendants, serving
@@ -175,9 +176,7 @@ class Supervisor:
         gangs = {"trainer": self._trainer.pid, "frozen": self._frozen and self._frozen.pid}
         pids |= {name: pid for name, pid in gangs.items() if pid is not None}
         self._pids = pids
-        fresh = self.plan.run.root / "pids.tmp"
-        fresh.write_text(json.dumps(pids))
-        fresh.replace(self.plan.run.root / "pids.json")
+        atomic_write(self.plan.run.root / "pids.json", json.dumps(pids))
 
     # --- watch --------------------------------------------------------------------------------
     def _watch_until_trained(self) -> None:

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from moerl.atomic import atomic_write
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError, cause_of
 from moerl.rundir import RunDir
@@ -176,7 +177,8 @@ class CheckpointWriter:
             try:
                 if not verdict[0]:
                     assert strategy.metadata is not None, "rank 0 has the plan of all"
-                    _write_bytes(self._shelf.hidden(step) / COMMON_STATE_FNAME, strategy.common)
+                    common = self._shelf.hidden(step) / COMMON_STATE_FNAME
+                    atomic_write(common, strategy.common, sync=True)
                     strategy.writer.finish(strategy.metadata, every)
                     self._shelf.publish(step, manifest)
             except Exception as error:  # whatever it is, the other ranks wait for the verdict
@@ -271,10 +273,3 @@ class _Writer(FileSystemWriterAsync):
             stream.flush()
             os.fsync(stream.fileno())
         return results
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())

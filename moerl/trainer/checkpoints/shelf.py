@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
+from moerl.atomic import atomic_write
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
 from moerl.rundir import RunDir, newest_incarnation
@@ -63,7 +62,7 @@ class Shelf:
         score = self._mean_before(step)
         if score is not None:
             manifest[self.config.best] = score
-        replace_json(hidden / "manifest.json", manifest)
+        atomic_write(hidden / "manifest.json", json.dumps(manifest, indent=1), sync=True)
         if target.exists():  # a step that was redone after a crash
             shutil.rmtree(target)
         hidden.rename(target)
@@ -121,7 +120,8 @@ class Shelf:
         before = json.loads(self.run.best.read_text()).get(self.config.best) if found else None
         is_same = found is not None and found[0] == step  # made again after a crash, or known
         if before is None or is_same or sign * score > sign * before:
-            replace_json(self.run.best, {"step": step, self.config.best: score})
+            named = {"step": step, self.config.best: score}
+            atomic_write(self.run.best, json.dumps(named, indent=1), sync=True)
 
     def _remove_old(self) -> None:
         best, finished = self.run.best_checkpoint(), self.run.finished_checkpoints()
@@ -130,13 +130,3 @@ class Shelf:
                 shutil.rmtree(path)
         oldest = finished[-self.config.keep :][0][0]
         self._values = {step: value for step, value in self._values.items() if step >= oldest}
-
-
-def replace_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A reader, and a crash, meet the old file or the new one; it is on the disk on return."""
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)

@@ -35,7 +35,7 @@ from moerl.algorithms.critic import value_loss
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
-from moerl.data.packing import Microbatch, by_row
+from moerl.data.packing import LossInputs, Microbatch, by_row
 from moerl.trainer.learner.optimizer import (
     finalize_as_sums,
     make_optimizer,
@@ -176,9 +176,8 @@ class Critic:
             for ddp in self.ddp:
                 ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            batches = self._batches(
-                part.plan, part.of(self._returns), plan_weights(self.config.algorithm, part.plan)
-            )
+            weights = plan_weights(self.config.algorithm, part.plan)
+            batches = self._batches(part.plan, LossInputs(part.of(self._returns), weights))
             run_pass(
                 self.model,
                 self.ddp,
@@ -192,22 +191,9 @@ class Critic:
             metrics["critic/grad_norm"] = max(norms)
         return metrics | {"perf/critic_s": time.perf_counter() - begin}
 
-    def _batches(
-        self,
-        plan: BatchPlan,
-        returns: Sequence[Array] | None = None,
-        weights: Sequence[float] | None = None,
-    ) -> Batches:
+    def _batches(self, plan: BatchPlan, loss: LossInputs | None = None) -> Batches:
         """Returns stand where a policy has its advantages."""
-        return Batches(
-            plan,
-            self.config,
-            self.parallel,
-            self.store,
-            advantages=returns,
-            weights=weights,
-            with_masks=False,
-        )
+        return Batches(plan, self.config, self.parallel, self.store, loss=loss, with_masks=False)
 
     @property
     def _counts(self) -> bool:

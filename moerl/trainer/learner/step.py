@@ -39,7 +39,7 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.data.frozen import received
 from moerl.data.minibatches import Minibatch, split_plan
-from moerl.data.packing import Microbatch
+from moerl.data.packing import LossInputs, Microbatch
 from moerl.errors import TrainerError
 from moerl.trainer.learner.frozen_policy import FrozenPolicy, open_policies
 from moerl.trainer.learner.optimizer import (
@@ -191,8 +191,7 @@ class Learner:
             self.config,
             self.parallel,
             self.store,
-            advantages=advantages,
-            weights=plan_weights(self.config.algorithm, part.plan),
+            loss=LossInputs(advantages, plan_weights(self.config.algorithm, part.plan)),
         )
         every = self.config.observe.full_entropy
         wide = every > 0 and part.plan.step % every == 0

@@ -19,7 +19,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.autograd import Function
 
-from moerl.algorithms.masked_logprob import Scores, full_logprobs, kept_logprobs
+from moerl.algorithms.masked_logprob import (
+    SamplingMask,
+    Scores,
+    VocabShard,
+    full_logprobs,
+    kept_logprobs,
+)
 from moerl.data.packing import Grid, Microbatch, Span
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.parallel import Parallel
@@ -132,26 +138,24 @@ def sampled_logprobs(
     held = batch.held.to(device)
     rows, sampled = batch.sampled_rows.to(device), batch.sampled.to(device)[held]
     temperature = batch.temperature.to(device)[held]
+    shard = VocabShard(model.vocab_start, parallel.tp)
     if batch.mask_offsets is None or batch.mask_ids is None or not len(held):
         scores = full_logprobs(
             logits_BSV,
             sampled,
             temperature_S=temperature,
-            vocab_start=model.vocab_start,
             vocab_size=model.spec.vocab_size,
+            shard=shard,
             rows_S=rows,
-            tp_group=parallel.tp,
         )
     else:
         scores = kept_logprobs(
             logits_BSV,
             sampled,
-            batch.mask_offsets.to(device),
-            batch.mask_ids.to(device),
+            SamplingMask(batch.mask_offsets.to(device), batch.mask_ids.to(device)),
             temperature_S=temperature,
-            vocab_start=model.vocab_start,
+            shard=shard,
             rows_S=rows,
-            tp_group=parallel.tp,
             full_entropy_of=model.spec.vocab_size if full_entropy else None,
         )
     if not full_entropy:  # the same numbers of parts on all ranks, whatever they hold

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import Config, TrainerConfig
-from moerl.data.packing import Microbatch, by_microbatch, fed_tokens, pack_microbatch
+from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.parallel import Parallel
@@ -54,17 +54,16 @@ class Batches:
         parallel: Parallel,
         store: BlobStore,
         *,
-        advantages: Sequence[float | Array] | None = None,
-        weights: Sequence[float | Array] | None = None,
+        loss: LossInputs | None = None,
         with_masks: bool = True,
         only: int | None = None,
     ) -> None:
-        """advantages, weights: by row of the plan.  with_masks: read kept sets, where the last
-        stage needs them.  only: this microbatch alone, as number 0."""
+        """loss: None = for scoring only.  with_masks: read kept sets, where the last stage needs
+        them.  only: this microbatch alone, as number 0."""
         self.plan, self.parallel = plan, parallel
         self._config, self._store = config, store
         self._read_mask = with_masks and config.replay.sampling_mask and parallel.is_last_stage
-        self._advantages, self._weights = advantages, weights
+        self._loss = loss
         self.pack_s = 0.0
         self._numbers = list(range(plan.num_microbatches)) if only is None else [only]
         if parallel.sizes.vpp > 1:  # the interleaved schedule wants whole rounds: the rest is
@@ -79,8 +78,7 @@ class Batches:
             self.parallel.dp_rank,
             self._numbers[microbatch],
             self._store,
-            advantages=self._advantages,
-            weights=self._weights,
+            loss=self._loss,
             read_mask=self._read_mask,
             read_logprobs=self.parallel.is_last_stage,
             grid=forward.grid_of(
