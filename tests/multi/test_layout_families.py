@@ -283,7 +283,7 @@ def check_live(meshes: list[dict[str, int]]) -> int:
 
     num = 0
     for axes in meshes:
-        layout = ParallelConfig(**axes)
+        layout = ParallelConfig(**axes, vocab_divisible_by=8)
         for rank in range(layout.world_size):
             dist.init_process_group(
                 "fake", store=FakeStore(), rank=rank, world_size=layout.world_size
