@@ -53,7 +53,6 @@ from moerl.protocols import (
     TakePlan,
     UpdateClosed,
 )
-from moerl.rollout.admission import ModelFacts
 from moerl.rollout.controller import Controller
 from moerl.rollout.journal import Journal
 from moerl.types import (
@@ -62,6 +61,7 @@ from moerl.types import (
     Finish,
     GenerateRequest,
     LogprobBlob,
+    ModelShape,
     PolicyVersion,
     Prompt,
     RoutingBlob,
@@ -279,7 +279,7 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
         blobs = Records(Path(folder) / "blobs", "n0")
         controller = Controller(
             config,
-            facts=ModelFacts(150_000, len(LAYERS), TOP_K, ()),
+            model=ModelShape(150_000, len(LAYERS), LAYERS, EXPERTS, TOP_K),
             engines={i: StubEngine(i, traffic, 2.0 * step_s) for i in range(ENGINES)},  # type: ignore[misc]
             sizes=dict.fromkeys(range(ENGINES), 1),
             scorer=StubScorer(),

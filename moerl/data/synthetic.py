@@ -17,8 +17,8 @@ from moerl.types import (
     Finish,
     LogprobBlob,
     MaskBlob,
+    ModelShape,
     PolicyVersion,
-    RecordShape,
     Rollout,
     RoutingBlob,
     SamplingParams,
@@ -30,7 +30,7 @@ def random_rollout(
     store: BlobStore,
     rng: np.random.Generator,
     name: str,
-    shape: RecordShape,
+    shape: ModelShape,
     prompt: Array,
     num_sampled: int,
     *,
@@ -91,7 +91,7 @@ def random_rollout(
     )
 
 
-def _routes(rng: np.random.Generator, shape: RecordShape, rows: int, unused: int | None) -> Array:
+def _routes(rng: np.random.Generator, shape: ModelShape, rows: int, unused: int | None) -> Array:
     """uint8 [moe layers, rows, top-k], distinct in each row; for at most 256 experts."""
     scores = rng.random((len(shape.moe_layers), rows, shape.num_experts))
     if unused is not None:
@@ -100,7 +100,7 @@ def _routes(rng: np.random.Generator, shape: RecordShape, rows: int, unused: int
 
 
 def _kept(
-    rng: np.random.Generator, shape: RecordShape, sampled: Array, mean: float, top_k: int
+    rng: np.random.Generator, shape: ModelShape, sampled: Array, mean: float, top_k: int
 ) -> list[Array]:
     """Offsets and ids of one kept set per sampled token."""
     largest = min(top_k, shape.vocab_size) - 1 if top_k > 0 else shape.vocab_size - 1

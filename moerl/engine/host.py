@@ -25,7 +25,7 @@ from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import in_flight, records
 from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.gate import WATCH_S, Gate
-from moerl.engine.records import InFlight, ModelFacts, Reply
+from moerl.engine.records import InFlight, Reply
 from moerl.engine.server import EngineServer
 from moerl.engine.support import PROVEN
 from moerl.engine.updates import Updates
@@ -48,6 +48,7 @@ from moerl.types import (
     GenerateRequest,
     LogprobBlob,
     MaskBlob,
+    ModelShape,
     PolicyVersion,
     RoutingBlob,
     SamplingParams,
@@ -68,7 +69,7 @@ class EngineHost:
         index: int,
         config: EngineConfig,
         model_path: Path,
-        facts: ModelFacts,
+        shape: ModelShape,
         replay: ReplayConfig,
         store: BlobStore,
         run: RunDir,
@@ -77,9 +78,9 @@ class EngineHost:
         update_timeout_s: float = 120.0,
         in_flight_mode: str = "abort_resume",
     ) -> None:
-        self.index, self.config, self.model_path, self.facts = index, config, model_path, facts
+        self.index, self.config, self.model_path, self.shape = index, config, model_path, shape
         self._store, self._run, self._token = store, run, token
-        self._routing = replay.routing == "R3" and bool(facts.moe_layers)
+        self._routing = replay.routing == "R3" and bool(shape.moe_layers)
         self._tracer = Tracer(run.trace, f"engine{index}")
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         self._mode = {"in_place": in_flight.IN_PLACE, "retract": retract}.get(in_flight_mode, "")
@@ -267,7 +268,7 @@ class EngineHost:
                 reply,
                 request,
                 version=version,
-                facts=self.facts,
+                shape=self.shape,
                 routing=self._routing,
                 in_flight=InFlight(
                     later, self._mode == in_flight.IN_PLACE, self._mode == in_flight.RETRACT_AUDIT
@@ -360,8 +361,8 @@ class EngineHost:
             row_begin=begin,
             row_end=begin + ref.shape[1],
             version=version,
-            layers=self.facts.moe_layers,
-            num_experts=self.facts.num_experts,
+            layers=self.shape.moe_layers,
+            num_experts=self.shape.num_experts,
         )
 
     def _refuse(self, error: RecordError) -> RecordError:

@@ -11,50 +11,26 @@ import logging
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
 from moerl.config import Config
-from moerl.config.schema import SamplingConfig
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.protocols import Scorer
-from moerl.rollout.assemble import blob_uris
 from moerl.rollout.blob_holders import BlobHolders
+from moerl.rollout.blob_uris import blob_uris, group_uris
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import PartialEpisode, text_of
 from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
-from moerl.rollout.past import uris_of
-from moerl.types import Episode, EpisodeGroup, Rollout, SamplingParams, Score, Turn, check
+from moerl.types import Episode, EpisodeGroup, ModelShape, Rollout, Score, Turn, check
 
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
 _MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the door check and a request need to know of the model."""
-
-    vocab_size: int
-    num_moe_layers: int
-    top_k_experts: int
-    stop_token_ids: tuple[int, ...]
-
-    def sampling(self, config: SamplingConfig) -> SamplingParams:
-        """Every parameter of a request, from the settings and the model's stop tokens."""
-        return SamplingParams(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=config.ignore_eos,
-        )
 
 
 class Admission:
@@ -63,7 +39,7 @@ class Admission:
     def __init__(
         self,
         config: Config,
-        facts: ModelFacts,
+        model: ModelShape,
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
         holders: BlobHolders,
@@ -73,7 +49,7 @@ class Admission:
         ledger: Ledger,
         loops: Loops,
     ) -> None:
-        self.config, self.facts, self.scorer, self.decode = config, facts, scorer, decode
+        self.config, self._model, self.scorer, self.decode = config, model, scorer, decode
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
         self._holders, self._buffer = holders, buffer
         self._history, self._journal = history, journal
@@ -144,7 +120,7 @@ class Admission:
         if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
             self._late.append(group)
             return
-        self._holders.release(uris_of(group))
+        self._holders.release(group_uris(group))
 
     async def _finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
         try:
@@ -224,13 +200,7 @@ class Admission:
         return tuple(Turn(r, (i - 1,) if i else ()) for i, r in enumerate(rollouts))
 
     def _check(self, rollout: Rollout) -> None:
-        is_replayed = self.config.replay.routing == "R3"
-        check(
-            rollout,
-            vocab_size=self.facts.vocab_size,
-            num_moe_layers=self.facts.num_moe_layers if is_replayed else 0,
-            top_k_experts=self.facts.top_k_experts,
-        )
+        check(rollout, self._model, routing=self.config.replay.routing == "R3")
         for span in rollout.versions:
             if not self._history.knows(span.version, self._buffer.next_step):
                 raise RecordError(
@@ -277,9 +247,11 @@ class Admission:
             random.Random(f"{self.config.run.seed}/{group_id}"),
         )
         chosen = [episodes[index] for index in kept]
-        uris = {uri for e in chosen for turn in e.turns for uri in blob_uris(turn.rollout)}
-        every = {uri for e in episodes for turn in e.turns for uri in blob_uris(turn.rollout)}
-        self._holders.release(every - uris)  # siblings share the rows of their prompt
+        every, stays = (
+            blob_uris(*(turn.rollout for episode in some for turn in episode.turns))
+            for some in (episodes, chosen)
+        )
+        self._holders.release(every - stays)  # siblings share the rows of their prompt
         return tuple(chosen)
 
     def _discard(self, group_id: int, partials: list[PartialEpisode]) -> None:

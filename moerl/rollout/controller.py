@@ -44,24 +44,26 @@ from moerl.protocols import (
     TakeRecords,
     VerifyUpdate,
 )
-from moerl.rollout.admission import Admission, ModelFacts
+from moerl.rollout.admission import Admission
 from moerl.rollout.blob_holders import BlobHolders
+from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import Environment
 from moerl.rollout.evaluation import Evaluator
 from moerl.rollout.fleet import Fleet
 from moerl.rollout.frozen import FrozenLine
+from moerl.rollout.generate import sampling_params
 from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger, facts_of
 from moerl.rollout.loops import Loops, look_after_memory
-from moerl.rollout.past import Past, uris_in, uris_of
+from moerl.rollout.past import Past
 from moerl.rollout.producer import Producer, PromptSource
 from moerl.rollout.roster import Roster
 from moerl.rollout.samples import StepReport, samples_of
 from moerl.rollout.timely import TimelyScorer
 from moerl.rollout.whereabouts import Whereabouts
-from moerl.types import EpisodeGroup, PolicyVersion
+from moerl.types import EpisodeGroup, ModelShape, PolicyVersion
 from moerl.wire import encode_value
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class Controller:
         self,
         config: Config,
         *,
-        facts: ModelFacts,
+        model: ModelShape,
         engines: Mapping[int, Engine],
         sizes: Mapping[int, int],
         scorer: Scorer,
@@ -118,9 +120,10 @@ class Controller:
         self.fleet = Fleet(engines, rollout, self.ledger, self._loops, self._to_come)
         self._roster = Roster(config.engine, sizes, changed=fleet_changed and gang_lives)
         self.admission = Admission(
-            config, facts, scorer, decode, holders, self.buffer, history, journal, ledger, loops
+            config, model, scorer, decode, holders, self.buffer, history, journal, ledger, loops
         )
-        environment, sampling = Environment(scorer, decode, encode), facts.sampling(config.sampling)
+        environment = Environment(scorer, decode, encode)
+        sampling = sampling_params(config.sampling, model)
         self.producer = Producer(
             config,
             sampling,
@@ -198,11 +201,11 @@ class Controller:
         )
         self.producer.life = facts.lives - 1
         adopted = [*past.ready, *past.trained, *(g for gs in past.planned.values() for g in gs)]
-        holders = Counter(uri for group in adopted for uri in uris_of(group))
+        holders = Counter(uri for group in adopted for uri in group_uris(group))
         self._holders.share((holders - Counter(set(holders))).elements())
         self.ledger.journal_adopted, self.ledger.journal_lost = len(adopted), past.lost
         if self.records is None:
-            self._blobs.sweep(uri for group in adopted for uri in uris_of(group))
+            self._blobs.sweep(uri for group in adopted for uri in group_uris(group))
         if gang_lives and past.is_whole and facts.begins:
             self.fleet.incarnation = facts.begins[-1].incarnation
             self.on_rewind(facts.done)
@@ -213,7 +216,7 @@ class Controller:
 
         lost: those that are being started again.
         """
-        kept = sorted(uris_in(self._trainable())) if self.records is None else None
+        kept = sorted(group_uris(*self._trainable())) if self.records is None else None
         await self.fleet.look(lost, not self._done, kept)
 
     async def run(self) -> None:

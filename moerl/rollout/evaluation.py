@@ -17,19 +17,29 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from moerl.blob import BlobStore
 from moerl.config.schema import EvaluationConfig
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.protocols import Scorer
-from moerl.rollout.episodes import Environment, PartialEpisode, text_of, uris_of_all
+from moerl.rollout.blob_uris import blob_uris
+from moerl.rollout.episodes import Environment, PartialEpisode, text_of
 from moerl.rollout.fleet import Fleet
+from moerl.rollout.generate import Replies, generate
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.rollout.producer import PromptSource
-from moerl.types import Episode, Finish, PolicyVersion, SamplingParams, Segment, Turn
+from moerl.types import (
+    Episode,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    SamplingParams,
+    Segment,
+    Turn,
+)
 
 log = logging.getLogger(__name__)
 
@@ -155,19 +165,20 @@ class Evaluator:
         sealed: set[str],
     ) -> None:
         """sealed: takes the blobs of all replies, good or not."""
-        while pending := [partial for partial in partials if not partial.finished]:
-            requests = [partial.request() for partial in pending]
+
+        def call(requests: Sequence[GenerateRequest]) -> Awaitable[Replies]:
             # an update cuts it after hold_s; no call of an engine that hangs is waited for longer
-            limit_s = 2 * self.config.hold_s
-            replies = await self._fleet.generate(index, requests, limit_s, self._delete)
-            sealed.update(uris_of_all(replies))
-            for partial, reply in zip(pending, replies, strict=True):
-                if not isinstance(reply, Segment):
-                    raise reply
-                partial.add(reply)
-                was_cut = not partial.turns[-1].finished
-                if was_cut or {piece.version for piece in reply.pieces} != {version}:
-                    raise EngineError(f"engine {index} took an update while it was evaluated")
+            return self._fleet.generate(index, requests, 2 * self.config.hold_s, self._delete)
+
+        while pending := [partial for partial in partials if not partial.finished]:
+            replies, refused = await generate(pending, call)
+            sealed.update(blob_uris(*replies))
+            for error in refused.values():
+                raise error
+            segments = [reply for reply in replies if isinstance(reply, Segment)]
+            versions = {piece.version for segment in segments for piece in segment.pieces}
+            if versions != {version} or not all(p.turns[-1].finished for p in pending):
+                raise EngineError(f"engine {index} took an update while it was evaluated")
             listening = [partial for partial in pending if partial.listens]
             await asyncio.gather(*map(self._environment.answer, listening))
 

@@ -39,7 +39,7 @@ from moerl.protocols import (
     SessionMessage,
     UpdateClosed,
 )
-from moerl.rollout.episodes import uris_of_all
+from moerl.rollout.blob_uris import blob_uris
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.types import GenerateRequest, PolicyVersion, Segment
@@ -283,7 +283,7 @@ class Fleet:
             call.cancel()
             raise
         if len(replies) != len(requests):
-            drop(uris_of_all(replies))
+            drop(blob_uris(*replies))
             raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
         return replies
 
@@ -382,7 +382,7 @@ async def _drop_late(
     call: asyncio.Future[list[Segment | RecordError]], drop: Callable[[Iterable[str]], None]
 ) -> None:
     with contextlib.suppress(Exception):  # nobody waits for what it says
-        drop(uris_of_all(await call))
+        drop(blob_uris(*await call))
 
 
 async def _answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,13 +19,15 @@ from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.rollout.blob_holders import BlobHolders
+from moerl.rollout.blob_uris import blob_uris
 from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.episodes import Environment, PartialEpisode, uris_of_all
+from moerl.rollout.episodes import Environment, PartialEpisode
 from moerl.rollout.fleet import Fleet, Member
+from moerl.rollout.generate import Replies, generate
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.rollout.prefixes import CHUNK, Prefixes
-from moerl.types import Prompt, SamplingParams, Segment
+from moerl.types import GenerateRequest, Prompt, SamplingParams, Segment
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +110,8 @@ class Producer:
                 for i in range(rollout.groups_per_request)
                 for j in range(self._siblings)
             ]
-            member = self._fleet.members[engine]
-            replies = await member.engine.generate([p.request() for p in partials])
-            _, untaken = _join(range(len(partials)), partials, replies)
-            for uri in (*untaken, *(uri for p in partials for uri in p.blob_uris())):
+            replies, _ = await generate(partials, self._fleet.members[engine].engine.generate)
+            for uri in blob_uris(*replies):
                 blobs.delete(uri)
             return sum(p.num_sampled for p in partials)
 
@@ -209,16 +209,11 @@ class Producer:
         self._calls.append(groups)
         try:
             while groups:
-                pending = [p for group in groups.values() for p in group if not p.finished]
-                owners = [g for g, group in groups.items() for p in group if not p.finished]
                 try:
-                    replies = await self._ask(index, pending)
+                    refused = await self._ask(index, groups)
                 except EngineError as error:
                     self._rescue(index, groups, error)
                     return
-                self._count(pending, replies)
-                refused, untaken = _join(owners, pending, replies)
-                self._holders.release(untaken)
                 for group_id in refused:
                     self._on_refused(group_id, groups.pop(group_id), refused[group_id])
                 await self._converse(groups)
@@ -235,7 +230,8 @@ class Producer:
             self._calls = [call for call in self._calls if call is not groups]
             self._leave(member, left)
 
-    def _count(self, pending: Partials, replies: Sequence[Segment | RecordError]) -> None:
+    def _count(self, pending: Partials, replies: Replies) -> None:
+        """Before the replies are taken: what is fed again depends on what there was."""
         for partial, reply in zip(pending, replies, strict=True):
             if isinstance(reply, Segment):
                 self._ledger.recomputed_tokens += partial.recomputed(reply)
@@ -275,13 +271,22 @@ class Producer:
         self._on_finished(group_id, done, later)
         return {} if later is None else {later: late}
 
-    async def _ask(self, index: int, pending: Partials) -> Sequence[Segment | RecordError]:
-        """One engine call.  Raises EngineError."""
-        limit_s = self.config.rollout.request_timeout_s
+    async def _ask(self, index: int, groups: dict[int, Partials]) -> dict[int, RecordError]:
+        """One engine call.  Returns the groups that hold a refused record; raises EngineError."""
+        pending = [p for group in groups.values() for p in group if not p.finished]
+        owners = [g for g, group in groups.items() for p in group if not p.finished]
+
+        async def call(requests: Sequence[GenerateRequest]) -> Replies:
+            limit_s, release = self.config.rollout.request_timeout_s, self._holders.release
+            replies = await self._fleet.generate(index, requests, limit_s, release)
+            self._count(pending, replies)
+            return replies
+
         async with self._turn:
             await asyncio.sleep(0)
-            requests = [p.request() for p in pending]
-        return await self._fleet.generate(index, requests, limit_s, self._holders.release)
+        replies, refused = await generate(pending, call)
+        self._holders.release(blob_uris(*(replies[place] for place in refused)))
+        return {owners[place]: error for place, error in refused.items()}
 
     async def _converse(self, groups: dict[int, Partials]) -> None:
         """Where a turn ended the environment answers, or ends the episode; all at once."""
@@ -320,23 +325,3 @@ class Producer:
             )
             for sibling in range(self._siblings)
         ]
-
-
-def _join(
-    owners: Iterable[int], pending: Partials, replies: Sequence[Segment | RecordError]
-) -> tuple[dict[int, RecordError], list[str]]:
-    """Add each reply to its partial; owners: their groups.
-
-    Returns the groups that hold a refused record, and the blobs of segments that were not taken.
-    """
-    refused: dict[int, RecordError] = {}
-    untaken: list[str] = []
-    for group_id, partial, reply in zip(owners, pending, replies, strict=True):
-        try:
-            if isinstance(reply, RecordError):
-                raise reply
-            partial.add(reply)
-        except RecordError as error:
-            refused[group_id] = error
-            untaken += uris_of_all([reply])
-    return refused, untaken

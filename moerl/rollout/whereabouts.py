@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from moerl.blob import BlobStore
 from moerl.blob.store import Found
 from moerl.rollout.admission import Admission
+from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
-from moerl.rollout.past import uris_in, uris_of
 from moerl.rollout.producer import Producer
 from moerl.types import EpisodeGroup
 
@@ -51,7 +51,7 @@ class Whereabouts:
         gone, copied = await self._drop_lost(due)
         if gone or self._buffer.due() != due:
             return False
-        self._ledger.copied += sum(not copied.isdisjoint(uris_of(group)) for group in due)
+        self._ledger.copied += sum(not copied.isdisjoint(group_uris(group)) for group in due)
         return True
 
     async def drop_lost(self, groups: Sequence[EpisodeGroup]) -> bool:
@@ -68,7 +68,7 @@ class Whereabouts:
         if found.gone:  # what else lay there is lost as well
             found = await asyncio.to_thread(self._find, self._buffer.ready(), 0.0)
         gone = found.gone
-        lost = self._buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
+        lost = self._buffer.evict(lambda group: not gone.isdisjoint(group_uris(group)))
         self._journal.left(group.group_id for group in lost)
         for group in lost:
             log.warning("the records of group %d are lost: it is generated again", group.group_id)
@@ -77,7 +77,7 @@ class Whereabouts:
         return found
 
     def _find(self, groups: Sequence[EpisodeGroup], patience_s: float) -> Found:
-        return self._blobs.find(uris_in(groups), patience_s)
+        return self._blobs.find(group_uris(*groups), patience_s)
 
     async def leave(self, node: str, trainable: Callable[[], Iterable[EpisodeGroup]]) -> None:
         """Returns when nothing that may be trained lies on a node."""
@@ -85,7 +85,7 @@ class Whereabouts:
 
         def is_named() -> bool:
             partials = (*self._producer.partials(), *self._admission.partials())
-            uris = uris_in(trainable()).union(*(partial.blob_uris() for partial in partials))
+            uris = group_uris(*trainable()).union(*(partial.blob_uris() for partial in partials))
             return any(uri.startswith(prefix) for uri in uris)
 
         while is_named():

@@ -83,7 +83,7 @@ class World:
         run.create()
         self.log = run.logs / "engine0.log"
         self.host = EngineHost(
-            0, self.config, self.folders[A], tiny.FACTS, ReplayConfig(), self.store, run, TOKEN
+            0, self.config, self.folders[A], tiny.SHAPE, ReplayConfig(), self.store, run, TOKEN
         )
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
@@ -188,7 +188,7 @@ class World:
         for partial in partials:
             assert partial.finished
             rollout = partial.rollout()
-            check(rollout, vocab_size=tiny.VOCAB, num_moe_layers=tiny.LAYERS, top_k_experts=2)
+            check(rollout, tiny.SHAPE)
             self.rollouts[partial.rollout_id] = rollout
 
     async def call(self, partials: Sequence[PartialRollout]) -> None:

@@ -100,7 +100,7 @@ class World:
                 i,
                 replace(engine, tp=size),
                 model,
-                tiny.FACTS,
+                tiny.SHAPE,
                 replay,
                 store,
                 self.run_dir,

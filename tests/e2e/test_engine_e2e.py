@@ -67,7 +67,7 @@ class World:
         run.create()
         self.log = run.logs / "engine0.log"
         self.host = EngineHost(
-            0, self.config, self.folders[V0], tiny.FACTS, ReplayConfig(), self.store, run, TOKEN
+            0, self.config, self.folders[V0], tiny.SHAPE, ReplayConfig(), self.store, run, TOKEN
         )
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
@@ -476,15 +476,15 @@ from pathlib import Path
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.host import EngineHost
-from moerl.engine.records import ModelFacts
+from moerl.types import ModelShape
 from moerl.rundir import RunDir
 from moerl.types import PolicyVersion
 
 async def main(root, model):
     run = RunDir(root)
     run.create()
-    facts = ModelFacts(256, 3, (0, 1, 2), 8, 2)
-    host = EngineHost(1, EngineConfig(max_total_tokens=4096), model, facts, ReplayConfig(),
+    shape = ModelShape(256, 3, (0, 1, 2), 8, 2)
+    host = EngineHost(1, EngineConfig(max_total_tokens=4096), model, shape, ReplayConfig(),
                       BlobStore(root / "blobs", "n"), run, "token")
     await host.start(PolicyVersion(0, 0))
     print("ready", flush=True)

@@ -42,7 +42,6 @@ from moerl.protocols import (
     TakePlan,
     UpdateClosed,
 )
-from moerl.rollout.admission import ModelFacts
 from moerl.rollout.controller import Controller
 from moerl.rollout.journal import Journal
 from moerl.rollout.samples import StepReport
@@ -51,6 +50,7 @@ from moerl.types import (
     Episode,
     Finish,
     GenerateRequest,
+    ModelShape,
     PolicyVersion,
     Prompt,
     Score,
@@ -172,7 +172,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     engines = dict(enumerate([engine, *kwargs.get("more_engines", ())]))
     controller = Controller(
         replace(config, engine=EngineConfig(count=len(engines))),
-        facts=ModelFacts(10, moe_layers, 2 * moe_layers, stop_token_ids=()),
+        model=ModelShape(10, moe_layers, tuple(range(moe_layers)), 4, top_k=2 * moe_layers),
         engines=engines,
         sizes=dict.fromkeys(engines, 1),
         scorer=kwargs.get("scorer", StubScorer()),

@@ -22,7 +22,6 @@ from moerl.engine import host as host_module
 from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
-from moerl.engine.records import ModelFacts
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate, Plan
 from moerl.rollout.assemble import PartialRollout
@@ -32,6 +31,7 @@ from moerl.types import (
     EpisodeGroup,
     Finish,
     GenerateRequest,
+    ModelShape,
     PolicyVersion,
     Prompt,
     SamplingParams,
@@ -43,7 +43,7 @@ from moerl.types import (
 from moerl.wire import decode, encode
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
-FACTS = ModelFacts(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
+SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
 BUCKETS = (Bucket(("a",), ("float32",), ((2,),)), Bucket(("b",), ("float32",), ((3,),)))
 OPEN = OpenUpdate(0, V1, "group", BUCKETS)
 
@@ -139,7 +139,7 @@ def play(
     async def main(scenario: Callable[[EngineHost], Coroutine[Any, Any, None]]) -> None:
         store = BlobStore(tmp_path / "blobs", "n")
         host = EngineHost(
-            0, EngineConfig(), tmp_path, FACTS, ReplayConfig(), store, run, "t",
+            0, EngineConfig(), tmp_path, SHAPE, ReplayConfig(), store, run, "t",
             update_timeout_s=0.5,
         )  # fmt: skip
         await host.start(V0)
@@ -488,7 +488,7 @@ def test_sealed_log_probabilities_reach_the_trainer(play: Any) -> None:
             (reply,) = await host.generate([partial.request()])
             partial.add(reply)
         rollout = partial.rollout()
-        check(rollout, vocab_size=50, num_moe_layers=2, top_k_experts=2)
+        check(rollout, SHAPE)
         assert [part.first for part in rollout.sealed_logprobs] == [0, 1, 2]
         group = EpisodeGroup(0, prompt, (Episode("0.0", (Turn(rollout),), Score(1.0)),))
         plan = plan_batch(0, V0, [group], dp_size=1, max_tokens_per_microbatch=100)

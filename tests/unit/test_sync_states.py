@@ -16,7 +16,6 @@ from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import BadRequest, Committed
 from moerl.engine.host import EngineHost
 from moerl.engine.receiver import UNCHANGED, Door, socket_path
-from moerl.engine.records import ModelFacts
 from moerl.errors import EngineError
 from moerl.protocols import (
     AbortUpdate,
@@ -28,7 +27,7 @@ from moerl.protocols import (
     UpdateClosed,
 )
 from moerl.rundir import RunDir
-from moerl.types import GenerateRequest, PolicyVersion, SamplingParams
+from moerl.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 from tests.unit.test_controller import StubEngine, make
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -53,9 +52,9 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
     """A host whose server is up; receivers, if any, listen in tmp_path."""
     run = RunDir(tmp_path / "run")
     run.create()
-    facts = ModelFacts(vocab_size=9, num_layers=1, moe_layers=(0,), num_experts=2, top_k=1)
+    shape = ModelShape(vocab_size=9, num_layers=1, moe_layers=(0,), num_experts=2, top_k=1)
     store = BlobStore(tmp_path / "blobs", "n0")
-    host = EngineHost(0, EngineConfig(), tmp_path, facts, ReplayConfig(), store, run, "token")
+    host = EngineHost(0, EngineConfig(), tmp_path, shape, ReplayConfig(), store, run, "token")
     client = ScriptedClient()
     server: Any = SimpleNamespace(doors=[socket_path(tmp_path, 0)], death=lambda: None, pid=1)
     host._updates.attach(server, client, V0)  # type: ignore[arg-type]

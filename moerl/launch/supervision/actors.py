@@ -298,7 +298,7 @@ class ControllerActor:
         self._alerts = Alerts(plan.config)
         self._controller = Controller(
             plan.config,
-            facts=plan.facts(),
+            model=plan.model_shape(),
             engines=self._engines,
             sizes=self._sizes,
             scorer=self._scorer,
