@@ -44,10 +44,9 @@ from moerl.config.schema import (
     TrainerConfig,
 )
 from moerl.protocols import (
-    CloseUpdate,
+    CommitUpdate,
     EngineStatus,
     Hello,
-    OpenUpdate,
     Plan,
     StepDone,
     TakePlan,
@@ -168,13 +167,11 @@ class StubEngine:
             sealed_logprobs=sealed,
         )
 
-    async def open_update(self, message: OpenUpdate) -> None:
+    async def session(self, message: CommitUpdate) -> UpdateClosed:
         await asyncio.sleep(0.05)  # the pause of a real one
         self.version = message.version
         self.updated.set()
         self.updated = asyncio.Event()
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
         return UpdateClosed(pause_s=0.01, aborted=0)
 
     async def status(self) -> EngineStatus:
@@ -252,8 +249,7 @@ class Trainer:
         self.watch.cycle = self.steps // CHECKPOINT_EVERY
         await controller.handle(StepDone(step, version, {"mismatch/tokens": 1.0}, ""))
         for engine in range(ENGINES):
-            await controller.handle(OpenUpdate(engine, version, "g", ()))
-            await controller.handle(CloseUpdate(engine, version))
+            await controller.handle(CommitUpdate(engine, version, 600.0))
 
 
 async def load(episodes: int, seconds: float, step_s: float) -> bool:

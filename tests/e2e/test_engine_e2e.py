@@ -14,9 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Coroutine, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +24,6 @@ import psutil
 import pytest
 import torch
 import zmq
-from safetensors.torch import load_file
 
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
@@ -35,11 +32,12 @@ from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.server import EngineServer
 from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.protocols import AbortUpdate, Bucket, CloseUpdate, JoinSync, Ok, OpenUpdate, Refused
+from moerl.protocols import AbortUpdate, Ok, Refused, UpdateClosed
 from moerl.rundir import RunDir
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
 from moerl.wire import decode, encode
 from tests.e2e import tiny_model as tiny
+from tests.e2e.publisher import Publisher
 
 pytestmark = pytest.mark.e2e
 
@@ -316,33 +314,24 @@ def test_ports_are_ours_and_on_loopback(world: World) -> None:
 
 
 def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
-    tensors = load_file(world.folders[V1] / "model.safetensors")
-    names = sorted(tensors)
-    buckets = [_bucket(tensors, names[0::2]), _bucket(tensors, names[1::2])]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    opened = threading.Event()
-    sender = threading.Thread(target=_send, args=(port, tensors, buckets, opened), daemon=True)
     long = SamplingParams(800, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
     asks = [request(f"upd.{i}", 8, long, seed=i) for i in range(4)]
     before = world.run(world.host.checksum())
 
-    async def update() -> tuple[Any, list[Segment], list[Segment]]:
+    async def update() -> tuple[UpdateClosed, list[Segment], list[Segment]]:
         host = world.host
-        sender.start()
-        await host.join_sync(JoinSync(0, "127.0.0.1", port, "sync-1", 2, "gloo"))
+        publisher = Publisher(host, world.folders)
+        await publisher.stage(V1)
         seen = prefills(world)
         running = asyncio.create_task(host.generate(asks))
         await prefilled(world, seen)
-        await host.open_update(OpenUpdate(0, V1, "sync-1", tuple(buckets)))
+        committing = asyncio.create_task(publisher.commit(V1))
+        while host._gate.admit.is_set():
+            await asyncio.sleep(0)
         held = asyncio.create_task(host.generate([request("held.0", 9, TRUNCATED)]))
-        opened.set()
-        closed = await host.close_update(CloseUpdate(0, V1))
-        return closed, await running, await held
+        return await committing, await running, await held
 
     closed, partials, held = world.run(update())
-    sender.join(10)
     assert closed.aborted == 4
     assert 0 < closed.pause_s < 30
     for ask, partial in zip(asks, partials, strict=True):
@@ -364,36 +353,6 @@ def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
     world.models[V1] = world.models[V0]
     with pytest.raises(AssertionError):
         assert check_segment(world, resumed[0], finished[0]) < 5e-5
-
-
-def _bucket(tensors: dict[str, torch.Tensor], names: list[str]) -> Bucket:
-    return Bucket(
-        names=tuple(names),
-        dtypes=tuple(str(tensors[name].dtype).removeprefix("torch.") for name in names),
-        shapes=tuple(tuple(tensors[name].shape) for name in names),
-    )
-
-
-def _send(
-    port: int, tensors: dict[str, torch.Tensor], buckets: list[Bucket], opened: threading.Event
-) -> None:
-    """Rank 0 of the sync group: joins, waits for the session, broadcasts every bucket."""
-    import torch.distributed.distributed_c10d as c10d
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as the server has it
-    patience = timedelta(seconds=30)
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", port, 2, is_master=True, timeout=patience, wait_for_workers=False
-    )
-    backend, prefixed = c10d.Backend("gloo"), c10d.PrefixStore("sync-1", store)
-    group, _ = c10d._new_process_group_helper(
-        2, 0, [], backend, prefixed, group_name="sync-1", timeout=patience
-    )
-    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
-    assert opened.wait(30)
-    for bucket in buckets:
-        flat = torch.cat([tensors[name].flatten().view(torch.uint8) for name in bucket.names])
-        torch.distributed.broadcast(flat, src=0, group=group)
 
 
 def test_start_failures_name_the_cause(world: World, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A controller and engines for the trainer gang, without Ray and without SGLang.
 
-The controller serves plans made of synthetic records; an engine joins the sync group as SGLang
-does and keeps what was broadcast to it, so a test can compare it with the trainer's own weights.
+The controller serves plans made of synthetic records; an engine is a bare receiver of publish
+sessions, so a test can compare what it serves with the trainer's own weights.
 """
 
 from __future__ import annotations
@@ -10,103 +10,95 @@ import os
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import zmq
-from torch.distributed import distributed_c10d as c10d
 from trainer_support import ROOT
 
 from moerl.blob.store import BlobStore
+from moerl.config.files import read_json
+from moerl.engine.receiver import Receiver, Seat
+from moerl.errors import EngineError, MoerlError
+from moerl.layout import at, hf_shapes, model_spec, sglang_tiles
+from moerl.layout.plan import EngineLayout
 from moerl.protocols import (
-    CloseUpdate,
+    AbortUpdate,
+    AskEngine,
+    CommitUpdate,
+    EngineHolds,
     Enlist,
     Failed,
     Hello,
-    JoinSync,
     Message,
     Ok,
-    OpenUpdate,
     Plan,
+    PrepareUpdate,
     Refused,
+    RelayUpdate,
     Scored,
+    SessionMessage,
     StepDone,
     Stop,
     TakePlan,
     TakeRecords,
     UpdateClosed,
+    VerifyUpdate,
 )
 from moerl.rundir import RunDir
+from moerl.transport.registry import make
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.wire import decode, encode
+from tests.multi.sync_peers import PlainModel
 
 
 class FakeEngine:
-    """Receives bucketed broadcasts; `weights` is what it serves."""
+    """One engine rank: SGLang's tensors of the model, and a receiver that commits when asked."""
 
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.versions: list[PolicyVersion] = []
-        self._join: threading.Thread | None = None
-        self._receive: threading.Thread | None = None
+    def __init__(self, model: Path) -> None:
+        self._spec = model_spec(read_json(model / "config.json"))
+        self._tensors = {  # nan: what is never written is seen
+            name: torch.full(local.shape, torch.nan)
+            for name, local in sglang_tiles(self._spec, 1, 0).items()
+        }
+        self._receiver = Receiver(
+            Seat(self._spec, EngineLayout(tp=1), 0, "layout"),
+            PlainModel(self._tensors),
+            lambda name, folder: make(name, address="127.0.0.1", folder=folder),
+            PolicyVersion(0, 0),
+        )
+        self.versions: list[PolicyVersion] = []  # that it took
 
-    def join(self, message: JoinSync) -> None:
-        def work() -> None:
-            store = dist.TCPStore(
-                message.address, message.port, is_master=False, timeout=timedelta(seconds=30)
-            )
-            self._group, _ = c10d._new_process_group_helper(
-                message.world_size,
-                1,
-                [],
-                c10d.Backend(message.backend),
-                c10d.PrefixStore(message.group, store),
-                group_name=c10d.GroupName(message.group),
-                timeout=timedelta(seconds=30),
-            )
-            c10d._world.pg_group_ranks[self._group] = {0: 0, 1: 1}
+    def session(self, message: SessionMessage) -> Message:
+        match message:
+            case CommitUpdate():
+                if cause := self._receiver.claim(str(message.version)):
+                    raise EngineError(cause)
+                self._receiver.commit()
+                self.versions.append(message.version)
+                return UpdateClosed(pause_s=0.01, aborted=0)
+            case AskEngine():
+                return EngineHolds(self._receiver.held, "")
+        return self._receiver.handle(message)
 
-        self._join = threading.Thread(target=work, daemon=True)
-        self._join.start()
-
-    def open(self, message: OpenUpdate) -> None:
-        assert self._join is not None
-        self._join.join(30)
-
-        def work() -> None:
-            for bucket in message.buckets:
-                dtypes = [getattr(torch, name) for name in bucket.dtypes]
-                sizes = [
-                    dtype.itemsize * torch.Size(shape).numel()
-                    for dtype, shape in zip(dtypes, bucket.shapes, strict=True)
-                ]
-                flat = torch.empty(sum(sizes), dtype=torch.uint8)
-                try:
-                    dist.broadcast(flat, src=0, group=self._group)
-                except RuntimeError:  # the gang ended in the middle of a publish
-                    return
-                pieces = flat.split(sizes)
-                for name, dtype, shape, piece in zip(
-                    bucket.names, dtypes, bucket.shapes, pieces, strict=True
-                ):
-                    self.weights[name] = piece.view(dtype).reshape(shape).clone()
-
-        self._receive = threading.Thread(target=work, daemon=True)
-        self._receive.start()
-
-    def close(self, message: CloseUpdate) -> None:
-        assert self._receive is not None
-        self._receive.join(30)
-        self.versions.append(message.version)
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What it serves, by the names of the Hugging Face folder."""
+        whole = {
+            name: torch.full(shape, torch.nan) for name, shape in hf_shapes(self._spec).items()
+        }
+        for name, local in sglang_tiles(self._spec, 1, 0).items():
+            for tile in local.tiles:
+                whole[tile.hf][at(tile.hf_box)] = self._tensors[name][at(tile.box)]
+        return whole
 
 
 class FakeController:
     """Answers the gang from a thread; `plans(step)` gives a plan or None for Stop.
 
-    fleets: by step, the engines that there are from its plan on.
+    fleets: by step, the engines that there are from its plan on, which is given once those before
+    took its version; model: of the engines.
     """
 
     def __init__(
@@ -114,9 +106,10 @@ class FakeController:
         token: str,
         plans: Callable[[int], BatchPlan | None],
         fleets: Mapping[int, Enlist] | None = None,
+        model: Path | None = None,
     ) -> None:
         self.token, self.plans, self.fleets = token, plans, dict(fleets or {})
-        self.engines: defaultdict[int, FakeEngine] = defaultdict(FakeEngine)
+        self.model, self.engines = model, dict[int, FakeEngine]()
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
         self.failed: list[Failed] = []
@@ -136,14 +129,27 @@ class FakeController:
         self.socket.close()
 
     def _serve(self) -> None:
+        asked: list[list[bytes]] = []
         while not self._stopping.is_set():
             if self.socket.poll(50):
-                identity, token, name, data = self.socket.recv_multipart()
-                if token.decode() != self.token:
-                    self._answers[name] = encode(Refused("wrong token"))
-                elif name not in self._answers:  # a slow answer is asked for again
-                    self._answers[name] = encode(self._answer(decode(data)))
-                self.socket.send_multipart([identity, name, self._answers[name]])
+                asked.append(self.socket.recv_multipart())
+            asked = [frames for frames in asked if not self._reply(*frames)]
+
+    def _reply(self, identity: bytes, token: bytes, name: bytes, data: bytes) -> bool:
+        """Whether the request could be answered now."""
+        if name not in self._answers:  # a slow answer is asked for again
+            message = decode(data)
+            if not self._is_due(message):
+                return False
+            known = token.decode() == self.token
+            self._answers[name] = encode(self._answer(message) if known else Refused("wrong token"))
+        self.socket.send_multipart([identity, name, self._answers[name]])
+        return True
+
+    def _is_due(self, message: Message) -> bool:
+        if not isinstance(message, TakePlan) or message.step not in self.fleets:
+            return True
+        return all(one.versions[-1].step == message.step for one in self.engines.values())
 
     def _answer(self, message: Message) -> Message:
         match message:
@@ -156,13 +162,15 @@ class FakeController:
                 return Plan(plan) if plan is not None else Stop("all steps are done")
             case StepDone():
                 self.steps.append(message)
-            case JoinSync():
-                self.engines[message.engine].join(message)
-            case OpenUpdate():
-                self.engines[message.engine].open(message)
-            case CloseUpdate():
-                self.engines[message.engine].close(message)
-                return UpdateClosed(pause_s=0.01, aborted=0)
+            case (
+                PrepareUpdate()
+                | VerifyUpdate()
+                | RelayUpdate()
+                | CommitUpdate()
+                | AbortUpdate()
+                | AskEngine()
+            ):
+                return self._session(message)
             case TakeRecords():
                 return Plan(self.records.pop(0)) if self.records else Stop("all are scored")
             case Scored():
@@ -170,6 +178,15 @@ class FakeController:
             case Failed():
                 self.failed.append(message)
         return Ok()
+
+    def _session(self, message: SessionMessage) -> Message:
+        if message.engine not in self.engines:
+            assert self.model is not None, "engines need a model"
+            self.engines[message.engine] = FakeEngine(self.model)
+        try:
+            return self.engines[message.engine].session(message)
+        except MoerlError as error:
+            return Refused(str(error))
 
 
 def run_gang(

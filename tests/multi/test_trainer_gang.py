@@ -44,7 +44,7 @@ class Bench:
             run=RunConfig(name="run", steps=STEPS),
             model=ModelConfig(path=str(model)),
             engine=EngineConfig(count=1),
-            sync=SyncConfig(bucket_bytes=20_000, timeout_s=30.0),
+            sync=SyncConfig(transport="shm", bucket_bytes=20_000, timeout_s=30.0),
             checkpoint=CheckpointConfig(**checkpoint),  # type: ignore[arg-type]
             trainer=TrainerConfig(parallel=ParallelConfig(dp=2, ep=2), step_timeout_s=30.0),
         )
@@ -61,7 +61,7 @@ class Bench:
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
         """Run the gang until `until`; the plan of step `spoil` has a missing blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
-        controller = FakeController(TOKEN, plans, fleets)
+        controller = FakeController(TOKEN, plans, fleets, Path(self.config.model.path))
         arguments = ["--incarnation", str(incarnation)]
         if checkpoint is not None:
             arguments += ["--checkpoint", str(checkpoint)]

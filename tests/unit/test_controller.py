@@ -26,17 +26,17 @@ from moerl.errors import (
 )
 from moerl.ids import ranges
 from moerl.protocols import (
-    AskEngine,
-    CloseUpdate,
+    CommitUpdate,
     EngineHolds,
     EngineStatus,
     Failed,
     Hello,
+    Message,
     Ok,
-    OpenUpdate,
     Plan,
     Refresh,
     Refused,
+    SessionMessage,
     StepDone,
     Stop,
     TakePlan,
@@ -115,7 +115,13 @@ class StubEngine:
             None, None, None, 0, 0, 0.0, 0.0,
         )  # fmt: skip
 
-    async def open_update(self, message: OpenUpdate) -> None:
+    async def session(self, message: SessionMessage) -> Message:
+        if not isinstance(message, CommitUpdate):
+            return EngineHolds(self.version, "")
+        await self._update(message.version)
+        return UpdateClosed(pause_s=0.001, aborted=1)
+
+    async def _update(self, version: PolicyVersion) -> None:
         self.open.clear()
         self.interrupted.set()
         await asyncio.sleep(0.005)
@@ -123,15 +129,9 @@ class StubEngine:
             self.dead = True
             self.open.set()
             raise EngineError("engine 0 is not usable: it was killed")
-        self.version = message.version
+        self.version = version
         self.interrupted.clear()
         self.open.set()
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
-        return UpdateClosed(pause_s=0.001, aborted=1)
-
-    async def session(self, message: AskEngine) -> EngineHolds:
-        return EngineHolds(self.version, "")
 
     async def forget(self, kept: Sequence[str] | None) -> None:
         self.kept = kept
@@ -216,10 +216,14 @@ async def train(
     return plans
 
 
+def commit(version: PolicyVersion, engine: int = 0) -> CommitUpdate:
+    """The step of a publish session that changes what an engine serves."""
+    return CommitUpdate(engine, version, 60.0)
+
+
 async def publish(controller: Controller, version: PolicyVersion) -> None:
     with contextlib.suppress(EngineError):  # a dead engine gets a later version
-        await controller.handle(OpenUpdate(0, version, "g", ()))
-        await controller.handle(CloseUpdate(0, version))
+        await controller.handle(commit(version))
 
 
 async def running(controller: Controller, work):
@@ -356,7 +360,7 @@ def test_a_drain_that_never_ends_is_an_error(tmp_path: Path) -> None:
         async def work() -> None:
             await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
             await asyncio.sleep(0.02)
-            await controller.handle(OpenUpdate(0, PolicyVersion(0, 1), "g", ()))
+            await controller.handle(commit(PolicyVersion(0, 1)))
 
         with pytest.raises(EngineError, match="6 groups did not finish within"):
             await running(controller, work())
@@ -567,8 +571,7 @@ def test_an_engine_of_another_history_gets_no_work(tmp_path: Path) -> None:
             await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 2), ()))
             await asyncio.sleep(0.1)
             assert not engine.requests
-            await controller.handle(OpenUpdate(0, PolicyVersion(1, 2), "g", ()))
-            await controller.handle(CloseUpdate(0, PolicyVersion(1, 2)))
+            await controller.handle(commit(PolicyVersion(1, 2)))
             await controller.handle(TakePlan(2, 60.0, 1))
             assert engine.requests
 

@@ -19,11 +19,11 @@ from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
 from moerl.engine import gate as gate_module
 from moerl.engine import host as host_module
-from moerl.engine.client import BadRequest, EngineClient
+from moerl.engine.client import BadRequest, Committed, EngineClient
 from moerl.engine.host import EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.errors import BlobError, EngineError, RecordError
-from moerl.protocols import Bucket, CloseUpdate, JoinSync, OpenUpdate, Plan
+from moerl.protocols import CommitUpdate, Plan, UpdateClosed
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
 from moerl.types import (
@@ -44,8 +44,7 @@ from moerl.wire import decode, encode
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
-BUCKETS = (Bucket(("a",), ("float32",), ((2,),)), Bucket(("b",), ("float32",), ((3,),)))
-OPEN = OpenUpdate(0, V1, "group", BUCKETS)
+COMMIT = CommitUpdate(0, V1, 5.0)
 
 
 class ScriptedServer:
@@ -57,7 +56,8 @@ class ScriptedServer:
 
     def __init__(self, *_args: object, **_fields: object) -> None: ...
 
-    async def start(self, client: object) -> None: ...
+    async def start(self, client: object) -> None:
+        await asyncio.sleep(0.01)  # a real one takes longer
 
     def death(self) -> str | None:
         return self.cause
@@ -75,7 +75,8 @@ class ScriptedClient:
         self.calls: list[Any] = []
         self.version, self.slow = str(V0), False
         self.released = asyncio.Event()
-        self.bucket_error: Exception | None = None
+        self.commits, self.commit_error = asyncio.Event(), None
+        self.commits.set()
 
     async def close(self) -> None: ...
 
@@ -105,23 +106,12 @@ class ScriptedClient:
     async def abort_all(self) -> None:
         self.released.set()
 
-    async def join_group(self, **fields: Any) -> None:
-        await asyncio.Event().wait()
-
-    async def begin_update(self) -> None:
-        self.calls.append("begin")
-
-    async def receive_bucket(self, **fields: Any) -> None:
-        self.calls.append(fields)
-        if self.bucket_error is not None:
-            raise self.bucket_error
-        self.version = fields["weight_version"] or self.version
-
-    async def end_update(self) -> None:
-        self.calls.append("end")
-
-    async def weight_version(self) -> str:
-        return self.version
+    async def commit(self, version: str, mode: str = "") -> Committed:
+        await self.commits.wait()
+        if self.commit_error is not None:
+            raise self.commit_error
+        self.version = version
+        return Committed(0.25)
 
 
 @pytest.fixture
@@ -138,10 +128,7 @@ def play(
 
     async def main(scenario: Callable[[EngineHost], Coroutine[Any, Any, None]]) -> None:
         store = BlobStore(tmp_path / "blobs", "n")
-        host = EngineHost(
-            0, EngineConfig(), tmp_path, SHAPE, ReplayConfig(), store, run, "t",
-            update_timeout_s=0.5,
-        )  # fmt: skip
+        host = EngineHost(0, EngineConfig(), tmp_path, SHAPE, ReplayConfig(), store, run, "t")
         await host.start(V0)
         try:
             await asyncio.wait_for(scenario(host), 10)
@@ -228,35 +215,35 @@ def test_results_keep_the_order_of_requests(play: Any) -> None:
 
 def test_update_aborts_holds_and_resumes(play: Any) -> None:
     async def scenario(host: EngineHost) -> None:
-        script(host).slow = True
+        client = script(host)
+        client.slow = True
+        client.commits.clear()
         running = asyncio.create_task(host.generate([ask("a"), ask("b")]))
         await asyncio.sleep(0.02)
-        await host.open_update(OPEN)
+        committing = asyncio.create_task(host.session(COMMIT))
         assert [s.finish for s in await running] == [Finish.ABORT] * 2
-        script(host).slow = False
+        client.slow = False
         held = asyncio.create_task(host.generate([ask("c")]))
         await asyncio.sleep(0.02)
         assert not held.done()
-        closed = await host.close_update(CloseUpdate(0, V1))
+        assert len(client.calls) == 1, "it was sent during the update"
+        client.commits.set()
+        closed = await committing
+        assert isinstance(closed, UpdateClosed)
         assert closed.aborted == 2
         (segment,) = await held
         assert isinstance(segment, Segment)
         assert segment.version == V1
-        buckets = [call for call in script(host).calls if "load_format" in call]
-        assert [call["flush_cache"] for call in buckets] == [False, True]
-        assert [call["weight_version"] for call in buckets] == [None, str(V1)]
-        assert [call["names"] for call in buckets] == [("a",), ("b",)]
 
     play(scenario)
 
 
-def test_failed_bucket_makes_the_engine_dirty_until_restarted(play: Any) -> None:
+def test_a_failed_commit_leaves_the_engine_unusable_until_restarted(play: Any) -> None:
     async def scenario(host: EngineHost) -> None:
-        script(host).bucket_error = EngineError("connection closed by peer")
-        await host.open_update(OPEN)
-        with pytest.raises(EngineError, match=r"update to 0.1 failed: connection closed by peer"):
-            await host.close_update(CloseUpdate(0, V1))
-        with pytest.raises(EngineError, match=r"update to 0.1 failed"):
+        script(host).commit_error = EngineError("connection closed by peer")
+        with pytest.raises(EngineError, match=r"commit of 0.1 failed: connection closed by peer"):
+            await host.session(COMMIT)
+        with pytest.raises(EngineError, match=r"commit of 0.1 failed"):
             await host.generate([ask("a")])
         await host.start(V1)
         script(host).version = str(V1)
@@ -265,52 +252,50 @@ def test_failed_bucket_makes_the_engine_dirty_until_restarted(play: Any) -> None
     play(scenario)
 
 
-def test_failed_bucket_is_noticed_before_close(play: Any) -> None:
-    """The trainer may be dead and never close: calls held by the update must not wait for it."""
+def test_calls_held_by_a_commit_fail_with_it(play: Any) -> None:
+    """The trainer may be dead and never commit again: they must not wait for it."""
 
     async def scenario(host: EngineHost) -> None:
-        script(host).bucket_error = EngineError("connection closed by peer")
-        await host.open_update(OPEN)
-        with pytest.raises(EngineError, match="connection closed by peer"):
-            await host.generate([ask("a")])
+        client = script(host)
+        client.commits.clear()
+        client.commit_error = EngineError("connection closed by peer")
+        committing = asyncio.create_task(host.session(COMMIT))
+        await asyncio.sleep(0.02)
+        held = asyncio.create_task(host.generate([ask("a")]))
+        await asyncio.sleep(0.02)
+        assert not held.done()
+        client.commits.set()
+        for work in (committing, held):
+            with pytest.raises(EngineError, match="connection closed by peer"):
+                await work
 
     play(scenario)
 
 
-def test_group_that_never_completes_breaks_the_engine(play: Any) -> None:
+def test_a_commit_that_is_never_answered_fails_held_calls(play: Any) -> None:
     async def scenario(host: EngineHost) -> None:
-        script(host).slow = True
-        await host.join_sync(JoinSync(0, "127.0.0.1", 1, "group", 2, "gloo"))
-        with pytest.raises(EngineError, match="joining sync group group failed: no answer"):
-            await host.generate([ask("a")])
+        script(host).commits.clear()
+        committing = asyncio.create_task(host.session(CommitUpdate(0, V1, 0.2)))
+        await asyncio.sleep(0.02)
+        for work in (host.generate([ask("a")]), committing):
+            with pytest.raises(EngineError, match=r"commit of 0.1 failed: no answer within 0.2 s"):
+                await work
 
     play(scenario)
 
 
 def test_restart_during_an_update_forgets_it(play: Any) -> None:
     async def scenario(host: EngineHost) -> None:
-        await host.open_update(OPEN)
+        script(host).commits.clear()
+        committing = asyncio.create_task(host.session(CommitUpdate(0, V1, 0.5)))
+        await asyncio.sleep(0.02)
         await host.start(V0)
-        await asyncio.sleep(0.7)  # longer than update_timeout_s
-        assert isinstance((await host.generate([ask("a")]))[0], Segment)
-
-    play(scenario)
-
-
-def test_update_that_nobody_closes_breaks_held_calls(play: Any) -> None:
-    async def scenario(host: EngineHost) -> None:
-        await host.open_update(OPEN)
-        with pytest.raises(EngineError, match="opened but never closed"):
-            await host.generate([ask("a")])
-
-    play(scenario)
-
-
-def test_wrong_version_after_an_update_is_an_error(play: Any) -> None:
-    async def scenario(host: EngineHost) -> None:
-        await host.open_update(OpenUpdate(0, V1, "group", ()))  # no bucket carries the version
-        with pytest.raises(EngineError, match=r"serves 0.0 after an update to 0.1"):
-            await host.close_update(CloseUpdate(0, V1))
+        with pytest.raises(EngineError, match="it was stopped"):
+            await committing
+        await asyncio.sleep(0.7)  # longer than the update may take
+        (segment,) = await host.generate([ask("a")])
+        assert isinstance(segment, Segment)
+        assert segment.version == V0
 
     play(scenario)
 
@@ -321,7 +306,7 @@ def test_death_fails_running_and_later_calls(play: Any) -> None:
         running = asyncio.create_task(host.generate([ask("a")]))
         await asyncio.sleep(0.02)
         host._server.cause = "server was killed by signal 9: no exception in its log"
-        for work in (running, host.generate([ask("b")]), host.open_update(OPEN)):
+        for work in (running, host.generate([ask("b")]), host.session(COMMIT)):
             with pytest.raises(EngineError, match="killed by signal 9"):
                 await work
 

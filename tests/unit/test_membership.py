@@ -16,12 +16,10 @@ from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
 from moerl.launch.nodes.desk import Desk, ask
 from moerl.launch.supervision.membership import check_removal
 from moerl.protocols import (
-    CloseUpdate,
     Enlist,
     Enlisted,
     Hello,
     Ok,
-    OpenUpdate,
     Plan,
     Refresh,
     StepDone,
@@ -30,7 +28,7 @@ from moerl.protocols import (
 from moerl.rollout.controller import Controller
 from moerl.rundir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, Segment
-from tests.unit.test_controller import CONFIG, StubEngine, make, running
+from tests.unit.test_controller import CONFIG, StubEngine, commit, make, running
 
 
 class Trainer:
@@ -47,8 +45,7 @@ class Trainer:
 
     async def publish(self) -> None:
         for engine in reversed(self.engines):  # whoever is first has room to start more
-            await self._controller.handle(OpenUpdate(engine, self.version, "g", ()))
-            await self._controller.handle(CloseUpdate(engine, self.version))
+            await self._controller.handle(commit(self.version, engine))
 
     async def step(self) -> None:
         step = self.version.step
@@ -128,7 +125,7 @@ def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) ->
             await leaving
             assert trainer.told == [(1,)]
             with pytest.raises(EngineError, match="engine 0 is not in this run"):
-                await controller.handle(OpenUpdate(0, trainer.version, "g", ()))
+                await controller.handle(commit(trainer.version))
             await trainer.step()
             await trainer.step()
             assert len(first.requests) == asked, "it was sent requests after it left"
