@@ -28,14 +28,11 @@ from moerl.config.schema import RolloutConfig
 from moerl.errors import EngineError, ProtocolError, RecordError
 from moerl.protocols import (
     AskEngine,
-    CloseUpdate,
     CommitUpdate,
     Engine,
     EngineHolds,
     EngineStatus,
-    JoinSync,
     Message,
-    OpenUpdate,
     SessionMessage,
     UpdateClosed,
 )
@@ -84,15 +81,10 @@ class Fleet:
         config: RolloutConfig,
         ledger: Ledger,
         loops: Loops,
-        to_come: Callable[[PolicyVersion], int],
     ) -> None:
-        """to_come: groups beside those in a call that a version of an engine is still needed for;
-        with a fixed lag an update waits for them.
-        """
         self.members = {index: Member(engine) for index, engine in engines.items()}
         self.incarnation: int | None = None  # of the trainer; unknown until it says hello
         self._config, self._ledger, self._loops = config, ledger, loops
-        self._to_come = to_come
 
     # --- who may be sent requests ---------------------------------------------------------------
     def serves(self, index: int) -> bool:
@@ -294,7 +286,7 @@ class Fleet:
         return self.members[index]
 
     # --- weight updates -------------------------------------------------------------------------
-    async def _settle(self, index: int) -> None:
+    async def _settle(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
         """Before an update: no evaluation is cut, with `drain` no request at all; with a fixed lag
         none is left to start.
 
@@ -310,7 +302,7 @@ class Fleet:
         def unsettled() -> int:
             if member.state != State.UP:
                 return 0  # it failed, and what it had goes on elsewhere
-            return member.generating + (self._to_come(member.version) if exact else 0)
+            return member.generating + (to_come(member.version) if exact else 0)
 
         member.draining = not exact
         begin = time.monotonic()
@@ -322,24 +314,18 @@ class Fleet:
                 )
             await self._loops.wait_change(1.0)
 
-    async def join_sync(self, message: JoinSync) -> None:
-        await self._answering(message.engine).join_sync(message)
+    async def session(
+        self, message: SessionMessage, to_come: Callable[[PolicyVersion], int]
+    ) -> Message:
+        """Pass a step of a publish session on; the engine itself says whether it is still fit.
 
-    async def open_update(self, message: OpenUpdate) -> None:
-        await self._settle(message.engine)
-        await self._answering(message.engine).open_update(message)
-
-    async def close_update(self, message: CloseUpdate) -> UpdateClosed:
-        closed = await self._answering(message.engine).close_update(message)
-        self._updated(self.members[message.engine], message.version, closed)
-        return closed
-
-    async def session(self, message: SessionMessage) -> Message:
-        """Pass a step of a publish session on; the engine itself says whether it is still fit."""
+        to_come: groups beside those in a call that a version of an engine is still needed for; with
+        a fixed lag an update waits for them.
+        """
         member = self._member(message.engine)
         try:
             if isinstance(message, CommitUpdate):
-                await self._settle(message.engine)
+                await self._settle(message.engine, to_come)
             asked = self._answering(message.engine).session(message)
             limit_s = 0.0 if isinstance(message, AskEngine) else message.timeout_s
             reply = await _answer(asked, type(message).__name__, limit_s)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
-from moerl.blob import BlobStore
 from moerl.blob.store import Found
 from moerl.rollout.admission import Admission
 from moerl.rollout.blob_uris import group_uris
-from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.journal import Journal
-from moerl.rollout.ledger import Ledger
-from moerl.rollout.loops import Loops
+from moerl.rollout.context import Context
 from moerl.rollout.producer import Producer
 from moerl.types import EpisodeGroup
 
@@ -28,23 +24,13 @@ log = logging.getLogger(__name__)
 class Whereabouts:
     """Looks after the records of groups that wait for the trainer."""
 
-    def __init__(
-        self,
-        blobs: BlobStore,
-        buffer: GroupBuffer,
-        producer: Producer,
-        admission: Admission,
-        journal: Journal,
-        ledger: Ledger,
-        loops: Loops,
-        *,
-        patience_s: float,
-    ) -> None:
-        """patience_s: as long as a reader would wait for a node that does not answer."""
-        self._blobs, self._buffer, self._producer = blobs, buffer, producer
-        self._admission, self._journal = admission, journal
-        self._ledger, self._loops = ledger, loops
-        self._patience_s = patience_s
+    def __init__(self, context: Context, producer: Producer, admission: Admission) -> None:
+        self._blobs, self._journal = context.services.blobs, context.services.journal
+        self._buffer, self._batches = context.buffer, context.batches
+        self._holders, self._ledger, self._loops = context.holders, context.ledger, context.loops
+        self._producer, self._admission = producer, admission
+        # as long as a reader would wait for a node that does not answer
+        self._patience_s = context.config.sync.timeout_s
 
     async def are_whole(self, due: list[EpisodeGroup]) -> bool:
         """Whether this batch is due still, and its records can be read."""
@@ -73,19 +59,24 @@ class Whereabouts:
         for group in lost:
             log.warning("the records of group %d are lost: it is generated again", group.group_id)
             self._ledger.dropped_lost += 1
-            self._admission.forget(group)
+            self._holders.forget(group)
         return found
 
     def _find(self, groups: Sequence[EpisodeGroup], patience_s: float) -> Found:
         return self._blobs.find(group_uris(*groups), patience_s)
 
-    async def leave(self, node: str, trainable: Callable[[], Iterable[EpisodeGroup]]) -> None:
+    def trainable(self) -> Iterator[EpisodeGroup]:
+        """Groups that are ready, planned, or could be trained again."""
+        yield from self._buffer.ready()
+        yield from self._batches.groups()
+
+    async def leave(self, node: str) -> None:
         """Returns when nothing that may be trained lies on a node."""
         prefix = f"blob://{node}/"
 
         def is_named() -> bool:
             partials = (*self._producer.partials(), *self._admission.partials())
-            uris = group_uris(*trainable()).union(*(partial.blob_uris() for partial in partials))
+            uris = group_uris(*self.trainable()).union(*(one.blob_uris() for one in partials))
             return any(uri.startswith(prefix) for uri in uris)
 
         while is_named():

@@ -203,7 +203,7 @@ def ready_at(controller: Controller, engine: Sealing) -> dict[int, EpisodeGroup]
     node = f"blob://{engine.node}/"
     return {
         group.group_id: group
-        for group in controller.buffer.ready()
+        for group in controller.context.buffer.ready()
         if any(uri.startswith(node) for uri in group_uris(group))
     }
 

@@ -37,6 +37,7 @@ from moerl.protocols import (
     SessionMessage,
     UpdateClosed,
 )
+from moerl.rollout.context import Services
 from moerl.rollout.controller import Controller
 from moerl.rollout.samples import StepReport
 from moerl.rollout.server import TrainerServer
@@ -296,8 +297,7 @@ class ControllerActor:
         plan = self._plan
         self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
         self._alerts = Alerts(plan.config)
-        self._controller = Controller(
-            plan.config,
+        services = Services(
             model=plan.model_shape(),
             engines=self._engines,
             sizes=self._sizes,
@@ -312,8 +312,9 @@ class ControllerActor:
             saved_steps=lambda: (plan.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
-            gang_lives=bool(endpoint),
-            fleet_changed=self._fleet_changed,
+        )
+        self._controller = Controller(
+            plan.config, services, gang_lives=bool(endpoint), fleet_changed=self._fleet_changed
         )
         if endpoint:
             await self._controller.rejoin(lost)
@@ -353,12 +354,13 @@ class ControllerActor:
 
     async def engines(self) -> list[dict[str, object]]:
         """What each engine does."""
-        return self._controller.fleet.table()
+        return self._controller.context.fleet.table()
 
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str]:
         """Status for the panel, rows of metrics.jsonl and failure of the trainer since then."""
         rows, self._rows = self._rows, []
-        failure, self._controller.failure = self._controller.failure, ""
+        trainer = self._controller.trainer
+        failure, trainer.failure = trainer.failure, ""
         status = self._controller.status()
         for name in ("async/buffer_depth", "async/in_flight"):
             self._tracer.count(name, status[name])
