@@ -10,7 +10,6 @@ from typing import Protocol
 from moerl.blob import BlobStore
 from moerl.config import Config
 from moerl.protocols import Engine, Scorer
-from moerl.rollout.batches import Batches
 from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import Environment
@@ -19,6 +18,7 @@ from moerl.rollout.history import History
 from moerl.rollout.journal import Journal
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
+from moerl.rollout.planned_batches import PlannedBatches
 from moerl.rollout.roster import Roster
 from moerl.rollout.samples import StepReport
 from moerl.rollout.timely import TimelyScorer
@@ -62,7 +62,7 @@ class Context:
     fleet: Fleet
     roster: Roster
     buffer: GroupBuffer
-    batches: Batches
+    batches: PlannedBatches
     holders: BlobHolders
     history: History
     ledger: Ledger
@@ -88,7 +88,7 @@ def make_context(config: Config, services: Services, *, fleet_changed: bool) -> 
             rollout.buffer_depth,
             selection=rollout.selection,
         ),
-        batches=Batches(services.journal, services.saved_steps),
+        batches=PlannedBatches(services.journal, services.saved_steps),
         holders=BlobHolders(services.blobs),
         history=History(),
         ledger=ledger,

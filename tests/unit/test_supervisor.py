@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from moerl.config import load_config
 from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.supervision import supervisor as supervising
-from moerl.launch.supervision.remote import Hosted, Remote
+from moerl.launch.supervision.ray_proxy import Hosted, Remote
 from moerl.launch.supervision.supervisor import Supervisor
 from moerl.rundir import RunDir
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from moerl.config.clusters import is_local, placement
 from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, this_node
 from moerl.launch.plan import RunPlan
-from moerl.launch.supervision.remote import Hosted, Remote, own_errors
+from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
 from moerl.protocols import Engine, Message

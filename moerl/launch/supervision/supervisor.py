@@ -46,7 +46,7 @@ from moerl.launch.plan import GANG, RunPlan
 from moerl.launch.supervision.actors import ControllerActor, ScorerActor, place
 from moerl.launch.supervision.frozen import FrozenRanks
 from moerl.launch.supervision.membership import Membership
-from moerl.launch.supervision.remote import own_errors
+from moerl.launch.supervision.ray_proxy import own_errors
 from moerl.launch.supervision.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows

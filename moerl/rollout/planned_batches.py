@@ -10,7 +10,7 @@ from moerl.rollout.past import Past
 from moerl.types import EpisodeGroup
 
 
-class Batches:
+class PlannedBatches:
     """Each change is journaled before the trainer is answered."""
 
     def __init__(self, journal: Journal, saved_steps: Callable[[], int]) -> None:
