@@ -52,7 +52,7 @@ from moerl.protocols import (
     TakePlan,
     UpdateClosed,
 )
-from moerl.rollout.admission import ModelFacts
+from moerl.rollout.context import Services
 from moerl.rollout.controller import Controller
 from moerl.rollout.journal import Journal
 from moerl.types import (
@@ -61,6 +61,7 @@ from moerl.types import (
     Finish,
     GenerateRequest,
     LogprobBlob,
+    ModelShape,
     PolicyVersion,
     Prompt,
     RoutingBlob,
@@ -273,9 +274,8 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
     trainer = Trainer(step_s, traffic, watch)
     with tempfile.TemporaryDirectory() as folder:
         blobs = Records(Path(folder) / "blobs", "n0")
-        controller = Controller(
-            config,
-            facts=ModelFacts(150_000, len(LAYERS), TOP_K, ()),
+        services = Services(
+            model=ModelShape(150_000, len(LAYERS), LAYERS, EXPERTS, TOP_K),
             engines={i: StubEngine(i, traffic, 2.0 * step_s) for i in range(ENGINES)},  # type: ignore[misc]
             sizes=dict.fromkeys(range(ENGINES), 1),
             scorer=StubScorer(),
@@ -289,6 +289,7 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
             on_step=lambda report: None,
             on_rewind=lambda step: None,
         )
+        controller = Controller(config, services)
         controller.engines_started()
         running = asyncio.create_task(controller.run())
         beat = asyncio.create_task(watch.run())

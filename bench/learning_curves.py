@@ -110,7 +110,7 @@ class Bed:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ray.init puts its own in place
         self._engine = place(EngineActor, plan, 0, plan.config.engine.tp)
         self._scorer = place(ScorerActor, plan)
-        ray.get(self._engine.start.remote(PolicyVersion(0, 0)))
+        ray.get(self._engine.ask.remote("start", PolicyVersion(0, 0)))
         self._runs = 0
 
     def train(self, plan: RunPlan) -> Iterator[Row]:

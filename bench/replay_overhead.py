@@ -39,9 +39,9 @@ from moerl.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
+    ModelShape,
     PolicyVersion,
     Prompt,
-    RecordShape,
     Rollout,
     SamplingParams,
     Score,
@@ -50,6 +50,9 @@ from moerl.types import (
 
 PROMPT, LENGTH, KEPT_MEAN = 32, 256, 32
 START = PolicyVersion(0, 0)
+SHAPE = ModelShape(
+    SPEC.vocab_size, SPEC.layers, SPEC.moe_layers, SPEC.experts, SPEC.experts_per_token
+)
 
 
 def main() -> None:
@@ -148,7 +151,7 @@ def make_rollout(store: BlobStore, rng: np.random.Generator, index: int) -> Roll
     num_sampled = LENGTH - PROMPT
     prompt = rng.integers(0, SPEC.vocab_size, PROMPT).astype(np.int32)
     spec = RolloutSpec(
-        RecordShape(SPEC.vocab_size, SPEC.moe_layers, SPEC.experts, SPEC.experts_per_token),
+        SHAPE,
         num_sampled,
         SamplingParams(max_new_tokens=num_sampled, top_p=0.95, top_k=512),
         versions=(START,),

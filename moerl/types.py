@@ -322,13 +322,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordShape:
-    """What records know of a model."""
+class ModelShape:
+    """What requests and records depend on in a model."""
 
     vocab_size: int
-    moe_layers: tuple[int, ...]  # global layer numbers, 0-based
+    num_layers: int  # hidden layers, dense ones included
+    moe_layers: tuple[int, ...]  # 0-based numbers of the layers that route; empty = dense model
     num_experts: int
     top_k: int
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a sequence unless sampling.ignore_eos
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -398,8 +400,10 @@ class BatchPlan:
         return [self.groups[r.group].episodes[r.episode].turns[r.turn].rollout for r in self.rows]
 
 
-def check(rollout: Rollout, *, vocab_size: int, num_moe_layers: int, top_k_experts: int) -> None:
+def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
     """Check one record's header at the door.  Raises RecordError with a countable reason.
+
+    routing: routes were recorded, unless the model is dense.
 
     Lengths, ranges and presence are checked here; the bytes behind the blob references are
     checked by `moerl.codec` when they are sealed (they never change afterwards).
@@ -414,8 +418,8 @@ def check(rollout: Rollout, *, vocab_size: int, num_moe_layers: int, top_k_exper
         refuse("dtype", f"got {tokens.dtype}, {mask.dtype}, {logprobs.dtype}; want i32, bool, f32")
     if len(mask) != num_tokens or num_tokens < 2 or not num_sampled or mask[0]:
         refuse("length", f"{num_tokens} tokens, {len(mask)} mask entries, {num_sampled} sampled")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-        refuse("token_range", f"token ids must lie in 0..{vocab_size - 1}")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size:
+        refuse("token_range", f"token ids must lie in 0..{model.vocab_size - 1}")
     _check_logprobs(rollout, num_sampled)
     firsts = [span.first for span in rollout.versions]
     if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= num_sampled:
@@ -423,7 +427,8 @@ def check(rollout: Rollout, *, vocab_size: int, num_moe_layers: int, top_k_exper
     order = [span.version for span in rollout.versions]
     if order != sorted(order):
         refuse("versions", f"versions go backwards: {[str(v) for v in order]}")
-    _check_routing(rollout, num_moe_layers, top_k_experts)
+    if routing and model.moe_layers:
+        _check_routing(rollout, len(model.moe_layers), model.top_k)
     _check_mask(rollout, num_sampled)
 
 
@@ -461,12 +466,10 @@ def _check_logprobs(rollout: Rollout, num_sampled: int) -> None:
     check_logprobs(rollout.logprobs, rollout.rollout_id)
 
 
-def _check_routing(rollout: Rollout, num_moe_layers: int, top_k_experts: int) -> None:
-    if not num_moe_layers:
-        return
+def _check_routing(rollout: Rollout, num_moe_layers: int, top_k: int) -> None:
     at = 0
     for part in rollout.routing:
-        want = (num_moe_layers, part.row_end - part.row_begin, top_k_experts)
+        want = (num_moe_layers, part.row_end - part.row_begin, top_k)
         if part.row_begin != at or part.ids.shape != want or len(part.layers) != num_moe_layers:
             raise RecordError(
                 "routing_rows",

@@ -25,8 +25,8 @@ from moerl.types import (
     Array,
     Finish,
     MaskBlob,
+    ModelShape,
     PolicyVersion,
-    RecordShape,
     Rollout,
     RoutingBlob,
     SamplingParams,
@@ -63,7 +63,7 @@ class _Raw:
     settings: dict[str, float]
 
 
-def read_dump(path: Path, store: BlobStore, shape: RecordShape) -> list[Rollout]:
+def read_dump(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
     """Read FILE.jsonl or FILE.npz, seal its arrays, return checked records.
 
     Raises RecordError `dump` for a file or field that breaks the schema.
@@ -249,7 +249,7 @@ def _setting(arrays: dict[str, Array], name: str, index: int, default: float, wh
 
 
 # --- records ---------------------------------------------------------------------------------
-def _rollout(raw: _Raw, index: int, store: BlobStore, shape: RecordShape) -> Rollout:
+def _rollout(raw: _Raw, index: int, store: BlobStore, shape: ModelShape) -> Rollout:
     sampled = _check_lengths(raw, shape)
     name = f"dump-{index}"  # ids of a dump are not file names
     ids = raw.routing.transpose(1, 0, 2)
@@ -288,18 +288,13 @@ def _rollout(raw: _Raw, index: int, store: BlobStore, shape: RecordShape) -> Rol
         engine=0,
     )
     try:
-        check(
-            rollout,
-            vocab_size=shape.vocab_size,
-            num_moe_layers=len(shape.moe_layers),
-            top_k_experts=shape.top_k,
-        )
+        check(rollout, shape)
     except RecordError as error:
         _refuse(raw.where, error.reason, str(error))
     return rollout
 
 
-def _check_lengths(raw: _Raw, shape: RecordShape) -> Array:
+def _check_lengths(raw: _Raw, shape: ModelShape) -> Array:
     """Returns the sampled tokens."""
     num_tokens = len(raw.token_ids)
     if num_tokens < 2:

@@ -18,8 +18,8 @@ from moerl.types import (
     Finish,
     LogprobBlob,
     MaskBlob,
+    ModelShape,
     PolicyVersion,
-    RecordShape,
     Rollout,
     RoutingBlob,
     SamplingParams,
@@ -31,7 +31,7 @@ from moerl.types import (
 class RolloutSpec:
     """What a random rollout is like after its prompt."""
 
-    shape: RecordShape
+    shape: ModelShape
     num_sampled: int
     sampling: SamplingParams  # kept sets are recorded where it truncates
     cuts: Sequence[int] = ()  # numbers of sampled tokens at which a new segment begins

@@ -25,7 +25,7 @@ from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import in_flight, records
 from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.gate import WATCH_S, Gate
-from moerl.engine.records import InFlight, ModelFacts, Reply
+from moerl.engine.records import InFlight, Reply
 from moerl.engine.server import EngineServer
 from moerl.engine.support import PROVEN
 from moerl.engine.updates import Updates
@@ -44,6 +44,7 @@ from moerl.types import (
     GenerateRequest,
     LogprobBlob,
     MaskBlob,
+    ModelShape,
     PolicyVersion,
     RoutingBlob,
     SamplingParams,
@@ -59,7 +60,7 @@ class EngineContext:
     """What all engines of a run have in common."""
 
     model_path: Path
-    facts: ModelFacts
+    shape: ModelShape
     replay: ReplayConfig
     run: RunDir
     token: str
@@ -76,7 +77,7 @@ class EngineHost:
     ) -> None:
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
-        self._routing = replay.routing == "R3" and bool(context.facts.moe_layers)
+        self._routing = replay.routing == "R3" and bool(context.shape.moe_layers)
         self._tracer = Tracer(run.trace, f"engine{index}")
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
@@ -263,7 +264,7 @@ class EngineHost:
                 reply,
                 request,
                 version=version,
-                facts=self._context.facts,
+                shape=self._context.shape,
                 routing=self._routing,
                 in_flight=InFlight(
                     later, self._mode == in_flight.IN_PLACE, self._mode == in_flight.RETRACT_AUDIT
@@ -356,8 +357,8 @@ class EngineHost:
             row_begin=begin,
             row_end=begin + ref.shape[1],
             version=version,
-            layers=self._context.facts.moe_layers,
-            num_experts=self._context.facts.num_experts,
+            layers=self._context.shape.moe_layers,
+            num_experts=self._context.shape.num_experts,
         )
 
     def _refuse(self, error: RecordError) -> RecordError:

@@ -24,21 +24,17 @@ import numpy as np
 from moerl.codec.routing import decode_engine_rows
 from moerl.codec.sampling_mask import encode_rows
 from moerl.errors import RecordError
-from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, RoutingBlob, VersionSpan
+from moerl.types import (
+    Array,
+    Finish,
+    GenerateRequest,
+    ModelShape,
+    PolicyVersion,
+    RoutingBlob,
+    VersionSpan,
+)
 
 _ROUNDING = 1e-6  # a log-probability above 0 by less than this is rounding
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Sizes of the served model that the record check needs."""
-
-    vocab_size: int
-    num_layers: int  # hidden layers, dense ones included
-    moe_layers: tuple[int, ...]  # 0-based numbers of the layers that route; empty = dense model
-    num_experts: int
-    top_k: int
-    eos_token_ids: tuple[int, ...] = ()  # tokens that end a sequence unless sampling.ignore_eos
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +103,7 @@ def parse(
     request: GenerateRequest,
     *,
     version: PolicyVersion,
-    facts: ModelFacts,
+    shape: ModelShape,
     routing: bool,
     in_flight: InFlight | None = None,
 ) -> Reply:
@@ -119,7 +115,7 @@ def parse(
     `version`, `logprob_*`, and the reasons of `moerl.codec`.
     """
     try:
-        return _parsed(reply, request, version, facts, routing, in_flight)
+        return _parsed(reply, request, version, shape, routing, in_flight)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RecordError("reply", f"{request.rollout_id}: {error!r}") from error
 
@@ -128,7 +124,7 @@ def _parsed(
     reply: dict[str, Any],
     request: GenerateRequest,
     version: PolicyVersion,
-    facts: ModelFacts,
+    shape: ModelShape,
     routing: bool,
     in_flight: InFlight | None,
 ) -> Reply:
@@ -137,15 +133,15 @@ def _parsed(
     if len(output) and output.dtype.kind not in "iu":
         raise RecordError("reply", f"{request.rollout_id}: tokens of type {output.dtype}")
     output = output.astype(np.int64).reshape(-1)
-    finish = _finish(meta, output, request, facts)
+    finish = _finish(meta, output, request, shape)
     cached = int(meta.get("cached_tokens", 0))
     num_new = len(output)
     if num_new == 0 or _unrecorded_abort(meta, finish, routing):
         return _nothing(request, finish, cached)
     if num_new > request.sampling.max_new_tokens:
         raise RecordError("length", f"{num_new} tokens, {request.sampling.max_new_tokens} allowed")
-    if output.min() < 0 or output.max() >= facts.vocab_size:
-        raise RecordError("token_range", f"token ids must lie in 0..{facts.vocab_size - 1}")
+    if output.min() < 0 or output.max() >= shape.vocab_size:
+        raise RecordError("token_range", f"token ids must lie in 0..{shape.vocab_size - 1}")
     spans = _spans(meta, in_flight or InFlight((version,)), num_new)
     output = output.astype(np.int32)
     rows: Array | None = None
@@ -154,14 +150,14 @@ def _parsed(
     if routing:
         later = spans[1:] if in_flight and in_flight.returns_prefix else ()
         firsts = [span.first for span in later]
-        rows, audit, recomputed = _routing(meta, request, num_new, facts, firsts)
+        rows, audit, recomputed = _routing(meta, request, num_new, shape, firsts)
     return Reply(
         output_ids=output,
         logprobs=_logprobs(meta, output, truncates=request.sampling.truncates),
         finish=finish,
         routing=rows,
         audit=audit,
-        mask=_mask(meta, output, facts) if request.sampling.truncates else None,
+        mask=_mask(meta, output, shape) if request.sampling.truncates else None,
         cached_tokens=cached,
         spans=spans,
         recomputed=recomputed,
@@ -224,7 +220,7 @@ def _unrecorded_abort(meta: dict[str, Any], finish: Finish, routing: bool) -> bo
 
 
 def _finish(
-    meta: dict[str, Any], output: Array, request: GenerateRequest, facts: ModelFacts
+    meta: dict[str, Any], output: Array, request: GenerateRequest, shape: ModelShape
 ) -> Finish:
     """Why the request ended.  An abort in the step of a natural end counts as that end.
 
@@ -240,7 +236,7 @@ def _finish(
         raise RecordError("finish", f"{request.rollout_id}: finish {reason}") from error
     if finish is not Finish.ABORT or not len(output):
         return finish
-    stops = (*request.sampling.stop_token_ids, *facts.eos_token_ids)
+    stops = (*request.sampling.stop_token_ids, *shape.eos_token_ids)
     if not request.sampling.ignore_eos and int(output[-1]) in stops:
         return Finish.STOP
     return Finish.LENGTH if len(output) >= request.sampling.max_new_tokens else finish
@@ -291,7 +287,7 @@ def _routing(
     meta: dict[str, Any],
     request: GenerateRequest,
     num_new: int,
-    facts: ModelFacts,
+    shape: ModelShape,
     firsts: Sequence[int],
 ) -> tuple[Array, Array | None, tuple[Array, ...]]:
     """Rows of the call, of its prefix with audit, and of the prefix of each later span."""
@@ -304,10 +300,10 @@ def _routing(
     ids = decode_engine_rows(
         payload,
         num_rows=own + sum(prefixes),
-        num_layers=facts.num_layers,
-        moe_layers=facts.moe_layers,
-        top_k=facts.top_k,
-        num_experts=facts.num_experts,
+        num_layers=shape.num_layers,
+        moe_layers=shape.moe_layers,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
     )
     cuts = np.cumsum([own, *prefixes])[:-1]
     ids, *recomputed = (np.ascontiguousarray(part) for part in np.split(ids, cuts, axis=1))
@@ -317,8 +313,8 @@ def _routing(
     return np.ascontiguousarray(ids[:, split:]), audit, tuple(recomputed)
 
 
-def _mask(meta: dict[str, Any], output: Array, facts: ModelFacts) -> tuple[Array, Array]:
+def _mask(meta: dict[str, Any], output: Array, shape: ModelShape) -> tuple[Array, Array]:
     rows = meta.get("output_token_sampling_mask")
     if rows is None:
         raise RecordError("mask_rows", "the reply has no sampling mask")
-    return encode_rows(rows, output, vocab_size=facts.vocab_size)
+    return encode_rows(rows, output, vocab_size=shape.vocab_size)

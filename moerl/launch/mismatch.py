@@ -37,7 +37,7 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.schema import Precision
 from moerl.data.dumps import NEWEST, read_dump
-from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
+from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.processes import (
     become_subreaper,
     die_with_parent,
@@ -47,9 +47,10 @@ from moerl.launch.nodes.processes import (
 from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
 from moerl.observe.mismatch_page import write_page
 from moerl.rollout.assemble import PartialRollout
+from moerl.rollout.generate import generate, sampling_params
 from moerl.rundir import RunDir
 from moerl.trainer.score_job import ScoreJob
-from moerl.types import PolicyVersion, RecordShape, Rollout, SamplingParams
+from moerl.types import PolicyVersion, Rollout
 from moerl.types import check as check_rollout
 from moerl.wire import encode_value
 
@@ -78,7 +79,7 @@ def measure(
     if dump is None:
         rollouts, source = asyncio.run(_generate(plan, num_tokens)), "fresh rollouts"
     else:
-        rollouts, source = read_dump(dump, plan.blobs(), _record_shape(plan)), dump.name
+        rollouts, source = read_dump(dump, plan.blobs(), plan.model_shape()), dump.name
     job = score(plan, rollouts, folder, variants=variants, dtypes=dtypes)
     scores = np.load(job.out)
     found = {"source": source} | _compare(plan, scores, rollouts, variants, dtypes)
@@ -89,11 +90,6 @@ def measure(
         tokens = _tokens(rollouts, newest.step)
         found["where"] = {dtype: _where(scores, dtype, tokens) for dtype in dtypes}
     return found
-
-
-def _record_shape(plan: RunPlan) -> RecordShape:
-    spec = plan.spec()
-    return RecordShape(spec.vocab_size, spec.moe_layers, spec.experts, spec.experts_per_token)
 
 
 def score(
@@ -176,32 +172,23 @@ async def _generate(plan: RunPlan, num_tokens: int) -> list[Rollout]:
 
 
 async def _sample(plan: RunPlan, host: Any, num_tokens: int) -> list[Rollout]:
-    config, facts, prompts = plan.config, plan.facts(), plan.prompts()
+    config, model, prompts = plan.config, plan.model_shape(), plan.prompts()
+    sampling = sampling_params(config.sampling, model)
     rollouts: list[Rollout] = []
     sampled, index = 0, 0
     said = 0
     while sampled < num_tokens:
         partials = [
-            PartialRollout(
-                f"{index + i}.{j}", prompts.prompt(index + i), _sampling(plan), audit=False
-            )
+            PartialRollout(f"{index + i}.{j}", prompts.prompt(index + i), sampling, audit=False)
             for i in range(config.rollout.groups_per_request)
             for j in range(config.rollout.group_size)
         ]
         index += config.rollout.groups_per_request
-        for partial, reply in zip(
-            partials, await host.generate([p.request() for p in partials]), strict=True
-        ):
-            if isinstance(reply, RecordError):
-                raise reply
-            partial.add(reply)
-            rollout = partial.rollout()
-            check_rollout(
-                rollout,
-                vocab_size=facts.vocab_size,
-                num_moe_layers=facts.num_moe_layers,
-                top_k_experts=facts.top_k_experts,
-            )
+        _, refused = await generate(partials, host.generate)
+        for error in refused.values():
+            raise error
+        for rollout in (partial.rollout() for partial in partials):
+            check_rollout(rollout, model)
             rollouts.append(rollout)
             sampled += rollout.num_sampled
         if sampled * 10 // num_tokens > said:
@@ -210,19 +197,6 @@ async def _sample(plan: RunPlan, host: Any, num_tokens: int) -> list[Rollout]:
     if not sampled:
         raise EngineError("the engine sampled no token")
     return rollouts
-
-
-def _sampling(plan: RunPlan) -> SamplingParams:
-    sampling = plan.config.sampling
-    return SamplingParams(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop_token_ids=plan.eos_token_ids(),
-        ignore_eos=sampling.ignore_eos,
-    )
 
 
 def _tokens(rollouts: Sequence[Rollout], newest_step: int) -> dict[str, np.ndarray]:

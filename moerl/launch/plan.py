@@ -23,11 +23,11 @@ from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
 from moerl.layout import ModelSpec, model_spec
 from moerl.rundir import RunDir
+from moerl.types import ModelShape
 
 if TYPE_CHECKING:
     from moerl.data.tasks import PromptStream
     from moerl.engine.host import EngineHost
-    from moerl.rollout.admission import ModelFacts
     from moerl.rollout.journal import Journal
     from moerl.scoring import ProcessScorer
 
@@ -93,23 +93,9 @@ class RunPlan:
     def spec(self) -> ModelSpec:
         return model_spec(self.hf_config)
 
-    def facts(self) -> ModelFacts:
-        from moerl.rollout.admission import ModelFacts
-
+    def model_shape(self) -> ModelShape:
         spec = self.spec()
-        return ModelFacts(
-            vocab_size=spec.vocab_size,
-            num_moe_layers=len(spec.moe_layers),
-            top_k_experts=spec.experts_per_token,
-            stop_token_ids=self.eos_token_ids(),
-        )
-
-    def engine_host(self, index: int, tp: int) -> EngineHost:
-        from moerl.engine.host import EngineContext, EngineHost
-        from moerl.engine.records import ModelFacts
-
-        spec = self.spec()
-        facts = ModelFacts(
+        return ModelShape(
             vocab_size=spec.vocab_size,
             num_layers=spec.layers,
             moe_layers=spec.moe_layers,
@@ -117,9 +103,13 @@ class RunPlan:
             top_k=spec.experts_per_token,
             eos_token_ids=self.eos_token_ids(),
         )
+
+    def engine_host(self, index: int, tp: int) -> EngineHost:
+        from moerl.engine.host import EngineContext, EngineHost
+
         context = EngineContext(
             model_path=self.model_path,
-            facts=facts,
+            shape=self.model_shape(),
             replay=self.config.replay,
             run=self.run,
             token=self.token,

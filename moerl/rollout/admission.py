@@ -11,23 +11,14 @@ import logging
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
-from moerl.config import Config
-from moerl.config.schema import SamplingConfig
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
-from moerl.protocols import Scorer
-from moerl.rollout.assemble import blob_uris
-from moerl.rollout.blob_holders import BlobHolders
-from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.blob_uris import blob_uris
+from moerl.rollout.context import Context
 from moerl.rollout.episodes import PartialEpisode, text_of
-from moerl.rollout.history import History
-from moerl.rollout.journal import Journal
-from moerl.rollout.ledger import Ledger
-from moerl.rollout.loops import Loops
-from moerl.rollout.past import uris_of
-from moerl.types import Episode, EpisodeGroup, Rollout, SamplingParams, Score, Turn, check
+from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
 
 log = logging.getLogger(__name__)
 
@@ -35,54 +26,20 @@ _MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
 _MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the door check and a request need to know of the model."""
-
-    vocab_size: int
-    num_moe_layers: int
-    top_k_experts: int
-    stop_token_ids: tuple[int, ...]
-
-    def sampling(self, config: SamplingConfig) -> SamplingParams:
-        """Every parameter of a request, from the settings and the model's stop tokens."""
-        return SamplingParams(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=config.ignore_eos,
-        )
-
-
 class Admission:
     """The only way into the buffer."""
 
-    def __init__(
-        self,
-        config: Config,
-        facts: ModelFacts,
-        scorer: Scorer,
-        decode: Callable[[Sequence[int]], str],
-        holders: BlobHolders,
-        buffer: GroupBuffer,
-        history: History,
-        journal: Journal,
-        ledger: Ledger,
-        loops: Loops,
-    ) -> None:
-        self.config, self.facts, self.scorer, self.decode = config, facts, scorer, decode
+    def __init__(self, context: Context) -> None:
+        services = context.services
+        self._config, self._model = context.config, services.model
+        self._scorer, self._decode = services.scorer, services.decode
+        self._buffer, self._holders = context.buffer, context.holders
+        self._history, self._journal = context.history, services.journal
+        self._ledger, self._loops = context.ledger, context.loops
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
-        self._holders, self._buffer = holders, buffer
-        self._history, self._journal = history, journal
-        self._ledger, self._loops = ledger, loops
         self._dropped = 0  # groups of equal rewards since the last plan
         self._score_errors = 0  # in a row
         self._attempts: dict[int, int] = {}
-        self._held: frozenset[str] = frozenset()  # rollouts that somebody reads just now
-        self._late: list[EpisodeGroup] = []  # that left meanwhile
         # Of groups that closed before these carried ones: their rewards, once they are scored.
         self._peers: dict[int, asyncio.Future[tuple[float, ...]]] = {}
 
@@ -130,21 +87,7 @@ class Admission:
     def drop_branch(self, group: EpisodeGroup) -> None:
         """Some of its tokens are of weights that a restarted trainer gave up."""
         self._ledger.dropped_branch += 1
-        self.forget(group)
-
-    def hold(self, groups: Sequence[EpisodeGroup]) -> None:
-        """From now on only the blobs of these groups outlive their leaving the line."""
-        self._held = frozenset(r.rollout_id for group in groups for r in group.rollouts())
-        late, self._late = self._late, []
-        for group in late:
-            self.forget(group)
-
-    def forget(self, group: EpisodeGroup) -> None:
-        """Delete the blobs of a group that left the line."""
-        if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
-            self._late.append(group)
-            return
-        self._holders.release(uris_of(group))
+        self._holders.forget(group)
 
     async def _finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
         try:
@@ -164,9 +107,9 @@ class Admission:
             return
         prompt = partials[0].prompt
         self._holders.release(uri for partial in partials for uri in partial.wasted_uris())
-        said = [[text_of(turn.rollout, self.decode) for turn in e.turns] for e in episodes]
+        said = [[text_of(turn.rollout, self._decode) for turn in e.turns] for e in episodes]
         try:
-            scores = await self.scorer.score(prompt, episodes, said)
+            scores = await self._scorer.score(prompt, episodes, said)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -176,7 +119,7 @@ class Admission:
             self._discard(group_id, partials)
             return
         scored = [
-            replace(episode, score=place_steps(score, episode, self.decode))
+            replace(episode, score=place_steps(score, episode, self._decode))
             for episode, score in zip(episodes, scores, strict=True)
         ]
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
@@ -224,13 +167,7 @@ class Admission:
         return tuple(Turn(r, (i - 1,) if i else ()) for i, r in enumerate(rollouts))
 
     def _check(self, rollout: Rollout) -> None:
-        is_replayed = self.config.replay.routing == "R3"
-        check(
-            rollout,
-            vocab_size=self.facts.vocab_size,
-            num_moe_layers=self.facts.num_moe_layers if is_replayed else 0,
-            top_k_experts=self.facts.top_k_experts,
-        )
+        check(rollout, self._model, routing=self._config.replay.routing == "R3")
         for span in rollout.versions:
             if not self._history.knows(span.version, self._buffer.next_step):
                 raise RecordError(
@@ -243,7 +180,7 @@ class Admission:
     ) -> None:
         """Another group takes its place, if so configured and if scoring works at all."""
         self._score_errors += 1
-        task = self.config.task
+        task = self._config.task
         if task.on_score_error == "stop" or self._score_errors >= _MAX_SCORE_ERRORS:
             raise ConfigError("task.reward", task.reward or task.name, str(error)) from error
         self._ledger.score_failures += 1
@@ -255,7 +192,7 @@ class Admission:
 
         Bounded, so that a task that is solved, or hopeless, goes on instead of starving.
         """
-        rollout = self.config.rollout
+        rollout = self._config.rollout
         if not rollout.drop_zero_variance or len(set(rewards)) > 1:
             return False
         if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
@@ -266,7 +203,7 @@ class Admission:
 
     def _resampled(self, group_id: int, episodes: list[Episode]) -> tuple[Episode, ...]:
         """The episodes of an oversampled group that are trained (GRPO-RoC, arXiv 2508.20722)."""
-        size = self.config.rollout.group_size
+        size = self._config.rollout.group_size
         if len(episodes) <= size:
             return tuple(episodes)
         scores = [episode.score for episode in episodes if episode.score is not None]
@@ -274,12 +211,14 @@ class Admission:
             [score.reward for score in scores],
             [score.errors for score in scores],
             size,
-            random.Random(f"{self.config.run.seed}/{group_id}"),
+            random.Random(f"{self._config.run.seed}/{group_id}"),
         )
         chosen = [episodes[index] for index in kept]
-        uris = {uri for e in chosen for turn in e.turns for uri in blob_uris(turn.rollout)}
-        every = {uri for e in episodes for turn in e.turns for uri in blob_uris(turn.rollout)}
-        self._holders.release(every - uris)  # siblings share the rows of their prompt
+        every, stays = (
+            blob_uris(*(turn.rollout for episode in some for turn in episode.turns))
+            for some in (episodes, chosen)
+        )
+        self._holders.release(every - stays)  # siblings share the rows of their prompt
         return tuple(chosen)
 
     def _discard(self, group_id: int, partials: list[PartialEpisode]) -> None:

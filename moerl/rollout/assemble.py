@@ -7,13 +7,14 @@ concatenation is complete, and the row count T-1 is checked at the door.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
 from moerl.errors import RecordError
+from moerl.rollout.blob_uris import blob_uris
 from moerl.types import (
     Array,
     Finish,
@@ -158,14 +159,9 @@ class PartialRollout:
             # The limit was reached in the same moment as the abort: nothing is left to sample.
             self.segments[-1] = replace(self.segments[-1], finish=Finish.LENGTH)
 
-    def blob_uris(self) -> list[str]:
+    def blob_uris(self) -> set[str]:
         """Every blob sealed so far, for deletion when the rollout is dropped."""
-        return blob_uris_of(
-            [s.routing for s in self.segments],
-            [s.sampling_mask for s in self.segments],
-            [rows for s in self.segments for rows in (s.audit_rows, s.prompt_rows)],
-            [s.sealed_logprobs for s in self.segments],
-        )
+        return blob_uris(*self.segments)
 
     def rollout(self) -> Rollout:
         """The finished record.  `moerl.types.check` judges it at the door."""
@@ -215,22 +211,3 @@ class PartialRollout:
                 parts.append(replace(blob, first=at))
             at += len(segment.output_ids)
         return tuple(parts)
-
-
-def blob_uris(rollout: Rollout) -> list[str]:
-    """Distinct blobs behind one rollout."""
-    return blob_uris_of(
-        rollout.routing, rollout.sampling_mask, rollout.audit_rows, rollout.sealed_logprobs
-    )
-
-
-def blob_uris_of(
-    routing: Sequence[RoutingBlob | None],
-    masks: Sequence[MaskBlob | None],
-    audit: Sequence[RoutingBlob | None],
-    logprobs: Sequence[LogprobBlob | None],
-) -> list[str]:
-    uris = [part.ids.uri for part in (*routing, *audit) if part is not None]
-    uris += [part.offsets.uri for part in masks if part is not None]
-    uris += [part.values.uri for part in logprobs if part is not None]
-    return sorted(set(uris))

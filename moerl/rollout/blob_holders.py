@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from moerl.blob import BlobStore
+from moerl.rollout.blob_uris import group_uris
+from moerl.types import EpisodeGroup
 
 
 class BlobHolders:
@@ -21,6 +23,8 @@ class BlobHolders:
         self._store = store
         self._others: Counter[str] = Counter()  # groups beside one that name a blob
         self._lock = threading.Lock()
+        self._held: frozenset[str] = frozenset()  # rollouts that somebody reads just now
+        self._late: list[EpisodeGroup] = []  # that left meanwhile
 
     def share(self, uris: Iterable[str]) -> None:
         """One group more names each of these blobs."""
@@ -38,3 +42,17 @@ class BlobHolders:
                     del self._others[uri]
             if not others:
                 self._store.delete(uri)
+
+    def hold(self, groups: Sequence[EpisodeGroup]) -> None:
+        """From now on only the blobs of these groups outlive their leaving the line."""
+        self._held = frozenset(r.rollout_id for group in groups for r in group.rollouts())
+        late, self._late = self._late, []
+        for group in late:
+            self.forget(group)
+
+    def forget(self, group: EpisodeGroup) -> None:
+        """Delete the blobs of a group that left the line."""
+        if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
+            self._late.append(group)
+            return
+        self.release(group_uris(group))

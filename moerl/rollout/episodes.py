@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from moerl.errors import RecordError
 from moerl.protocols import Scorer
 from moerl.rollout.assemble import PartialRollout
+from moerl.rollout.blob_uris import blob_uris
 from moerl.types import (
     Array,
     GenerateRequest,
@@ -56,7 +57,7 @@ class PartialEpisode:
                 prompt_ids=prompt_ids,
             )
         ]
-        self._wasted: list[str] = []  # blobs of turns that were asked for once more
+        self._wasted: set[str] = set()  # blobs of turns that were asked for once more
         self._ended = max_turns == 1
 
     @property
@@ -88,7 +89,7 @@ class PartialEpisode:
         except RecordError as error:
             if error.reason != "known_rows":
                 raise
-            self._wasted += blob_uris_of(segment)
+            self._wasted |= blob_uris(segment)
             self.turns[-1] = PartialRollout(
                 f"{turn.rollout_id}.own",
                 turn.prompt,
@@ -131,11 +132,11 @@ class PartialEpisode:
         )
         self._ended = number + 1 == self.max_turns
 
-    def blob_uris(self) -> list[str]:
+    def blob_uris(self) -> set[str]:
         """Every blob sealed so far, for deletion when the episode is dropped."""
-        return sorted({uri for turn in self.turns for uri in turn.blob_uris()} | set(self._wasted))
+        return self._wasted.union(*(turn.blob_uris() for turn in self.turns))
 
-    def wasted_uris(self) -> list[str]:
+    def wasted_uris(self) -> set[str]:
         """Blobs that no turn of the finished episode names."""
         return self._wasted
 
@@ -161,18 +162,3 @@ class Environment:
 def text_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
     """What the policy said in one turn."""
     return decode(rollout.token_ids[rollout.prompt_len :].tolist())
-
-
-def blob_uris_of(segment: Segment) -> list[str]:
-    parts = [p for s in segment.pieces for p in (s.routing, s.audit_rows, s.prompt_rows)]
-    masks = [s.sampling_mask for s in segment.pieces]
-    sealed = [s.sealed_logprobs for s in segment.pieces]
-    uris = [part.ids.uri for part in parts if part is not None]
-    uris += [part.values.uri for part in sealed if part is not None]
-    return uris + [mask.offsets.uri for mask in masks if mask is not None]
-
-
-def uris_of_all(replies: Sequence[Segment | RecordError]) -> list[str]:
-    """Blobs behind the replies to one engine call."""
-    segments = [reply for reply in replies if isinstance(reply, Segment)]
-    return [uri for segment in segments for uri in blob_uris_of(segment)]

@@ -17,19 +17,24 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 
-from moerl.blob import BlobStore
 from moerl.config.schema import EvaluationConfig
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.protocols import Scorer
-from moerl.rollout.episodes import Environment, PartialEpisode, text_of, uris_of_all
-from moerl.rollout.fleet import Fleet
-from moerl.rollout.ledger import Ledger
-from moerl.rollout.loops import Loops
-from moerl.rollout.producer import PromptSource
-from moerl.types import Episode, Finish, PolicyVersion, SamplingParams, Segment, Turn
+from moerl.rollout.blob_uris import blob_uris
+from moerl.rollout.context import Context
+from moerl.rollout.episodes import PartialEpisode, text_of
+from moerl.rollout.generate import Replies, generate, sampling_params
+from moerl.types import (
+    Episode,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    SamplingParams,
+    Segment,
+    Turn,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,40 +42,26 @@ log = logging.getLogger(__name__)
 class Evaluator:
     """One evaluation at a time; `start` spawns its loop."""
 
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        sampling: SamplingParams,
-        held_out: PromptSource,
-        scorer: Scorer,
-        decode: Callable[[Sequence[int]], str],
-        blobs: BlobStore,
-        fleet: Fleet,
-        ledger: Ledger,
-        loops: Loops,
-        environment: Environment,
-        max_turns: int,
-        last_step: int,
-    ) -> None:
-        """sampling: of training, whose limits and stop tokens hold here too.
-
-        last_step: of the run's last weights.
-        """
-        self.config, self.sampling = config, sampling_of(config, sampling)
-        self._held_out, self._scorer, self._decode = held_out, scorer, decode
-        self._blobs, self._fleet, self._ledger, self._loops = blobs, fleet, ledger, loops
-        self._environment, self._max_turns = environment, max_turns
-        self._last_step = last_step
+    def __init__(self, context: Context) -> None:
+        config, services = context.config, context.services
+        training = sampling_params(config.sampling, services.model)
+        self._config = config.evaluation
+        self._sampling = sampling_of(self._config, training)
+        self._held_out, self._blobs = services.held_out, services.blobs
+        self._scorer, self._decode = services.scorer, services.decode
+        self._fleet, self._ledger, self._loops = context.fleet, context.ledger, context.loops
+        self._environment, self._max_turns = context.environment, config.task.max_turns
+        self._last_step = config.run.steps
         self._last: PolicyVersion | None = None  # begun
         self._ended: PolicyVersion | None = None  # evaluated, or given up
 
     def start(self) -> None:
-        if self.config.every:
+        if self._config.every:
             self._loops.spawn(self._run())
 
     def is_done_with(self, version: PolicyVersion) -> bool:
         """Whether it was evaluated or given up, or never will be."""
-        return not self.config.every or (self._ended is not None and self._ended >= version)
+        return not self._config.every or (self._ended is not None and self._ended >= version)
 
     async def _run(self) -> None:
         while not self._loops.stopping:
@@ -80,7 +71,7 @@ class Evaluator:
                 continue
             member = self._fleet.members[index]
             self._last, begin = member.version, time.monotonic()
-            member.held_until = begin + self.config.hold_s
+            member.held_until = begin + self._config.hold_s
             try:
                 metrics = await self._evaluate(index, member.version, member.held_until)
             except (EngineError, RecordError, ScoreError) as error:
@@ -106,18 +97,20 @@ class Evaluator:
         return min(able)[1] if able else None
 
     def _has_turn(self, step: int) -> bool:
-        return step % self.config.every == 0 or step == self._last_step
+        return step % self._config.every == 0 or step == self._last_step
 
     async def _evaluate(
         self, index: int, version: PolicyVersion, deadline: float
     ) -> dict[str, float]:
         """Raises EngineError, RecordError or ScoreError when no clean figure comes of it."""
-        count, samples = self.config.prompts, self.config.samples
+        held_out = self._held_out
+        assert held_out is not None, "evaluation.every needs prompts"
+        count, samples = self._config.prompts, self._config.samples
         partials = [
             PartialEpisode(
                 f"eval-{version}-{place}.{sample}",
-                self._held_out.prompt(place),
-                self.sampling,
+                held_out.prompt(place),
+                self._sampling,
                 audit=False,
                 max_turns=self._max_turns,
             )
@@ -126,10 +119,10 @@ class Evaluator:
         ]
         sealed: set[str] = set()
         try:
-            for begin in range(0, len(partials), self.config.max_requests):
-                batch = partials[begin : begin + self.config.max_requests]
+            for begin in range(0, len(partials), self._config.max_requests):
+                batch = partials[begin : begin + self._config.max_requests]
                 if time.monotonic() > deadline:
-                    raise EngineError(f"evaluation.hold_s = {self.config.hold_s:g} s have passed")
+                    raise EngineError(f"evaluation.hold_s = {self._config.hold_s:g} s have passed")
                 await self._ask(index, version, batch, sealed)
             rewards = await self._score(partials, samples)
         finally:
@@ -155,19 +148,20 @@ class Evaluator:
         sealed: set[str],
     ) -> None:
         """sealed: takes the blobs of all replies, good or not."""
-        while pending := [partial for partial in partials if not partial.finished]:
-            requests = [partial.request() for partial in pending]
+
+        def call(requests: Sequence[GenerateRequest]) -> Awaitable[Replies]:
             # an update cuts it after hold_s; no call of an engine that hangs is waited for longer
-            limit_s = 2 * self.config.hold_s
-            replies = await self._fleet.generate(index, requests, limit_s, self._delete)
-            sealed.update(uris_of_all(replies))
-            for partial, reply in zip(pending, replies, strict=True):
-                if not isinstance(reply, Segment):
-                    raise reply
-                partial.add(reply)
-                was_cut = not partial.turns[-1].finished
-                if was_cut or {piece.version for piece in reply.pieces} != {version}:
-                    raise EngineError(f"engine {index} took an update while it was evaluated")
+            return self._fleet.generate(index, requests, 2 * self._config.hold_s, self._delete)
+
+        while pending := [partial for partial in partials if not partial.finished]:
+            replies, refused = await generate(pending, call)
+            sealed.update(blob_uris(*replies))
+            for error in refused.values():
+                raise error
+            segments = [reply for reply in replies if isinstance(reply, Segment)]
+            versions = {piece.version for segment in segments for piece in segment.pieces}
+            if versions != {version} or not all(p.turns[-1].finished for p in pending):
+                raise EngineError(f"engine {index} took an update while it was evaluated")
             listening = [partial for partial in pending if partial.listens]
             await asyncio.gather(*map(self._environment.answer, listening))
 

@@ -36,7 +36,7 @@ from moerl.protocols import (
     SessionMessage,
     UpdateClosed,
 )
-from moerl.rollout.episodes import uris_of_all
+from moerl.rollout.blob_uris import blob_uris
 from moerl.rollout.ledger import Ledger
 from moerl.rollout.loops import Loops
 from moerl.types import GenerateRequest, PolicyVersion, Segment
@@ -81,15 +81,10 @@ class Fleet:
         config: RolloutConfig,
         ledger: Ledger,
         loops: Loops,
-        to_come: Callable[[PolicyVersion], int],
     ) -> None:
-        """to_come: groups beside those in a call that a version of an engine is still needed for;
-        with a fixed lag an update waits for them.
-        """
         self.members = {index: Member(engine) for index, engine in engines.items()}
         self.incarnation: int | None = None  # of the trainer; unknown until it says hello
         self._config, self._ledger, self._loops = config, ledger, loops
-        self._to_come = to_come
 
     # --- who may be sent requests ---------------------------------------------------------------
     def serves(self, index: int) -> bool:
@@ -280,7 +275,7 @@ class Fleet:
             call.cancel()
             raise
         if len(replies) != len(requests):
-            drop(uris_of_all(replies))
+            drop(blob_uris(*replies))
             raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
         return replies
 
@@ -291,7 +286,7 @@ class Fleet:
         return self.members[index]
 
     # --- weight updates -------------------------------------------------------------------------
-    async def _settle(self, index: int) -> None:
+    async def _settle(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
         """Before an update: no evaluation is cut, with `drain` no request at all; with a fixed lag
         none is left to start.
 
@@ -307,7 +302,7 @@ class Fleet:
         def unsettled() -> int:
             if member.state != State.UP:
                 return 0  # it failed, and what it had goes on elsewhere
-            return member.generating + (self._to_come(member.version) if exact else 0)
+            return member.generating + (to_come(member.version) if exact else 0)
 
         member.draining = not exact
         begin = time.monotonic()
@@ -319,12 +314,18 @@ class Fleet:
                 )
             await self._loops.wait_change(1.0)
 
-    async def session(self, message: SessionMessage) -> Message:
-        """Pass a step of a publish session on; the engine itself says whether it is still fit."""
+    async def session(
+        self, message: SessionMessage, to_come: Callable[[PolicyVersion], int]
+    ) -> Message:
+        """Pass a step of a publish session on; the engine itself says whether it is still fit.
+
+        to_come: groups beside those in a call that a version of an engine is still needed for; with
+        a fixed lag an update waits for them.
+        """
         member = self._member(message.engine)
         try:
             if isinstance(message, CommitUpdate):
-                await self._settle(message.engine)
+                await self._settle(message.engine, to_come)
             asked = self._answering(message.engine).session(message)
             limit_s = 0.0 if isinstance(message, AskEngine) else message.timeout_s
             reply = await _answer(asked, type(message).__name__, limit_s)
@@ -367,7 +368,7 @@ async def _drop_late(
     call: asyncio.Future[list[Segment | RecordError]], drop: Callable[[Iterable[str]], None]
 ) -> None:
     with contextlib.suppress(Exception):  # nobody waits for what it says
-        drop(uris_of_all(await call))
+        drop(blob_uris(*await call))
 
 
 async def _answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:

@@ -12,37 +12,24 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from moerl.config import Config
 from moerl.config.algorithms import frozen_models
 from moerl.data.batching import plan_batch
 from moerl.data.frozen import check_scores
 from moerl.errors import ProtocolError
 from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords
-from moerl.rollout.admission import Admission
-from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.loops import Loops
+from moerl.rollout.context import Context
 from moerl.rollout.whereabouts import Whereabouts
 from moerl.types import BatchPlan, EpisodeGroup, FrozenScores
-
-Planned = dict[int, list[EpisodeGroup]]  # step -> groups
 
 
 class FrozenLine:
     """Scores of the groups that are ready or planned, by rollout."""
 
-    def __init__(
-        self,
-        config: Config,
-        buffer: GroupBuffer,
-        planned: Planned,
-        loops: Loops,
-        admission: Admission,
-        whereabouts: Whereabouts,
-    ) -> None:
-        """planned: the controller's own, which it keeps up to date."""
+    def __init__(self, context: Context, whereabouts: Whereabouts) -> None:
+        config = context.config
         self.start = -1  # of the gang that asked last
-        self._config, self._buffer, self._planned = config, buffer, planned
-        self._loops, self._admission, self._whereabouts = loops, admission, whereabouts
+        self._config, self._buffer, self._batches = config, context.buffer, context.batches
+        self._loops, self._holders, self._whereabouts = context.loops, context.holders, whereabouts
         self._roles = frozen_models(config) if config.frozen.ranks == "own" else {}
         self._known: dict[str, FrozenScores] = {}
 
@@ -54,7 +41,7 @@ class FrozenLine:
         begin = time.monotonic()
         while is_current():
             waited_s = time.monotonic() - begin
-            if not (waiting := self.waits(self._planned[step])):
+            if not (waiting := self.waits(self._batches.planned[step])):
                 return waited_s
             if waited_s > timeout_s:
                 raise ProtocolError(
@@ -64,13 +51,13 @@ class FrozenLine:
             await self._loops.wait_change(min(1.0, timeout_s))
         raise ProtocolError("another gang has taken over")
 
-    async def take(self, message: TakeRecords, is_over: Callable[[], bool]) -> Message:
+    async def take(self, message: TakeRecords) -> Message:
         """Groups for the frozen gang: what it had asked for before it died is asked for again."""
         self.start, deadline = message.start, time.monotonic() + message.timeout_s
-        while not is_over():
+        while self._batches.done < self._config.run.steps:
             if (plan := self.next(message.dp_size)) is not None:
-                self._admission.hold(plan.groups)  # its kept sets are about to be read
-                planned = {g.group_id for groups in self._planned.values() for g in groups}
+                self._holders.hold(plan.groups)  # its kept sets are about to be read
+                planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]
                 if await self._whereabouts.drop_lost(ready):
                     return Plan(plan)
@@ -113,7 +100,7 @@ class FrozenLine:
                 check_scores(scores, rollout, self._roles)
                 self._known[scores.rollout_id] = scores
         self._known = {name: scores for name, scores in self._known.items() if name in live}
-        self._admission.hold(())
+        self._holders.hold(())
         self._loops.notify()
 
     def with_scores(self, plan: BatchPlan) -> BatchPlan:
@@ -123,5 +110,5 @@ class FrozenLine:
         return replace(plan, frozen=tuple(self._known[r.rollout_id] for r in plan.rollouts()))
 
     def _live(self) -> Sequence[EpisodeGroup]:
-        planned = [group for step in sorted(self._planned) for group in self._planned[step]]
-        return [*planned, *self._buffer.ready()]
+        planned = sorted(self._batches.planned.items())
+        return [*(group for _, groups in planned for group in groups), *self._buffer.ready()]

@@ -41,7 +41,8 @@ import msgspec
 from moerl.blob import BlobStore
 from moerl.errors import JournalError
 from moerl.ids import IdSet, Ranges, both, ids_of, pages_of, ranges
-from moerl.rollout.past import Facts, Past, Shipped, digest_of, uris_of
+from moerl.rollout.blob_uris import group_uris
+from moerl.rollout.past import Facts, Past, Shipped, digest_of
 from moerl.rollout.segments import Segments
 from moerl.types import EpisodeGroup, PolicyVersion
 from moerl.wire import decode_value, encode_value
@@ -273,7 +274,7 @@ class Journal:
         """A group whose blobs are not all there is generated again."""
 
         def split(groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[int]]:
-            whole = [group for group in groups if not self._blobs.missing(uris_of(group))]
+            whole = [group for group in groups if not self._blobs.missing(group_uris(group))]
             return whole, [group.group_id for group in groups if group not in whole]
 
         past.ready, gone = split(past.ready)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import xxhash
 
 from moerl.ids import Ranges
-from moerl.rollout.assemble import blob_uris
 from moerl.types import EpisodeGroup, PolicyVersion
 
 
@@ -49,16 +47,6 @@ class Past:
         """Ids of groups that may be trained, for the first time or again."""
         planned = (group for groups in self.planned.values() for group in groups)
         return {group.group_id for group in (*self.ready, *planned, *self.trained)}
-
-
-def uris_of(group: EpisodeGroup) -> list[str]:
-    """Every blob behind a group."""
-    return sorted({uri for rollout in group.rollouts() for uri in blob_uris(rollout)})
-
-
-def uris_in(groups: Iterable[EpisodeGroup]) -> set[str]:
-    """Every blob behind some groups."""
-    return {uri for group in groups for uri in uris_of(group)}
 
 
 def digest_of(data: bytes) -> str:

@@ -10,59 +10,35 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from moerl.blob import BlobStore
-from moerl.config import Config
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.rollout.blob_holders import BlobHolders
-from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.episodes import Environment, PartialEpisode, uris_of_all
-from moerl.rollout.fleet import Fleet, Member
-from moerl.rollout.ledger import Ledger
-from moerl.rollout.loops import Loops
+from moerl.rollout.admission import Admission
+from moerl.rollout.blob_uris import blob_uris
+from moerl.rollout.context import Context
+from moerl.rollout.episodes import PartialEpisode
+from moerl.rollout.fleet import Member
+from moerl.rollout.generate import Replies, generate, sampling_params
 from moerl.rollout.prefixes import CHUNK, Prefixes
-from moerl.types import Prompt, SamplingParams, Segment
+from moerl.types import GenerateRequest, Segment
 
 log = logging.getLogger(__name__)
 
 Partials = list[PartialEpisode]
 
 
-class PromptSource(Protocol):
-    """An endless, deterministic stream (`moerl.data.tasks.PromptStream`)."""
-
-    def prompt(self, index: int) -> Prompt: ...
-
-
 class Producer:
-    """Starts groups on engines; hands whole ones to `on_finished`, refused ones to `on_refused`."""
+    """Starts groups on engines; hands those that are generated, or refused, to the admission."""
 
-    def __init__(
-        self,
-        config: Config,
-        sampling: SamplingParams,
-        prompts: PromptSource,
-        buffer: GroupBuffer,
-        fleet: Fleet,
-        loops: Loops,
-        ledger: Ledger,
-        *,
-        environment: Environment,
-        holders: BlobHolders,
-        on_finished: Callable[[int, Partials, int | None], None],
-        on_unscored: Callable[[int, Partials, ScoreError], None],
-        on_refused: Callable[[int, Partials, RecordError], None],
-    ) -> None:
-        self.config, self.sampling, self.prompts = config, sampling, prompts
-        self._buffer, self._fleet, self._loops = buffer, fleet, loops
-        self._ledger = ledger
-        self._holders = holders
-        self._environment, self._on_unscored = environment, on_unscored
-        self._on_finished, self._on_refused = on_finished, on_refused
+    def __init__(self, context: Context, admission: Admission) -> None:
+        services = context.services
+        self._config, self.prompts, self._blobs = context.config, services.prompts, services.blobs
+        self._sampling = sampling_params(context.config.sampling, services.model)
+        self._buffer, self._fleet, self._loops = context.buffer, context.fleet, context.loops
+        self._ledger, self._holders = context.ledger, context.holders
+        self._environment, self._admission = context.environment, admission
         self.life = 0  # controllers before this one: their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._prefixes = Prefixes()
@@ -70,7 +46,7 @@ class Producer:
         self._in_flight = 0  # groups in a call
         self._calls: list[dict[int, Partials]] = []  # what each call still has
         self._turn = asyncio.Lock()  # an update interrupts thousands of calls: one after another
-        self._siblings = config.rollout.group_size * config.rollout.oversample
+        self._siblings = context.config.rollout.group_size * context.config.rollout.oversample
 
     def start(self) -> None:
         for index in self._fleet.members:
@@ -88,31 +64,29 @@ class Producer:
 
     def wanted(self, engine_step: int) -> int:
         """Groups that an engine serving `engine_step` should still start."""
-        if self._buffer.next_step >= self.config.run.steps:
+        if self._buffer.next_step >= self._config.run.steps:
             return 0
         return min(self._buffer.capacity(engine_step), self._still_needed())
 
-    async def measure(self, seconds: float, blobs: BlobStore) -> float:
+    async def measure(self, seconds: float) -> float:
         """Tokens/s of idle engines on fresh prompts, both replays on; nothing is kept."""
         begin, tokens, index = time.monotonic(), 0, 0
-        rollout = self.config.rollout
+        rollout = self._config.rollout
 
         async def once(engine: int, first: int) -> int:
             partials = [
                 PartialEpisode(
                     f"measure-{first + i}-{j}",
                     self.prompts.prompt(first + i),
-                    self.sampling,
+                    self._sampling,
                     audit=False,
                 )
                 for i in range(rollout.groups_per_request)
                 for j in range(self._siblings)
             ]
-            member = self._fleet.members[engine]
-            replies = await member.engine.generate([p.request() for p in partials])
-            _, untaken = _join(range(len(partials)), partials, replies)
-            for uri in (*untaken, *(uri for p in partials for uri in p.blob_uris())):
-                blobs.delete(uri)
+            replies, _ = await generate(partials, self._fleet.members[engine].engine.generate)
+            for uri in blob_uris(*replies):
+                self._blobs.delete(uri)
             return sum(p.num_sampled for p in partials)
 
         while (busy := [e for e in self._fleet.members if self._fleet.serves(e)]) and (
@@ -142,7 +116,7 @@ class Producer:
         """Groups to send to an engine now: those that a dead engine left behind come first."""
         if not self._fleet.serves(index):
             return {}
-        rollout = self.config.rollout
+        rollout = self._config.rollout
         room = min(rollout.groups_per_request, rollout.max_groups_in_flight - self._in_flight)
         members = self._fleet.members
         version = members[index].version
@@ -179,7 +153,7 @@ class Producer:
 
     def _home(self, index: int, prompt: Sequence[int]) -> int:
         """The engine that knows most of a prompt; `index` when none does, or it has too much."""
-        rollout, members = self.config.rollout, self._fleet.members
+        rollout, members = self._config.rollout, self._fleet.members
         slack = rollout.prefix_slack
         if slack < 0 or len(members) == 1 or rollout.fixed_lag >= 0:  # nobody waits for those
             return index
@@ -197,8 +171,8 @@ class Producer:
 
     def _still_needed(self) -> int:
         """Groups that the remaining steps can still train; the last steps start no surplus."""
-        left = self.config.run.steps - self._buffer.next_step
-        return max(0, left * self.config.rollout.groups_per_step - self._buffer.live)
+        left = self._config.run.steps - self._buffer.next_step
+        return max(0, left * self._config.rollout.groups_per_step - self._buffer.live)
 
     async def _generate(self, index: int, groups: dict[int, Partials]) -> None:
         """Generate groups in one engine call, resuming what a weight update interrupts."""
@@ -209,18 +183,13 @@ class Producer:
         self._calls.append(groups)
         try:
             while groups:
-                pending = [p for group in groups.values() for p in group if not p.finished]
-                owners = [g for g, group in groups.items() for p in group if not p.finished]
                 try:
-                    replies = await self._ask(index, pending)
+                    refused = await self._ask(index, groups)
                 except EngineError as error:
                     self._rescue(index, groups, error)
                     return
-                self._count(pending, replies)
-                refused, untaken = _join(owners, pending, replies)
-                self._holders.release(untaken)
                 for group_id in refused:
-                    self._on_refused(group_id, groups.pop(group_id), refused[group_id])
+                    self._admission.refuse(group_id, groups.pop(group_id), refused[group_id])
                 await self._converse(groups)
                 for group_id in [g for g, partials in groups.items() if self._closes(g, partials)]:
                     groups |= self._close(group_id, groups.pop(group_id))
@@ -235,7 +204,8 @@ class Producer:
             self._calls = [call for call in self._calls if call is not groups]
             self._leave(member, left)
 
-    def _count(self, pending: Partials, replies: Sequence[Segment | RecordError]) -> None:
+    def _count(self, pending: Partials, replies: Replies) -> None:
+        """Before the replies are taken: what is fed again depends on what there was."""
         for partial, reply in zip(pending, replies, strict=True):
             if isinstance(reply, Segment):
                 self._ledger.recomputed_tokens += partial.recomputed(reply)
@@ -251,7 +221,7 @@ class Producer:
 
     def _closes(self, group_id: int, partials: Partials) -> bool:
         """A group of late siblings waits for all of them: nothing is carried twice."""
-        quorum = self.config.rollout.group_quorum
+        quorum = self._config.rollout.group_quorum
         wanted = quorum if quorum and group_id >= 0 else len(partials)
         return sum(partial.finished for partial in partials) >= wanted
 
@@ -264,7 +234,7 @@ class Producer:
         done = [partial for partial in partials if partial.finished]
         kept = {uri for partial in done for uri in partial.blob_uris()}
         theirs = {uri for partial in late for uri in partial.blob_uris()}
-        carries = late and self.config.rollout.late_siblings == "carry"
+        carries = late and self._config.rollout.late_siblings == "carry"
         later = self._buffer.carry(group_id) if carries else None
         if later is None:
             self._ledger.dropped_siblings += len(late)
@@ -272,16 +242,25 @@ class Producer:
         else:
             self._ledger.carried_siblings += len(late)
             self._holders.share(theirs & kept)
-        self._on_finished(group_id, done, later)
+        self._admission.finish(group_id, done, later)
         return {} if later is None else {later: late}
 
-    async def _ask(self, index: int, pending: Partials) -> Sequence[Segment | RecordError]:
-        """One engine call.  Raises EngineError."""
-        limit_s = self.config.rollout.request_timeout_s
+    async def _ask(self, index: int, groups: dict[int, Partials]) -> dict[int, RecordError]:
+        """One engine call.  Returns the groups that hold a refused record; raises EngineError."""
+        pending = [p for group in groups.values() for p in group if not p.finished]
+        owners = [g for g, group in groups.items() for p in group if not p.finished]
+
+        async def call(requests: Sequence[GenerateRequest]) -> Replies:
+            limit_s, release = self._config.rollout.request_timeout_s, self._holders.release
+            replies = await self._fleet.generate(index, requests, limit_s, release)
+            self._count(pending, replies)
+            return replies
+
         async with self._turn:
             await asyncio.sleep(0)
-            requests = [p.request() for p in pending]
-        return await self._fleet.generate(index, requests, limit_s, self._holders.release)
+        replies, refused = await generate(pending, call)
+        self._holders.release(blob_uris(*(replies[place] for place in refused)))
+        return {owners[place]: error for place, error in refused.items()}
 
     async def _converse(self, groups: dict[int, Partials]) -> None:
         """Where a turn ended the environment answers, or ends the episode; all at once."""
@@ -291,13 +270,13 @@ class Producer:
             try:
                 await asyncio.gather(*map(self._environment.answer, listening))
             except ScoreError as error:
-                self._on_unscored(group_id, groups.pop(group_id), error)
+                self._admission.drop_unscored(group_id, groups.pop(group_id), error)
 
         await asyncio.gather(*(answer(*item) for item in list(groups.items())))
 
     def _rescue(self, index: int, groups: dict[int, Partials], error: EngineError) -> None:
         """Keep what an engine had finished; another engine, or the same one later, goes on."""
-        if not self.config.supervision.max_restarts:
+        if not self._config.supervision.max_restarts:
             raise error
         log.warning("engine %d failed, %d groups go on elsewhere: %s", index, len(groups), error)
         self._orphans |= groups
@@ -312,31 +291,11 @@ class Producer:
             PartialEpisode(
                 f"{group_id}.{sibling}" + (".r{}-{}".format(*tries) if any(tries) else ""),
                 prompt,
-                self.sampling,
-                audit=self.config.replay.audit,
-                max_turns=self.config.task.max_turns,
-                slice_tokens=self.config.rollout.slice_tokens,
+                self._sampling,
+                audit=self._config.replay.audit,
+                max_turns=self._config.task.max_turns,
+                slice_tokens=self._config.rollout.slice_tokens,
                 prompt_ids=prompt_ids,
             )
             for sibling in range(self._siblings)
         ]
-
-
-def _join(
-    owners: Iterable[int], pending: Partials, replies: Sequence[Segment | RecordError]
-) -> tuple[dict[int, RecordError], list[str]]:
-    """Add each reply to its partial; owners: their groups.
-
-    Returns the groups that hold a refused record, and the blobs of segments that were not taken.
-    """
-    refused: dict[int, RecordError] = {}
-    untaken: list[str] = []
-    for group_id, partial, reply in zip(owners, pending, replies, strict=True):
-        try:
-            if isinstance(reply, RecordError):
-                raise reply
-            partial.add(reply)
-        except RecordError as error:
-            refused[group_id] = error
-            untaken += uris_of_all([reply])
-    return refused, untaken

@@ -19,7 +19,8 @@ from moerl.blob import BlobStore
 from moerl.blob.copies import SUFFIX, parts_of, seal
 from moerl.errors import BlobError, JournalError
 from moerl.ids import spread
-from moerl.rollout.past import Past, Shipped, uris_of
+from moerl.rollout.blob_uris import group_uris
+from moerl.rollout.past import Past, Shipped
 from moerl.types import EpisodeGroup
 from moerl.wire import decode_value, encode_value
 
@@ -43,7 +44,7 @@ class Segments:
             self._stale.discard(group.group_id)  # it was generated again
         try:
             parts = [(_HEADER, encode_value(group))]
-            parts += [(uri, blobs.read(uri)) for uri in uris_of(group)]
+            parts += [(uri, blobs.read(uri)) for uri in sorted(group_uris(group))]
             seal(path, parts)
         except (OSError, BlobError) as error:
             path.unlink(missing_ok=True)  # of an earlier try

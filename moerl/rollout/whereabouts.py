@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
-from moerl.blob import BlobStore
 from moerl.blob.store import Found
 from moerl.rollout.admission import Admission
-from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.journal import Journal
-from moerl.rollout.ledger import Ledger
-from moerl.rollout.loops import Loops
-from moerl.rollout.past import uris_in, uris_of
+from moerl.rollout.blob_uris import group_uris
+from moerl.rollout.context import Context
 from moerl.rollout.producer import Producer
 from moerl.types import EpisodeGroup
 
@@ -28,30 +24,20 @@ log = logging.getLogger(__name__)
 class Whereabouts:
     """Looks after the records of groups that wait for the trainer."""
 
-    def __init__(
-        self,
-        blobs: BlobStore,
-        buffer: GroupBuffer,
-        producer: Producer,
-        admission: Admission,
-        journal: Journal,
-        ledger: Ledger,
-        loops: Loops,
-        *,
-        patience_s: float,
-    ) -> None:
-        """patience_s: as long as a reader would wait for a node that does not answer."""
-        self._blobs, self._buffer, self._producer = blobs, buffer, producer
-        self._admission, self._journal = admission, journal
-        self._ledger, self._loops = ledger, loops
-        self._patience_s = patience_s
+    def __init__(self, context: Context, producer: Producer, admission: Admission) -> None:
+        self._blobs, self._journal = context.services.blobs, context.services.journal
+        self._buffer, self._batches = context.buffer, context.batches
+        self._holders, self._ledger, self._loops = context.holders, context.ledger, context.loops
+        self._producer, self._admission = producer, admission
+        # as long as a reader would wait for a node that does not answer
+        self._patience_s = context.config.sync.timeout_s
 
     async def are_whole(self, due: list[EpisodeGroup]) -> bool:
         """Whether this batch is due still, and its records can be read."""
         gone, copied = await self._drop_lost(due)
         if gone or self._buffer.due() != due:
             return False
-        self._ledger.copied += sum(not copied.isdisjoint(uris_of(group)) for group in due)
+        self._ledger.copied += sum(not copied.isdisjoint(group_uris(group)) for group in due)
         return True
 
     async def drop_lost(self, groups: Sequence[EpisodeGroup]) -> bool:
@@ -68,24 +54,29 @@ class Whereabouts:
         if found.gone:  # what else lay there is lost as well
             found = await asyncio.to_thread(self._find, self._buffer.ready(), 0.0)
         gone = found.gone
-        lost = self._buffer.evict(lambda group: not gone.isdisjoint(uris_of(group)))
+        lost = self._buffer.evict(lambda group: not gone.isdisjoint(group_uris(group)))
         self._journal.left(group.group_id for group in lost)
         for group in lost:
             log.warning("the records of group %d are lost: it is generated again", group.group_id)
             self._ledger.dropped_lost += 1
-            self._admission.forget(group)
+            self._holders.forget(group)
         return found
 
     def _find(self, groups: Sequence[EpisodeGroup], patience_s: float) -> Found:
-        return self._blobs.find(uris_in(groups), patience_s)
+        return self._blobs.find(group_uris(*groups), patience_s)
 
-    async def leave(self, node: str, trainable: Callable[[], Iterable[EpisodeGroup]]) -> None:
+    def trainable(self) -> Iterator[EpisodeGroup]:
+        """Groups that are ready, planned, or could be trained again."""
+        yield from self._buffer.ready()
+        yield from self._batches.groups()
+
+    async def leave(self, node: str) -> None:
         """Returns when nothing that may be trained lies on a node."""
         prefix = f"blob://{node}/"
 
         def is_named() -> bool:
             partials = (*self._producer.partials(), *self._admission.partials())
-            uris = uris_in(trainable()).union(*(partial.blob_uris() for partial in partials))
+            uris = group_uris(*self.trainable()).union(*(one.blob_uris() for one in partials))
             return any(uri.startswith(prefix) for uri in uris)
 
         while is_named():

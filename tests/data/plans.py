@@ -11,9 +11,9 @@ from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.types import (
     Episode,
     EpisodeGroup,
+    ModelShape,
     PolicyVersion,
     Prompt,
-    RecordShape,
     Rollout,
     SamplingParams,
     Score,
@@ -21,7 +21,7 @@ from moerl.types import (
 )
 
 LAYERS, EXPERTS, TOP_K, VOCAB = (0, 2, 3), 8, 2, 50
-SHAPE = RecordShape(VOCAB, LAYERS, EXPERTS, TOP_K)
+SHAPE = ModelShape(VOCAB, 4, LAYERS, EXPERTS, TOP_K)
 TRUNCATED = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=16)
 
 

@@ -82,7 +82,7 @@ class World:
         run = RunDir(self.root / "run")
         run.create()
         self.log = run.logs / "engine0.log"
-        context = EngineContext(self.folders[A], tiny.FACTS, ReplayConfig(), run, TOKEN)
+        context = EngineContext(self.folders[A], tiny.SHAPE, ReplayConfig(), run, TOKEN)
         self.host = EngineHost(0, self.config, context, self.store)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
@@ -187,7 +187,7 @@ class World:
         for partial in partials:
             assert partial.finished
             rollout = partial.rollout()
-            check(rollout, vocab_size=tiny.VOCAB, num_moe_layers=tiny.LAYERS, top_k_experts=2)
+            check(rollout, tiny.SHAPE)
             self.rollouts[partial.rollout_id] = rollout
 
     async def call(self, partials: Sequence[PartialRollout]) -> None:

@@ -95,7 +95,7 @@ class World:
         save_config(config, self.run_dir.config)
         self.loop = asyncio.new_event_loop()
         store = BlobStore(root / "blobs", "n0")
-        context = EngineContext(model, tiny.FACTS, replay, self.run_dir, "engine-token")
+        context = EngineContext(model, tiny.SHAPE, replay, self.run_dir, "engine-token")
         self.hosts = [
             EngineHost(i, replace(engine, tp=size), context, store)
             for i, size in engine.sizes.items()

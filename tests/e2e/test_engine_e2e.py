@@ -65,7 +65,7 @@ class World:
         run = RunDir(root / "run")
         run.create()
         self.log = run.logs / "engine0.log"
-        context = EngineContext(self.folders[V0], tiny.FACTS, ReplayConfig(), run, TOKEN)
+        context = EngineContext(self.folders[V0], tiny.SHAPE, ReplayConfig(), run, TOKEN)
         self.host = EngineHost(0, self.config, context, self.store)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
@@ -435,15 +435,14 @@ from pathlib import Path
 from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.records import ModelFacts
 from moerl.rundir import RunDir
-from moerl.types import PolicyVersion
+from moerl.types import ModelShape, PolicyVersion
 
 async def main(root, model):
     run = RunDir(root)
     run.create()
-    facts = ModelFacts(256, 3, (0, 1, 2), 8, 2)
-    context = EngineContext(model, facts, ReplayConfig(), run, "token")
+    shape = ModelShape(256, 3, (0, 1, 2), 8, 2)
+    context = EngineContext(model, shape, ReplayConfig(), run, "token")
     config, store = EngineConfig(max_total_tokens=4096), BlobStore(root / "blobs", "n")
     host = EngineHost(1, config, context, store)
     await host.start(PolicyVersion(0, 0))

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from moerl.engine import shim
-from moerl.engine.records import ModelFacts
+from moerl.types import ModelShape
 
 shim.arm()  # transformers imports torchvision
 
 VOCAB, LAYERS, EXPERTS, TOP_K, EOS = 256, 3, 8, 2, 2
-FACTS = ModelFacts(
+SHAPE = ModelShape(
     vocab_size=VOCAB,
     num_layers=LAYERS,
     moe_layers=tuple(range(LAYERS)),

@@ -21,9 +21,9 @@ from moerl.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
+    ModelShape,
     PolicyVersion,
     Prompt,
-    RecordShape,
     Rollout,
     SamplingParams,
     Score,
@@ -31,7 +31,7 @@ from moerl.types import (
 )
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 67, 4, 8, 2
-SHAPE = RecordShape(VOCAB, tuple(range(LAYERS)), EXPERTS, TOP_K)
+SHAPE = ModelShape(VOCAB, LAYERS, tuple(range(LAYERS)), EXPERTS, TOP_K)
 UNUSED_EXPERT = 5  # named by no route of a plan that asks for it
 ROOT = Path(__file__).resolve().parents[2]
 

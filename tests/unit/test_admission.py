@@ -80,15 +80,15 @@ def test_a_turn_ends_with_its_last_token() -> None:
 def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine())
-        store, admission = BlobStore(tmp_path / "blobs", "n"), controller.admission
+        store, holders = BlobStore(tmp_path / "blobs", "n"), controller.context.holders
         first, second = (group(i, [make_rollout(store, f"g{i}", 3, 4)], [1.0]) for i in range(2))
         count = len(list(store.root.iterdir()))
-        admission.hold([first])
-        admission.forget(first)
+        holders.hold([first])
+        holders.forget(first)
         assert len(list(store.root.iterdir())) == count, "somebody reads them"
-        admission.forget(second)
+        holders.forget(second)
         assert len(list(store.root.iterdir())) == count / 2
-        admission.hold(())
+        holders.hold(())
         assert not list(store.root.iterdir())
         await controller.stop()
 

@@ -213,14 +213,14 @@ def test_a_scorer_that_hangs_drops_its_group(
 
 def fill_after_hello(controller: Controller) -> Callable[[], None]:
     """No write to the journal works once the trainer said hello; returns what ends that."""
-    began = controller._journal.began
+    began = controller.context.services.journal.began
 
     def fill(*args) -> None:
         began(*args)
-        controller._journal._db.execute("pragma query_only = on")
+        controller.context.services.journal._db.execute("pragma query_only = on")
 
-    controller._journal.began = fill
-    return lambda: controller._journal._db.execute("pragma query_only = off")
+    controller.context.services.journal.began = fill
+    return lambda: controller.context.services.journal._db.execute("pragma query_only = off")
 
 
 def test_a_journal_without_room_admits_nothing_until_there_is_some(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_journal_without_room_admits_nothing_until_there_is_some(tmp_path: Pat
         refuse = controller.admission.refuse
 
         def refused(*args) -> None:
-            assert not controller.buffer.num_ready
+            assert not controller.context.buffer.num_ready
             refuse(*args)
             make_room()
 

@@ -42,7 +42,7 @@ from moerl.protocols import (
     TakePlan,
     UpdateClosed,
 )
-from moerl.rollout.admission import ModelFacts
+from moerl.rollout.context import Services
 from moerl.rollout.controller import Controller
 from moerl.rollout.journal import Journal
 from moerl.rollout.samples import StepReport
@@ -51,6 +51,7 @@ from moerl.types import (
     Episode,
     Finish,
     GenerateRequest,
+    ModelShape,
     PolicyVersion,
     Prompt,
     Score,
@@ -170,9 +171,8 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     blobs = kwargs.get("blobs") or BlobStore(tmp_path / "blobs", "n")
     moe_layers = kwargs.get("moe_layers", 0)
     engines = dict(enumerate([engine, *kwargs.get("more_engines", ())]))
-    controller = Controller(
-        replace(config, engine=EngineConfig(count=len(engines))),
-        facts=ModelFacts(10, moe_layers, 2 * moe_layers, stop_token_ids=()),
+    services = Services(
+        model=ModelShape(10, moe_layers, tuple(range(moe_layers)), 4, top_k=2 * moe_layers),
         engines=engines,
         sizes=dict.fromkeys(engines, 1),
         scorer=kwargs.get("scorer", StubScorer()),
@@ -186,6 +186,10 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         saved_steps=kwargs.get("saved_steps", lambda: 0),
         on_step=reports.append,
         on_rewind=kwargs.get("on_rewind", lambda step: None),
+    )
+    controller = Controller(
+        replace(config, engine=EngineConfig(count=len(engines))),
+        services,
         gang_lives=kwargs.get("gang_lives", False),
     )
     controller.engines_started()
@@ -292,7 +296,7 @@ def test_a_refused_record_is_counted_and_generated_again(tmp_path: Path) -> None
         assert reports[-1].metrics["refused/routing_rows"] == 2
         names = {r.rollout_id for r in engine.requests if r.rollout_id.startswith("1.0")}
         assert len(names) == 3, "blobs of an earlier try may still be there"
-        assert not controller.buffer.tries, "nothing is kept of a try that began"
+        assert not controller.context.buffer.tries, "nothing is kept of a try that began"
 
     asyncio.run(body())
 
@@ -506,9 +510,11 @@ def test_a_plan_that_a_dead_gang_waits_for_takes_no_groups(tmp_path: Path) -> No
             with pytest.raises(ProtocolError, match=replaced):
                 await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
             await controller.handle(Failed(0, "its peers are gone", incarnation=0))
-            assert controller.failure == "", "what an old gang dies of says nothing of the new one"
+            assert controller.trainer.failure == "", (
+                "what an old gang dies of says nothing of the new one"
+            )
             await controller.handle(Failed(1, "no memory", incarnation=1))
-            assert controller.failure == "trainer rank 1: no memory"
+            assert controller.trainer.failure == "trainer rank 1: no memory"
             return await train(controller, 4, (), PolicyVersion(1, 0))
 
         plans = await running(controller, work())
@@ -585,7 +591,7 @@ def test_hello_waits_for_the_engines(tmp_path: Path) -> None:
 
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine())
-        controller._engines_up.clear()
+        controller.trainer.engines_up.clear()
         hello = asyncio.create_task(controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ())))
         await asyncio.sleep(0.05)
         assert not hello.done()
@@ -660,7 +666,7 @@ def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> 
         loops = asyncio.create_task(controller.run())
         await asyncio.sleep(0.3)
         assert [len(engine.requests) for engine in engines] == [4, 4, 4]  # 6 groups of 2
-        fleet = controller.fleet
+        fleet = controller.context.fleet
         assert [fleet.share(0, wanted) for wanted in range(5)] == [0, 1, 1, 1, 2]
         # newer weights: the other engines, less busy but older, are not waited for
         fleet.members[0].version = PolicyVersion(0, 1)

@@ -32,14 +32,14 @@ from tests.unit.test_controller import StubEngine, make, publish, running, train
 
 def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):
     """A controller after one that was killed: nothing was closed, nobody was told."""
-    for task in list(dead._loops._tasks):
+    for task in list(dead.context.loops._tasks):
         task.cancel()
     return make(tmp_path, engine, **kwargs)
 
 
 async def at_step(controller: Controller, step: int) -> list[int]:
     """Take the plan of a step; its group ids."""
-    incarnation = controller.fleet.incarnation or 0
+    incarnation = controller.context.fleet.incarnation or 0
     reply = await controller.handle(TakePlan(step, 60.0, incarnation))
     assert isinstance(reply, Plan), reply
     return [group.group_id for group in reply.plan.groups]
@@ -54,9 +54,9 @@ def test_a_controller_that_dies_loses_nothing(tmp_path: Path) -> None:
         loops = asyncio.create_task(first.run())
         trained = [g.group_id for p in await train(first, 1) for g in p.groups]
         planned = await at_step(first, 1)
-        while not first.buffer.num_ready:
+        while not first.context.buffer.num_ready:
             await asyncio.sleep(0.01)
-        ready = {g.group_id: g.episodes[0].episode_id for g in first.buffer._ready.values()}
+        ready = {g.group_id: g.episodes[0].episode_id for g in first.context.buffer._ready.values()}
         asked = len(engine.requests)
         second, rows = successor(tmp_path, engine, first, gang_lives=True, on_rewind=rewinds.append)
         loops.cancel()
@@ -114,7 +114,7 @@ def test_after_damage_the_trainer_starts_again(tmp_path: Path) -> None:
         first, _ = make(tmp_path, engine)
         loops = asyncio.create_task(first.run())
         held = [g.group_id for p in await train(first, 2) for g in p.groups]
-        first._journal.close()
+        first.context.services.journal.close()
         path = tmp_path / "journal" / "journal.sqlite"
         path.write_bytes(path.read_bytes()[:5000])
         second, _ = successor(tmp_path, engine, first, gang_lives=True)
@@ -142,9 +142,9 @@ def test_a_resume_keeps_finished_groups_that_are_legal(tmp_path: Path) -> None:
         loops = asyncio.create_task(first.run())
         plans = await train(first, 2)
         held = [g.group_id for g in plans[0].groups]
-        while first.buffer.num_ready < 2:
+        while first.context.buffer.num_ready < 2:
             await asyncio.sleep(0.01)
-        legal = [g for g in first.buffer._ready.values() if g.newest <= PolicyVersion(0, 1)]
+        legal = [g for g in first.context.buffer._ready.values() if g.newest <= PolicyVersion(0, 1)]
         loops.cancel()
         fresh = StubEngine()
         second, _ = successor(tmp_path, fresh, first)
@@ -172,18 +172,18 @@ def test_trained_groups_wait_for_the_checkpoint_that_holds_them(
         async def work() -> None:
             plans = await train(controller, 2)
             first = {g.group_id for p in plans for g in p.groups if g.newest.step == 0}
-            assert set(controller._trained) == first
+            assert set(controller.context.batches.trained) == first
             asked = len(engine.requests)
             await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
             await publish(controller, PolicyVersion(1, 0))
             assert set(await at_step(controller, 0)) == set(sorted(first)[:2])
             again = {int(r.rollout_id.split(".")[0]) for r in engine.requests[asked:]}
             assert not again & first, "what could be trained again was generated again"
-            forgotten, last = [], {g.group_id for g in controller._planned[0]}
-            monkeypatch.setattr(controller.admission, "forget", forgotten.append)
+            forgotten, last = [], {g.group_id for g in controller.context.batches.planned[0]}
+            monkeypatch.setattr(controller.context.holders, "forget", forgotten.append)
             saved[0] = 1
             await controller.handle(StepDone(0, PolicyVersion(1, 1), {}, ""))
-            assert controller._trained == {}
+            assert controller.context.batches.trained == {}
             assert {g.group_id for g in forgotten} == last, "their blobs are of no more use"
 
         await running(controller, work())
@@ -226,14 +226,14 @@ def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> N
         second, _ = successor(tmp_path, engine, first, gang_lives=True)
         loops.cancel()
         await second.rejoin([])
-        assert second.fleet.members[0].version == engine.version
+        assert second.context.fleet.members[0].version == engine.version
         if died == "after it":
             with pytest.raises(EngineError, match="nothing was verified"):
                 await second.handle(commit)
-            assert second.fleet.serves(0), "a refused commit leaves the engine as it was"
+            assert second.context.fleet.serves(0), "a refused commit leaves the engine as it was"
             await second.handle(verify)
         await second.handle(commit)
-        assert second.fleet.members[0].version == engine.version == target
+        assert second.context.fleet.members[0].version == engine.version == target
         await second.stop()
 
     asyncio.run(body())

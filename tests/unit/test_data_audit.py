@@ -14,7 +14,7 @@ from moerl.data.audit import split_segments
 from moerl.data.packing import pack_microbatch
 from moerl.errors import RecordError
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, RoutingBlob, check
-from tests.data.plans import EXPERTS, LAYERS, TOP_K, VOCAB, group, make_rollout
+from tests.data.plans import EXPERTS, LAYERS, SHAPE, TOP_K, group, make_rollout
 
 VERSIONS = tuple(PolicyVersion(0, step) for step in (1, 2, 4))
 
@@ -40,7 +40,7 @@ def test_segments_are_whole_rollouts_with_their_own_rows(tmp_path: Path) -> None
     assert [s.num_tokens for s in segments] == [5, 9, 12]
     assert np.concatenate([read_logprobs(store, s) for s in segments]).tolist() == whole_logprobs
     for idx, segment in enumerate(segments):
-        check(segment, vocab_size=VOCAB, num_moe_layers=len(LAYERS), top_k_experts=TOP_K)
+        check(segment, SHAPE)
         assert segment.version_of_tokens() == [VERSIONS[idx]] * segment.num_sampled
         plan = BatchPlan(
             4, VERSIONS[-1], (group(0, [segment], [0.0]),), (PlanRow(0, 0, 0, 0, 0, 0),), 1

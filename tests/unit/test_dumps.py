@@ -14,9 +14,9 @@ import pytest
 from moerl.blob.store import BlobStore
 from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import RecordError
-from moerl.types import RecordShape
+from moerl.types import ModelShape
 
-FACTS = RecordShape(vocab_size=20, moe_layers=(1, 2), num_experts=8, top_k=2)
+SHAPE = ModelShape(vocab_size=20, num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 ROW: dict[str, Any] = {
     "id": "a",
     "token_ids": [5, 9, 7, 2],
@@ -72,7 +72,7 @@ def test_both_formats_give_the_same_records(tmp_path: Path) -> None:
     rows = [ROW, longer()]
     stores = [BlobStore(tmp_path / name, "n") for name in ("j", "z")]
     paths = [jsonl(tmp_path, *rows), npz(tmp_path, rows)]
-    one, two = (read_dump(path, s, FACTS) for path, s in zip(paths, stores, strict=True))
+    one, two = (read_dump(path, s, SHAPE) for path, s in zip(paths, stores, strict=True))
     for row, left, right in zip(rows, one, two, strict=True):
         for rollout, store in ((left, stores[0]), (right, stores[1])):
             assert rollout.token_ids.tolist() == row["token_ids"]
@@ -125,7 +125,7 @@ def test_bad_field_is_named_with_its_line(
 ) -> None:
     path = jsonl(tmp_path, ROW, ROW | change)
     with pytest.raises(RecordError) as error:
-        read_dump(path, BlobStore(tmp_path / "b", "n"), FACTS)
+        read_dump(path, BlobStore(tmp_path / "b", "n"), SHAPE)
     assert error.value.reason == "dump"
     assert f"x.jsonl line 2: {field}: " in str(error.value)
     assert "\n" not in str(error.value)
@@ -146,7 +146,7 @@ def test_bad_field_is_named_with_its_line(
 def test_bad_array_is_named(field: str, change: dict[str, Any], tmp_path: Path) -> None:
     path = npz(tmp_path, [ROW, longer()], **change)
     with pytest.raises(RecordError, match="dump") as error:
-        read_dump(path, BlobStore(tmp_path / "b", "n"), FACTS)
+        read_dump(path, BlobStore(tmp_path / "b", "n"), SHAPE)
     assert field in str(error.value) or "pickle" in str(error.value)
 
 
@@ -162,4 +162,4 @@ def test_files_that_are_no_dump(tmp_path: Path) -> None:
         ("absent.npz", "does not exist"),
     ):
         with pytest.raises(RecordError, match=text):
-            read_dump(tmp_path / name, store, FACTS)
+            read_dump(tmp_path / name, store, SHAPE)

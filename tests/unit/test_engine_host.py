@@ -23,7 +23,6 @@ from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.receiver import Committed
-from moerl.engine.records import ModelFacts
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.protocols import CommitUpdate, Plan, UpdateClosed
 from moerl.rollout.assemble import PartialRollout
@@ -33,6 +32,7 @@ from moerl.types import (
     EpisodeGroup,
     Finish,
     GenerateRequest,
+    ModelShape,
     PolicyVersion,
     Prompt,
     SamplingParams,
@@ -44,7 +44,7 @@ from moerl.types import (
 from moerl.wire import decode, encode
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
-FACTS = ModelFacts(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
+SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
 COMMIT = CommitUpdate(0, V1, 5.0)
 
 
@@ -129,7 +129,7 @@ def play(
 
     async def main(scenario: Callable[[EngineHost], Coroutine[Any, Any, None]]) -> None:
         store = BlobStore(tmp_path / "blobs", "n")
-        context = EngineContext(tmp_path, FACTS, ReplayConfig(), run, "t")
+        context = EngineContext(tmp_path, SHAPE, ReplayConfig(), run, "t")
         host = EngineHost(0, EngineConfig(), context, store)
         await host.start(V0)
         try:
@@ -475,7 +475,7 @@ def test_sealed_log_probabilities_reach_the_trainer(play: Any) -> None:
             (reply,) = await host.generate([partial.request()])
             partial.add(reply)
         rollout = partial.rollout()
-        check(rollout, vocab_size=50, num_moe_layers=2, top_k_experts=2)
+        check(rollout, SHAPE)
         assert [part.first for part in rollout.sealed_logprobs] == [0, 1, 2]
         group = EpisodeGroup(0, prompt, (Episode("0.0", (Turn(rollout),), Score(1.0)),))
         plan = plan_batch(0, V0, [group], dp_size=1, max_tokens_per_microbatch=100)

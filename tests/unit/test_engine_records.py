@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.engine.records import InFlight, ModelFacts, cut, parse
+from moerl.engine.records import InFlight, cut, parse
 from moerl.errors import RecordError
-from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams
+from moerl.types import Finish, GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 
 VERSION = PolicyVersion(1, 4)
-FACTS = ModelFacts(
+SHAPE = ModelShape(
     vocab_size=50, num_layers=3, moe_layers=(0, 2), num_experts=8, top_k=2, eos_token_ids=(2,)
 )
 TRUNCATED = SamplingParams(4, top_p=0.9, top_k=10)
@@ -59,7 +59,7 @@ def reply(**meta: Any) -> dict[str, Any]:
 def parsed(
     got: dict[str, Any], request: GenerateRequest | None = None, routing: bool = True
 ) -> Any:
-    return parse(got, request or ask(), version=VERSION, facts=FACTS, routing=routing)
+    return parse(got, request or ask(), version=VERSION, shape=SHAPE, routing=routing)
 
 
 def test_truncated_reply() -> None:
@@ -253,7 +253,7 @@ def spans(*ends: tuple[str, int]) -> list[dict[str, Any]]:
 def in_flight(got: dict[str, Any], **fields: bool) -> list[Any]:
     served = InFlight((VERSION, NEXT), **fields)
     request = ask()
-    record = parse(got, request, version=VERSION, facts=FACTS, routing=True, in_flight=served)
+    record = parse(got, request, version=VERSION, shape=SHAPE, routing=True, in_flight=served)
     return cut(record, request)
 
 

@@ -13,11 +13,10 @@ from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import args, support
 from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.records import ModelFacts
 from moerl.engine.support import FEATURES, Verdict
 from moerl.errors import ConfigError
 from moerl.rundir import RunDir
-from moerl.types import GenerateRequest, SamplingParams
+from moerl.types import GenerateRequest, ModelShape, SamplingParams
 
 REPO = Path(__file__).parents[2]
 ROWS = [
@@ -96,8 +95,8 @@ def test_environment_that_changes_reports_is_refused(
 
 def test_requests_carry_nothing_that_is_not_recorded(tmp_path: Path) -> None:
     """Every parameter that shapes a distribution is sent, neutral if no kept set tells of it."""
-    facts = ModelFacts(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
-    context = EngineContext(tmp_path, facts, ReplayConfig(), RunDir(tmp_path), "t")
+    shape = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
+    context = EngineContext(tmp_path, shape, ReplayConfig(), RunDir(tmp_path), "t")
     host = EngineHost(0, EngineConfig(), context, BlobStore(tmp_path, "n"))
     sampling = SamplingParams(4, temperature=0.7, top_p=0.9, top_k=20)
     ask = GenerateRequest("a", 0, np.array([5, 6], np.int32), 0, sampling)

@@ -21,6 +21,7 @@ from moerl.types import (
     BlobRef,
     Finish,
     GenerateRequest,
+    ModelShape,
     PolicyVersion,
     Prompt,
     RoutingBlob,
@@ -86,7 +87,7 @@ def test_a_turn_is_fed_all_that_was_said_and_names_its_rows() -> None:
     assert last.loss_mask.tolist() == [False] * 7 + [True] * 3
     assert last.routing[0] == first.routing[0], "rows are named, not recorded again"
     for rollout in (first, last):
-        check_record(rollout, vocab_size=10, num_moe_layers=2, top_k_experts=2)
+        check_record(rollout, ModelShape(10, 2, (0, 1), num_experts=4, top_k=2))
 
 
 def test_rows_of_other_weights_are_not_named() -> None:
@@ -96,12 +97,12 @@ def test_rows_of_other_weights_are_not_named() -> None:
     episode.reply([8])
     assert answered(episode, V1).rows_known == 4
     assert not episode.finished
-    assert episode.wasted_uris() == ["blob://n/7.0.t1"]
+    assert episode.wasted_uris() == {"blob://n/7.0.t1"}
     assert answered(episode, V1).rows_known == 0
     assert episode.finished, "the last turn that is allowed"
     last = episode.turns[-1].rollout()
     assert [(part.row_begin, part.version) for part in last.routing] == [(0, V1)]
-    assert set(episode.blob_uris()) == {f"blob://n/7.0{x}" for x in ("", ".t1", ".t1.own")}
+    assert episode.blob_uris() == {f"blob://n/7.0{x}" for x in ("", ".t1", ".t1.own")}
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -120,9 +120,9 @@ def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> No
     restarted = PolicyVersion(1, 0)
     rollout = make_rollout(BlobStore(tmp_path / "blobs", "n"), "4.0", 3, 5, versions=(restarted,))
     rules = GroupBuffer(groups_per_step=1, depth=1, max_lag=8)
-    line = FrozenLine(
-        with_frozen(tmp_path), rules, {0: [group(4, [rollout], [1.0])]}, Mock(), Mock(), Mock()
-    )
+    batches = Mock(planned={0: [group(4, [rollout], [1.0])]})
+    context = Mock(config=with_frozen(tmp_path), buffer=rules, batches=batches)
+    line = FrozenLine(context, Mock())
     plan = line.next(1)
     assert plan is not None
     assert version_lag(plan.version, restarted) == 0, "its tokens are of no future version"

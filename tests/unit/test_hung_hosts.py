@@ -18,7 +18,7 @@ from moerl.blob import BlobStore
 from moerl.errors import EngineError, RecordError
 from moerl.protocols import AbortUpdate, EngineHolds, EngineStatus, SessionMessage
 from moerl.rollout import fleet
-from moerl.rollout.past import uris_of
+from moerl.rollout.blob_uris import group_uris
 from moerl.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
 
@@ -63,7 +63,8 @@ def test_a_host_that_hangs_does_not_stop_the_trainer(tmp_path: Path) -> None:
 
         async def work() -> list:
             await train(controller, 1)
-            controller.fleet.members[1].draining = True  # it has nothing that would be waited for
+            # it has nothing that would be waited for
+            controller.context.fleet.members[1].draining = True
             hung.hangs = True
             return await train(controller, 4, start=PolicyVersion(1, 1), consumed=(0, 1))
 
@@ -96,7 +97,7 @@ def test_a_new_controller_does_not_wait_for_a_host_that_hangs(tmp_path: Path) ->
         hung.hangs = True
         controller, _ = make(tmp_path, StubEngine(), more_engines=(hung,), gang_lives=True)
         await asyncio.wait_for(controller.rejoin(()), 5.0)
-        assert controller.fleet.members[1].state == fleet.State.RESTING
+        assert controller.context.fleet.members[1].state == fleet.State.RESTING
         await controller.stop()
 
     asyncio.run(body())
@@ -128,8 +129,8 @@ class Sealing(StubEngine):
 
 def nameless(store: BlobStore, *controllers) -> set[str]:
     """Blobs that no group names, in the line, planned or trained."""
-    groups = [group for controller in controllers for group in controller._trainable()]
-    kept = {uri.rpartition("/")[2] for group in groups for uri in uris_of(group)}
+    groups = [group for controller in controllers for group in controller._whereabouts.trainable()]
+    kept = {uri.rpartition("/")[2] for group in groups for uri in group_uris(group)}
     return {path.name for path in store.root.iterdir()} - kept
 
 
@@ -169,7 +170,7 @@ def test_a_new_controller_says_which_records_it_knows(tmp_path: Path) -> None:
         await running(first, train(first, 2))
         second, _ = make(tmp_path, engine, blobs=store, moe_layers=1, gang_lives=True)
         await second.rejoin(())
-        known = {uri for group in second._trainable() for uri in uris_of(group)}
+        known = {uri for group in second._whereabouts.trainable() for uri in group_uris(group)}
         assert known
         assert set(engine.kept or ()) == known
         await second.stop()

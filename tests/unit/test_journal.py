@@ -15,8 +15,9 @@ from moerl.blob.copies import parts_of
 from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.errors import JournalError
 from moerl.ids import ranges
+from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.journal import Journal
-from moerl.rollout.past import Past, Shipped, uris_of
+from moerl.rollout.past import Past, Shipped
 from moerl.rollout.segments import Segments
 from moerl.types import (
     Episode,
@@ -298,7 +299,7 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
         journal.ship(group)
         journal.admitted(group)
     journal.planned(0, [4])
-    expected = {i: engine.read(uri) for i, group in groups.items() for uri in uris_of(group)}
+    expected = {i: engine.read(uri) for i, group in groups.items() for uri in group_uris(group)}
     journal.close()
     server.close()
     shutil.rmtree(tmp_path / "node")
@@ -314,7 +315,7 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
     assert (ids(past.ready), past.is_whole, past.lost) == ([4, 5], False, 0)
     rank = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=0.3, copies=folder)
     for group in past.ready:
-        assert rank.read(*uris_of(group)) == expected[group.group_id]
+        assert rank.read(*group_uris(group)) == expected[group.group_id]
         (part,) = group.rollouts()[0].routing
         assert (rank.load(part.ids) == group.group_id).all()
 
@@ -372,7 +373,7 @@ def test_a_group_that_cannot_be_shipped_leaves_nothing(tmp_path: Path) -> None:
     assert world.segments is not None
     group = group_of(0, world.blobs)
     world.journal.ship(group)
-    world.blobs.delete(*uris_of(group))
+    world.blobs.delete(*group_uris(group))
     with pytest.raises(JournalError, match="group 0 was not shipped"):
         world.journal.ship(group)
     assert world.segments.held() == set()

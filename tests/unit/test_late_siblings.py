@@ -12,9 +12,9 @@ from moerl.blob import BlobStore
 from moerl.config.schema import AlgorithmConfig
 from moerl.data.batching import plan_batch
 from moerl.rollout.blob_holders import BlobHolders
+from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.journal import Journal
-from moerl.rollout.past import uris_of
 from moerl.types import EpisodeGroup, PolicyVersion
 from tests.data.plans import group, make_rollout
 
@@ -105,11 +105,11 @@ def test_a_blob_goes_with_the_last_group_that_names_it(tmp_path: Path) -> None:
     first, second = rollouts
     second = replace(second, routing=first.routing)  # prompt rows of one call
     early, late = group(1, [first], [0.0]), group(1, [second], [0.0])
-    common = set(uris_of(early)) & set(uris_of(late))
+    common = group_uris(early) & group_uris(late)
     assert common
     holders.share(common)
-    holders.release(uris_of(early))
-    assert not blobs.missing(uris_of(late))
-    assert blobs.missing(uris_of(early))
-    holders.release(uris_of(late))
-    assert blobs.missing(uris_of(late)) == set(uris_of(late))
+    holders.release(group_uris(early))
+    assert not blobs.missing(group_uris(late))
+    assert blobs.missing(group_uris(early))
+    holders.release(group_uris(late))
+    assert blobs.missing(group_uris(late)) == group_uris(late)

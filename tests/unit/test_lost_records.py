@@ -21,8 +21,8 @@ import pytest
 from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.config.schema import SyncConfig
 from moerl.protocols import Plan, TakeRecords
+from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.controller import Controller
-from moerl.rollout.past import uris_of
 from moerl.rollout.segments import Segments
 from moerl.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
@@ -111,7 +111,7 @@ def test_the_run_goes_on_without_them(
         assert sorted(ids) == list(range(8)), "each group once, none lost"
         dropped = sum(report.metrics["async/dropped_lost_groups"] for report in reports)
         assert dropped >= 1
-        named = {uri for group in trainer.groups[2:] for uri in uris_of(group)}
+        named = {uri for group in trainer.groups[2:] for uri in group_uris(group)}
         assert not any(lost.node in uri for uri in named), "a plan names records that are lost"
 
     asyncio.run(body())
@@ -138,7 +138,7 @@ def test_shared_records_outlive_their_node(
             await trainer.step()
             while not (doomed := ready_at(controller, lost)):
                 await asyncio.sleep(0.005)
-            sealed = {uri: lost.store.read(uri) for g in doomed.values() for uri in uris_of(g)}
+            sealed = {uri: lost.store.read(uri) for g in doomed.values() for uri in group_uris(g)}
             controller.engine_lost(0)
             trainer.engines = (1,)
             if how == "node":
@@ -184,7 +184,7 @@ def test_reference_ranks_are_not_given_what_is_lost(
             lost.end()
             reply = await controller.handle(TakeRecords(0, 1, 20.0))
             assert isinstance(reply, Plan)
-            named = {uri for group in reply.plan.groups for uri in uris_of(group)}
+            named = {uri for group in reply.plan.groups for uri in group_uris(group)}
             assert named
             assert not any(lost.node in uri for uri in named)
             assert not at(controller, lost), f"{doomed} are generated again"
@@ -203,8 +203,8 @@ def ready_at(controller: Controller, engine: Sealing) -> dict[int, EpisodeGroup]
     node = f"blob://{engine.node}/"
     return {
         group.group_id: group
-        for group in controller.buffer.ready()
-        if any(uri.startswith(node) for uri in uris_of(group))
+        for group in controller.context.buffer.ready()
+        if any(uri.startswith(node) for uri in group_uris(group))
     }
 
 

@@ -74,10 +74,10 @@ def test_an_engine_that_joins_works_on_the_newest_weights_only(tmp_path: Path) -
             controller.engine_joins(1, second, 1)
             await asyncio.sleep(0.05)
             assert not second.requests, "it was sent requests on the weights it started with"
-            assert controller.fleet.table()[1]["state"] == "behind"
+            assert controller.context.fleet.table()[1]["state"] == "behind"
             await trainer.step()
             assert trainer.told == [(0, 1)]
-            assert controller.fleet.table()[1]["version"] == str(trainer.version)
+            assert controller.context.fleet.table()[1]["version"] == str(trainer.version)
             while trainer.version.step < 12:
                 await trainer.step()
 
@@ -110,7 +110,7 @@ def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) ->
 
         async def work() -> None:
             await trainer.hello()
-            member = controller.fleet.members[0]
+            member = controller.context.fleet.members[0]
             while not member.generating:
                 await asyncio.sleep(0.001)
             leaving = asyncio.create_task(controller.engine_leaves(0))
@@ -152,7 +152,7 @@ def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
 
         async def work() -> None:
             await trainer.hello()
-            member = controller.fleet.members[0]
+            member = controller.context.fleet.members[0]
             while not member.generating:
                 await asyncio.sleep(0.001)
             leaving = asyncio.create_task(controller.engine_leaves(0))

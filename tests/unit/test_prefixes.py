@@ -108,10 +108,11 @@ def test_a_home_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
             tmp_path, engines[0], replace(CONFIG, rollout=rollout), more_engines=engines[1:]
         )
         controller.producer.prompts = Repeating()
-        controller.fleet.members[1].version = PolicyVersion(9, 0)  # of another history: not served
+        # of another history: not served
+        controller.context.fleet.members[1].version = PolicyVersion(9, 0)
         producer = controller.producer
         producer._prefixes.sent(1, PolicyVersion(9, 0), Repeating().prompt(0).token_ids)
-        producer._handed[controller.buffer.start()] = 1, producer._partials(0)
+        producer._handed[controller.context.buffer.start()] = 1, producer._partials(0)
         plans = await running(controller, train(controller, 4))
         assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
         assert not producer._handed

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from moerl.errors import RecordError
-from moerl.rollout.assemble import PartialRollout, blob_uris
+from moerl.rollout.assemble import PartialRollout
+from moerl.rollout.blob_uris import blob_uris
 from moerl.types import (
     BlobRef,
     Finish,
     GenerateRequest,
     MaskBlob,
+    ModelShape,
     PolicyVersion,
     Prompt,
     RoutingBlob,
@@ -24,6 +26,7 @@ from moerl.types import (
 )
 
 LAYERS, TOP_K, VOCAB = 2, 2, 50
+SHAPE = ModelShape(VOCAB, LAYERS, (0, 1), 8, TOP_K)
 PROMPT = Prompt(3, (5, 9, 11), "p", None, {})
 SAMPLING = SamplingParams(max_new_tokens=6, top_p=0.9, top_k=8)
 
@@ -65,7 +68,7 @@ def reply(
 
 
 def accept(partial: PartialRollout) -> None:
-    check(partial.rollout(), vocab_size=VOCAB, num_moe_layers=LAYERS, top_k_experts=TOP_K)
+    check(partial.rollout(), SHAPE)
 
 
 def test_two_interruptions_give_one_aligned_record() -> None:
@@ -85,7 +88,7 @@ def test_two_interruptions_give_one_aligned_record() -> None:
     assert [(r.row_begin, r.row_end) for r in record.routing] == [(0, 4), (4, 5), (5, 7)]
     assert [(m.first, m.num_tokens) for m in record.sampling_mask] == [(0, 2), (2, 1), (3, 2)]
     assert [v.step for v in record.version_of_tokens()] == [0, 0, 1, 2, 2]
-    assert blob_uris(record) == ["blob://n/3.0-s0", "blob://n/3.0-s2", "blob://n/3.0-s3"]
+    assert blob_uris(record) == {"blob://n/3.0-s0", "blob://n/3.0-s2", "blob://n/3.0-s3"}
     accept(partial)
 
 
@@ -194,7 +197,7 @@ def test_a_slice_goes_on_where_it_ended() -> None:
     rollout = partial.rollout()
     assert rollout.finish == Finish.LENGTH
     assert [span.first for span in rollout.versions] == [0]
-    check(rollout, vocab_size=VOCAB, num_moe_layers=LAYERS, top_k_experts=TOP_K)
+    check(rollout, SHAPE)
 
 
 @pytest.mark.parametrize(("last", "finish"), [(2, Finish.STOP), (3, Finish.LENGTH)])

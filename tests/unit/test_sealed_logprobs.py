@@ -18,7 +18,7 @@ from moerl.blob.store import BlobStore
 from moerl.data.packing import pack_microbatch
 from moerl.errors import BlobError, ProtocolError, RecordError
 from moerl.protocols import Plan
-from moerl.rollout.assemble import blob_uris
+from moerl.rollout.blob_uris import blob_uris
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -32,7 +32,7 @@ from moerl.types import (
     check,
 )
 from moerl.wire import decode, decode_value, encode, encode_value
-from tests.data.plans import LAYERS, TOP_K, VOCAB, make_rollout
+from tests.data.plans import SHAPE, make_rollout
 
 V3 = PolicyVersion(0, 3)
 
@@ -63,7 +63,7 @@ def test_segments_are_read_in_order(store: BlobStore) -> None:
     assert read_logprobs(store, rollout).tolist() == [-1.0, -2.0, -0.5]
     inline = replace(rollout, sealed_logprobs=(), logprobs=np.float32([-3, -2, -1]))
     assert read_logprobs(store, inline).tolist() == [-3.0, -2.0, -1.0]
-    assert {"blob://n/a.0", "blob://n/other.2"} <= set(blob_uris(rollout))
+    assert {"blob://n/a.0", "blob://n/other.2"} <= blob_uris(rollout)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,10 @@ def test_the_door_refuses_a_header_that_names_other_tokens(
     store: BlobStore, spoil: Callable[[LogprobBlob], tuple[LogprobBlob, ...]]
 ) -> None:
     rollout = resealed(store, make_rollout(store, "a", 2, 3), [-1.0, -2.0, -3.0])
-    facts = {"vocab_size": VOCAB, "num_moe_layers": len(LAYERS), "top_k_experts": TOP_K}
-    check(rollout, **facts)
+    check(rollout, SHAPE)
     spoiled = replace(rollout, sealed_logprobs=spoil(rollout.sealed_logprobs[0]))
     with pytest.raises(RecordError, match="length"):
-        check(spoiled, **facts)
+        check(spoiled, SHAPE)
     with pytest.raises(RecordError, match="length"):
         read_logprobs(store, spoiled)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from ray.exceptions import ObjectLostError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from moerl.config import load_config
-from moerl.errors import ConfigError, EngineError, TrainerError
+from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.supervision import supervisor as supervising
-from moerl.launch.supervision.actors import call
+from moerl.launch.supervision.ray_proxy import Hosted, Remote
 from moerl.launch.supervision.supervisor import Supervisor
 from moerl.rundir import RunDir
 
@@ -118,11 +119,67 @@ def test_a_finished_run_stays_finished_when_engines_cannot_be_measured(
     assert supervisor._measure() == {}
 
 
+def failing(error: Exception) -> Remote:
+    """An engine whose calls all end like this."""
+
+    async def fail(method: str, *args: object) -> None:
+        raise error
+
+    return Remote(SimpleNamespace(ask=SimpleNamespace(remote=fail)), "engine 3")  # type: ignore[arg-type]
+
+
+def raised(cause: Exception) -> Exception:
+    """As Ray raises what the code of an actor raised: of both classes, where that is possible."""
+    return RayTaskError("ask", "", cause).as_instanceof_cause()
+
+
 def test_an_answer_that_its_node_took_along_is_a_failed_call() -> None:
     """Large ones stay where they were made until they are fetched."""
+    engine = failing(ObjectLostError("00" * 28, None, ""))
+    with pytest.raises(EngineError, match="engine 3: an answer was lost: ObjectLostError"):
+        asyncio.run(engine.generate([]))
 
-    async def lost() -> None:
-        raise ObjectLostError("00" * 28, None, "")
 
-    with pytest.raises(EngineError, match="an answer was lost: ObjectLostError"):
-        asyncio.run(call(lost()))
+def test_calls_of_an_actor_fail_with_our_own_errors(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller's and the supervisor's; only the latter names a mistake in the code."""
+
+    def ask(error: Exception) -> Exception:
+        with pytest.raises((MoerlError, RayError)) as failure:
+            asyncio.run(failing(error).status())
+        return failure.value
+
+    def get(error: Exception) -> Exception:
+        monkeypatch.setattr(supervising.ray, "get", MagicMock(side_effect=error))
+        with pytest.raises((MoerlError, RayError)) as failure:
+            supervisor.get("ref", "engine 3", timeout_s=7.0)
+        return failure.value
+
+    ours = ConfigError("engine.tp", 3, "it must divide the 8 heads")
+    for found in (ask(raised(ours)), get(raised(ours))):
+        assert found is ours
+        assert found.__cause__ is None
+    death = RayActorError()
+    for found in (ask(death), get(death)):
+        assert type(found) is EngineError
+        assert str(found) == "the process of engine 3 died"
+        assert found.__cause__ is death, "what starts again is decided by it"
+    mistake = raised(KeyError("x"))
+    assert ask(mistake) is mistake, "a mistake is no failure of an engine: the run ends"
+    assert str(get(mistake)) == "engine 3: KeyError: 'x'"
+    late = get(GetTimeoutError())
+    assert type(late) is supervising.Late
+    assert str(late) == "engine 3 did not answer within 7 s"
+
+
+def test_an_actor_is_asked_for_methods_of_what_it_hosts() -> None:
+    class Plain:
+        async def add(self, one: int, two: int) -> int:
+            return one + two
+
+    hosted = Hosted(Plain())
+    actor = SimpleNamespace(ask=SimpleNamespace(remote=hosted.ask))
+    assert asyncio.run(Remote(actor, "plain").add(1, 2)) == 3  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="subtract"):
+        asyncio.run(Remote(actor, "plain").subtract(1, 2))  # type: ignore[arg-type]

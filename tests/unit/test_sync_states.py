@@ -17,7 +17,6 @@ from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import BadRequest, read_committed
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.receiver import UNCHANGED, Committed, Door, socket_path
-from moerl.engine.records import ModelFacts
 from moerl.errors import EngineError
 from moerl.protocols import (
     AbortUpdate,
@@ -29,7 +28,7 @@ from moerl.protocols import (
     UpdateClosed,
 )
 from moerl.rundir import RunDir
-from moerl.types import GenerateRequest, PolicyVersion, SamplingParams
+from moerl.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 from tests.unit.test_controller import StubEngine, make
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -54,9 +53,9 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
     """A host whose server is up; receivers, if any, listen in tmp_path."""
     run = RunDir(tmp_path / "run")
     run.create()
-    facts = ModelFacts(vocab_size=9, num_layers=1, moe_layers=(0,), num_experts=2, top_k=1)
+    shape = ModelShape(vocab_size=9, num_layers=1, moe_layers=(0,), num_experts=2, top_k=1)
     store = BlobStore(tmp_path / "blobs", "n0")
-    context = EngineContext(tmp_path, facts, ReplayConfig(), run, "token")
+    context = EngineContext(tmp_path, shape, ReplayConfig(), run, "token")
     host = EngineHost(0, EngineConfig(), context, store)
     client = ScriptedClient()
     server: Any = SimpleNamespace(doors=[socket_path(tmp_path, 0)], death=lambda: None, pid=1)
@@ -218,15 +217,15 @@ def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> N
     async def work() -> None:
         engine = Engine()
         controller, _ = make(tmp_path, engine)
-        controller.fleet.incarnation = 0
-        assert controller.fleet.serves(0)
+        controller.context.fleet.incarnation = 0
+        assert controller.context.fleet.serves(0)
         with pytest.raises(EngineError, match="engine 0: a rank did not answer"):
             await controller.handle(AbortUpdate(0, V1, "x", 1.0))
-        assert not controller.fleet.serves(0)
-        assert controller.ledger.engines_suspended == 1
+        assert not controller.context.fleet.serves(0)
+        assert controller.context.ledger.engines_suspended == 1
         engine.cause = ""
         await controller.handle(COMMIT)
-        assert controller.fleet.serves(0)
-        assert controller.fleet.members[0].version == V1
+        assert controller.context.fleet.serves(0)
+        assert controller.context.fleet.members[0].version == V1
 
     asyncio.run(work())

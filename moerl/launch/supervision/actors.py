@@ -14,38 +14,27 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
-from moerl.errors import EngineError, MoerlError, RecordError
 from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, this_node
 from moerl.launch.plan import RunPlan
+from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
-from moerl.protocols import (
-    EngineStatus,
-    Message,
-    SessionMessage,
-)
+from moerl.protocols import Engine, Message
+from moerl.rollout.context import Services
 from moerl.rollout.controller import Controller
 from moerl.rollout.samples import StepReport
 from moerl.rollout.server import TrainerServer
 from moerl.stacks import write_on_request
 from moerl.trace import Tracer
-from moerl.types import (
-    Episode,
-    GenerateRequest,
-    PolicyVersion,
-    Prompt,
-    Score,
-    Segment,
-)
+from moerl.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
 
@@ -106,22 +95,7 @@ def place_engine(plan: RunPlan, index: int, tp: int) -> PlacedEngine:
     return PlacedEngine(actor.options(**options).remote(plan, index, tp), group)
 
 
-async def call(remote: Any) -> Any:
-    """Await a remote call; our own errors come out as they went in, not wrapped by Ray."""
-    try:
-        return await remote
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, MoerlError):
-            raise cause from None
-        raise
-    except RayActorError as error:
-        raise EngineError("the process of an engine or of the scorer died") from error
-    except RayError as error:  # its node is gone with the answer, for one
-        raise EngineError(f"an answer was lost: {type(error).__name__}") from error
-
-
-class EngineActor:
+class EngineActor(Hosted):
     """One engine host: starts its SGLang server, speaks HTTP to it, seals its records."""
 
     def __init__(self, plan: RunPlan, index: int, tp: int) -> None:
@@ -131,79 +105,22 @@ class EngineActor:
             os.environ["NCCL_SOCKET_IFNAME"] = plan.config.cluster.interface
         os.environ |= plan.config.cluster.environment
         self._host = plan.engine_host(index, tp)
-
-    async def pid(self) -> int:
-        return os.getpid()
+        super().__init__(self._host)
 
     async def leave(self) -> str:
         """End the server; the name of the node whose records this host still serves."""
         await self._host.stop()
         return self._host.node
 
-    async def start(self, version: PolicyVersion) -> EngineStatus:
-        return await self._host.start(version)
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Any]:
-        return await self._host.generate(requests)
-
-    async def session(self, message: SessionMessage) -> Message:
-        return await self._host.session(message)
-
-    async def interrupt(self) -> None:
-        await self._host.interrupt()
-
-    async def forget(self, kept: Sequence[str] | None) -> None:
-        await self._host.forget(kept)
-
-    async def status(self) -> EngineStatus:
-        return await self._host.status()
-
-    async def watch(self) -> None:
-        """Returns never; raises EngineError when the server ends."""
-        await self._host.watch()
-
-    async def stop(self) -> None:
-        await self._host.stop()
-
-
-class RemoteEngine:
-    """The `Engine` protocol over an actor handle."""
-
-    def __init__(self, actor: ActorHandle) -> None:
-        self._actor = actor
-
-    async def start(self, version: PolicyVersion) -> EngineStatus:
-        return await call(self._actor.start.remote(version))
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        return await call(self._actor.generate.remote(requests))
-
-    async def session(self, message: SessionMessage) -> Message:
-        return await call(self._actor.session.remote(message))
-
-    async def interrupt(self) -> None:
-        await call(self._actor.interrupt.remote())
-
-    async def forget(self, kept: Sequence[str] | None) -> None:
-        await call(self._actor.forget.remote(kept))
-
-    async def status(self) -> EngineStatus:
-        return await call(self._actor.status.remote())
-
-    async def stop(self) -> None:
-        await call(self._actor.stop.remote())
-
-
-class ScorerActor:
+class ScorerActor(Hosted):
     """Reward functions in worker processes, outside every event loop."""
 
     def __init__(self, plan: RunPlan) -> None:
         log_to(plan.run.logs / "scorer.log")
         log.info("the scorer is process %d", os.getpid())
         self._scorer, self._tracer = plan.scorer(), Tracer(plan.run.trace, "scorer")
-
-    async def pid(self) -> int:
-        return os.getpid()
+        super().__init__(self._scorer)
 
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
@@ -212,11 +129,9 @@ class ScorerActor:
         with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
             return os.getpid(), await self._scorer.score(prompt, episodes, said)
 
-    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
-        return await self._scorer.reply(prompt, said)
 
-    async def close(self) -> None:
-        self._scorer.close()
+def remote_engine(actor: ActorHandle, index: int) -> Engine:
+    return cast(Engine, Remote(actor, f"engine {index}"))
 
 
 class RemoteScorer:
@@ -234,7 +149,8 @@ class RemoteScorer:
         self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
     ) -> list[Score]:
         bare = [Episode(episode.episode_id, ()) for episode in episodes]
-        pid, scores = await call(self._actor.score.remote(prompt, bare, list(said)))
+        with own_errors("the scorer"):
+            pid, scores = await self._actor.score.remote(prompt, bare, list(said))
         if self._pid not in (0, pid):
             self.restarts += 1
             log.warning("the scorer died, process %d takes its place", pid)
@@ -242,7 +158,8 @@ class RemoteScorer:
         return list(scores)
 
     async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
-        return str(await call(self._actor.reply.remote(prompt, list(said))))
+        with own_errors("the scorer"):
+            return str(await self._actor.ask.remote("reply", prompt, list(said)))
 
 
 class ControllerActor:
@@ -260,7 +177,7 @@ class ControllerActor:
         log_to(plan.run.logs / "controller.log")
         log.info("the controller is process %d", os.getpid())
         self._plan, self._sizes, self._fleet_changed = plan, sizes, fleet_changed
-        self._engines = {index: RemoteEngine(actor) for index, actor in engines.items()}
+        self._engines = {index: remote_engine(actor, index) for index, actor in engines.items()}
         self._scorer = RemoteScorer(scorer)
         self._rows: list[dict[str, Any]] = []
         self._tracer = Tracer(plan.run.trace, "controller")
@@ -274,9 +191,8 @@ class ControllerActor:
         plan = self._plan
         self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
         self._alerts = Alerts(plan.config)
-        self._controller = Controller(
-            plan.config,
-            facts=plan.facts(),
+        services = Services(
+            model=plan.model_shape(),
             engines=self._engines,
             sizes=self._sizes,
             scorer=self._scorer,
@@ -290,8 +206,9 @@ class ControllerActor:
             saved_steps=lambda: (plan.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
-            gang_lives=bool(endpoint),
-            fleet_changed=self._fleet_changed,
+        )
+        self._controller = Controller(
+            plan.config, services, gang_lives=bool(endpoint), fleet_changed=self._fleet_changed
         )
         if endpoint:
             await self._controller.rejoin(lost)
@@ -318,10 +235,10 @@ class ControllerActor:
         self._controller.engine_lost(index)
 
     async def engine_back(self, index: int, actor: ActorHandle) -> None:
-        self._controller.engine_back(index, RemoteEngine(actor))
+        self._controller.engine_back(index, remote_engine(actor, index))
 
     async def engine_joins(self, index: int, actor: ActorHandle, tp: int) -> None:
-        self._controller.engine_joins(index, RemoteEngine(actor), tp)
+        self._controller.engine_joins(index, remote_engine(actor, index), tp)
 
     async def engine_leaves(self, index: int) -> None:
         await self._controller.engine_leaves(index)
@@ -331,12 +248,13 @@ class ControllerActor:
 
     async def engines(self) -> list[dict[str, object]]:
         """What each engine does."""
-        return self._controller.fleet.table()
+        return self._controller.context.fleet.table()
 
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str]:
         """Status for the panel, rows of metrics.jsonl and failure of the trainer since then."""
         rows, self._rows = self._rows, []
-        failure, self._controller.failure = self._controller.failure, ""
+        trainer = self._controller.trainer
+        failure, trainer.failure = trainer.failure, ""
         status = self._controller.status()
         for name in ("async/buffer_depth", "async/in_flight"):
             self._tracer.count(name, status[name])

@@ -36,7 +36,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from moerl.atomic import atomic_write
 from moerl.config.clusters import is_local
@@ -47,6 +47,7 @@ from moerl.launch.plan import GANG, RunPlan
 from moerl.launch.supervision.actors import ControllerActor, ScorerActor, place
 from moerl.launch.supervision.frozen import FrozenRanks
 from moerl.launch.supervision.membership import Membership
+from moerl.launch.supervision.ray_proxy import own_errors
 from moerl.launch.supervision.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
@@ -140,7 +141,7 @@ class Supervisor:
         starts: dict[Any, str] = {}
         for index, engine in self.members.actors.items():
             self.console.wait(f"engine {index}")
-            starts[engine.start.remote(PolicyVersion(0, 0))] = f"engine {index}"
+            starts[engine.ask.remote("start", PolicyVersion(0, 0))] = f"engine {index}"
         while starts:
             ready, _ = ray.wait(list(starts), timeout=_POLL_S)
             for ref in ready:
@@ -150,7 +151,7 @@ class Supervisor:
             self._look_at_watches(timeout_s=0)
             self._look_at_trainer()  # before the first step its end is the run's
         for index, engine in self.members.actors.items():
-            self._watches[engine.watch.remote()] = f"engine {index}"
+            self._watches[engine.ask.remote("watch")] = f"engine {index}"
         self.get(self.controller.engines_started.remote(), "controller", timeout_s=_ANSWER_S)
         self._trainer.restart_clock()
 
@@ -164,7 +165,7 @@ class Supervisor:
         for index, engine in self.members.present.items():
             if not self.is_down(index):
                 asked[f"engine-{index}-host"] = engine.pid.remote()
-                servers[f"engine-{index}"] = engine.status.remote()
+                servers[f"engine-{index}"] = engine.ask.remote("status")
         refs = asked | servers
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_ANSWER_S)
         for name, ref in refs.items():
@@ -288,7 +289,7 @@ class Supervisor:
                     self._engine_died(index, error)
                 continue
             engine = self.members.actors[index]
-            self._watches[engine.watch.remote()] = f"engine {index}"
+            self._watches[engine.ask.remote("watch")] = f"engine {index}"
             if not self.members.joined(index):
                 self.tell(lambda controller, i=index, e=engine: controller.engine_back.remote(i, e))
             self._is_back(f"engine {index}")
@@ -303,7 +304,7 @@ class Supervisor:
 
     def start_engine(self, index: int) -> None:
         self.console.wait(f"engine {index}")
-        self._starts[self.members.actors[index].start.remote(PolicyVersion(0, 0))] = index
+        self._starts[self.members.actors[index].ask.remote("start", PolicyVersion(0, 0))] = index
 
     def forget_engine(self, index: int) -> None:
         """It leaves: neither watched nor started again."""
@@ -446,18 +447,12 @@ class Supervisor:
     def get(self, ref: Any, name: str, timeout_s: float | None = None) -> Any:
         """The result of a remote call; a failure becomes one of our own errors."""
         try:
-            return ray.get(ref, timeout=timeout_s)
+            with own_errors(name):
+                return ray.get(ref, timeout=timeout_s)
         except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, MoerlError):
-                raise cause from None
-            raise EngineError(f"{name}: {type(cause).__name__}: {cause}") from error
-        except RayActorError as error:
-            raise EngineError(f"the process of {name} died") from error
+            raise EngineError(f"{name}: {type(error.cause).__name__}: {error.cause}") from error
         except GetTimeoutError as error:
             raise Late(f"{name} did not answer within {timeout_s:g} s") from error
-        except RayError as error:
-            raise EngineError(f"{name}: {error}") from error
 
     def _catch_signals(self) -> None:
         def stop(_signum: int, _frame: FrameType | None) -> None:

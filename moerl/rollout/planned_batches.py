@@ -1,0 +1,65 @@
+"""The groups of planned steps, and trained ones that a restart could train again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from moerl.ids import IdSet
+from moerl.rollout.journal import Journal
+from moerl.rollout.past import Past
+from moerl.types import EpisodeGroup
+
+
+class PlannedBatches:
+    """Each change is journaled before the trainer is answered."""
+
+    def __init__(self, journal: Journal, saved_steps: Callable[[], int]) -> None:
+        """saved_steps: optimizer steps in the newest checkpoint."""
+        self._journal, self._saved_steps = journal, saved_steps
+        self.planned: dict[int, list[EpisodeGroup]] = {}
+        self.trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
+        self.done = 0  # optimizer steps
+
+    def restore(self, past: Past) -> None:
+        """Continue where a controller ended."""
+        self.planned, self.done = past.planned, past.facts.done
+        self.trained = {group.group_id: group for group in past.trained}
+
+    def groups(self) -> Iterator[EpisodeGroup]:
+        for groups in self.planned.values():
+            yield from groups
+        yield from self.trained.values()
+
+    def restart(self, done: int, consumed: IdSet) -> tuple[list[EpisodeGroup], list[EpisodeGroup]]:
+        """A trainer starts from a checkpoint of `done` steps, which consumed these groups.
+
+        Returns the groups to train again, and those of no more use.
+        """
+        again = [group for groups in self.planned.values() for group in groups]
+        again += [group for group_id, group in self.trained.items() if group_id not in consumed]
+        spent = [group for group_id, group in self.trained.items() if group_id in consumed]
+        self.planned.clear()
+        self.trained.clear()
+        self.done = done
+        return again, spent
+
+    def plan(self, step: int, groups: list[EpisodeGroup]) -> None:
+        self.planned[step] = groups
+        self._journal.planned(step, [group.group_id for group in groups])
+
+    def finish(self, step: int) -> list[EpisodeGroup]:
+        """Its groups are consumed; those that a restart could train again are kept until saved.
+
+        Returns those of no more use.
+        """
+        saved, groups = self._saved_steps(), self.planned[step]
+        kept = [group for group in groups if group.newest.step <= saved]
+        self._journal.done(step, [group.group_id for group in kept])
+        del self.planned[step]
+        self.done = step + 1
+        self.trained |= {group.group_id: group for group in kept}
+        gone = [group for group in groups if group.group_id not in self.trained]
+        for group_id in self._journal.saved(saved):
+            if group := self.trained.pop(group_id, None):
+                gone.append(group)
+        return gone

@@ -1,0 +1,292 @@
+"""Answers the trainer's messages: its start, plans, finished steps, and weight updates of engines.
+
+The trainer asks for a plan and publishes its weights after each step; a message that was answered
+by a controller that died is sent again, and gets the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from moerl.data.batching import plan_batch
+from moerl.errors import ProtocolError, TrainerError
+from moerl.ids import IdSet
+from moerl.protocols import (
+    AbortUpdate,
+    AskEngine,
+    CommitUpdate,
+    Enlist,
+    Failed,
+    Hello,
+    Message,
+    Ok,
+    Plan,
+    PrepareUpdate,
+    Refresh,
+    RelayUpdate,
+    Scored,
+    StepDone,
+    Stop,
+    TakePlan,
+    TakeRecords,
+    VerifyUpdate,
+)
+from moerl.rollout.admission import Admission
+from moerl.rollout.context import Context
+from moerl.rollout.evaluation import Evaluator
+from moerl.rollout.frozen import FrozenLine
+from moerl.rollout.ledger import facts_of
+from moerl.rollout.past import Past
+from moerl.rollout.producer import Producer
+from moerl.rollout.samples import StepReport, samples_of
+from moerl.rollout.whereabouts import Whereabouts
+from moerl.types import EpisodeGroup, PolicyVersion
+from moerl.wire import encode_value
+
+log = logging.getLogger(__name__)
+
+
+class TrainerHandler:
+    """One trainer, which may start again, and the ranks of reference and teacher."""
+
+    def __init__(
+        self,
+        context: Context,
+        admission: Admission,
+        producer: Producer,
+        evaluator: Evaluator,
+        whereabouts: Whereabouts,
+        frozen: FrozenLine,
+    ) -> None:
+        self._config, self._services = context.config, context.services
+        self._fleet, self._roster = context.fleet, context.roster
+        self._buffer, self._batches = context.buffer, context.batches
+        self._journal, self._history = context.services.journal, context.history
+        self._holders, self._ledger, self._loops = context.holders, context.ledger, context.loops
+        self._admission, self._producer, self._evaluator = admission, producer, evaluator
+        self._whereabouts, self._frozen = whereabouts, frozen
+        self.engines_up = asyncio.Event()  # the trainer's hello is answered from then on
+        self.failure = ""  # what a rank of the trainer said last, when it ended
+        self._dp_size = 0
+        self._rows = self._config.run.steps  # of metrics, when all steps are done
+
+    def restore(self, past: Past) -> None:
+        """Continue where a controller ended."""
+        self._dp_size = past.facts.dp_size
+
+    async def handle(self, message: Message) -> Message:
+        """Answer one message of the trainer.  Raises MoerlError; the server replies Refused."""
+        match message:
+            case Hello():
+                return await self._hello(message)
+            case TakePlan():
+                return await self._take_plan(message)
+            case StepDone():
+                return await self._step_done(message)
+            case (
+                PrepareUpdate()
+                | VerifyUpdate()
+                | RelayUpdate()
+                | CommitUpdate()
+                | AbortUpdate()
+                | AskEngine()
+            ):
+                return await self._fleet.session(message, self._to_come)
+            case TakeRecords():
+                return await self._frozen.take(message)
+            case Scored():
+                self._frozen.add(message)
+                return Ok()
+            case Failed():
+                return self._failed(message)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for the controller")
+
+    def _failed(self, message: Failed) -> Ok:
+        error = TrainerError(f"{message.gang} rank {message.rank}: {message.cause}")
+        is_newest = message.incarnation in (-1, self._fleet.incarnation)
+        if message.gang == "trainer" and is_newest:
+            self.failure = str(error)
+        log.error("%s", error)
+        if not self._config.supervision.max_restarts:
+            self._loops.fail(error)
+        return Ok()
+
+    def _to_come(self, version: PolicyVersion) -> int:
+        """Groups that are being scored, or must still be started under this version."""
+        is_current = version.incarnation == self._fleet.incarnation
+        wanted = self._producer.wanted(version.step) if is_current else 0
+        return self._admission.finishing + wanted
+
+    # --- its start ------------------------------------------------------------------------------
+    async def _hello(self, message: Hello) -> Message:
+        await self.engines_up.wait()
+        self._fleet.expect_no_newer(message.version.incarnation)
+        consumed = IdSet(message.consumed)
+        self._journal.began(message.version, message.dp_size, consumed.parts)
+        self._dp_size = message.dp_size
+        self._rows = self._config.run.steps
+        self._fleet.incarnation = message.version.incarnation
+        self._history.begin(message.version)
+        again, spent = self._batches.restart(message.version.step, consumed)
+        spent += self._buffer.restart(message.version.step, message.consumed, again)
+        self._let_go(spent)
+        self._drop_branch()
+        self._services.on_rewind(message.version.step)
+        self._loops.notify()
+        return self._roster.begin() or Ok()
+
+    def _drop_branch(self) -> None:
+        """Ready groups with tokens of weights that the trainer has not continued from."""
+        branch = self._buffer.evict(lambda group: not self._history.holds_all(group))
+        self._journal.left(group.group_id for group in branch)
+        for group in branch:
+            self._admission.drop_branch(group)
+
+    # --- plans ----------------------------------------------------------------------------------
+    async def _take_plan(self, message: TakePlan) -> Message:
+        self._fleet.expect_no_newer(message.incarnation)
+        self._roster.asked()
+        self._loops.notify()
+        if message.step >= self._config.run.steps:
+            return await self._end(message)
+        self._fleet.expect_gang()
+        if news := self._roster.news():
+            return news
+        if message.step in self._batches.planned:  # the reply was lost with a controller
+            return await self._scored_plan(message)
+        return await self._collect(message) or await self._scored_plan(message)
+
+    async def _collect(self, message: TakePlan) -> Enlist | Refresh | None:
+        """Plan a step when its batch is complete; or return what the trainer must do before.
+
+        Raises ProtocolError when that takes too long, or another trainer has started meanwhile.
+        """
+        if message.step != self._buffer.next_step:
+            raise ProtocolError(f"plan {message.step} asked, plan {self._buffer.next_step} is next")
+        begin, incarnation = time.monotonic(), self._fleet.incarnation
+        while (groups := await self._complete_batch(incarnation)) is None:
+            if news := self._roster.news():
+                return news
+            if self._fleet.any_behind:
+                return Refresh()
+            self._expect_in_time(time.monotonic() - begin, message.timeout_s)
+            await self._loops.wait_change(min(1.0, message.timeout_s))
+        self._admission.planned()
+        self._ledger.trainer_wait_s += time.monotonic() - begin
+        self._batches.plan(message.step, groups)
+        self._loops.notify()
+        return None
+
+    async def _complete_batch(self, incarnation: int | None) -> list[EpisodeGroup] | None:
+        """The groups of the next step, none too old and all records readable; None: not yet."""
+        while True:
+            if self._fleet.incarnation != incarnation:
+                raise ProtocolError("another gang has taken over")
+            self._drop_stale()
+            if not (due := self._buffer.due()):
+                return None
+            is_whole = await self._whereabouts.are_whole(due)
+            is_current = self._fleet.incarnation == incarnation
+            groups = self._buffer.take() if is_whole and is_current else None
+            if groups is not None:
+                return groups
+
+    def _expect_in_time(self, waited_s: float, timeout_s: float) -> None:
+        """Raises ProtocolError that says what the engines are doing instead."""
+        if waited_s > timeout_s:
+            raise ProtocolError(
+                f"no batch of {self._config.rollout.groups_per_step} groups after "
+                f"{waited_s:.0f} s: {self._buffer.num_ready} ready, {self._buffer.num_started} "
+                f"in generation, {self._admission.finishing} being scored; "
+                f"{self._fleet.describe()}"
+            )
+
+    def _drop_stale(self) -> None:
+        stale = self._buffer.evict_stale()
+        self._journal.left(group.group_id for group in stale)
+        for group in stale:
+            self._ledger.dropped_stale += 1
+            self._holders.forget(group)
+
+    async def _scored_plan(self, message: TakePlan) -> Plan:
+        """The plan of a step that has its groups, once frozen ranks have scored all of them."""
+        incarnation = self._fleet.incarnation
+
+        def is_current() -> bool:
+            same = self._fleet.incarnation == incarnation
+            return same and message.step in self._batches.planned
+
+        waited_s = await self._frozen.wait(message.step, message.timeout_s, is_current)
+        self._ledger.frozen_wait_s += waited_s
+        self._ledger.trainer_wait_s += waited_s
+        return await self._plan(message.step)
+
+    async def _plan(self, step: int) -> Plan:
+        """On a thread: bins of thousands of rollouts take longer than the loop may stand still."""
+        plan = await asyncio.to_thread(
+            plan_batch,
+            step,
+            PolicyVersion(self._fleet.incarnation or 0, step),
+            self._batches.planned[step],
+            dp_size=self._dp_size,
+            max_tokens_per_microbatch=self._config.trainer.max_tokens_per_microbatch,
+            packed=self._config.trainer.packing,
+        )
+        return Plan(self._frozen.with_scores(plan))
+
+    async def _end(self, message: TakePlan) -> Message:
+        """Stop; evaluations that no step's row holds, that of the last weights, get their own."""
+        config, stop = self._config, Stop(f"all {self._config.run.steps} steps are done")
+        if self._fleet.incarnation is None:
+            return stop
+        last, begin = PolicyVersion(self._fleet.incarnation, config.run.steps), time.monotonic()
+        limit_s = min(message.timeout_s, config.evaluation.hold_s + config.sync.timeout_s)
+        while not self._evaluator.is_done_with(last) and time.monotonic() - begin < limit_s:
+            if self._fleet.any_behind:
+                return Refresh()
+            await self._loops.wait_change(1.0)
+        while self._ledger.evaluations:
+            found = self._ledger.evaluations.popleft()
+            version = PolicyVersion(self._fleet.incarnation, int(found["eval/step"]))
+            self._services.on_step(StepReport(self._rows, version, found, []))
+            self._rows += 1
+        return stop
+
+    # --- finished steps -------------------------------------------------------------------------
+    async def _step_done(self, message: StepDone) -> Message:
+        planned = tuple(self._batches.planned.get(message.step, ()))
+        found = await asyncio.to_thread(facts_of, planned, message.step)
+        engines = await self._fleet.statuses()  # from here on nothing else gets between
+        self._fleet.expect_gang()
+        if message.version.incarnation != self._fleet.incarnation:
+            raise ProtocolError(f"step {message.step} of {message.version}: that gang is gone")
+        if message.step < self._batches.done:
+            return Ok()  # said before: the reply was lost with a controller
+        groups = self._batches.planned[message.step]
+        metrics = dict(message.metrics)
+        metrics |= found | self._ledger.row(engines, self._buffer.ages_s)
+        metrics["async/buffer_depth"] = float(self._buffer.num_ready)
+        metrics["async/engines"] = self._fleet.num_serving
+        samples = samples_of(self._config, groups, message.step, self._services.decode)
+        self._services.on_step(StepReport(message.step, message.version, metrics, samples))
+        self._keep_records(message.step, groups)
+        gone = self._batches.finish(message.step)
+        await asyncio.to_thread(self._let_go, gone)
+        await asyncio.to_thread(self._journal.sweep)
+        return Ok()
+
+    def _keep_records(self, step: int, groups: list[EpisodeGroup]) -> None:
+        folder = self._services.records
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"step-{step:06d}.msgpack").write_bytes(encode_value(groups))
+
+    def _let_go(self, groups: Iterable[EpisodeGroup]) -> None:
+        """Trained groups leave; kept records keep their blobs.  Any thread."""
+        if self._services.records is None:
+            for group in groups:
+                self._holders.forget(group)
