@@ -39,7 +39,7 @@ from moerl.protocols import AbortUpdate, Bucket, CloseUpdate, JoinSync, Ok, Open
 from moerl.rundir import RunDir
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
 from moerl.wire import decode, encode
-from tests.e2e import tiny_model as tiny
+from tests.helpers import engine_tiny_model as tiny
 
 pytestmark = pytest.mark.e2e
 

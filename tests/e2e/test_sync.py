@@ -17,8 +17,8 @@ import pytest
 
 from moerl.errors import EngineError
 from moerl.types import PolicyVersion
-from tests.e2e.sync_world import Publish, World
-from tests.multi.transport_peer import mooncake_missing
+from tests.helpers.sync_world import Publish, World
+from tests.helpers.transport_peer import mooncake_missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 

@@ -17,8 +17,8 @@ import pytest
 from moerl.errors import TrainerError
 from moerl.protocols import AskEngine, PublishFailure, PublishResult
 from moerl.types import PolicyVersion
-from tests.multi.sync_peers import CONTEXT, Engine, Halt, Trainer
-from tests.multi.transport_peer import mooncake_missing
+from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer
+from tests.helpers.transport_peer import mooncake_missing
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from moerl.errors import ConfigError, TransportError
 from moerl.transport.base import Link, Transport
 from moerl.transport.registry import NAMES, make
-from tests.multi.transport_peer import mooncake_missing, pattern, serve
+from tests.helpers.transport_peer import mooncake_missing, pattern, serve
 
 MIB = 2**20
 #        one_sided late_join survives_death needs_group same_machine
@@ -58,7 +58,7 @@ class PeerProcess:
 
     def __init__(self, name: str, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.multi.transport_peer"])
+        context.set_forkserver_preload(["tests.helpers.transport_peer"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(name, str(folder), theirs), daemon=True)
         self.process.start()

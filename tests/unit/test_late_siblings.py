@@ -16,7 +16,7 @@ from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.journal import Journal
 from moerl.rollout.past import uris_of
 from moerl.types import EpisodeGroup, PolicyVersion
-from tests.data.plans import group, make_rollout
+from tests.helpers.random_rollouts import group, make_rollout
 
 V0 = PolicyVersion(0, 0)
 

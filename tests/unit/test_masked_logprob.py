@@ -15,7 +15,7 @@ from torch import Tensor
 from moerl.algorithms import masked_logprob
 from moerl.algorithms.masked_logprob import Scores, full_logprobs, kept_logprobs
 from moerl.errors import ConfigError, RecordError
-from tests.implementations import implementations
+from tests.helpers.kernel_implementations import implementations
 
 S, V = 6, 16
 IMPLEMENTATIONS = implementations()

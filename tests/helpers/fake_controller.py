@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import zmq
 from torch.distributed import distributed_c10d as c10d
-from trainer_support import ROOT
 
 from moerl.blob.store import BlobStore
 from moerl.protocols import (
@@ -42,6 +41,7 @@ from moerl.protocols import (
 from moerl.rundir import RunDir
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.wire import decode, encode
+from tests.helpers.trainer_support import ROOT
 
 
 class FakeEngine:
