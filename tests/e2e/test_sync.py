@@ -38,7 +38,11 @@ def made(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 @pytest.mark.parametrize(
     "transport",
-    ["shm", *(pytest.param(n, marks=pytest.mark.full) for n in ("gloo", "disk", "mooncake"))],
+    [
+        "shm",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("gloo", "disk")),
+        pytest.param("mooncake", marks=pytest.mark.mooncake),
+    ],
 )
 def test_a_tp2_engine_holds_what_sglang_would_have_loaded(
     made: Callable[..., World], transport: str

@@ -45,7 +45,12 @@ def missing() -> dict[str, str]:
     return {"mooncake": mooncake_missing()}
 
 
-@pytest.fixture(params=list(PROMISES))
+def marked(*names: str) -> list[object]:
+    """Transports as parameters; those that need a library of their own have its mark."""
+    return [pytest.param(n, marks=pytest.mark.mooncake) if n == "mooncake" else n for n in names]
+
+
+@pytest.fixture(params=marked(*PROMISES))
 def name(request: pytest.FixtureRequest, missing: dict[str, str]) -> str:
     if missing.get(request.param):
         pytest.skip(missing[request.param])
@@ -372,7 +377,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 # --- particular transports ------------------------------------------------------------------------
-@pytest.mark.parametrize("listening", ["gloo", "mooncake"])
+@pytest.mark.parametrize("listening", marked("gloo", "mooncake"))
 def test_a_listening_socket_wants_the_token(listening: str, missing: dict[str, str]) -> None:
     """Nothing is said to a stranger, and a wrong token makes no link; the right one does."""
     if missing.get(listening):
