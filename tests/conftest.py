@@ -14,12 +14,32 @@ from pathlib import Path
 
 import pytest
 
+from tools.stage_table import stages_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
 os.environ.update(
     HF_HUB_OFFLINE="1",  # a test that reaches for a hub fails instead of waiting
     TRANSFORMERS_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",  # its threads warn after every fork
     OMP_NUM_THREADS="1",  # several ranks and an engine share two cores
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest deselects any: every test belongs to one stage of tools/stage_table.py."""
+    one_stage_each(items)
+
+
+def one_stage_each(items: list[pytest.Item]) -> None:
+    for item in items:
+        file = str(item.path.relative_to(ROOT))
+        names = stages_of(file, [mark.name for mark in item.iter_markers()])
+        if len(names) != 1:
+            belongs = f"to {' and '.join(names)}" if names else "to no stage"
+            raise pytest.UsageError(
+                f"{item.nodeid} belongs {belongs}; tools/stage_table.py must name one"
+            )
 
 
 @pytest.fixture(scope="session")

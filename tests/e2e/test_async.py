@@ -17,7 +17,7 @@ from moerl.observe.overlap import decode_overlap
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, Rollout
 from moerl.wire import decode_value
-from tests.e2e.runs import Run, start
+from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -31,7 +31,7 @@ SETTINGS = [
     "observe.engine_alone_s=0",
     "checkpoint.every=0",
     "task.name=jsonl",
-    "task.reward=tests.e2e.rewards:digit_share",
+    "task.reward=tests.helpers.run_rewards:digit_share",
     "trainer.optimizer.warmup_steps=0",
 ]
 LONG = [

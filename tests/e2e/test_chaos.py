@@ -22,7 +22,7 @@ from moerl.launch.mismatch import score
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, PolicyVersion, Rollout
 from moerl.wire import decode_value
-from tests.e2e.runs import Run, start, survivors
+from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -37,8 +37,8 @@ from moerl.protocols import AbortUpdate, Ok, Refused, UpdateClosed
 from moerl.rundir import RunDir
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
 from moerl.wire import decode, encode
-from tests.e2e import tiny_model as tiny
-from tests.e2e.publisher import Publisher
+from tests.helpers import engine_tiny_model as tiny
+from tests.helpers.session_publisher import Publisher
 
 pytestmark = pytest.mark.e2e
 

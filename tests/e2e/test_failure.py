@@ -14,7 +14,7 @@ import pytest
 
 from moerl.types import EpisodeGroup
 from moerl.wire import decode_value
-from tests.e2e.runs import Run, start, survivors
+from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -135,12 +135,12 @@ def test_a_reward_that_is_not_finite_names_the_setting(tmp_path: Path) -> None:
         *SETTINGS,
         "task.name=jsonl",
         f"task.path={path}",
-        "task.reward=tests.e2e.rewards:not_finite",
+        "task.reward=tests.helpers.run_rewards:not_finite",
         name="nan",
     )
     assert run.finish(180) == 1
     cause = run.text().split("moerl: ")[1].splitlines()[0]
-    assert "task.reward = 'tests.e2e.rewards:not_finite'" in cause, cause
+    assert "task.reward = 'tests.helpers.run_rewards:not_finite'" in cause, cause
     assert "nan" in cause
     assert "finite" in cause
 

@@ -11,9 +11,9 @@ import pytest
 
 from moerl.observe.overlap import intersect, length
 from moerl.trace import read_spans
-from tests.e2e.runs import start
 from tests.e2e.test_recipes import ENOUGH
 from tests.e2e.test_variants import SMALL
+from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from moerl.launch.nodes.desk import ask
-from tests.e2e.runs import Run, start
 from tests.e2e.test_chaos import check_history, trained_groups
+from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -22,7 +22,7 @@ SETTINGS = [
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.groups_per_request=2",
-    "task.reward=tests.e2e.rewards:gated",
+    "task.reward=tests.helpers.run_rewards:gated",
     "task.score_timeout_s=300",
     "checkpoint.every=0",
     "observe.engine_alone_s=0",

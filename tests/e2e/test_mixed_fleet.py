@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moerl.types import PolicyVersion
-from tests.e2e.sync_world import World
+from tests.helpers.sync_world import World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

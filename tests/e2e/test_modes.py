@@ -26,9 +26,9 @@ from moerl.engine import in_flight
 from moerl.protocols import UpdateClosed
 from moerl.rollout.assemble import PartialRollout
 from moerl.types import PolicyVersion, Rollout, Segment, VersionSpan
-from tests.e2e import tiny_model as tiny
-from tests.e2e.publisher import Publisher
-from tests.e2e.replay_engine import CHUNK, FULL, LONG, A, B, C, Scoring, World, start, tokens
+from tests.helpers import engine_tiny_model as tiny
+from tests.helpers.replay_scenario import CHUNK, FULL, LONG, A, B, C, Scoring, World, start, tokens
+from tests.helpers.session_publisher import Publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import start
 from tests.e2e.test_variants import SMALL
+from tests.helpers.train_runs import start
 
 ENOUGH = ["rollout.groups_per_step=8", "rollout.group_size=16"]  # for some reward by chance
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]

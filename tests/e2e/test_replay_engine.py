@@ -19,7 +19,7 @@ from moerl.data.audit import split_segments
 from moerl.engine.support import FEATURES
 from moerl.errors import RecordError
 from moerl.types import Rollout
-from tests.e2e.replay_engine import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
+from tests.helpers.replay_scenario import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from moerl.observe.metrics import read_rows
-from tests.e2e.runs import start
 from tests.e2e.test_variants import SMALL
+from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

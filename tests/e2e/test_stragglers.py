@@ -14,8 +14,8 @@ import pytest
 from moerl.launch.mismatch import score
 from moerl.types import EpisodeGroup
 from moerl.wire import decode_value
-from tests.e2e.runs import Run, start
 from tests.e2e.test_async import difference
+from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -35,7 +35,7 @@ SETTINGS = [
     "checkpoint.keep_versions=true",
     "observe.engine_alone_s=0",
     "task.name=jsonl",
-    "task.reward=tests.e2e.rewards:digit_share",
+    "task.reward=tests.helpers.run_rewards:digit_share",
     "trainer.optimizer.warmup_steps=0",
 ]
 

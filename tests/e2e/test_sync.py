@@ -17,8 +17,8 @@ import pytest
 
 from moerl.errors import EngineError
 from moerl.types import PolicyVersion
-from tests.e2e.sync_world import Publish, World
-from tests.multi.transport_peer import mooncake_missing
+from tests.helpers.sync_world import Publish, World
+from tests.helpers.transport_peer import mooncake_missing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -38,7 +38,11 @@ def made(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 @pytest.mark.parametrize(
     "transport",
-    ["shm", *(pytest.param(n, marks=pytest.mark.full) for n in ("gloo", "disk", "mooncake"))],
+    [
+        "shm",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("gloo", "disk")),
+        pytest.param("mooncake", marks=pytest.mark.mooncake),
+    ],
 )
 def test_a_tp2_engine_holds_what_sglang_would_have_loaded(
     made: Callable[..., World], transport: str

@@ -20,7 +20,7 @@ from moerl.launch.mismatch import measure
 from moerl.observe.metrics import undocumented
 from moerl.types import Rollout
 from moerl.wire import decode_value
-from tests.e2e.runs import Run, start
+from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

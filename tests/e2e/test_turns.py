@@ -9,8 +9,8 @@ import pytest
 from moerl.launch.mismatch import score
 from moerl.types import EpisodeGroup, Rollout
 from moerl.wire import decode_value
-from tests.e2e.runs import start
 from tests.e2e.test_async import difference
+from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -27,7 +27,8 @@ SETTINGS = [
     "evaluation.prompts=8",
     "observe.engine_alone_s=0",
     "trainer.optimizer.warmup_steps=0",
-    "task.reward=tests.e2e.rewards:digit_share",  # a random model earns some: its weights move
+    # A random model earns some: its weights move.
+    "task.reward=tests.helpers.run_rewards:digit_share",
 ]
 
 

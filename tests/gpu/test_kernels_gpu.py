@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moerl.kernels.build import TARGETS
-from tests.gpu import checks
-from tests.implementations import implementations
+from tests.helpers import device_checks as checks
+from tests.helpers.kernel_implementations import implementations
 
 IMPLEMENTATIONS = implementations("cuda") if torch.cuda.is_available() else ["torch", "built"]
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

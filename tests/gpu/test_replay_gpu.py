@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import checks
+from tests.helpers import device_checks as checks
 
 
 def test_a_bf16_engine_and_an_fp32_trainer() -> None:
@@ -39,7 +39,7 @@ def test_megatron_replays_a_record(tmp_path: Path) -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}; runs in the whole environment")
-    from tests.gpu.megatron_checks import scores_of_a_record
+    from tests.helpers.megatron_checks import scores_of_a_record
 
     for line in scores_of_a_record(tmp_path, "cuda"):
         print(line)

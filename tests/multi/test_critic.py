@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_support import ROOT, make_model, torchrun
+
+from tests.helpers.trainer_support import ROOT, make_model, torchrun
 
 
 def _run(model: Path, work: Path, ranks: int) -> dict[str, Any]:
     arguments = [f"--model={model}", f"--work={work}", f"--dp={ranks}"]
-    output = torchrun(ranks, [str(ROOT / "tests" / "multi" / "critic.py"), *arguments])
+    output = torchrun(ranks, [str(ROOT / "tests" / "helpers" / "critic_ranks.py"), *arguments])
     return json.loads(output.split("FOUND ")[1].splitlines()[0])
 
 

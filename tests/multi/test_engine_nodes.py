@@ -1,6 +1,7 @@
 """Engine nodes of a run over four hosts: one more from the start, one that joins, one that is lost.
 
-Hosts are network namespaces (`tests/multi/hosts`); Ray, SGLang, Megatron, the scripts are real.
+Hosts are network namespaces (`tests/helpers/network_hosts`); Ray, SGLang, Megatron and the scripts
+are real.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from moerl.blob.copies import parts_of
-from tests.multi.hosts import Host, environment, hosts, why_not
+from tests.helpers.network_hosts import Host, environment, hosts, why_not
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
 STEPS = 80
@@ -56,7 +57,7 @@ def test_engine_nodes_come_and_go(
     settings = (
         *("engine.count=2", f"run.steps={STEPS}", "checkpoint.every=4", "sync.timeout_s=20"),
         *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
-        *("task.reward=tests.e2e.rewards:gated", "task.score_timeout_s=300"),
+        *("task.reward=tests.helpers.run_rewards:gated", "task.score_timeout_s=300"),
         "rollout.groups_per_request=1",  # so that three engines have something to do
     )
     folder = str(tmp_path / "run")

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_controller import FakeController, run_gang
-from trainer_support import ROOT, make_model, make_plan, torchrun
 
 from moerl.blob.store import BlobStore
 from moerl.config.load import save_config
@@ -24,6 +22,8 @@ from moerl.config.schema import (
 from moerl.protocols import Scored
 from moerl.rundir import RunDir
 from moerl.wire import encode
+from tests.helpers.fake_controller import FakeController, run_gang
+from tests.helpers.trainer_support import ROOT, make_model, make_plan, torchrun
 
 GATE = 1e-5  # fp32, another layout: other orders of summation
 LAYOUTS = {
@@ -69,7 +69,7 @@ def _compared(root: Path, models: list[Path], layout: ParallelConfig) -> dict[st
     path = root / "scored.msgpack"
     path.write_bytes(encode(scored))
     arguments = [f"--run-dir={run.root}", f"--scored={path}", f"--work={root / 'work'}"]
-    output = torchrun(2, [str(ROOT / "tests" / "multi" / "frozen_ranks.py"), *arguments])
+    output = torchrun(2, [str(ROOT / "tests" / "helpers" / "frozen_ranks.py"), *arguments])
     return json.loads(output.split("FOUND ")[1].splitlines()[0])
 
 

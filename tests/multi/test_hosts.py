@@ -1,8 +1,9 @@
 """A run over three hosts: controller and engine on one, a trainer of two ranks on the two others.
 
-The hosts are network namespaces of this machine with addresses of their own (`tests/multi/hosts`);
-everything else is real: SGLang, Ray's head, torchrun with its rendezvous, gloo across hosts for the
-gang and for the weights, records read from the engine's host by byte range.
+The hosts are network namespaces of this machine with addresses of their own
+(`tests/helpers/network_hosts`); everything else is real: SGLang, Ray's head, torchrun with its
+rendezvous, gloo across hosts for the gang and for the weights, records read from the engine's host
+by byte range.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 from moerl.observe.metrics import read_rows
 from moerl.rundir import RunDir
 from tests.e2e.test_chaos import check_history, trained_groups
-from tests.multi.hosts import Host, hosts, why_not
+from tests.helpers.network_hosts import Host, hosts, why_not
 
 STEPS, CUT_S = 16, 20.0
 START_S = 560.0  # of everything, on a loaded machine of two cores

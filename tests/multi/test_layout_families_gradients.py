@@ -31,7 +31,6 @@ def take_steps(work: Path, mesh: str) -> None:
     place = platform.prepare("cpu")
     import torch
     from safetensors.torch import save_file
-    from trainer_support import make_plan, replan
 
     from moerl.blob.store import BlobStore
     from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig
@@ -41,6 +40,7 @@ def take_steps(work: Path, mesh: str) -> None:
     from moerl.trainer.model.gpt import build, live_tensors
     from moerl.trainer.weights.hf_folder import HfFolder, load_hf
     from moerl.trainer.weights.hf_gather import HfGather
+    from tests.helpers.trainer_support import make_plan, replan
 
     ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)
     optimizer = OptimizerConfig(lr=1.0, min_lr=1.0, eps=10.0, clip_grad=0.0, distributed=False)

@@ -1,8 +1,9 @@
 """The engine's layout against SGLang's own `load_weights`, tensor by tensor, bit by bit.
 
-`sglang_oracle.py` runs SGLang once, in one process, for all models and layouts below; every test
-then compares what `sglang_tiles` says with what it wrote.  Nothing of the layout is used to make
-the expectation, so a table that is wrong in a self-consistent way (a k/v swap) is seen here.
+`tests/helpers/sglang_oracle.py` runs SGLang once, in one process, for all models and layouts
+below; every test then compares what `sglang_tiles` says with what it wrote.  Nothing of the layout
+is used to make the expectation, so a table that is wrong in a self-consistent way (a k/v swap) is
+seen here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_oracle import CASES, FP8_CASES, REFUSED_CASES, VARIANTS, Case
 
 from moerl.config.schema import ParallelConfig
 from moerl.engine.layout import EngineLayout, check_model, engine_layout
@@ -40,6 +40,7 @@ from moerl.layout.rules import Part, Rule
 from moerl.layout.transfer import TransferPlan
 from moerl.layout.wire import Piece, WirePolicy, engine_wants
 from moerl.sync.quantize import quantize_blocks
+from tests.helpers.sglang_oracle import CASES, FP8_CASES, REFUSED_CASES, VARIANTS, Case
 
 Tensors = dict[str, torch.Tensor]
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("sglang_oracle.py")), str(folder)],
+        [sys.executable, str(ROOT / "tests/helpers/sglang_oracle.py"), str(folder)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,

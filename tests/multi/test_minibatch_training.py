@@ -6,14 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from trainer_support import LAYERS, ROOT, TOP_K, make_model, torchrun
+
+from tests.helpers.trainer_support import LAYERS, ROOT, TOP_K, make_model, torchrun
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("minibatches")
     arguments = [f"--model={make_model(root / 'model')}", f"--work={root / 'work'}"]
-    output = torchrun(1, [str(ROOT / "tests" / "multi" / "minibatches.py"), *arguments])
+    output = torchrun(1, [str(ROOT / "tests" / "helpers" / "minibatch_ranks.py"), *arguments])
     result: dict[str, Any] = json.loads(output.split("FOUND ")[1].splitlines()[0])
     return result
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_support import make_model, make_plan
 
 from moerl.blob.ranges import read_logprobs
 from moerl.blob.store import BlobStore
@@ -17,6 +16,7 @@ from moerl.errors import RecordError
 from moerl.launch.mismatch import _plan, measure, score
 from moerl.observe.mismatch_page import write_page
 from moerl.types import Rollout
+from tests.helpers.trainer_support import make_model, make_plan
 
 
 def row(rollout: Rollout, store: BlobStore) -> dict[str, object]:

@@ -4,7 +4,8 @@ For every layout, with packing on and off, recompute none and full, for a Qwen3-
 DeepSeek-V3 (first dense layer, latent attention, sigmoid with bias, groups, shared expert):
 log-probability of each token within 1e-5, gradient of each parameter within 1e-5 in relative L2,
 experts in the dispatchers' maps equal to the record bitwise, in forward and recompute, and every
-count exact.  Four processes serve all cases (replay_matrix.py); a covering subset runs by default.
+count exact.  Four processes serve all cases (tests/helpers/replay_matrix_ranks.py); a covering
+subset runs by default.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def start_workers(work: Path) -> None:
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
     }
-    program = [sys.executable, str(Path(__file__).with_name("replay_matrix.py")), str(work)]
+    program = [sys.executable, str(ROOT / "tests/helpers/replay_matrix_ranks.py"), str(work)]
     logs = [work / f"log{me}" for me in range(4)]
     workers = []
     for me, log in enumerate(logs):

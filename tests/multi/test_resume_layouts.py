@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_support import ROOT, make_model, torchrun
+
+from tests.helpers.trainer_support import ROOT, make_model, torchrun
 
 LIMIT = 1e-6  # relative
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -43,7 +44,7 @@ def _phase(layout: str, work: Path, **fields: Any) -> dict[str, Any]:
 def _run(model: Path, work: Path, ranks: int, phases: list[dict[str, Any]]) -> None:
     listing = work / "phases.json"
     listing.write_text(json.dumps(phases))
-    script = str(ROOT / "tests" / "multi" / "trainer_resume.py")
+    script = str(ROOT / "tests" / "helpers" / "trainer_resume_ranks.py")
     torchrun(
         ranks,
         [script, "--model", str(model), "--work", str(work), "--phases", str(listing)],

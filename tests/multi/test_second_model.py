@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from trainer_support import ROOT, make_model, torchrun
+
+from tests.helpers.trainer_support import ROOT, make_model, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +14,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     root = tmp_path_factory.mktemp("second")
     student, other = (make_model(root / f"model{seed}", seed=seed) for seed in range(2))
     arguments = [f"--student={student}", f"--other={other}", f"--work={root / 'work'}"]
-    output = torchrun(2, [str(ROOT / "tests" / "multi" / "second_model.py"), *arguments])
+    output = torchrun(2, [str(ROOT / "tests" / "helpers" / "ref_models_ranks.py"), *arguments])
     return json.loads(output.split("FOUND ")[1].splitlines()[0])
 
 

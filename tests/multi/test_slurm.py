@@ -19,10 +19,10 @@ import pytest
 
 from moerl.observe.metrics import read_rows
 from moerl.rundir import RunDir
-from tests.multi.hosts import ROOT, Host, environment, hosts, why_not
+from tests.helpers.network_hosts import ROOT, Host, environment, hosts, why_not
 
 SCRIPT = ROOT / "tools/launch/slurm.sbatch"
-STUB = ROOT / "tests/data/stub_slurm.py"
+STUB = ROOT / "tests/helpers/stub_slurm.py"
 WAIT_S = 500.0
 
 

@@ -17,15 +17,19 @@ import pytest
 from moerl.errors import TrainerError
 from moerl.protocols import AskEngine, PublishFailure, PublishResult
 from moerl.types import PolicyVersion
-from tests.multi.sync_peers import CONTEXT, Engine, Halt, Trainer
-from tests.multi.transport_peer import mooncake_missing
+from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer
+from tests.helpers.transport_peer import mooncake_missing
 
 pytestmark = pytest.mark.timeout(300)
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
 FULL = pytest.mark.full
-OTHERS = ("gloo", "mooncake", "disk")
-ALSO = [pytest.param(name, marks=FULL) for name in OTHERS[1:]]
+OTHERS = [
+    pytest.param("gloo", marks=FULL),
+    pytest.param("mooncake", marks=pytest.mark.mooncake),
+    pytest.param("disk", marks=FULL),
+]
+ALSO = OTHERS[1:]
 LATE_S = 60.0  # nothing here may take longer, however slow the machine
 
 
@@ -37,7 +41,7 @@ class Made(list):
         self.mover = {"transport": transport, "folder": str(folder)}
 
 
-@pytest.fixture(params=["shm", *(pytest.param(n, marks=FULL) for n in OTHERS)])
+@pytest.fixture(params=["shm", *OTHERS])
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
     folder = tmp_path / "shared"
     folder.mkdir()

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_controller import FakeController, run_gang
-from trainer_support import make_model, make_plan
 
 from moerl.blob.store import BlobStore
 from moerl.config.load import save_config
@@ -28,6 +26,8 @@ from moerl.config.schema import (
 from moerl.protocols import Enlist, Enlisted
 from moerl.rundir import RunDir
 from moerl.types import PolicyVersion
+from tests.helpers.fake_controller import FakeController, run_gang
+from tests.helpers.trainer_support import make_model, make_plan
 
 TOKEN = "a-token"
 STEPS = 4

@@ -11,7 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from trainer_support import ROOT
+
+from tests.helpers.trainer_support import ROOT
 
 PROGRAM = """
 import json, sys, warnings

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_support import EXPERTS, ROOT, UNUSED_EXPERT, VOCAB, make_model, torchrun
+
+from tests.helpers.trainer_support import EXPERTS, ROOT, UNUSED_EXPERT, VOCAB, make_model, torchrun
 
 LAYOUTS = {
     "dp2": ["--dp", "2"],
@@ -26,7 +27,7 @@ Found = dict[str, Any]
 
 def _run(model: Path, work: Path, ranks: int, arguments: list[str]) -> Found:
     out = work / "found.pt"
-    script = str(ROOT / "tests" / "multi" / "trainer_parity.py")
+    script = str(ROOT / "tests" / "helpers" / "trainer_parity_ranks.py")
     torchrun(
         ranks,
         [script, "--model", str(model), "--work", str(work), "--out", str(out), *arguments],

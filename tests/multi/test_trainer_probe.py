@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainer_support import make_model, torchrun
-
 from moerl.observe.console import alerts
+from tests.helpers.trainer_support import ROOT, make_model, torchrun
 
-WORKER = str(Path(__file__).parent / "trainer_probe.py")
+WORKER = str(ROOT / "tests" / "helpers" / "trainer_probe_ranks.py")
 
 
 def test_the_probe_tells_right_records_from_wrong_ones(tmp_path: Path) -> None:

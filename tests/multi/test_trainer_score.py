@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_support import LAYERS, make_model, make_plan, torchrun
 
 from moerl.blob.store import BlobStore
 from moerl.errors import ConfigError
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from moerl.wire import encode_value
+from tests.helpers.trainer_support import LAYERS, make_model, make_plan, torchrun
 
 LIMIT = 1e-5
 

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from moerl.errors import ConfigError, TransportError
 from moerl.transport.base import Link, Transport
 from moerl.transport.registry import NAMES, make
-from tests.multi.transport_peer import mooncake_missing, pattern, serve
+from tests.helpers.transport_peer import mooncake_missing, pattern, serve
 
 MIB = 2**20
 #        one_sided late_join survives_death needs_group same_machine
@@ -45,7 +45,12 @@ def missing() -> dict[str, str]:
     return {"mooncake": mooncake_missing()}
 
 
-@pytest.fixture(params=list(PROMISES))
+def marked(*names: str) -> list[object]:
+    """Transports as parameters; those that need a library of their own have its mark."""
+    return [pytest.param(n, marks=pytest.mark.mooncake) if n == "mooncake" else n for n in names]
+
+
+@pytest.fixture(params=marked(*PROMISES))
 def name(request: pytest.FixtureRequest, missing: dict[str, str]) -> str:
     if missing.get(request.param):
         pytest.skip(missing[request.param])
@@ -58,7 +63,7 @@ class PeerProcess:
 
     def __init__(self, name: str, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.multi.transport_peer"])
+        context.set_forkserver_preload(["tests.helpers.transport_peer"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(name, str(folder), theirs), daemon=True)
         self.process.start()
@@ -372,7 +377,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 # --- particular transports ------------------------------------------------------------------------
-@pytest.mark.parametrize("listening", ["gloo", "mooncake"])
+@pytest.mark.parametrize("listening", marked("gloo", "mooncake"))
 def test_a_listening_socket_wants_the_token(listening: str, missing: dict[str, str]) -> None:
     """Nothing is said to a stranger, and a wrong token makes no link; the right one does."""
     if missing.get(listening):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moerl.algorithms.masked_logprob import SamplingMask, VocabShard, full_logprobs, kept_logprobs
-from tests.implementations import implementations
+from tests.helpers.kernel_implementations import implementations
 
 IMPLEMENTATIONS = implementations()
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

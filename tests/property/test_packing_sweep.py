@@ -14,7 +14,7 @@ from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Grid, Microbatch, pack_microbatch
 from moerl.types import PolicyVersion, Rollout
-from tests.data.plans import LAYERS, TOP_K, group, make_rollout
+from tests.helpers.random_rollouts import LAYERS, TOP_K, group, make_rollout
 
 V9 = PolicyVersion(0, 9)
 

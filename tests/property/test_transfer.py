@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference_loader as reference
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError, MoerlError
@@ -39,6 +38,7 @@ from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER, num_rounds, relay_schedule
 from moerl.layout.transfer import ReceiverPlan, SenderPlan, TransferPlan
 from moerl.layout.wire import ALIGN, ITEMSIZE, Bucket, Piece, Region, WirePolicy
+from tests.helpers import reference_loader as reference
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_LAYOUTS = 500

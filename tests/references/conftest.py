@@ -1,4 +1,4 @@
-"""Published implementations as oracles: collected only where tools/reference_env.sh put them."""
+"""Published implementations as oracles: collected only where tools/test_env.sh put them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from moerl.algorithms.advantages import Outcomes, grpo_mean, grpo_std, rloo
 from moerl.algorithms.corrections import opsm
 from moerl.config.schema import AlgorithmConfig
-from tests.references.batches import Ragged, differences, ours, ragged
+from tests.helpers.ragged_batches import Ragged, differences, ours, ragged
 
 BETA = 0.04
 LIMIT = 1e-6  # fp32

@@ -20,7 +20,7 @@ from moerl.algorithms.critic import value_loss
 from moerl.algorithms.loss import correct
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config.schema import AlgorithmConfig
-from tests.references.batches import Ragged, differences, ours, ragged
+from tests.helpers.ragged_batches import Ragged, differences, ours, ragged
 
 LIMIT = {torch.float32: 5e-6, torch.float64: 1e-9}
 DTYPES = list(LIMIT)

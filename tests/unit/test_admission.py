@@ -22,7 +22,7 @@ from moerl.types import (
     Turn,
     VersionSpan,
 )
-from tests.data.plans import group, make_rollout
+from tests.helpers.random_rollouts import group, make_rollout
 from tests.unit.test_controller import StubEngine, StubScorer, make, running, train, with_rollout
 
 WORDS = {3: "ab", 4: "c", 5: ""}  # 5 is special: it ends a sequence and has no text

@@ -38,7 +38,7 @@ from moerl.config.schema import AlgorithmConfig
 from moerl.data.batching import plan_batch
 from moerl.errors import ConfigError, RecordError
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Finish, PolicyVersion, Score, Turn
-from tests.data.plans import group, make_rollout
+from tests.helpers.random_rollouts import group, make_rollout
 
 V3 = PolicyVersion(0, 3)
 

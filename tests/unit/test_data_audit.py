@@ -14,7 +14,7 @@ from moerl.data.audit import split_segments
 from moerl.data.packing import pack_microbatch
 from moerl.errors import RecordError
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, RoutingBlob, check
-from tests.data.plans import EXPERTS, LAYERS, SHAPE, TOP_K, group, make_rollout
+from tests.helpers.random_rollouts import EXPERTS, LAYERS, SHAPE, TOP_K, group, make_rollout
 
 VERSIONS = tuple(PolicyVersion(0, step) for step in (1, 2, 4))
 

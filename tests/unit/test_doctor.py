@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Ward:
-    """Two nodes that are this machine, seen through `tests/data/fake_remote.py`."""
+    """Two nodes that are this machine, seen through `tests/helpers/fake_remote.py`."""
 
     config: Config
     faults: Path
@@ -52,7 +52,7 @@ def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[]
     for shard in shards.values():
         (model / shard).write_bytes(os.urandom(2_500_000))
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    remote = f"{sys.executable} {ROOT / 'tests/data/fake_remote.py'} {{host}}"
+    remote = f"{sys.executable} {ROOT / 'tests/helpers/fake_remote.py'} {{host}}"
     config = resolve(
         load_config(
             "quickstart",

@@ -31,7 +31,7 @@ from moerl.protocols import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, T
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.frozen import FrozenLine
 from moerl.types import BatchPlan, FrozenScores, PolicyVersion, Rollout
-from tests.data.plans import group, make_rollout
+from tests.helpers.random_rollouts import group, make_rollout
 from tests.unit.test_controller import CONFIG, StubEngine, make, publish, running, train
 
 OWN = (

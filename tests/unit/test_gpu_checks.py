@@ -11,8 +11,8 @@ import torch
 
 from moerl.algorithms import masked_logprob
 from moerl.kernels.build import TARGETS, source_folder
-from tests.gpu import checks
-from tests.implementations import implementations
+from tests.helpers import device_checks as checks
+from tests.helpers.kernel_implementations import implementations
 
 LANES = Path(__file__).parents[1] / "data" / "warp_lanes.cpp"
 

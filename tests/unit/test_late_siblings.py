@@ -16,7 +16,7 @@ from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.journal import Journal
 from moerl.types import EpisodeGroup, PolicyVersion
-from tests.data.plans import group, make_rollout
+from tests.helpers.random_rollouts import group, make_rollout
 
 V0 = PolicyVersion(0, 0)
 

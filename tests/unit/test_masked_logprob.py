@@ -22,7 +22,7 @@ from moerl.algorithms.masked_logprob import (
     kept_logprobs,
 )
 from moerl.errors import ConfigError, RecordError
-from tests.implementations import implementations
+from tests.helpers.kernel_implementations import implementations
 
 S, V = 6, 16
 IMPLEMENTATIONS = implementations()

@@ -14,7 +14,7 @@ from moerl.data.batching import plan_batch
 from moerl.data.minibatches import split_plan
 from moerl.errors import ConfigError
 from moerl.types import BatchPlan, PolicyVersion
-from tests.data.plans import group, make_rollout
+from tests.helpers.random_rollouts import group, make_rollout
 
 V3 = PolicyVersion(0, 3)
 

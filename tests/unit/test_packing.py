@@ -20,7 +20,7 @@ from moerl.data.batching import plan_batch
 from moerl.data.packing import Grid, LossInputs, pack_microbatch, version_lag
 from moerl.errors import BlobError, RecordError
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingParams
-from tests.data.plans import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
+from tests.helpers.random_rollouts import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
 
 V5 = PolicyVersion(0, 5)
 

@@ -202,7 +202,16 @@ def test_a_page_that_is_wrong_is_seen() -> None:
 def changed(side: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     symbols = [s for entry in page(side) for s in entry.symbols if "::" not in s]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.changed_symbols", side, *symbols, GONE],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.helpers.changed_symbols",
+            side,
+            *symbols,
+            GONE,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

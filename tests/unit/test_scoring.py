@@ -21,7 +21,7 @@ from moerl.scoring import ProcessScorer
 from moerl.types import Episode, Prompt, Score
 
 ROOT = Path(__file__).parents[2]
-TASK = TaskConfig(name="jsonl", reward="tests.data.rewards_for_tests:by_text")
+TASK = TaskConfig(name="jsonl", reward="tests.helpers.misbehaving_rewards:by_text")
 PROMPT = Prompt(4, (1, 2), "text", None, {"bonus": 0.25})
 
 
@@ -42,7 +42,7 @@ def test_scores_in_order_with_the_extra_fields(scorer: ProcessScorer) -> None:
 
 
 def test_process_rewards_and_errors() -> None:
-    task = TaskConfig(name="jsonl", reward="tests.data.rewards_for_tests:by_steps")
+    task = TaskConfig(name="jsonl", reward="tests.helpers.misbehaving_rewards:by_steps")
     steps = ProcessScorer(task, workers=1, timeout_s=5.0)
     try:
         whole, beyond, unknown = score_each(steps, "+-+x", "+>", "+?")
@@ -58,7 +58,7 @@ def test_an_environment_answers_with_text_or_the_turn_fails() -> None:
     task = TaskConfig(
         name="jsonl",
         reward="exact_match",
-        environment="tests.data.rewards_for_tests:forgetful",
+        environment="tests.helpers.misbehaving_rewards:forgetful",
         max_turns=3,
     )
     scorer = ProcessScorer(task, workers=1, timeout_s=5.0)
@@ -73,7 +73,7 @@ def test_an_environment_answers_with_text_or_the_turn_fails() -> None:
 def test_rewards_of_turns() -> None:
     task = TaskConfig(
         name="jsonl",
-        reward="tests.data.rewards_for_tests:by_turns",
+        reward="tests.helpers.misbehaving_rewards:by_turns",
         environment="check_digits",
         max_turns=3,
     )
@@ -203,6 +203,6 @@ def test_workers_end_when_their_parent_is_killed() -> None:
 
 
 def test_an_unusable_reward_is_refused_before_anything_starts() -> None:
-    for reward in ("exact", "no.such.module:f", "tests.data.rewards_for_tests:nothing", ""):
+    for reward in ("exact", "no.such.module:f", "tests.helpers.misbehaving_rewards:nothing", ""):
         with pytest.raises(ConfigError, match=r"task\.reward = .*package\.module:function"):
             ProcessScorer(TaskConfig(name="jsonl", reward=reward), 1, 1.0)

@@ -32,7 +32,7 @@ from moerl.types import (
     check,
 )
 from moerl.wire import decode, decode_value, encode, encode_value
-from tests.data.plans import SHAPE, make_rollout
+from tests.helpers.random_rollouts import SHAPE, make_rollout
 
 V3 = PolicyVersion(0, 3)
 

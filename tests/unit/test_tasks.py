@@ -212,7 +212,7 @@ def test_exact_match_and_user_function() -> None:
     exact = TaskConfig(name="jsonl", reward="exact_match")
     assert reward_of(exact, 42, " 42\n") == 1.0
     assert reward_of(exact, 42, "42.0") == 0.0
-    own = TaskConfig(name="jsonl", reward="tests.data.rewards_for_tests:by_text")
+    own = TaskConfig(name="jsonl", reward="tests.helpers.misbehaving_rewards:by_text")
     assert reward_of(own, None, "2", bonus=0.5) == 2.5
 
 

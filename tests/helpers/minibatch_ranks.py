@@ -1,6 +1,6 @@
 """Worker of test_minibatches: one rank; prints what batches in one and two optimizer steps did.
 
-torchrun ... minibatches.py --model DIR --work DIR
+torchrun ... minibatch_ranks.py --model DIR --work DIR
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
     clear_aux_losses_tracker,
     get_moe_layer_wise_logging_tracker,
 )
-from trainer_support import make_plan  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
@@ -38,6 +37,7 @@ from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
+from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 Maps = list[torch.Tensor]
 PROXIMAL = AlgorithmConfig(ratio="proximal", corrections=["tis_token"])

@@ -4,7 +4,7 @@ Starting a process costs more than a case, so a worker lives through several gan
 after the other: one-rank references, then gangs of two, then one gang of four; `SCHEDULE` says who
 belongs where.  Every case writes NAME.pt (rank 0 of its gang); the test compares.
 
-    RANK4=0 python replay_matrix.py WORK          (four of them, RANK4 = 0..3)
+    RANK4=0 python replay_matrix_ranks.py WORK          (four of them, RANK4 = 0..3)
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ PLACE = platform.prepare("cpu")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from critic_cases import critic_step  # noqa: E402
-from replay_records import V0, Records, make_records  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from saving import save_whole  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
@@ -62,6 +59,9 @@ from moerl.trainer.passes import forward, probe  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
+from tests.helpers.critic_cases import critic_step  # noqa: E402
+from tests.helpers.replay_matrix_records import V0, Records, make_records  # noqa: E402
+from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
 
 Rows = dict[int, torch.Tensor]
 

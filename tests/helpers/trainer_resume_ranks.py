@@ -1,6 +1,6 @@
 """Worker of test_resume_layouts: one gang takes several layouts in turn, phases from a JSON file.
 
-    torchrun ... trainer_resume.py --model DIR --work DIR --phases FILE
+    torchrun ... trainer_resume_ranks.py --model DIR --work DIR --phases FILE
 
 A phase builds the gang anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
 "reset": false, "until": 2, "save": true, "out": FILE or "", "optimizer": {...}}.  It trains the
@@ -24,7 +24,6 @@ PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from trainer_support import make_plan  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
@@ -44,6 +43,7 @@ from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
+from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name
 _MEET = rendezvous._create_c10d_store

@@ -399,7 +399,7 @@ def main(folder: Path) -> None:
     from safetensors.torch import save_file
     from sglang.srt.plugins import load_plugins
 
-    from tests.fp8_folder import quantise
+    from tests.helpers.fp8_folder import quantise
 
     load_plugins()
     (folder / "loaded").mkdir()

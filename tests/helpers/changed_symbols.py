@@ -1,6 +1,6 @@
 """What our changes of SGLang, torch and Megatron really replace, found by comparing all symbols.
 
-    python -m tests.changed_symbols sglang | megatron [SYMBOL ..]
+    python -m tests.helpers.changed_symbols sglang | megatron [SYMBOL ..]
 
 Prints one line of JSON: a `Found` for the registered changes, one for a control that lies, and
 which of the symbols do not exist.

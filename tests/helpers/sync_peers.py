@@ -68,7 +68,7 @@ TRAINER = ParallelConfig(tp=2, ep=2)
 POLICY = WirePolicy(dtype="float32", bucket_bytes=4096)
 # Forked from a process that has imported everything: a start takes a tenth of a second.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.multi.sync_peers"])
+CONTEXT.set_forkserver_preload(["tests.helpers.sync_peers"])
 
 Reply = TypeVar("Reply")
 

@@ -1,7 +1,7 @@
 """Worker of test_second_model: one rank's learner with a reference and a teacher, which are
 the student's own weights and then other ones; prints metrics.
 
-torchrun ... second_model.py --student DIR --reference DIR --teacher DIR --work DIR
+torchrun ... ref_models_ranks.py --student DIR --reference DIR --teacher DIR --work DIR
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from moerl.trainer.model import platform
 PLACE = platform.prepare("cpu")
 
 import torch.distributed as dist  # noqa: E402
-from trainer_support import make_plan  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
@@ -31,6 +30,7 @@ from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
+from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 NAMES = ("loss/kl_ref", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")
 

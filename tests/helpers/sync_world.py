@@ -34,9 +34,9 @@ from moerl.protocols import AskEngine, EngineHolds, Message
 from moerl.rollout.server import TrainerServer
 from moerl.rundir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
-from tests.e2e import tiny_model as tiny
-from tests.e2e.sync_gang import Order
-from tests.fp8_folder import quantise
+from tests.helpers import engine_tiny_model as tiny
+from tests.helpers.fp8_folder import quantise
+from tests.helpers.publishing_ranks import Order
 
 ROOT = Path(__file__).resolve().parents[2]
 START = PolicyVersion(0, 0)
@@ -276,7 +276,7 @@ class Gang:
             with self._log(rank).open("wb") as log:
                 self.ranks.append(
                     await asyncio.create_subprocess_exec(
-                        sys.executable, "-m", "tests.e2e.sync_gang", *orders,
+                        sys.executable, "-m", "tests.helpers.publishing_ranks", *orders,
                         cwd=ROOT,
                         env=places | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdout=log,

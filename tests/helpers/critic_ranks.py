@@ -1,6 +1,6 @@
 """Worker of test_critic: policy and critic of one rank over a few plans; rank 0 prints metrics.
 
-torchrun ... critic.py --model DIR --work DIR --dp N [--ep N]
+torchrun ... critic_ranks.py --model DIR --work DIR --dp N [--ep N]
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from saving import save_whole  # noqa: E402
-from trainer_support import make_plan, replan  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
@@ -36,6 +34,8 @@ from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
+from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
+from tests.helpers.trainer_support import make_plan, replan  # noqa: E402
 
 NAMES = ("loss/total", "loss/value", "critic/explained_frac", "critic/grad_norm", "adv/std")
 

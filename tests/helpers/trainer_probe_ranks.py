@@ -14,7 +14,6 @@ PLACE = platform.prepare("cpu")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from trainer_support import EXPERTS, LAYERS, make_plan, replan  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, ParallelConfig, ReplayConfig, TrainerConfig  # noqa: E402
@@ -25,6 +24,7 @@ from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.types import BatchPlan, Rollout, RoutingBlob  # noqa: E402
+from tests.helpers.trainer_support import EXPERTS, LAYERS, make_plan, replan  # noqa: E402
 
 
 def main() -> None:

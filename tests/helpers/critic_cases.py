@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from saving import save_whole
 
 from moerl.layout import padded_vocab
 from moerl.rundir import RunDir
@@ -22,6 +21,7 @@ from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.weights.hf_gather import HfGather
 from moerl.types import Array, BatchPlan, PolicyVersion
+from tests.helpers.saved_checkpoint import save_whole
 
 NAMES = ("loss/value", "critic/value_mean", "critic/return_mean", "critic/explained_frac")
 

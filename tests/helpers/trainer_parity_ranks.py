@@ -1,6 +1,6 @@
 """Worker of test_trainer_parity: one layout, one process per rank; rank 0 writes what it found.
 
-    torchrun ... trainer_parity.py --model DIR --work DIR --out FILE [--dp 2] [--ep 2] ...
+    torchrun ... trainer_parity_ranks.py --model DIR --work DIR --out FILE [--dp 2] [--ep 2] ...
 
 Saved, in Hugging Face coordinates: logits of a fixed batch, log-probabilities of every sampled
 token, gradients and weights of one step, loss and gradient norm.  A large Adam epsilon keeps the
@@ -20,7 +20,6 @@ PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from trainer_support import UNUSED_EXPERT, make_plan, replan, without_mask  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
@@ -33,6 +32,7 @@ from moerl.trainer.passes import forward  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
+from tests.helpers.trainer_support import UNUSED_EXPERT, make_plan, replan, without_mask  # noqa: E402
 
 
 def main() -> None:

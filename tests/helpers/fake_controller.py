@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import zmq
-from trainer_support import ROOT
 
 from moerl.blob.store import BlobStore
 from moerl.config.files import read_json
@@ -50,7 +49,8 @@ from moerl.rundir import RunDir
 from moerl.transport.registry import make
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.wire import decode, encode
-from tests.multi.sync_peers import PlainModel
+from tests.helpers.sync_peers import PlainModel
+from tests.helpers.trainer_support import ROOT
 
 
 class FakeEngine:

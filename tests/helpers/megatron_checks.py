@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,7 @@ import numpy as np
 from moerl.blob.store import BlobStore
 from moerl.trainer.score_job import VARIANTS, ScoreJob
 from moerl.wire import encode_value
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "multi"))  # where the trainer's tests keep it
-from trainer_support import LAYERS, make_model, make_plan, torchrun
+from tests.helpers.trainer_support import LAYERS, make_model, make_plan, torchrun
 
 
 def scores_of_a_record(folder: Path, platform: str) -> list[str]:

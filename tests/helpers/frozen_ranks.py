@@ -17,7 +17,6 @@ PLACE = platform.prepare("cpu")
 
 import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from trainer_support import make_plan  # noqa: E402
 
 from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.load import load_saved  # noqa: E402
@@ -33,6 +32,7 @@ from moerl.trainer.passes.schedule import Batches  # noqa: E402
 from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
 from moerl.wire import decode  # noqa: E402
+from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 NAMES = ("loss/total", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")
 

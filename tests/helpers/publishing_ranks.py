@@ -1,6 +1,6 @@
 """A real Megatron rank that publishes on demand instead of training; started by sync_world.py.
 
-    ... -m tests.e2e.sync_gang RUN_DIR CONTROLLER INCARNATION
+    ... -m tests.helpers.publishing_ranks RUN_DIR CONTROLLER INCARNATION
 
 Orders come as files, RUN_DIR/orders/INCARNATION.N.json (`Order`), met by every rank.  Each changes
 the weights in a way that depends on the version alone, saves that version as a Hugging Face folder,

@@ -42,8 +42,8 @@ from moerl.types import (
     check,
 )
 from moerl.wire import encode_value
-from tests.e2e import tiny_model as tiny
-from tests.fp8_folder import quantise
+from tests.helpers import engine_tiny_model as tiny
+from tests.helpers.fp8_folder import quantise
 
 TOKEN = "replay-run-token"
 A, B, C = (PolicyVersion(0, step) for step in range(3))

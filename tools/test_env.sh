@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Make build/NAME, an environment of its own for an optional stage of tools/test; .venv stays exactly
+# as it is.  Prints the path of its Python and does nothing more when it is complete.
+#
+#   reference   TRL and verl, the published implementations that tests/references compares with.
+#               verl declares transformers < 5.11; the two modules that the tests call import and run
+#               with the one in .venv.  About 150 MB.
+#   mooncake    the transfer engine of `sync.transport=mooncake`, about 140 MB, and the libraries of
+#               the system that its wheel lacks: Debian's packages, unpacked without root.
+#
+# An environment sees the packages of .venv (torch, transformers, ray, ...) through one .pth line and
+# holds only what .venv lacks, at pinned versions and without dependency resolution, so that nothing
+# can move a version of the main environment.  Wheels are kept in build/wheels: a second environment,
+# or one that is made again, needs no network.
+#
+# usage: tools/test_env.sh reference|mooncake
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+name=${1-}
+system=() # Debian packages, for machines that lack their libraries
+case $name in
+  reference)
+    packages=(
+      trl==1.16.0 verl==0.9.1
+      accelerate==1.15.0 datasets==5.2.0 multiprocess==0.70.19 pandas==3.1.1 pyarrow==26.0.1
+      tensordict==0.10.0 pyvers==0.2.3 codetiming==1.4.0 torchdata==0.11.0
+      peft==0.21.2 pylatexenc==2.11 cloudpickle==3.1.2
+    )
+    import=verl
+    ;;
+  mooncake)
+    packages=(mooncake-transfer-engine-non-cuda==0.3.13.post1)
+    system=(libibverbs1 libnl-3-200 libnl-route-3-200)
+    import=mooncake.engine
+    ;;
+  *)
+    echo "usage: tools/test_env.sh reference|mooncake" >&2
+    exit 2
+    ;;
+esac
+
+folder=build/$name
+wheels=build/wheels
+log=build/$name.log
+libraries=$folder/lib/system
+wanted=$(printf '%s\n' "$PWD" "${packages[@]}")
+
+# fail SENTENCE: show the end of the log, say it, stop.
+fail() {
+  tail -n 5 "$log" >&2
+  echo "test_env: $1; the whole log is $log" >&2
+  exit 1
+}
+
+install() {
+  "$folder/bin/python" -m pip install --no-deps --no-input --progress-bar=off \
+    --ignore-installed --no-index --find-links="$wheels" "${packages[@]}" >>"$log" 2>&1
+}
+
+download() {
+  "$folder/bin/python" -m pip wheel --no-deps --no-input --progress-bar=off \
+    --wheel-dir="$wheels" "${packages[@]}" >>"$log" 2>&1
+}
+
+# Unpack the system's packages below $libraries, where LD_LIBRARY_PATH of the stage points.
+unpack_system() {
+  local cache=$PWD/$wheels file
+  (cd "$cache" && apt-get download "${system[@]}") >>"$log" 2>&1 || return 1
+  for package in "${system[@]}"; do
+    for file in "$cache/${package}"_*.deb; do
+      dpkg-deb --extract "$file" "$folder/debian" >>"$log" 2>&1 || return 1
+    done
+  done
+  mkdir -p "$libraries"
+  find "$folder/debian" -name 'lib*.so*' -exec cp --no-dereference {} "$libraries/" \;
+}
+
+loads() {
+  LD_LIBRARY_PATH=$libraries "$folder/bin/python" -c "import $import" >>"$log" 2>&1
+}
+
+if [[ -x $folder/bin/python && $(cat "$folder/.complete" 2>/dev/null) == "$wanted" ]]; then
+  echo "$folder/bin/python"
+  exit
+fi
+rm -rf "$folder"
+mkdir -p "$wheels"
+: >"$log"
+.venv/bin/python -m venv "$folder" >&2
+echo "$PWD/.venv/lib/python3.11/site-packages" >"$folder/lib/python3.11/site-packages/main.pth"
+install || { download && install; } || fail "$name: pip found no packages"
+if ((${#system[@]})) && ! loads; then
+  unpack_system || fail "$name: no Debian packages ${system[*]}"
+fi
+loads || fail "$name: $import does not load"
+printf '%s\n' "$wanted" >"$folder/.complete"
+echo "$folder/bin/python"
