@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
+from moerl.resources import resource_folder
 
-CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
+CONFIG_ROOT = resource_folder("configs")
 PARTS = {"model": "models", "cluster": "clusters", "algorithm": "algorithms"}  # key: folder
 
 

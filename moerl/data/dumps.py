@@ -21,6 +21,7 @@ from moerl.blob.store import BlobStore
 from moerl.codec.routing import check_ids, id_dtype
 from moerl.codec.sampling_mask import check_csr
 from moerl.errors import RecordError
+from moerl.layout import ModelSpec
 from moerl.types import (
     Array,
     Finish,
@@ -63,6 +64,11 @@ class _Raw:
     settings: dict[str, float]
 
 
+def record_shape(spec: ModelSpec) -> RecordShape:
+    """What records know of a model, from its shapes."""
+    return RecordShape(spec.vocab_size, spec.moe_layers, spec.experts, spec.experts_per_token)
+
+
 def read_dump(path: Path, store: BlobStore, shape: RecordShape) -> list[Rollout]:
     """Read FILE.jsonl or FILE.npz, seal its arrays, return checked records.
 
@@ -77,6 +83,20 @@ def read_dump(path: Path, store: BlobStore, shape: RecordShape) -> list[Rollout]
     if not rollouts:
         _refuse(str(path), "file", "it holds no rollout")
     return rollouts
+
+
+def describe(rollouts: list[Rollout], shape: RecordShape) -> str:
+    """What a dump that was read holds, in two lines."""
+    tokens = sum(rollout.num_tokens for rollout in rollouts)
+    sampled = sum(rollout.num_sampled for rollout in rollouts)
+    lags = [NEWEST.step - version.step for r in rollouts for version in r.version_of_tokens()]
+    kept = "for each sampled token" if rollouts[0].sampling_mask else "none, no setting truncates"
+    return (
+        f"good: {len(rollouts):,} rollouts, {tokens:,} tokens, {sampled:,} of them sampled, "
+        f"lag {min(lags)} to {max(lags)}\n"
+        f"routes of {len(shape.moe_layers)} MoE layers, {shape.top_k} of {shape.num_experts} "
+        f"experts for each token fed in; kept sets: {kept}"
+    )
 
 
 # --- JSONL -----------------------------------------------------------------------------------

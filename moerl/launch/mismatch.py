@@ -35,7 +35,7 @@ from moerl.algorithms.attribution import (
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
-from moerl.data.dumps import NEWEST, read_dump
+from moerl.data.dumps import NEWEST, read_dump, record_shape
 from moerl.errors import EngineError, MoerlError, RecordError, TrainerError
 from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
@@ -43,7 +43,7 @@ from moerl.observe.mismatch_page import write_page
 from moerl.rollout.assemble import PartialRollout
 from moerl.rundir import RunDir
 from moerl.trainer.score_job import ScoreJob
-from moerl.types import PolicyVersion, RecordShape, Rollout, SamplingParams
+from moerl.types import PolicyVersion, Rollout, SamplingParams
 from moerl.types import check as check_rollout
 from moerl.wire import encode_value
 
@@ -72,7 +72,7 @@ def measure(
     if dump is None:
         rollouts, source = asyncio.run(_generate(plan, num_tokens)), "fresh rollouts"
     else:
-        rollouts, source = read_dump(dump, plan.blobs(), _record_shape(plan)), dump.name
+        rollouts, source = read_dump(dump, plan.blobs(), record_shape(plan.spec())), dump.name
     job = score(plan, rollouts, folder, variants=variants, dtypes=dtypes)
     scores = np.load(job.out)
     found = {"source": source} | _compare(plan, scores, rollouts, variants, dtypes)
@@ -83,11 +83,6 @@ def measure(
         tokens = _tokens(rollouts, newest.step)
         found["where"] = {dtype: _where(scores, dtype, tokens) for dtype in dtypes}
     return found
-
-
-def _record_shape(plan: RunPlan) -> RecordShape:
-    spec = plan.spec()
-    return RecordShape(spec.vocab_size, spec.moe_layers, spec.experts, spec.experts_per_token)
 
 
 def score(

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest layer first: a package imports only from rows before its own.
 ROWS = [
     {"types", "ids", "packed", "errors", "protocols", "wire"}
-    | {"config", "trace", "rundir", "stacks"},
+    | {"config", "trace", "resources", "rundir", "stacks"},
     {"kernels"},
     {"codec", "blob", "layout", "transport"},
     {"algorithms", "data"},
