@@ -23,7 +23,7 @@ from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engines_cli import engines
 from moerl.rundir import RunDir, find_run, read_manifest
 
-INSTALL = "use tools/setup.sh of a checkout, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
+INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
 
 app = typer.Typer(
     add_completion=False,

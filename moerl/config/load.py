@@ -137,7 +137,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # untyped
     """With YAML's own rule, which PyYAML drops: a key stands once in its mapping."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

@@ -330,7 +330,8 @@ def _check_lengths(raw: _Raw, shape: RecordShape) -> Array:
             "sampling_mask",
             f"{len(raw.mask[0]) - 1} sets, {len(sampled)} sampled tokens",
         )
-    return sampled.astype(np.int32)
+    ids: Array = sampled.astype(np.int32)
+    return ids
 
 
 def _sampling(raw: _Raw) -> SamplingParams:

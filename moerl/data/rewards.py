@@ -116,7 +116,10 @@ def _parsed_gold(answer: str) -> list[Any]:
     """Boxed first: without an anchor a fraction may be read as its denominator."""
     from math_verify import parse
 
-    return parse(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}")
+    found: list[Any] = parse(
+        answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    )
+    return found
 
 
 def _reasoning_gym(config: TaskConfig) -> Callable[[Prompt, str], float]:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -117,7 +118,7 @@ def wall_time_s(rows: Sequence[Row]) -> float:
     """Seconds from the start of the first step to the end of the last, pauses included."""
     if not rows:
         return 0.0
-    return rows[-1]["time_s"] - rows[0]["time_s"] + rows[0].get("perf/step_s", 0.0)
+    return float(rows[-1]["time_s"] - rows[0]["time_s"] + rows[0].get("perf/step_s", 0.0))
 
 
 def _tiles(
@@ -238,7 +239,7 @@ def _state(num_done: int, num_steps: int, goes_on: bool) -> str:
 
 
 def _subtitle(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    get = lambda name: _setting(settings, name, None)  # noqa: E731  a table of facts reads better
+    get = partial(_setting, settings, default=None)
     facts = {
         "task": get("task.name"),
         "engines": get("engine.count"),

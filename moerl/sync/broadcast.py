@@ -245,6 +245,7 @@ def _new_group(
     """
     from torch.distributed import distributed_c10d as c10d
 
+    handle: dist.ProcessGroup
     handle, _ = c10d._new_process_group_helper(
         world_size,
         0,

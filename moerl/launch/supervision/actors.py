@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -52,6 +52,7 @@ from moerl.types import (
 )
 
 log = logging.getLogger(__name__)
+Plain = TypeVar("Plain")
 
 
 def log_to(path: Path) -> None:
@@ -62,7 +63,7 @@ def log_to(path: Path) -> None:
     write_on_request(path)
 
 
-def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
+def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plain]:
     """Put an instance of a plain class on an actor here; many calls may be open at once.
 
     restarts: Ray starts it again so often (-1 = always) and repeats the calls it owed: for one
@@ -73,14 +74,15 @@ def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
     options["scheduling_strategy"] = this_node()
     if restarts:
         options |= {"max_restarts": restarts, "max_task_retries": restarts}
-    return actor.options(**options).remote(*args)
+    placed: ActorHandle[Plain] = actor.options(**options).remote(*args)
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedEngine:
     """An engine host, and on a cluster the seat that it holds."""
 
-    actor: ActorHandle
+    actor: ActorHandle[EngineActor]
     seat: PlacementGroup | None
 
     def give_up(self) -> None:
@@ -182,14 +184,16 @@ class EngineActor:
 class RemoteEngine:
     """The `Engine` protocol over an actor handle."""
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: ActorHandle[EngineActor]) -> None:
         self._actor = actor
 
     async def start(self, version: PolicyVersion) -> EngineStatus:
-        return await call(self._actor.start.remote(version))
+        status: EngineStatus = await call(self._actor.start.remote(version))
+        return status
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        return await call(self._actor.generate.remote(requests))
+        answers: list[Segment | RecordError] = await call(self._actor.generate.remote(requests))
+        return answers
 
     async def join_sync(self, message: JoinSync) -> None:
         await call(self._actor.join_sync.remote(message))
@@ -198,10 +202,12 @@ class RemoteEngine:
         await call(self._actor.open_update.remote(message))
 
     async def close_update(self, message: CloseUpdate) -> UpdateClosed:
-        return await call(self._actor.close_update.remote(message))
+        closed: UpdateClosed = await call(self._actor.close_update.remote(message))
+        return closed
 
     async def session(self, message: SessionMessage) -> Message:
-        return await call(self._actor.session.remote(message))
+        answer: Message = await call(self._actor.session.remote(message))
+        return answer
 
     async def interrupt(self) -> None:
         await call(self._actor.interrupt.remote())
@@ -210,7 +216,8 @@ class RemoteEngine:
         await call(self._actor.forget.remote(kept))
 
     async def status(self) -> EngineStatus:
-        return await call(self._actor.status.remote())
+        status: EngineStatus = await call(self._actor.status.remote())
+        return status
 
     async def stop(self) -> None:
         await call(self._actor.stop.remote())
@@ -247,7 +254,7 @@ class RemoteScorer:
     Rewards look at prompt, answer and text; records stay where they are.
     """
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: ActorHandle[ScorerActor]) -> None:
         self._actor = actor
         self._pid = 0
         self.restarts = 0
@@ -273,9 +280,9 @@ class ControllerActor:
     def __init__(
         self,
         plan: RunPlan,
-        engines: Mapping[int, ActorHandle],
+        engines: Mapping[int, ActorHandle[EngineActor]],
         sizes: Mapping[int, int],
-        scorer: ActorHandle,
+        scorer: ActorHandle[ScorerActor],
         fleet_changed: bool = False,
     ) -> None:
         """engines, sizes: by number; fleet_changed: some joined or left since the start."""
@@ -339,10 +346,10 @@ class ControllerActor:
     async def engine_lost(self, index: int) -> None:
         self._controller.engine_lost(index)
 
-    async def engine_back(self, index: int, actor: ActorHandle) -> None:
+    async def engine_back(self, index: int, actor: ActorHandle[EngineActor]) -> None:
         self._controller.engine_back(index, RemoteEngine(actor))
 
-    async def engine_joins(self, index: int, actor: ActorHandle, tp: int) -> None:
+    async def engine_joins(self, index: int, actor: ActorHandle[EngineActor], tp: int) -> None:
         self._controller.engine_joins(index, RemoteEngine(actor), tp)
 
     async def engine_leaves(self, index: int) -> None:

@@ -237,8 +237,8 @@ def _patch_uneven_collectives() -> None:
     """Expert tensor parallelism gathers and scatters unequal pieces; gloo wants equal ones."""
     import megatron.core.tensor_parallel.mappings as mappings
 
-    even_gather = mappings._gather_along_first_dim
-    even_scatter = mappings._reduce_scatter_along_first_dim
+    even_gather: Callable[..., torch.Tensor] = mappings._gather_along_first_dim
+    even_scatter: Callable[..., torch.Tensor] = mappings._reduce_scatter_along_first_dim
 
     def gather(
         x: torch.Tensor,
@@ -268,7 +268,8 @@ def _patch_uneven_collectives() -> None:
         mine = sizes[group.rank()]
         pieces = x.new_empty((mine * world, *x.shape[1:]))
         dist.all_to_all_single(pieces, x.contiguous(), [mine] * world, sizes, group=group)
-        return pieces.unflatten(0, (world, mine)).sum(0)
+        summed: torch.Tensor = pieces.unflatten(0, (world, mine)).sum(0)
+        return summed
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = scatter
