@@ -32,7 +32,7 @@ PAGES = [
 FOLDERS = ["moerl", "tests", "tools", "docs", "configs", "bench", "csrc", "requirements"]
 FOLDERS += ["examples", "patches", ".github"]
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"(?:moerl|tools/|bench/|python3? (?:-m )?|pytest|\.venv/bin/)")
+COMMAND = re.compile(r"(?:moerl(?: |$)|tools/|bench/|python3? (?:-m )?|pytest|\.venv/bin/)")
 
 
 def spans(text: str) -> list[str]:
@@ -221,7 +221,8 @@ FILE = re.compile(rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]+")
 
 def missing_files(text: str) -> list[str]:
     named = [span.split("::")[0] for span in spans(text) if FILE.fullmatch(span.split("::")[0])]
-    return [name for name in named if not (ROOT / name).exists()]
+    real = [name for name in named if not re.search(r"\b[A-Z]+\b", Path(name).stem)]  # not NAME.py
+    return [name for name in real if not (ROOT / name).exists()]
 
 
 # --- the pages -----------------------------------------------------------------------------------
