@@ -5,6 +5,7 @@ Heavy packages are imported only when a command that needs them runs.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -21,6 +22,8 @@ from moerl.launch import shapes_cli
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engines_cli import engines
 from moerl.rundir import RunDir, find_run, read_manifest
+
+INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
 
 app = typer.Typer(
     add_completion=False,
@@ -161,6 +164,7 @@ def mismatch(
 
 
 app.command("check-layout")(shapes_cli.check_layout)
+app.command("check-dump")(shapes_cli.check_dump)
 app.command()(shapes_cli.plan)
 
 
@@ -331,6 +335,8 @@ def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
     """Run the request in a guarded root process; its scratch folder is removed afterwards."""
     from moerl.launch.nodes.processes import run_guarded
 
+    if importlib.util.find_spec("torch") is None:
+        raise MoerlError(f"this command needs torch: {INSTALL}")
     scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
     try:
         body = json.dumps(request | {"scratch": str(scratch)})

@@ -71,19 +71,19 @@ class Tracer:
             self._file = self._path.open("a", buffering=1)
 
 
-def read_spans(folder: Path) -> list[dict]:
+def read_spans(folder: Path) -> list[dict[str, Any]]:
     """All spans of a run, by start time.  A torn last line (a killed process) is dropped."""
     spans = [line for line in _read_lines(folder) if "start_s" in line]
     return sorted(spans, key=lambda span: span["start_s"])
 
 
-def read_counters(folder: Path) -> list[dict]:
+def read_counters(folder: Path) -> list[dict[str, Any]]:
     """All counter values of a run, by time."""
     values = [line for line in _read_lines(folder) if "counter" in line]
     return sorted(values, key=lambda value: value["time_s"])
 
 
-def _read_lines(folder: Path) -> Iterator[dict]:
+def _read_lines(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:

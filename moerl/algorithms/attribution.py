@@ -49,7 +49,8 @@ def cause_of_tokens(gaps: Mapping[str, Array]) -> Array:
     """Index into CAUSES of the effect that moves each token most, [S] i64."""
     both = gaps["both"]
     effects = np.stack([np.abs(gaps["mask"] - both), np.abs(gaps["routing"] - both), np.abs(both)])
-    return effects.argmax(0)
+    worst: Array = effects.argmax(0)
+    return worst
 
 
 def by_position(position: Array, gaps: Mapping[str, Array]) -> list[dict[str, Any]]:

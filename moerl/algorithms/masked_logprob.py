@@ -95,7 +95,9 @@ def kept_logprobs(
     _check_rows(mask, len(sampled_S))
     kept = _KeptSets(sampled_S, mask.offsets, mask.ids, shard.start)
     lib = _choose(implementation, logits, rows, mask.ids)
-    logprob_S, entropy_S = _KeptLogprobs.apply(logits, rows, kept, temperature_S, shard.group, lib)
+    logprob_S, entropy_S = _KeptLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, rows, kept, temperature_S, shard.group, lib
+    )
     full = None
     if full_entropy_of is not None:
         full = _full_entropy(logits.detach(), rows, temperature_S, shard, full_entropy_of)
@@ -119,7 +121,7 @@ def full_logprobs(
     logits, rows = _flat_rows(logits_RV, sampled_S, rows_S)
     if len(sampled_S) and bool(((sampled_S < 0) | (sampled_S >= vocab_size)).any()):
         raise RecordError("token_range", f"a sampled token lies outside 0..{vocab_size - 1}")
-    logprob_S, entropy_S = _FullLogprobs.apply(
+    logprob_S, entropy_S = _FullLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, rows, sampled_S, temperature_S, shard, vocab_size
     )
     return Scores(logprob_S, entropy_S, entropy_S)
@@ -368,7 +370,8 @@ def _full_entropy(
     nowhere = torch.full_like(rows, -1)
     width = _own_width(logits, shard, vocab_size)
     total_S, weighted_S, _ = _full_sums(logits, rows, tau_S, nowhere, width, shard.group)[1]
-    return total_S.log() - weighted_S / total_S
+    entropy_S: Tensor = total_S.log() - weighted_S / total_S
+    return entropy_S
 
 
 def _full_sums(

@@ -1,6 +1,7 @@
 """From a name in the configuration to the function that computes it.
 
-The table is `moerl.config.algorithms`: one line per algorithm, with what it reads and needs.
+The table is `moerl.config.algorithms`: one line per algorithm, with what it reads and needs.  An
+objective may also be a user's own function, `package.module:function`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,21 @@ from importlib import import_module
 from typing import Any
 
 from moerl.config.algorithms import Entry, entry
+from moerl.config.functions import look_up
 
 
 def choose(field: str, name: str, table: Mapping[str, Entry]) -> Callable[..., Any]:
     """The function called `name`.  Raises ConfigError naming `field` and the known names."""
-    return _load(entry(field, name, table).function)
+    found = entry(field, name, table)
+    if name not in table:
+        return _own(field, name, tuple(sorted(table)))
+    return _load(found.function)
+
+
+@cache
+def _own(field: str, path: str, named: tuple[str, ...]) -> Callable[..., Any]:
+    function: Callable[..., Any] = look_up(field, path, named)
+    return function
 
 
 @cache

@@ -1,8 +1,9 @@
 """Which algorithms exist, which settings each reads and which data it needs: one line each.
 
 A line names the function below `moerl.algorithms`; adding an algorithm is that function and its
-line here.  The table is plain data without torch, so that a dry run on a login node can refuse a
-setting that nothing reads, or data that nothing provides, before anything starts.
+line here.  An objective may also be a user's own `package.module:function`.  The table is plain
+data without torch, so that a dry run on a login node can refuse a setting that nothing reads, or
+data that nothing provides, before anything starts.
 
 Rejected: a decorator in the module of the function (the check would import torch) and a table of
 names here beside one of functions there (they drift apart).
@@ -11,7 +12,7 @@ names here beside one of functions there (they drift apart).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -75,6 +76,8 @@ OBJECTIVES = _table(
     importance=Entry("objectives:importance", reweighs=True),
     reinforce=Entry("objectives:reinforce"),
 )
+# What is taken for true of a user's own objective: it has a ratio, and may read every setting.
+_OWN_OBJECTIVE = Entry("", tuple(item.name for item in fields(AlgorithmConfig)), reweighs=True)
 CORRECTIONS = _table(
     importance=Entry("corrections:importance", reweighs=True),
     tis_token=Entry("corrections:tis_token", ("tis_cap",), reweighs=True),
@@ -158,9 +161,15 @@ def _chosen(a: AlgorithmConfig) -> list[Entry]:
 
 def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """The line called `name`.  Raises ConfigError that lists the known names."""
-    if name not in table:
-        raise ConfigError(field, name, f"known names are {', '.join(sorted(table))}")
-    return table[name]
+    if name in table:
+        return table[name]
+    known = f"known names are {', '.join(sorted(table))}"
+    if table is not OBJECTIVES:
+        raise ConfigError(field, name, known)
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise ConfigError(field, name, f"{known}; or give package.module:function")
+    return replace(_OWN_OBJECTIVE, function=name)
 
 
 def _check_folders(config: Config) -> None:
@@ -279,7 +288,8 @@ def _check_measure(a: AlgorithmConfig) -> None:
             a.corrections,
             f"{' and '.join(weighing)} each multiply by proximal / engine; keep one",
         )
-    if weighing and OBJECTIVES[a.objective].reweighs and a.ratio == "engine":
+    objective = entry("algorithm.objective", a.objective, OBJECTIVES)
+    if weighing and objective.reweighs and a.ratio == "engine":
         raise ConfigError(
             "algorithm.corrections",
             a.corrections,

@@ -24,8 +24,9 @@ from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
 from moerl.config.validate import check_keys, read_section
 from moerl.errors import ConfigError
+from moerl.resources import resource_folder
 
-CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
+CONFIG_ROOT = resource_folder("configs")
 PARTS = {"model": "models", "cluster": "clusters", "algorithm": "algorithms"}  # key: folder
 
 # Read otherwise than in YAML 1.1, which PyYAML follows: 1e-3 is a number, 2026-01-31 a text
@@ -144,7 +145,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # untyped
     """Reads the numbers of YAML 1.2, and keeps its rule that a key stands once in its mapping."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {

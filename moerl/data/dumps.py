@@ -21,6 +21,7 @@ from moerl.blob.store import BlobStore
 from moerl.codec.routing import check_ids, id_dtype
 from moerl.codec.sampling_mask import check_csr
 from moerl.errors import RecordError
+from moerl.layout import ModelSpec
 from moerl.types import (
     Array,
     Finish,
@@ -63,6 +64,13 @@ class _Raw:
     settings: dict[str, float]
 
 
+def model_shape(spec: ModelSpec) -> ModelShape:
+    """What records know of a model, from its shapes."""
+    return ModelShape(
+        spec.vocab_size, spec.layers, spec.moe_layers, spec.experts, spec.experts_per_token
+    )
+
+
 def read_dump(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
     """Read FILE.jsonl or FILE.npz, seal its arrays, return checked records.
 
@@ -77,6 +85,20 @@ def read_dump(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
     if not rollouts:
         _refuse(str(path), "file", "it holds no rollout")
     return rollouts
+
+
+def describe(rollouts: list[Rollout], shape: ModelShape) -> str:
+    """What a dump that was read holds, in two lines."""
+    tokens = sum(rollout.num_tokens for rollout in rollouts)
+    sampled = sum(rollout.num_sampled for rollout in rollouts)
+    lags = [NEWEST.step - version.step for r in rollouts for version in r.version_of_tokens()]
+    kept = "for each sampled token" if rollouts[0].sampling_mask else "none, no setting truncates"
+    return (
+        f"good: {len(rollouts):,} rollouts, {tokens:,} tokens, {sampled:,} of them sampled, "
+        f"lag {min(lags)} to {max(lags)}\n"
+        f"routes of {len(shape.moe_layers)} MoE layers, {shape.top_k} of {shape.num_experts} "
+        f"experts for each token fed in; kept sets: {kept}"
+    )
 
 
 # --- JSONL -----------------------------------------------------------------------------------
@@ -323,7 +345,8 @@ def _check_lengths(raw: _Raw, shape: ModelShape) -> Array:
             "sampling_mask",
             f"{len(raw.mask[0]) - 1} sets, {len(sampled)} sampled tokens",
         )
-    return sampled.astype(np.int32)
+    ids: Array = sampled.astype(np.int32)
+    return ids
 
 
 def _sampling(raw: _Raw) -> SamplingParams:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moerl.config.functions import look_up
 from moerl.config.schema import TaskConfig
-from moerl.data.rewards import look_up
 from moerl.types import Prompt
 
 Environment = Callable[[Prompt, Sequence[str]], str]

@@ -10,14 +10,12 @@ what each turn earned.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from moerl.config.functions import look_up
 from moerl.config.schema import TaskConfig
 from moerl.data.tasks import reasoning_gym_dataset
 from moerl.errors import ConfigError
@@ -116,7 +114,10 @@ def _parsed_gold(answer: str) -> list[Any]:
     """Boxed first: without an anchor a fraction may be read as its denominator."""
     from math_verify import parse
 
-    return parse(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}")
+    found: list[Any] = parse(
+        answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    )
+    return found
 
 
 def _reasoning_gym(config: TaskConfig) -> Callable[[Prompt, str], float]:
@@ -143,23 +144,6 @@ def _dotted(path: str, *, with_turns: bool) -> Reward:
         return _read(function(prompt.text, prompt.answer, said[-1], extra))
 
     return reward
-
-
-def look_up(field: str, path: str, named: list[str]) -> Any:
-    """A user's `package.module:function`, looked up from the working directory too.
-
-    Raises ConfigError naming `field` and what else it may be.
-    """
-    allowed = f"use {', '.join(named)} or package.module:function"
-    module, colon, name = path.partition(":")
-    if not (colon and module and name):
-        raise ConfigError(field, path, allowed)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(field, path, f"{error}; {allowed}") from error
 
 
 def _read(said: float | Mapping[str, Any]) -> Score:

@@ -81,11 +81,13 @@ class EngineClient:
 
     async def server_info(self) -> dict[str, Any]:
         """Resolved arguments of the server by ServerArgs field name, its `version`, its state."""
-        return await self._ask("GET", "/server_info")
+        info: dict[str, Any] = await self._ask("GET", "/server_info")
+        return info
 
     async def checksum(self) -> dict[str, Any]:
         """Per-tensor checksums of every rank, as SGLang computes them."""
-        return await self._ask("POST", "/weights_checker", {"action": "checksum"})
+        sums: dict[str, Any] = await self._ask("POST", "/weights_checker", {"action": "checksum"})
+        return sums
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         async for attempt in AsyncRetrying(

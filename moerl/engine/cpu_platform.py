@@ -11,7 +11,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
-class PlainCpu(CpuDeviceMixin, SRTPlatform):
+class PlainCpu(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # untyped
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"

@@ -21,12 +21,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.errors import MoerlError
+from moerl.resources import resource_folder
 
 BUILT = Path(__file__).resolve().parent / "built"
 _COMMON = ("-O3", "-std=c++17", "-shared")
@@ -84,9 +84,7 @@ TARGETS = {
 
 def source_folder() -> Path:
     """csrc/ of the checkout, or the copy that a wheel installs."""
-    checkout = Path(__file__).resolve().parents[2] / "csrc"
-    installed = Path(sysconfig.get_path("data")) / "share" / "moerl" / "csrc"
-    return checkout if checkout.is_dir() else installed
+    return resource_folder("csrc")
 
 
 def build(target: Target) -> str:

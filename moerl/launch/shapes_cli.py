@@ -1,9 +1,13 @@
-"""`moerl check-layout` and `moerl plan`: they read shapes, no weights, and start nothing."""
+"""`moerl check-layout`, `check-dump` and `plan`: they read shapes, no weights, and start nothing.
+
+They need neither torch, engine nor trainer, so the plain wheel has them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -135,6 +139,30 @@ def check_layout(
     )
     typer.echo(describe(report))
     typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
+
+
+def check_dump(
+    dump: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .npz (docs/dumps.md).")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Its model's folder, or a config.json.")
+    ],
+) -> None:
+    """Check recorded rollouts of another system against a model's shapes, and count them.
+
+    The first field that is missing, unknown or does not fit is named with its line or rollout.
+    `moerl mismatch RECIPE --records FILE` then scores the file; that needs the trainer.
+
+    Example:
+
+      moerl check-dump dump.jsonl configs/models/qwen3-30b-a3b
+    """
+    from moerl.blob.store import BlobStore
+    from moerl.data.dumps import describe, model_shape, read_dump
+    from moerl.layout import model_spec
+
+    shape = model_shape(model_spec(read_model_config(model)))
+    with tempfile.TemporaryDirectory(prefix="moerl-dump-") as folder:
+        typer.echo(describe(read_dump(dump, BlobStore(Path(folder), "dump"), shape), shape))
 
 
 def _parallel_layout(text: str) -> ParallelConfig:

@@ -237,7 +237,7 @@ SHARED_GATE = Part(
 )
 
 
-def _router(hf: str = "mlp.gate.weight", sglang_dtype: str = "") -> Part:
+def router(hf: str = "mlp.gate.weight", sglang_dtype: str = "") -> Part:
     return Part(
         {hf: ("experts", "hidden")},
         (Rule("mlp.router.weight", (hf,)),),
@@ -245,7 +245,7 @@ def _router(hf: str = "mlp.gate.weight", sglang_dtype: str = "") -> Part:
     )
 
 
-ROUTER, ROUTER_FP32 = _router(), _router(sglang_dtype="float32")
+ROUTER, ROUTER_FP32 = router(), router(sglang_dtype="float32")
 _BIAS = "mlp.gate.e_score_correction_bias"
 EXPERT_BIAS = Part(
     {_BIAS: ("experts",)},
@@ -257,7 +257,7 @@ _FC1, _FC2 = (f"mlp.experts.local_experts.{{e}}.linear_fc{i}" for i in (1, 2))
 _TE_FC1, _TE_FC2 = (f"mlp.experts.linear_fc{i}" for i in (1, 2))
 
 
-def _experts(where: str, gate: str, up: str, down: str) -> Part:
+def experts(where: str, gate: str, up: str, down: str) -> Part:
     pair = tuple(f"{where}.{{e}}.{x}.weight" for x in (gate, up))
     down = f"{where}.{{e}}.{down}.weight"
     return Part(
@@ -278,7 +278,7 @@ def _experts(where: str, gate: str, up: str, down: str) -> Part:
     )
 
 
-EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
+EXPERTS = experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 
 # --- gpt-oss: one fused tensor per expert, gate in its even rows and up in its odd ones -----------
 _GPT_ROUTER, _GPT_ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
@@ -352,8 +352,8 @@ FAMILY_TABLES: dict[str, Family] = {
         (NORM_GQA, GQA),
         (
             NORM_MOE,
-            _router("block_sparse_moe.gate.weight"),
-            _experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+            router("block_sparse_moe.gate.weight"),
+            experts("block_sparse_moe.experts", "w1", "w3", "w2"),
         ),
     ),
     "olmoe": Family((NORM_GQA, GQA, QK_NORM_ALL_HEADS), _MOE),

@@ -354,6 +354,13 @@ _READERS: dict[str, _Reader] = {
 FAMILIES = tuple(_READERS)
 
 
+def add_reader(model_type: str, read: Callable[[Config], dict[str, Any]]) -> None:
+    """Read config.json files of another family with `read`, in this process only."""
+    if model_type in _READERS:
+        raise LayoutError(f"model_type = {model_type!r} has a layout already")
+    _READERS[model_type] = _Reader(read, {})
+
+
 # --- checks --------------------------------------------------------------------------------------
 def _size(config: Config, key: str, default: int | None = None) -> int:
     value = config.get(key)

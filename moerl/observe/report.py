@@ -120,7 +120,7 @@ def wall_time_s(rows: Sequence[Row]) -> float:
     """Seconds from the start of the first step to the end of the last, pauses included."""
     if not rows:
         return 0.0
-    return rows[-1]["time_s"] - rows[0]["time_s"] + rows[0].get("perf/step_s", 0.0)
+    return float(rows[-1]["time_s"] - rows[0]["time_s"] + rows[0].get("perf/step_s", 0.0))
 
 
 def _cards(

@@ -129,7 +129,7 @@ class Segments:
         if parts is None:
             return None
         try:
-            group = decode_value(parts.pop(_HEADER).read(), EpisodeGroup)
+            group: EpisodeGroup = decode_value(parts.pop(_HEADER).read(), EpisodeGroup)
             for uri in blobs.missing(parts):
                 blobs.put_back(uri, parts[uri].read())
         except (BlobError, msgspec.MsgspecError) as error:

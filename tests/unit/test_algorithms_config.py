@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from moerl.algorithms.objectives import TokenLoss
 from moerl.algorithms.registry import choose
+from moerl.algorithms.tokens import Tokens
 from moerl.config.algorithms import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -120,6 +124,42 @@ def both(found: Config) -> None:
 )
 def test_control_what_fits_is_accepted(algorithm: dict[str, object]) -> None:
     both(config(**algorithm))
+
+
+def own_objective(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
+    """-clip_high A theta."""
+    off = torch.zeros_like(old, dtype=torch.bool)
+    return TokenLoss(-s.clip_high * t.advantage * t.logprob, off, off, off)
+
+
+OWN = f"{__name__}:own_objective"
+
+
+def test_an_objective_may_be_a_users_own() -> None:
+    assert choose("algorithm.objective", OWN, OBJECTIVES) is own_objective
+    check_algorithm(config(objective=OWN, clip_high=0.5))
+    check_algorithm(config(objective=OWN, corrections=["tis_token"], ratio="proximal"))
+    with pytest.raises(ConfigError, match=r"algorithm.corrections .*already contains"):
+        check_algorithm(config(objective=OWN, corrections=["tis_token"]))
+
+
+@pytest.mark.parametrize("name", ["mine", "mine:", ":mine"])
+def test_another_objective_is_refused_with_the_known_names(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cispo, .*; or give package.module:function"):
+        check_algorithm(config(objective=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("none.such:f", "No module named"), (f"{__name__}:none", "no attribute")]
+)
+def test_an_own_objective_that_is_not_there_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm.objective .*{why}.*use cispo, "):
+        choose("algorithm.objective", name, OBJECTIVES)
+
+
+def test_only_objectives_may_be_a_users_own() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.advantage .*known names are gae, "):
+        check_algorithm(config(advantage=OWN))
 
 
 def test_process_rewards_need_a_reward_that_gives_them() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Every module may import these, and they one another.
 BASE = {"types", "ids", "packed", "errors", "protocols", "wire"}
-BASE |= {"atomic", "config", "trace", "rundir", "stacks"}
+BASE |= {"atomic", "config", "resources", "trace", "rundir", "stacks"}
 # What each package may import besides: the whole graph.
 ALLOWED: dict[str, set[str]] = {
     "kernels": set(),

@@ -40,7 +40,7 @@ def manifest(config: Config, recipe: Sequence[str]) -> str:
         _trainer_job(config, name),
     ]
     secret = f"# first: kubectl create secret generic {name} --from-file=ray-token=FILE"
-    return f"{secret}\n" + yaml.safe_dump_all(objects, sort_keys=False)
+    return f"{secret}\n{yaml.safe_dump_all(objects, sort_keys=False)}"
 
 
 def _trainer_hosts(config: Config, name: str) -> str:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -37,6 +37,7 @@ from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
+Plain = TypeVar("Plain")
 
 
 def log_to(path: Path) -> None:
@@ -47,7 +48,7 @@ def log_to(path: Path) -> None:
     write_on_request(path)
 
 
-def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
+def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plain]:
     """Put an instance of a plain class on an actor here; many calls may be open at once.
 
     restarts: Ray starts it again so often (-1 = always) and repeats the calls it owed: for one
@@ -58,14 +59,15 @@ def place(plain: type, *args: Any, restarts: int = 0) -> ActorHandle:
     options["scheduling_strategy"] = this_node()
     if restarts:
         options |= {"max_restarts": restarts, "max_task_retries": restarts}
-    return actor.options(**options).remote(*args)
+    placed: ActorHandle[Plain] = actor.options(**options).remote(*args)
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedEngine:
     """An engine host, and on a cluster the seat that it holds."""
 
-    actor: ActorHandle
+    actor: ActorHandle[EngineActor]
     seat: PlacementGroup | None
 
     def give_up(self) -> None:
@@ -130,7 +132,7 @@ class ScorerActor(Hosted):
             return os.getpid(), await self._scorer.score(prompt, episodes, said)
 
 
-def remote_engine(actor: ActorHandle, index: int) -> Engine:
+def remote_engine(actor: ActorHandle[EngineActor], index: int) -> Engine:
     return cast(Engine, Remote(actor, f"engine {index}"))
 
 
@@ -140,7 +142,7 @@ class RemoteScorer:
     Rewards look at prompt, answer and text; records stay where they are.
     """
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: ActorHandle[ScorerActor]) -> None:
         self._actor = actor
         self._pid = 0
         self.restarts = 0
@@ -168,9 +170,9 @@ class ControllerActor:
     def __init__(
         self,
         plan: RunPlan,
-        engines: Mapping[int, ActorHandle],
+        engines: Mapping[int, ActorHandle[EngineActor]],
         sizes: Mapping[int, int],
-        scorer: ActorHandle,
+        scorer: ActorHandle[ScorerActor],
         fleet_changed: bool = False,
     ) -> None:
         """engines, sizes: by number; fleet_changed: some joined or left since the start."""
@@ -234,10 +236,10 @@ class ControllerActor:
     async def engine_lost(self, index: int) -> None:
         self._controller.engine_lost(index)
 
-    async def engine_back(self, index: int, actor: ActorHandle) -> None:
+    async def engine_back(self, index: int, actor: ActorHandle[EngineActor]) -> None:
         self._controller.engine_back(index, remote_engine(actor, index))
 
-    async def engine_joins(self, index: int, actor: ActorHandle, tp: int) -> None:
+    async def engine_joins(self, index: int, actor: ActorHandle[EngineActor], tp: int) -> None:
         self._controller.engine_joins(index, remote_engine(actor, index), tp)
 
     async def engine_leaves(self, index: int) -> None:

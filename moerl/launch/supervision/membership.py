@@ -19,7 +19,7 @@ from moerl.config.clusters import is_local
 from moerl.errors import ConfigError, EngineError, MoerlError
 from moerl.launch.nodes.desk import Desk
 from moerl.launch.plan import RunPlan
-from moerl.launch.supervision.actors import place_engine
+from moerl.launch.supervision.actors import EngineActor, place_engine
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ class Membership:
         self._emptying: dict[Any, int] = {}  # calls that return when its records were trained
 
     @property
-    def actors(self) -> dict[int, ActorHandle]:
+    def actors(self) -> dict[int, ActorHandle[EngineActor]]:
         return {index: placed.actor for index, placed in self._placed.items()}
 
     @property
-    def present(self) -> dict[int, ActorHandle]:
+    def present(self) -> dict[int, ActorHandle[EngineActor]]:
         """Those that the controller knows."""
         return {i: actor for i, actor in self.actors.items() if i not in self._joining}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -29,7 +30,7 @@ class Hosted:
 class Remote:
     """Has the methods of the object that an actor hosts."""
 
-    def __init__(self, actor: ActorHandle, name: str) -> None:
+    def __init__(self, actor: ActorHandle[Any], name: str) -> None:
         """name: what the actor is, for error messages."""
         self._actor, self._name = actor, name
 

@@ -207,11 +207,11 @@ class Supervisor:
             for row in rows:
                 self._count(row)
 
-    def ask(self, call: Callable[[ActorHandle], Any]) -> Any:
+    def ask(self, call: Callable[[ActorHandle[ControllerActor]], Any]) -> Any:
         """A call to the controller under way; None while it is down."""
         return call(self.controller) if self._controller_is_up else None
 
-    def tell(self, call: Callable[[ActorHandle], Any]) -> Any:
+    def tell(self, call: Callable[[ActorHandle[ControllerActor]], Any]) -> Any:
         """The answer of the controller; None while it is down: its successor asks for itself."""
         if not self._controller_is_up:
             return None

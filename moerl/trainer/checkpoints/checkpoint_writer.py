@@ -190,7 +190,7 @@ class CheckpointWriter:
         return str(verdict[0])
 
 
-class _Frozen(TorchDistSaveShardedStrategy):
+class _Frozen(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     """Megatron's strategy with our writer: plans over our group, freezes, writes nothing yet."""
 
     def __init__(self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor]) -> None:
@@ -223,7 +223,7 @@ class _Frozen(TorchDistSaveShardedStrategy):
         self.metadata = planned[0][1]
 
 
-class _Writer(FileSystemWriterAsync):
+class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
     """Copies what its rank has to write, and writes it to one file when it is told to."""
 
     def __init__(self, folder: Any, buffers: dict[MetadataIndex, Tensor]) -> None:

@@ -202,7 +202,8 @@ def _patch_uneven_collectives() -> None:
     ) -> torch.Tensor:
         world = group.size()
         if world == 1 or output_split_sizes is None:
-            return even_gather(x, group, output_split_sizes, use_global_buffer)
+            whole: torch.Tensor = even_gather(x, group, output_split_sizes, use_global_buffer)
+            return whole
         sizes = [int(size) for size in output_split_sizes]
         out = x.new_empty((sum(sizes), *x.shape[1:]))
         # every peer receives the same piece
@@ -217,12 +218,14 @@ def _patch_uneven_collectives() -> None:
     ) -> torch.Tensor:
         world = group.size()
         if world == 1 or input_split_sizes is None:
-            return even_scatter(x, group, input_split_sizes, use_global_buffer)
+            part: torch.Tensor = even_scatter(x, group, input_split_sizes, use_global_buffer)
+            return part
         sizes = [int(size) for size in input_split_sizes]
         mine = sizes[group.rank()]
         pieces = x.new_empty((mine * world, *x.shape[1:]))
         dist.all_to_all_single(pieces, x.contiguous(), [mine] * world, sizes, group=group)
-        return pieces.unflatten(0, (world, mine)).sum(0)
+        total: torch.Tensor = pieces.unflatten(0, (world, mine)).sum(0)
+        return total
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = scatter

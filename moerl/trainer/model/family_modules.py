@@ -67,7 +67,7 @@ class DuplicatedLinear(torch.nn.Linear):
         return super().forward(x), None
 
 
-class ExpertRowLinear(RowParallelLinear):
+class ExpertRowLinear(RowParallelLinear):  # type: ignore[misc]  # untyped
     """An expert's second projection where it has a bias.
 
     megatron-core adds that bias in place (mlp.py), which autograd forbids on the output of a
@@ -84,7 +84,7 @@ class ExpertRowLinear(RowParallelLinear):
         return output.clone(), bias
 
 
-class SinkAttention(DotProductAttention):
+class SinkAttention(DotProductAttention):  # type: ignore[misc]  # untyped
     """megatron-core's attention; its sinks, cut over heads, count in every rank's gradient norm."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

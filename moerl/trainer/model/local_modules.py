@@ -49,7 +49,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight * y.to(x.dtype)
 
 
-class CausalAttention(MegatronModule):
+class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
     """Causal attention with grouped queries through torch's fused CPU kernel."""
 
     def __init__(

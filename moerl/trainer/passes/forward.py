@@ -87,9 +87,10 @@ def run_chunk(
         extra |= model.call_args
     if model.replay is None:
         assert mode is Mode.OFF, f"mode {mode} needs a model built with replay"
-        return module(*inputs, **extra)
-    with model.replay.forward(microbatch, mode, chunk.index):
         output: Tensor = module(*inputs, **extra)
+        return output
+    with model.replay.forward(microbatch, mode, chunk.index):
+        output = module(*inputs, **extra)
     if mode is Mode.REPLAY:
         model.replay.bind(output, microbatch, chunk.index)
     return output
@@ -173,7 +174,7 @@ def join(values_M: Tensor, batch: Microbatch, parallel: Parallel) -> Tensor:
     if parallel.cp_size == 1:
         return values_M
     held = batch.held.to(values_M.device)
-    values_N: Tensor = _Join.apply(values_M, held, len(batch.sampled), parallel.cp)
+    values_N: Tensor = _Join.apply(values_M, held, len(batch.sampled), parallel.cp)  # type: ignore[no-untyped-call]
     return values_N
 
 

@@ -1,0 +1,20 @@
+"""Add a model family in this process only: to try its tables before they become part of moerl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moerl.layout.families import FAMILY_TABLES, Family
+from moerl.layout.spec import Config, add_reader
+
+
+def register_family(
+    model_type: str, read: Callable[[Config], dict[str, Any]], family: Family
+) -> None:
+    """read: fields of ModelSpec from a config.json; family: the parts of its layers.
+
+    Raises LayoutError when there is a family of that name.
+    """
+    add_reader(model_type, read)
+    FAMILY_TABLES[model_type] = family

@@ -1,0 +1,13 @@
+"""Folders beside the package in a checkout, and inside it in a wheel (setup.py copies them)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def resource_folder(name: str) -> Path:
+    """`configs` or `csrc`, wherever this installation has it."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name

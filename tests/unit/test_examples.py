@@ -1,0 +1,130 @@
+"""The examples are short, say how to run them, and do what they say."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.audit_dump import write_dump
+from examples.new_model_family import ACME, CONFIG, read
+from examples.new_objective import soft_clip
+from examples.own_reward import reward
+from examples.turn_environment import reply
+from examples.turn_environment import reward as turn_reward
+from moerl.algorithms.registry import choose
+from moerl.algorithms.tokens import Sequences, Tokens
+from moerl.blob.store import BlobStore
+from moerl.config import load_config
+from moerl.config.algorithms import OBJECTIVES
+from moerl.config.checks import check
+from moerl.config.files import read_model_config
+from moerl.config.schema import AlgorithmConfig, TinyModel
+from moerl.data.dumps import read_dump, record_shape
+from moerl.data.tiny_model import make_tiny_model
+from moerl.errors import LayoutError
+from moerl.layout import model_spec
+from moerl.layout.register import register_family
+from tests.unit.test_docs import wrong_command
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def command_of(example: Path) -> str:
+    """The one command of its header, continued lines joined."""
+    lines = example.read_text().replace("\\\n", " ").splitlines()
+    (line,) = (line.strip() for line in lines if line.startswith(("    moerl ", "    python ")))
+    return line
+
+
+def test_there_are_five() -> None:
+    assert len(EXAMPLES) == 5
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_it_is_short_and_its_command_is_right(example: Path) -> None:
+    assert 40 <= len(example.read_text().splitlines()) <= 80
+    command = command_of(example)
+    assert wrong_command(command) == ""
+    words = shlex.split(command)
+    if words[0] == "python":
+        assert ROOT / words[1] == example
+    else:
+        check(load_config(words[2], [word for word in words[3:-2] if "=" in word]))
+
+
+def test_the_reward_counts_order_and_digits() -> None:
+    assert reward("3142", "1234", "1234", {}) == 1.0
+    assert reward("3142", "1234", "4321", {}) == 0.5
+    assert reward("3142", "1234", "1239", {}) == 0.5 + 0.5 * 3 / 4
+    assert reward("3142", "1234", "", {}) == 0.0
+
+
+def test_the_environment_names_the_first_wrong_position() -> None:
+    assert reply("3142", "1234", ["1234"], {}) == ""
+    assert reply("3142", "1234", ["1324", "1243"], {}) == "\n3 is wrong\n3142"
+    assert reply("3142", "1234", ["12"], {}) == "\n3 is wrong\n3142"
+    assert turn_reward("3142", "1234", "1234", {"turns": ["1", "1234"]}) == 0.9
+    assert turn_reward("3142", "1234", "1243", {"turns": ["1243"]}) == 0.25
+
+
+def test_the_objective_fades_with_distance() -> None:
+    old, x = torch.zeros(4, dtype=torch.float64), torch.tensor([0.0, 0.1, 3.0, -3.0]).double()
+    advantage = torch.tensor([1.0, -2.0, 1.0, 1.0], dtype=torch.float64)
+    x.requires_grad_()
+    tokens = Tokens(x, old, advantage, Sequences(torch.tensor([0, 0, 1, 1]), 2), old.long(), old)
+    settings = AlgorithmConfig(objective="examples.new_objective:soft_clip")
+    said = choose("algorithm.objective", settings.objective, OBJECTIVES)(tokens, old, settings)
+    assert choose("algorithm.objective", settings.objective, OBJECTIVES) is soft_clip
+    said.loss.sum().backward()
+    assert x.grad is not None
+    assert x.grad[0] == -1.0, "the policy gradient where nothing has changed"
+    assert 0 < x.grad[1] < 2
+    assert x.grad[2:].abs().max() < 1e-6
+    assert said.high.tolist() == [False, False, True, False]
+    assert said.low.tolist() == [False, False, False, True]
+
+
+def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:
+    """In a process of its own: a family is registered for good."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/new_model_family.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("exact: 867 tensors"), done.stderr
+    wrong = (
+        "from dataclasses import replace\nfrom examples.new_model_family import *\n"
+        "parts = (NORM_GQA, GQA, replace(QKV_BIAS, megatron=()), QK_NORM)\n"
+        "register_family('acme_moe', read, Family(parts, ACME.moe))\n"
+        "check_layout(model_spec(CONFIG), ParallelConfig(), EngineLayout(tp=1), 'local')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", wrong], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert "self_attn.q_proj.bias: sources hold 0 of" in done.stderr, "control: a missing rule"
+
+
+def test_a_family_is_registered_once() -> None:
+    with pytest.raises(LayoutError, match="'mixtral' has a layout already"):
+        register_family("mixtral", read, ACME)
+    with pytest.raises(LayoutError, match="'acme_moe' has no layout"):
+        model_spec(CONFIG)
+
+
+def test_the_audited_stack_writes_a_dump_that_fits(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_tiny_model(folder, TinyModel(), seed=0)
+    write_dump(folder, tmp_path / "dump.jsonl", num_rollouts=2, num_tokens=3)
+    shape = record_shape(model_spec(read_model_config(folder)))
+    rollouts = read_dump(tmp_path / "dump.jsonl", BlobStore(tmp_path / "blobs", "n"), shape)
+    assert [rollout.num_sampled for rollout in rollouts] == [3, 3]
