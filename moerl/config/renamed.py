@@ -32,7 +32,7 @@ def refuse_old_keys(layer: Mapping[str, Any]) -> None:
         return
     key, value, why = found[0]
     others = ", ".join(other for other, _, _ in found[1:])
-    raise ConfigError(key, value, f"{why} (the same holds for {others})" if others else why)
+    raise ConfigError(key, value, f"{why} (old keys, too: {others})" if others else why)
 
 
 def _why(field: str, value: Any) -> str:

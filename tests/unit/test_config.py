@@ -324,7 +324,7 @@ def test_an_old_key_is_refused_with_the_new_one(
         assert str(error.value).startswith(says)
     saved = tmp_path / "config.yaml"
     saved.write_text("fixed: {ranks: own}\nseeds: {one: 3}\n")
-    with pytest.raises(ConfigError, match=r"frozen.ranks now \(the same holds for seeds.one\)"):
+    with pytest.raises(ConfigError, match=r"frozen.ranks now \(old keys, too: seeds.one\)"):
         load_saved(saved)
 
 
