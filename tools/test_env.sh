@@ -10,8 +10,8 @@
 #
 # An environment sees the packages of .venv (torch, transformers, ray, ...) through one .pth line and
 # holds only what .venv lacks, at pinned versions and without dependency resolution, so that nothing
-# can move a version of the main environment.  Wheels are kept in build/wheels: a second environment,
-# or one that is made again, needs no network.
+# can move a version of the main environment.  Wheels are kept in build/wheels: an environment that is
+# made again needs no network.
 #
 # usage: tools/test_env.sh reference|mooncake
 set -euo pipefail
@@ -41,7 +41,7 @@ case $name in
 esac
 
 folder=build/$name
-wheels=build/wheels
+wheels=build/wheels/$name
 log=build/$name.log
 libraries=$folder/lib/system
 wanted=$(printf '%s\n' "$PWD" "${packages[@]}")
@@ -53,20 +53,27 @@ fail() {
   exit 1
 }
 
-install() {
-  "$folder/bin/python" -m pip install --no-deps --no-input --progress-bar=off \
-    --ignore-installed --no-index --find-links="$wheels" "${packages[@]}" >>"$log" 2>&1
+# Wheels of exactly these packages into $wheels, once.
+download() {
+  if [[ $(cat "$wheels/.complete" 2>/dev/null) == "${packages[*]}" ]]; then return; fi
+  rm -rf "$wheels"
+  mkdir -p "$wheels"
+  "$folder/bin/python" -m pip wheel --no-deps --no-input --progress-bar=off \
+    --wheel-dir="$wheels" "${packages[@]}" >>"$log" 2>&1 || return 1
+  echo "${packages[*]}" >"$wheels/.complete"
 }
 
-download() {
-  "$folder/bin/python" -m pip wheel --no-deps --no-input --progress-bar=off \
-    --wheel-dir="$wheels" "${packages[@]}" >>"$log" 2>&1
+install() {
+  "$folder/bin/python" -m pip install --no-deps --no-input --progress-bar=off \
+    --ignore-installed "$wheels"/*.whl >>"$log" 2>&1
 }
 
 # Unpack the system's packages below $libraries, where LD_LIBRARY_PATH of the stage points.
 unpack_system() {
   local cache=$PWD/$wheels file
-  (cd "$cache" && apt-get download "${system[@]}") >>"$log" 2>&1 || return 1
+  if ! compgen -G "$cache/*.deb" >/dev/null; then
+    (cd "$cache" && apt-get download "${system[@]}") >>"$log" 2>&1 || return 1
+  fi
   for package in "${system[@]}"; do
     for file in "$cache/${package}"_*.deb; do
       dpkg-deb --extract "$file" "$folder/debian" >>"$log" 2>&1 || return 1
@@ -85,11 +92,11 @@ if [[ -x $folder/bin/python && $(cat "$folder/.complete" 2>/dev/null) == "$wante
   exit
 fi
 rm -rf "$folder"
-mkdir -p "$wheels"
+mkdir -p build
 : >"$log"
 .venv/bin/python -m venv "$folder" >&2
 echo "$PWD/.venv/lib/python3.11/site-packages" >"$folder/lib/python3.11/site-packages/main.pth"
-install || { download && install; } || fail "$name: pip found no packages"
+{ download && install; } || fail "$name: pip failed"
 if ((${#system[@]})) && ! loads; then
   unpack_system || fail "$name: no Debian packages ${system[*]}"
 fi

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.trainer_support import ROOT, make_model, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import ROOT, make_model
 
 
 def _run(model: Path, work: Path, ranks: int) -> dict[str, Any]:
     arguments = [f"--model={model}", f"--work={work}", f"--dp={ranks}"]
-    output = torchrun(ranks, [str(ROOT / "tests" / "helpers" / "critic_ranks.py"), *arguments])
+    output = run_ranks(ranks, [str(ROOT / "tests" / "helpers" / "critic_ranks.py"), *arguments])
     return json.loads(output.split("FOUND ")[1].splitlines()[0])
 
 

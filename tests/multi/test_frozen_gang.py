@@ -23,7 +23,8 @@ from moerl.protocols import Scored
 from moerl.rundir import RunDir
 from moerl.wire import encode
 from tests.helpers.fake_controller import FakeController, run_gang
-from tests.helpers.trainer_support import ROOT, make_model, make_plan, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import ROOT, make_model, make_plan
 
 GATE = 1e-5  # fp32, another layout: other orders of summation
 LAYOUTS = {
@@ -69,7 +70,7 @@ def _compared(root: Path, models: list[Path], layout: ParallelConfig) -> dict[st
     path = root / "scored.msgpack"
     path.write_bytes(encode(scored))
     arguments = [f"--run-dir={run.root}", f"--scored={path}", f"--work={root / 'work'}"]
-    output = torchrun(2, [str(ROOT / "tests" / "helpers" / "frozen_ranks.py"), *arguments])
+    output = run_ranks(2, [str(ROOT / "tests" / "helpers" / "frozen_ranks.py"), *arguments])
     return json.loads(output.split("FOUND ")[1].splitlines()[0])
 
 

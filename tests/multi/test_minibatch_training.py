@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.trainer_support import LAYERS, ROOT, TOP_K, make_model, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import LAYERS, ROOT, TOP_K, make_model
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("minibatches")
     arguments = [f"--model={make_model(root / 'model')}", f"--work={root / 'work'}"]
-    output = torchrun(1, [str(ROOT / "tests" / "helpers" / "minibatch_ranks.py"), *arguments])
+    output = run_ranks(1, [str(ROOT / "tests" / "helpers" / "minibatch_ranks.py"), *arguments])
     result: dict[str, Any] = json.loads(output.split("FOUND ")[1].splitlines()[0])
     return result
 

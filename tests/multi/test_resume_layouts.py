@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.trainer_support import ROOT, make_model, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import ROOT, make_model
 
 LIMIT = 1e-6  # relative
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -45,7 +46,7 @@ def _run(model: Path, work: Path, ranks: int, phases: list[dict[str, Any]]) -> N
     listing = work / "phases.json"
     listing.write_text(json.dumps(phases))
     script = str(ROOT / "tests" / "helpers" / "trainer_resume_ranks.py")
-    torchrun(
+    run_ranks(
         ranks,
         [script, "--model", str(model), "--work", str(work), "--phases", str(listing)],
         timeout_s=240,

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.helpers.trainer_support import ROOT, make_model, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import ROOT, make_model
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     root = tmp_path_factory.mktemp("second")
     student, other = (make_model(root / f"model{seed}", seed=seed) for seed in range(2))
     arguments = [f"--student={student}", f"--other={other}", f"--work={root / 'work'}"]
-    output = torchrun(2, [str(ROOT / "tests" / "helpers" / "ref_models_ranks.py"), *arguments])
+    output = run_ranks(2, [str(ROOT / "tests" / "helpers" / "ref_models_ranks.py"), *arguments])
     return json.loads(output.split("FOUND ")[1].splitlines()[0])
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.trainer_support import EXPERTS, ROOT, UNUSED_EXPERT, VOCAB, make_model, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import EXPERTS, ROOT, UNUSED_EXPERT, VOCAB, make_model
 
 LAYOUTS = {
     "dp2": ["--dp", "2"],
@@ -28,7 +29,7 @@ Found = dict[str, Any]
 def _run(model: Path, work: Path, ranks: int, arguments: list[str]) -> Found:
     out = work / "found.pt"
     script = str(ROOT / "tests" / "helpers" / "trainer_parity_ranks.py")
-    torchrun(
+    run_ranks(
         ranks,
         [script, "--model", str(model), "--work", str(work), "--out", str(out), *arguments],
     )

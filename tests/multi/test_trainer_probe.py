@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from moerl.observe.console import alerts
-from tests.helpers.trainer_support import ROOT, make_model, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import ROOT, make_model
 
 WORKER = str(ROOT / "tests" / "helpers" / "trainer_probe_ranks.py")
 
@@ -14,7 +15,7 @@ WORKER = str(ROOT / "tests" / "helpers" / "trainer_probe_ranks.py")
 def test_the_probe_tells_right_records_from_wrong_ones(tmp_path: Path) -> None:
     model, out = make_model(tmp_path / "model"), tmp_path / "found.json"
     paths = ["--model", str(model), "--work", str(tmp_path), "--out", str(out)]
-    torchrun(2, [WORKER, *paths, "--ranks", "2"])
+    run_ranks(2, [WORKER, *paths, "--ranks", "2"])
     found = json.loads(out.read_text())
     right = found["recorded"]
     assert alerts(right) == []

@@ -11,7 +11,8 @@ from moerl.blob.store import BlobStore
 from moerl.errors import ConfigError
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from moerl.wire import encode_value
-from tests.helpers.trainer_support import LAYERS, make_model, make_plan, torchrun
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import LAYERS, make_model, make_plan
 
 LIMIT = 1e-5
 
@@ -40,7 +41,7 @@ def _run(job: ScoreJob, folder: Path, ranks: int, ep: int) -> dict[str, np.ndarr
 
     out = folder / f"found{ranks}.npz"
     replace(job, out=str(out), ep=ep).save(folder / "job.json")
-    torchrun(ranks, ["-m", "moerl.trainer.score", "--job", str(folder / "job.json")])
+    run_ranks(ranks, ["-m", "moerl.trainer.score", "--job", str(folder / "job.json")])
     return dict(np.load(out))
 
 

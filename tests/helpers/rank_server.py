@@ -1,0 +1,195 @@
+"""Ranks of a worker program, forked from one process that has torch and Megatron loaded.
+
+Importing them takes longer than most worker programs run.  `run_ranks` is for programs of
+tests/helpers that need a gang, not its launcher; the launcher itself runs in test_trainer_gang.py
+and in every `moerl train` of a test.
+
+The server reads requests on its standard input, one JSON line each, and answers with exit codes.
+It starts no thread, so that forking it is safe; the store where ranks meet is the caller's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.helpers.trainer_support import ROOT
+
+_GRACE_S = 5.0  # for the others of a failed rank to say what they saw
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    arguments: list[str]  # FILE or -m MODULE, then its own arguments
+    environments: list[dict[str, str]]  # of each rank, beyond the server's own
+    logs: list[str]  # standard output and error of each rank
+    timeout_s: float
+
+
+# --- the caller's side ---------------------------------------------------------------------------
+def run_ranks(ranks: int, arguments: list[str], *, timeout_s: float = 120.0) -> str:
+    """Run `python ARGUMENTS` on that many ranks; returns the output, raises with it on failure."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks meet in the store above, as under torchrun
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
+        own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        codes = _ask(Request(arguments, own, [str(log) for log in logs], timeout_s))
+        output = "".join(log.read_text() for log in logs)
+    assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
+    return output
+
+
+def _ask(request: Request) -> list[int]:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(asdict(request)) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, f"the rank server ended with {server.wait()}"
+    codes: list[int] = json.loads(answer)
+    return codes
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.rank_server"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """It ends when its standard input does."""
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait(30)
+
+
+# --- the server ----------------------------------------------------------------------------------
+def main() -> int:
+    """Serve until standard input ends; a forked rank returns from here with its exit code."""
+    _load()
+    while line := _request_line():
+        request = Request(**json.loads(line))
+        running: dict[int, int] = {}  # pid -> rank
+        for rank in range(len(request.logs)):
+            pid = os.fork()
+            if not pid:
+                return _be(request, rank)
+            running[pid] = rank
+        print(json.dumps(_wait(running, request.timeout_s)), flush=True)
+    return 0
+
+
+def _load() -> None:
+    """What worker programs import, in their order; without threads, or forking is not safe."""
+    from moerl.trainer.model import platform
+
+    platform.prepare("cpu")
+    import megatron.core
+
+    from moerl.trainer.checkpoints import checkpoint  # noqa: F401
+    from moerl.trainer.learner import critic, step  # noqa: F401
+    from moerl.trainer.model import gpt, parallel  # noqa: F401
+    from moerl.trainer.weights import hf_folder  # noqa: F401
+
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads after the imports of {megatron.core.__name__}"
+
+
+def _request_line() -> str:
+    """Unbuffered, so that `select` in `_wait` sees all that was not read."""
+    read = b""
+    while not read.endswith(b"\n"):
+        more = os.read(0, 1)
+        if not more:
+            return ""
+        read += more
+    return read.decode()
+
+
+def _wait(running: dict[int, int], timeout_s: float) -> list[int]:
+    """Exit codes by rank; the others are killed after one failed, and all after the time."""
+    codes = dict.fromkeys(running.values(), 0)
+    deadline = time.monotonic() + timeout_s
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+            if code:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            continue
+        caller_ended = bool(select.select([0], [], [], 0.01)[0])
+        if caller_ended or time.monotonic() > deadline:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+    return [codes[rank] for rank in sorted(codes)]
+
+
+def _be(request: Request, rank: int) -> int:
+    """The rank's whole life: its own output and environment, then the program."""
+    log = os.open(request.logs[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(request.environments[rank])
+    try:
+        _run_program(request.arguments)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _run_program(arguments: list[str]) -> None:
+    """As `python ARGUMENTS` would."""
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Forked ranks (tests/helpers/rank_server.py) meet, fail loudly, and do not hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rank_server import run_ranks
+
+PROGRAM = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("ranks", int(total), sys.argv[1])
+if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
+    sys.exit("rank 1 has a reason")
+if sys.argv[1] == "raise":
+    raise OSError("in both")
+if sys.argv[1] == "hang":
+    time.sleep(100)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def test_ranks_meet_again_and_again(program: str) -> None:
+    for count in (2, 1, 2):
+        assert run_ranks(count, [program, "well"]).count(f"ranks {count} well") == count
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("fail", "rank 1 has a reason"), ("raise", "OSError: in both"), ("hang", "codes .-9, -9")],
+)
+def test_failures_are_reported(program: str, what: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        run_ranks(2, [program, what], timeout_s=20.0 if what != "hang" else 3.0)
