@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import start
+from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

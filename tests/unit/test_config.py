@@ -144,7 +144,7 @@ def test_the_transport_follows_the_cluster(cluster: str, transport: str, tmp_pat
 def test_the_transport_that_was_removed_is_refused(tmp_path: Path) -> None:
     """By an override, and in the saved settings of an older run."""
     says = (
-        r"^sync.transport = 'broadcast' is not usable: "
+        r"^sync.transport = 'broadcast' is not usable: publish sessions replaced it; "
         r"use auto, shm, cuda_ipc, gloo, nccl, mooncake or disk$"
     )
     with pytest.raises(ConfigError, match=says):

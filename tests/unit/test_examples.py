@@ -25,7 +25,7 @@ from moerl.config.algorithms import OBJECTIVES
 from moerl.config.checks import check
 from moerl.config.files import read_model_config
 from moerl.config.schema import AlgorithmConfig, TinyModel
-from moerl.data.dumps import read_dump, record_shape
+from moerl.data.dumps import model_shape, read_dump
 from moerl.data.tiny_model import make_tiny_model
 from moerl.errors import LayoutError
 from moerl.layout import model_spec
@@ -125,6 +125,6 @@ def test_the_audited_stack_writes_a_dump_that_fits(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_tiny_model(folder, TinyModel(), seed=0)
     write_dump(folder, tmp_path / "dump.jsonl", num_rollouts=2, num_tokens=3)
-    shape = record_shape(model_spec(read_model_config(folder)))
+    shape = model_shape(model_spec(read_model_config(folder)))
     rollouts = read_dump(tmp_path / "dump.jsonl", BlobStore(tmp_path / "blobs", "n"), shape)
     assert [rollout.num_sampled for rollout in rollouts] == [3, 3]
