@@ -48,7 +48,7 @@ import numpy as np
 
 from moerl.observe.metrics import read_rows
 from moerl.observe.overlap import Interval, intersect, intervals, length
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import read_spans
 
 ROOT = Path(__file__).resolve().parents[1]

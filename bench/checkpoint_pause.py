@@ -27,10 +27,10 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from small_moe import SPEC
 
-from moerl.blob import BlobStore
 from moerl.config.schema import CheckpointConfig, Config, ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec
-from moerl.rundir import RunDir
+from moerl.records import BlobStore
+from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.model import platform
 from moerl.types import PolicyVersion

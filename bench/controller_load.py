@@ -33,8 +33,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from moerl.blob import BlobStore
-from moerl.blob.store import Found
 from moerl.config.schema import (
     Config,
     EngineConfig,
@@ -43,18 +41,13 @@ from moerl.config.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from moerl.protocols import (
-    CommitUpdate,
-    EngineStatus,
-    Hello,
-    Plan,
-    StepDone,
-    TakePlan,
-    UpdateClosed,
-)
+from moerl.messages import CommitUpdate, EngineStatus, Hello, Plan, StepDone, TakePlan, UpdateClosed
+from moerl.records import BlobStore
+from moerl.records.blob_store import Found
 from moerl.rollout.context import Services
 from moerl.rollout.controller import Controller
 from moerl.rollout.journal import Journal
+from moerl.serialization import encode
 from moerl.types import (
     BlobRef,
     Episode,
@@ -68,7 +61,6 @@ from moerl.types import (
     Score,
     Segment,
 )
-from moerl.wire import encode
 
 GROUP, DEPTH, ENGINES = 16, 4, 16
 PROMPT, MEAN_TOKENS, MAX_TOKENS = 200, 800, 4000

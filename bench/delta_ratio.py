@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.transport.delta import apply, encode
 from moerl.types import PolicyVersion
 

@@ -39,7 +39,7 @@ from moerl.launch.supervision.actors import ControllerActor, EngineActor, Scorer
 from moerl.observe.charts import Chart, Scale
 from moerl.observe.metrics import Row, read_rows
 from moerl.observe.page import Column, Page, PageSection, Table, figure, write_html
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
 
 _POLL_S = 0.5

@@ -26,7 +26,7 @@ import os
 import statistics
 from pathlib import Path
 
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import read_spans
 
 PARTS = ("pause_s", "drain_s", "reach_s", "commit_s", "commit_cpu_s", "rest_s")

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moerl.blob import BlobStore
-from moerl.blob.ranges import Interval, read_routes
+from moerl.records import BlobStore
+from moerl.records.blob_ranges import Interval, read_routes
 from moerl.types import Array, PolicyVersion, RoutingBlob
 
 

@@ -31,10 +31,10 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import numpy as np
 from small_moe import SPEC
 
-from moerl.blob import BlobStore
 from moerl.config.schema import Config, ObserveConfig, ParallelConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.records import BlobStore
 from moerl.types import (
     BatchPlan,
     Episode,

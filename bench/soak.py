@@ -43,7 +43,7 @@ import psutil
 from moerl.config.schema import ClusterConfig
 from moerl.launch.prepare import outside_name
 from moerl.observe.metrics import read_rows
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import read_spans
 
 ROLES = ("engine-0", "trainer rank", "scorer", "controller")

@@ -21,7 +21,7 @@ from moerl.errors import ConfigError, MoerlError
 from moerl.launch import shapes_cli
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engines_cli import engines
-from moerl.rundir import RunDir, find_run, read_manifest
+from moerl.run_dir import RunDir, find_run, read_manifest
 
 INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from moerl.errors import RecordError
-from moerl.packed import packed_state, set_packed_state
+from moerl.packed_ids import packed_state, set_packed_state
 
 Array = np.ndarray
 
@@ -154,8 +154,8 @@ class Rollout:
     0..row_end of each resumed segment, kept only with `replay.audit`.
 
     Log-probabilities of an engine are sealed like routes: then `logprobs` is empty and
-    `sealed_logprobs` tiles the sampled tokens.  `moerl.blob.ranges.read_logprobs` gives them
-    either way.
+    `sealed_logprobs` tiles the sampled tokens.  `moerl.records.blob_ranges.read_logprobs` gives
+    them either way.
     """
 
     rollout_id: str
@@ -376,7 +376,7 @@ class FrozenScores:
     """
 
     rollout_id: str
-    record: str  # digest of what was scored, and by which models (`moerl.data.frozen`)
+    record: str  # digest of what was scored, and by which models (`moerl.data.ref_scores`)
     logprobs: dict[str, Array]  # role -> [S] f32, natural log
 
 
@@ -406,7 +406,7 @@ def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
     routing: routes were recorded, unless the model is dense.
 
     Lengths, ranges and presence are checked here; the bytes behind the blob references are
-    checked by `moerl.codec` when they are sealed (they never change afterwards).
+    checked by `moerl.records` when they are sealed (they never change afterwards).
     """
     tokens, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.logprobs
     num_tokens, num_sampled = len(tokens), int(mask.sum())

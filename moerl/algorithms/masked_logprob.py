@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from moerl.errors import ConfigError, RecordError
 from moerl.kernels.library import describe, library
-from moerl.kernels.masked_logprob import DTYPES, REFUSALS, KeptCall, run
+from moerl.kernels.masked_logprob_call import DTYPES, REFUSALS, KeptCall, run
 
 _CHUNK_ELEMENTS = 1 << 22  # full vocabulary: 16 MiB of fp32 temporaries at a time
 

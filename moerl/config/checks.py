@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, frozen_models
 from moerl.config.clusters import check_cluster
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.schema import Config, FrozenConfig, ParallelConfig, RolloutConfig
 from moerl.config.validate import either, validate

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moerl.blob.store import BlobStore
-from moerl.codec.routing import check_ids, id_dtype
-from moerl.codec.sampling_mask import check_csr
 from moerl.errors import RecordError
 from moerl.layout import ModelSpec
+from moerl.records.blob_store import BlobStore
+from moerl.records.routing import check_ids, id_dtype
+from moerl.records.sampling_mask import check_csr
 from moerl.types import (
     Array,
     Finish,

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.blob import ranges
-from moerl.blob.store import BlobStore
-from moerl.codec.sampling_mask import concat
 from moerl.errors import RecordError
+from moerl.records import blob_ranges
+from moerl.records.blob_store import BlobStore
+from moerl.records.sampling_mask import concat
 from moerl.types import Array, BatchPlan, PolicyVersion, Rollout
 
 Span = tuple[int, int]  # begin and end (exclusive) of consecutive slots
@@ -155,7 +155,9 @@ class Microbatch:
             if not pieces:
                 continue
             positions = [(begin, begin + count) for _, _, begin, count in pieces]
-            found = ranges.read_routes(self.store, rollout.routing, layers=layers, rows=positions)
+            found = blob_ranges.read_routes(
+                self.store, rollout.routing, layers=layers, rows=positions
+            )
             for number, layer in enumerate(layers):
                 at = 0
                 for row, slot, _, count in pieces:
@@ -304,12 +306,12 @@ def _lay_out(
 
 def _find_sampled(
     rollouts: Sequence[Rollout], runs: Sequence[Run], length: int
-) -> tuple[Array, Array, list[list[ranges.Interval]]]:
+) -> tuple[Array, Array, list[list[blob_ranges.Interval]]]:
     """Sampled tokens of this rank: indices into 0..N-1, their slots, and per-rollout intervals."""
     firsts = np.cumsum([0, *(rollout.num_sampled for rollout in rollouts)])
     produced_at = [np.flatnonzero(rollout.loss_mask) - 1 for rollout in rollouts]
     held, slots = [], []
-    intervals: list[list[ranges.Interval]] = [[] for _ in rollouts]
+    intervals: list[list[blob_ranges.Interval]] = [[] for _ in rollouts]
     for run in runs:
         if run.rollout >= len(rollouts):
             continue
@@ -360,7 +362,7 @@ def _old_logprobs(rollouts: Sequence[Rollout], store: BlobStore | None) -> Tenso
     if store is None:
         num = sum(rollout.num_sampled for rollout in rollouts)
         return torch.full((num,), torch.nan, dtype=torch.float32)
-    return _tensor([ranges.read_logprobs(store, rollout) for rollout in rollouts], np.float32)
+    return _tensor([blob_ranges.read_logprobs(store, rollout) for rollout in rollouts], np.float32)
 
 
 def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
@@ -409,7 +411,7 @@ def _check_tiles(rollout: Rollout, top_k: int) -> None:
 
 def _read_mask(
     rollouts: Sequence[Rollout],
-    intervals: Sequence[Sequence[ranges.Interval]],
+    intervals: Sequence[Sequence[blob_ranges.Interval]],
     store: BlobStore,
     read: BytesRead,
 ) -> tuple[Array, Array] | None:
@@ -432,7 +434,7 @@ def _read_mask(
             )
         if not tokens:
             continue
-        offsets, ids = ranges.read_mask(store, rollout.sampling_mask, tokens=tokens)
+        offsets, ids = blob_ranges.read_mask(store, rollout.sampling_mask, tokens=tokens)
         read.mask += offsets.nbytes + ids.nbytes
         parts.append((offsets, ids))
     return concat(parts)

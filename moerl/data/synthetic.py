@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moerl.blob.store import BlobStore
+from moerl.records.blob_store import BlobStore
 from moerl.types import (
     Array,
     Finish,

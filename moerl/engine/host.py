@@ -1,4 +1,4 @@
-"""The host of one SGLang server: the `Engine` seam of `moerl.protocols`, as a plain class.
+"""The host of one SGLang server: the `Engine` seam of `moerl.messages`, as a plain class.
 
 It starts the server, sends requests, and checks and seals every record before anybody sees it.
 Whether requests may be sent is `gate`; how weights change under them is `updates`.  One event loop
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import in_flight, records
 from moerl.engine.client import BadRequest, EngineClient
@@ -30,12 +29,9 @@ from moerl.engine.server import EngineServer
 from moerl.engine.support import PROVEN
 from moerl.engine.updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
-from moerl.protocols import (
-    EngineStatus,
-    Message,
-    SessionMessage,
-)
-from moerl.rundir import RunDir
+from moerl.messages import EngineStatus, Message, SessionMessage
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.types import (
     Array,

@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from moerl.engine import shim
-from moerl.stacks import write_on_request
+from moerl.stack_dump import write_on_request
 
 # at import: each process that SGLang spawns imports this module again
 shim.arm()

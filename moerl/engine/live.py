@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.engine import in_flight
 from moerl.engine.layout import check_modules, engine_layout, weights
 from moerl.engine.receiver import (
@@ -46,7 +46,7 @@ from moerl.engine.receiver import (
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import model_spec
 from moerl.layout.plan import EngineLayout
-from moerl.protocols import Message
+from moerl.messages import Message
 from moerl.transport.base import Transport
 from moerl.transport.registry import make
 from moerl.types import PolicyVersion

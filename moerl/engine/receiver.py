@@ -42,7 +42,7 @@ from moerl.layout.plan import EngineLayout
 from moerl.layout.tiles import Box, overlap
 from moerl.layout.transfer import ReceiverPlan, TransferPlan
 from moerl.layout.wire import ALIGN, Piece, WirePolicy, delta_start
-from moerl.protocols import (
+from moerl.messages import (
     AbortUpdate,
     Message,
     Ok,
@@ -53,10 +53,10 @@ from moerl.protocols import (
     UpdateVerified,
     VerifyUpdate,
 )
+from moerl.serialization import decode, encode
 from moerl.transport.base import Staging, Transport
 from moerl.transport.delta import DeltaError, apply
 from moerl.types import PolicyVersion
-from moerl.wire import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from moerl.codec.routing import decode_engine_rows
-from moerl.codec.sampling_mask import encode_rows
 from moerl.errors import RecordError
+from moerl.records.routing import decode_engine_rows
+from moerl.records.sampling_mask import encode_rows
 from moerl.types import (
     Array,
     Finish,
@@ -112,7 +112,7 @@ def parse(
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: rows were asked for.
     Raises RecordError: `reply` (it is shaped like none), `finish`, `nan`, `length`, `token_range`,
-    `version`, `logprob_*`, and the reasons of `moerl.codec`.
+    `version`, `logprob_*`, and the reasons of `moerl.records`.
     """
     try:
         return _parsed(reply, request, version, shape, routing, in_flight)

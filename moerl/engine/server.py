@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.config.schema import EngineConfig
 from moerl.engine import support
 from moerl.engine.args import server_args

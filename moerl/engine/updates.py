@@ -22,7 +22,7 @@ from moerl.engine.gate import Gate
 from moerl.engine.receiver import UNCHANGED
 from moerl.engine.server import EngineServer
 from moerl.errors import EngineError
-from moerl.protocols import (
+from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
@@ -38,9 +38,9 @@ from moerl.protocols import (
     UpdateVerified,
     VerifyUpdate,
 )
+from moerl.serialization import decode, encode
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
-from moerl.wire import decode, encode
 
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
 _VERSIONS = 256  # a request that runs through more versions than these is refused

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moerl.launch.nodes.desk import ask
-from moerl.rundir import RunDir, find_run
+from moerl.run_dir import RunDir, find_run
 
 engines = typer.Typer(
     no_args_is_help=True, help="Engines of a run that goes on: list them, add one, let one go."

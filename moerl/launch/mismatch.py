@@ -48,11 +48,11 @@ from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
 from moerl.observe.mismatch_page import write_page
 from moerl.rollout.assemble import PartialRollout
 from moerl.rollout.generate import generate, sampling_params
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
+from moerl.serialization import encode_value
 from moerl.trainer.score_job import ScoreJob
 from moerl.types import PolicyVersion, Rollout
 from moerl.types import check as check_rollout
-from moerl.wire import encode_value
 
 VARIANTS = NEEDED
 _WORST = 24  # tokens in the table of worst ones

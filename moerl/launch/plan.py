@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from moerl.blob import BlobStore
-from moerl.blob.remote import ClusterBlobs, RangeServer, cluster_reader
 from moerl.config import Config
 from moerl.config.clusters import TrainerSeat, is_local, placement
 from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
 from moerl.layout import ModelSpec, model_spec
-from moerl.rundir import RunDir
+from moerl.records import BlobStore
+from moerl.records.remote_blobs import ClusterBlobs, RangeServer, cluster_reader
+from moerl.run_dir import RunDir
 from moerl.types import ModelShape
 
 if TYPE_CHECKING:

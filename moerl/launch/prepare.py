@@ -13,14 +13,14 @@ from moerl.config import Config, resolve
 from moerl.config.algorithms import frozen_models
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_resume
 from moerl.engine.args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.probe import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.plan import RunPlan
 from moerl.layout import ModelSpec, model_spec
-from moerl.rundir import RunDir, next_incarnation, read_manifest
+from moerl.run_dir import RunDir, next_incarnation, read_manifest
 
 
 def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False) -> RunPlan:

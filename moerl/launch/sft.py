@@ -22,7 +22,7 @@ from moerl.launch.nodes.processes import (
 from moerl.launch.plan import RunPlan, supervised_command, trainer_environment
 from moerl.launch.prepare import prepare
 from moerl.observe.metrics import MetricsWriter
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trainer.sft import STEP, supervised
 
 

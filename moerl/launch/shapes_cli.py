@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Overrides, Recipe
 
@@ -156,9 +156,9 @@ def check_dump(
 
       moerl check-dump dump.jsonl configs/models/qwen3-30b-a3b
     """
-    from moerl.blob.store import BlobStore
     from moerl.data.dumps import describe, model_shape, read_dump
     from moerl.layout import model_spec
+    from moerl.records.blob_store import BlobStore
 
     shape = model_shape(model_spec(read_model_config(model)))
     with tempfile.TemporaryDirectory(prefix="moerl-dump-") as folder:

@@ -26,7 +26,7 @@ from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.report import reward_gain, write_report
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -22,24 +22,10 @@ from dataclasses import dataclass
 from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
 from moerl.layout.placement import Flavor, chunk_layers, coords_of, hf_shapes
-from moerl.layout.plan import (
-    ROOT,
-    EngineLayout,
-    Engines,
-    held_by,
-    is_expert,
-    sent_layers,
-)
+from moerl.layout.plan import ROOT, EngineLayout, Engines, held_by, is_expert, sent_layers
 from moerl.layout.rules import Layer, Place, Rule, Shard
 from moerl.layout.spec import ModelSpec
-from moerl.layout.tiles import (
-    Local,
-    Named,
-    Tile,
-    check_covers,
-    full_box,
-    join,
-)
+from moerl.layout.tiles import Local, Named, Tile, check_covers, full_box, join
 from moerl.layout.transfer import TransferPlan
 from moerl.layout.wire import WirePolicy
 

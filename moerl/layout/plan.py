@@ -16,13 +16,7 @@ from dataclasses import dataclass
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout.placement import (
-    Flavor,
-    coords_of,
-    hf_shapes,
-    megatron_places,
-    sglang_places,
-)
+from moerl.layout.placement import Flavor, coords_of, hf_shapes, megatron_places, sglang_places
 from moerl.layout.rules import Layer, Place, Rule, Shard, expand
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Local

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from moerl.config.schema import Config
 from moerl.errors import ConfigError, ProtocolError, RecordError
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
 
 Row = dict[str, Any]  # step: int, version: str, time_s: float, nonfinite: list[str], name: float

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.atomic import atomic_write
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import read_counters, read_spans
 
 MAX_EVENTS = 500_000  # the newest are kept; viewers are slow with more

@@ -43,7 +43,7 @@ from moerl.observe.page import (
     write_html,
 )
 from moerl.observe.report_sections import SECTIONS
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import read_spans
 
 ENGINE_ALONE = "engine tokens/s alone"  # names in the summary of a run

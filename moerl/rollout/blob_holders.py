@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from moerl.blob import BlobStore
+from moerl.records import BlobStore
 from moerl.rollout.blob_uris import group_uris
 from moerl.types import EpisodeGroup
 

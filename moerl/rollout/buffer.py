@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from moerl.ids import IdSet, Ranges
+from moerl.id_sets import IdSet, Ranges
 from moerl.types import EpisodeGroup
 
 

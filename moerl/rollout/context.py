@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from moerl.blob import BlobStore
 from moerl.config import Config
-from moerl.protocols import Engine, Scorer
+from moerl.messages import Engine, Scorer
+from moerl.records import BlobStore
 from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.episodes import Environment

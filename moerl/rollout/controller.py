@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from moerl.config import Config
-from moerl.protocols import Engine, Message
+from moerl.messages import Engine, Message
 from moerl.rollout.admission import Admission
 from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.context import Services, make_context

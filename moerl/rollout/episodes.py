@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moerl.errors import RecordError
-from moerl.protocols import Scorer
+from moerl.messages import Scorer
 from moerl.rollout.assemble import PartialRollout
 from moerl.rollout.blob_uris import blob_uris
 from moerl.types import (

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from moerl.config.schema import RolloutConfig
 from moerl.errors import EngineError, ProtocolError, RecordError
-from moerl.protocols import (
+from moerl.messages import (
     AskEngine,
     CommitUpdate,
     Engine,

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from moerl.config.algorithms import frozen_models
 from moerl.data.batching import plan_batch
-from moerl.data.frozen import check_scores
+from moerl.data.ref_scores import check_scores
 from moerl.errors import ProtocolError
-from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
 from moerl.rollout.context import Context
 from moerl.rollout.whereabouts import Whereabouts
 from moerl.types import BatchPlan, EpisodeGroup, FrozenScores

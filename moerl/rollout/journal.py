@@ -38,14 +38,14 @@ from pathlib import Path
 
 import msgspec
 
-from moerl.blob import BlobStore
 from moerl.errors import JournalError
-from moerl.ids import IdSet, Ranges, both, ids_of, pages_of, ranges
+from moerl.id_sets import IdSet, Ranges, both, ids_of, pages_of, ranges
+from moerl.records import BlobStore
 from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.past import Facts, Past, Shipped, digest_of
 from moerl.rollout.segments import Segments
+from moerl.serialization import decode_value, encode_value
 from moerl.types import EpisodeGroup, PolicyVersion
-from moerl.wire import decode_value, encode_value
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ create table if not exists groups(
 create table if not exists headers(id integer primary key, body blob not null);
 create table if not exists pages(
     kind text not null,       -- consumed: trained, beside the groups above | dropped: given up
-    page integer not null,    -- of ids, `moerl.ids.PAGE` each
+    page integer not null,    -- of ids, `moerl.id_sets.PAGE` each
     bits blob not null,
     digest text not null,
     primary key (kind, page)

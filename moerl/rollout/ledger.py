@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from moerl.protocols import EngineStatus, UpdateClosed
+from moerl.messages import EngineStatus, UpdateClosed
 from moerl.types import EpisodeGroup, Finish
 
 # of the histogram of lags, as those of the mismatch: name, first and last lag

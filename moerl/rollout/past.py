@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from moerl.ids import Ranges
+from moerl.id_sets import Ranges
 from moerl.types import EpisodeGroup, PolicyVersion
 
 

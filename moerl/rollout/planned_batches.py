@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moerl.ids import IdSet
+from moerl.id_sets import IdSet
 from moerl.rollout.journal import Journal
 from moerl.rollout.past import Past
 from moerl.types import EpisodeGroup

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moerl.config.schema import EngineConfig
-from moerl.protocols import Enlist, Enlisted
+from moerl.messages import Enlist, Enlisted
 
 Engines = tuple[Enlisted, ...]
 

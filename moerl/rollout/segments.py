@@ -1,9 +1,9 @@
 """Durability `shared`: one sealed file per admitted group in the run directory.
 
-A file holds the group's header and its blobs (`moerl.blob.copies`), so a run that lost a node finds
-everything it needs to train the group: of an engine's node its blobs, which readers find there, of
-the controller's the journal, which `restore` fills again.  `facts` beside them holds the history,
-without which nobody could say which tokens are legal.
+A file holds the group's header and its blobs (`moerl.records.blob_copies`), so a run that lost a
+node finds everything it needs to train the group: of an engine's node its blobs, which readers find
+there, of the controller's the journal, which `restore` fills again.  `facts` beside them holds the
+history, without which nobody could say which tokens are legal.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from moerl.blob import BlobStore
-from moerl.blob.copies import SUFFIX, parts_of, seal
 from moerl.errors import BlobError, JournalError
-from moerl.ids import spread
+from moerl.id_sets import spread
+from moerl.records import BlobStore
+from moerl.records.blob_copies import SUFFIX, copied_blobs_of, seal
 from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.past import Past, Shipped
+from moerl.serialization import decode_value, encode_value
 from moerl.types import EpisodeGroup
-from moerl.wire import decode_value, encode_value
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Segments:
         return self._folder / f"{group_id}{SUFFIX}"
 
     def _facts(self) -> Shipped | None:
-        parts = parts_of(self._folder / "facts")
+        parts = copied_blobs_of(self._folder / "facts")
         try:
             return None if parts is None else decode_value(parts[_HEADER].read(), Shipped)
         except (BlobError, msgspec.MsgspecError) as error:
@@ -125,7 +125,7 @@ class Segments:
 
     def _group(self, group_id: int, blobs: BlobStore) -> EpisodeGroup | None:
         """A group with blobs that can be read; None when its file is not what was written."""
-        parts = parts_of(self._path(group_id))
+        parts = copied_blobs_of(self._path(group_id))
         if parts is None:
             return None
         try:

@@ -21,8 +21,8 @@ import zmq
 import zmq.asyncio
 
 from moerl.errors import MoerlError, cause_of
-from moerl.protocols import Message, Plan, Refused
-from moerl.wire import decode, encode
+from moerl.messages import Message, Plan, Refused
+from moerl.serialization import decode, encode
 
 log = logging.getLogger(__name__)
 

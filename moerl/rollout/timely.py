@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from moerl.errors import ScoreError
-from moerl.protocols import Scorer
+from moerl.messages import Scorer
 from moerl.types import Episode, Prompt, Score
 
 _START_S = 120.0  # a scorer that died is started again meanwhile

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from moerl.data.batching import plan_batch
 from moerl.errors import ProtocolError, TrainerError
-from moerl.ids import IdSet
-from moerl.protocols import (
+from moerl.id_sets import IdSet
+from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
@@ -43,8 +43,8 @@ from moerl.rollout.past import Past
 from moerl.rollout.producer import Producer
 from moerl.rollout.samples import StepReport, samples_of
 from moerl.rollout.whereabouts import Whereabouts
+from moerl.serialization import encode_value
 from moerl.types import EpisodeGroup, PolicyVersion
-from moerl.wire import encode_value
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from moerl.blob.store import Found
+from moerl.records.blob_store import Found
 from moerl.rollout.admission import Admission
 from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.context import Context

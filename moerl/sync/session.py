@@ -27,7 +27,7 @@ from moerl.layout import Flavor
 from moerl.layout.digest import split, version_digest
 from moerl.layout.relay import TRAINER
 from moerl.layout.wire import WirePolicy
-from moerl.protocols import (
+from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,

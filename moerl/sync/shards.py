@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config, ParallelConfig
 from moerl.errors import EngineError
 from moerl.layout import Flavor, ModelSpec
@@ -32,7 +32,7 @@ from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER, Hop, relay_schedule
 from moerl.layout.transfer import TransferPlan
 from moerl.layout.wire import WirePolicy, engine_wants
-from moerl.protocols import Enlisted, PublishFailure, PublishResult
+from moerl.messages import Enlisted, PublishFailure, PublishResult
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
 from moerl.sync.session import Control, EngineSession, Result, Terms

@@ -16,8 +16,8 @@ from typing import TypeVar
 import zmq
 
 from moerl.errors import ProtocolError, TrainerError
-from moerl.protocols import Message, Refused
-from moerl.wire import decode, encode
+from moerl.messages import Message, Refused
+from moerl.serialization import decode, encode
 
 Reply = TypeVar("Reply")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moerl.blob.remote import cluster_reader
 from moerl.config.schema import Config
-from moerl.rundir import RunDir, next_incarnation
+from moerl.records.remote_blobs import cluster_reader
+from moerl.run_dir import RunDir, next_incarnation
 from moerl.trainer.gang import Post
 from moerl.trainer.model.parallel import Parallel
 

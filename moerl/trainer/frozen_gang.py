@@ -7,7 +7,7 @@ and started again, it asks for what is still missing.
 
 Models, packing and the replay of kept sets are those of the form inside the trainer
 (`moerl.trainer.learner.frozen_policy`), so both give equal numbers.  Each set of scores carries the
-digest of its record (`moerl.data.frozen`).
+digest of its record (`moerl.data.ref_scores`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from moerl.config.schema import Config
-from moerl.data.frozen import basis_of, record_digest
 from moerl.data.packing import by_row
+from moerl.data.ref_scores import basis_of, record_digest
 from moerl.errors import TrainerError
-from moerl.protocols import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.serialization import decode, encode
 from moerl.trace import Tracer
 from moerl.trainer.client import ControllerClient
 from moerl.trainer.gang import REPLY_SLACK_S, Post
@@ -29,7 +30,6 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.schedule import Batches
 from moerl.trainer.weights.hf_folder import HfFolder
 from moerl.types import Array, BatchPlan, FrozenScores
-from moerl.wire import decode, encode
 
 _ASK_S = 20.0  # longest wait for records in one question
 

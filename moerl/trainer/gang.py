@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.errors import MoerlError, TrainerError
-from moerl.ids import IdSet
+from moerl.id_sets import IdSet
 from moerl.layout import Flavor
-from moerl.protocols import (
+from moerl.messages import (
     Enlist,
     Failed,
     Hello,
@@ -41,7 +40,9 @@ from moerl.protocols import (
     Stop,
     TakePlan,
 )
-from moerl.rundir import RunDir
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
+from moerl.serialization import decode
 from moerl.sync.shards import Seat, ShardOutlet, open_outlet
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
@@ -56,7 +57,6 @@ from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 from moerl.trainer.weights.hf_gather import HfGather
 from moerl.trainer.weights.hf_save import save_hf
 from moerl.types import BatchPlan, PolicyVersion
-from moerl.wire import decode
 
 REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
 

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
 from moerl.config.network import here
 from moerl.config.schema import Config
 from moerl.errors import MoerlError
 from moerl.kernels.library import describe
-from moerl.rundir import RunDir
-from moerl.stacks import write_on_request
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
+from moerl.stack_dump import write_on_request
 from moerl.trainer.model import platform
 
 if TYPE_CHECKING:

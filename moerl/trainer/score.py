@@ -43,19 +43,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.blob.ranges import read_logprobs
-from moerl.blob.store import BlobStore
 from moerl.config.schema import ParallelConfig, Precision, TrainerConfig
 from moerl.data.audit import split_segments
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.errors import MoerlError, RecordError
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
+from moerl.serialization import decode_value
 from moerl.trainer.model.platform import prepare
 from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes.agreement import downstream
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
-from moerl.wire import decode_value
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
 from moerl.config.schema import AlgorithmConfig, Config, FrozenConfig, ReplayConfig
 from moerl.data.demonstrations import demonstration_plan
 from moerl.data.tasks import PromptStream, load_tokenizer
 from moerl.errors import ConfigError, MoerlError
-from moerl.rundir import RunDir
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
 from moerl.trainer.model import platform
 
 STEP = "STEP "  # begins a line of rank 0 that holds a step's metrics

@@ -14,9 +14,9 @@ import pytest
 
 from moerl.launch.mismatch import score
 from moerl.observe.overlap import decode_overlap
+from moerl.serialization import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, Rollout
-from moerl.wire import decode_value
 from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from moerl.launch.mismatch import score
+from moerl.serialization import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, PolicyVersion, Rollout
-from moerl.wire import decode_value
 from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

@@ -25,7 +25,6 @@ import pytest
 import torch
 import zmq
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import EngineClient
 from moerl.engine.hooks import HOOKS
@@ -33,10 +32,11 @@ from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.server import EngineServer
 from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.protocols import AbortUpdate, Ok, Refused, UpdateClosed
-from moerl.rundir import RunDir
+from moerl.messages import AbortUpdate, Ok, Refused, UpdateClosed
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
+from moerl.serialization import decode, encode
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
-from moerl.wire import decode, encode
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.session_publisher import Publisher
 
@@ -432,10 +432,10 @@ async def _start(
 HOST_SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from moerl.blob.store import BlobStore
+from moerl.records.blob_store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.host import EngineContext, EngineHost
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.types import ModelShape, PolicyVersion
 
 async def main(root, model):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup
-from moerl.wire import decode_value
 from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

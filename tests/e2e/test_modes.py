@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.blob.ranges import read_logprobs
 from moerl.config.schema import EngineConfig
 from moerl.data.audit import split_segments
 from moerl.engine import in_flight
-from moerl.protocols import UpdateClosed
+from moerl.messages import UpdateClosed
+from moerl.records.blob_ranges import read_logprobs
 from moerl.rollout.assemble import PartialRollout
 from moerl.types import PolicyVersion, Rollout, Segment, VersionSpan
 from tests.helpers import engine_tiny_model as tiny

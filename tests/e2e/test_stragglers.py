@@ -12,8 +12,8 @@ from statistics import fmean
 import pytest
 
 from moerl.launch.mismatch import score
+from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup
-from moerl.wire import decode_value
 from tests.e2e.test_async import difference
 from tests.helpers.train_runs import Run, start
 

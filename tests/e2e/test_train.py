@@ -18,8 +18,8 @@ from moerl.config import load_config, resolve
 from moerl.config.load import load_saved
 from moerl.launch.mismatch import measure
 from moerl.observe.metrics import undocumented
+from moerl.serialization import decode_value
 from moerl.types import Rollout
-from moerl.wire import decode_value
 from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

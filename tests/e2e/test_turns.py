@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moerl.launch.mismatch import score
+from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup, Rollout
-from moerl.wire import decode_value
 from tests.e2e.test_async import difference
 from tests.helpers.train_runs import start
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.layout import padded_vocab
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.learner.critic import Critic, ValueHead
 from moerl.trainer.learner.step import Learner

@@ -17,7 +17,6 @@ PLACE = platform.prepare("cpu")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
     AlgorithmConfig,
     Config,
@@ -27,6 +26,7 @@ from moerl.config.schema import (  # noqa: E402
     TrainerConfig,
 )
 from moerl.errors import TrainerError  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402

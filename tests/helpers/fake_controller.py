@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 import zmq
 
-from moerl.blob.store import BlobStore
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.engine.receiver import Receiver, Seat
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import at, hf_shapes, model_spec, sglang_tiles
 from moerl.layout.plan import EngineLayout
-from moerl.protocols import (
+from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
@@ -45,10 +44,11 @@ from moerl.protocols import (
     UpdateClosed,
     VerifyUpdate,
 )
-from moerl.rundir import RunDir
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
+from moerl.serialization import decode, encode
 from moerl.transport.registry import make
 from moerl.types import BatchPlan, PolicyVersion
-from moerl.wire import decode, encode
 from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moerl.blob.store import BlobStore
+from moerl.records.blob_store import BlobStore
+from moerl.serialization import encode_value
 from moerl.trainer.score_job import VARIANTS, ScoreJob
-from moerl.wire import encode_value
 from tests.helpers.trainer_support import LAYERS, make_model, make_plan, torchrun
 
 

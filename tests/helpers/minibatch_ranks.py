@@ -22,7 +22,6 @@ from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
     get_moe_layer_wise_logging_tracker,
 )
 
-from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
     AlgorithmConfig,
     Config,
@@ -33,6 +32,7 @@ from moerl.config.schema import (  # noqa: E402
     TrainerConfig,
 )
 from moerl.data.minibatches import split_plan  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402

@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 import torch
 
-from moerl.blob.store import BlobStore
 from moerl.config.load import load_saved
-from moerl.rundir import RunDir
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
 from moerl.trainer.model import platform
 from moerl.transport.base import Link, Transport
 

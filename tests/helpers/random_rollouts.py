@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moerl.blob.store import BlobStore
 from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.records.blob_store import BlobStore
 from moerl.types import (
     Episode,
     EpisodeGroup,

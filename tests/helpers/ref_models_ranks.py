@@ -16,7 +16,6 @@ PLACE = platform.prepare("cpu")
 
 import torch.distributed as dist  # noqa: E402
 
-from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
     AlgorithmConfig,
     Config,
@@ -26,6 +25,7 @@ from moerl.config.schema import (  # noqa: E402
     ReplayConfig,
     TrainerConfig,
 )
+from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402

@@ -34,7 +34,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
     AlgorithmConfig,
     Config,
@@ -47,6 +46,7 @@ from moerl.config.schema import (  # noqa: E402
 from moerl.data.batching import plan_batch  # noqa: E402
 from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402

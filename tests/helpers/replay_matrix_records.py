@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
 from moerl.layout.spec import ModelSpec
+from moerl.records.blob_store import BlobStore
 from moerl.types import (
     BatchPlan,
     Episode,

@@ -25,23 +25,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import RecordError
+from moerl.records.blob_store import BlobStore
 from moerl.rollout.assemble import PartialRollout
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
+from moerl.serialization import encode_value
 from moerl.trainer.score_job import ScoreJob
-from moerl.types import (
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RoutingBlob,
-    SamplingParams,
-    Segment,
-    check,
-)
-from moerl.wire import encode_value
+from moerl.types import PolicyVersion, Prompt, Rollout, RoutingBlob, SamplingParams, Segment, check
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moerl.config.schema import CheckpointConfig
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter

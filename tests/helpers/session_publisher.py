@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.config.schema import ParallelConfig
 from moerl.engine.host import EngineHost
 from moerl.layout import at, megatron_tiles, model_spec
@@ -20,7 +20,7 @@ from moerl.layout.digest import split
 from moerl.layout.plan import EngineLayout
 from moerl.layout.transfer import TransferPlan
 from moerl.layout.wire import WirePolicy
-from moerl.protocols import (
+from moerl.messages import (
     CommitUpdate,
     PrepareUpdate,
     UpdateClosed,

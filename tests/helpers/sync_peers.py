@@ -27,21 +27,13 @@ from torch import Tensor
 from moerl.config.schema import ParallelConfig
 from moerl.engine.receiver import Door, Receiver, Seat, socket_path
 from moerl.errors import EngineError, TrainerError
-from moerl.layout import (
-    ModelSpec,
-    Named,
-    at,
-    hf_shapes,
-    megatron_tiles,
-    model_spec,
-    sglang_tiles,
-)
+from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
 from moerl.layout.plan import EngineLayout
 from moerl.layout.relay import TRAINER as TRAINER_ID
 from moerl.layout.relay import relay_schedule
 from moerl.layout.transfer import TransferPlan
 from moerl.layout.wire import WirePolicy
-from moerl.protocols import (
+from moerl.messages import (
     AskEngine,
     CommitUpdate,
     EngineHolds,
@@ -55,12 +47,12 @@ from moerl.protocols import (
     UpdateVerified,
     VerifyUpdate,
 )
+from moerl.serialization import decode, encode
 from moerl.sync.courier import Courier, FrozenShard
 from moerl.sync.line import CourierThread, Line, Offer
 from moerl.sync.session import EngineSession, Terms
 from moerl.transport.registry import make
 from moerl.types import PolicyVersion
-from moerl.wire import decode, encode
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
 TOKEN = "a run's token"

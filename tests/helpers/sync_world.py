@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import torch
 
-from moerl.blob.store import BlobStore
 from moerl.config.load import save_config
 from moerl.config.schema import (
     Config,
@@ -30,9 +29,10 @@ from moerl.config.schema import (
 )
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import ProtocolError
-from moerl.protocols import AskEngine, EngineHolds, Message
+from moerl.messages import AskEngine, EngineHolds, Message
+from moerl.records.blob_store import BlobStore
 from moerl.rollout.server import TrainerServer
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise

@@ -16,7 +16,7 @@ import psutil
 from moerl.config.load import load_saved
 from moerl.launch.plan import RunPlan
 from moerl.observe.metrics import read_rows
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 START_S = 600.0  # a machine that many share
 

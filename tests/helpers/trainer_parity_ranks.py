@@ -21,9 +21,9 @@ PLACE = platform.prepare("cpu")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402

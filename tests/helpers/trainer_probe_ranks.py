@@ -15,9 +15,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import Config, ParallelConfig, ReplayConfig, TrainerConfig  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import Model, build  # noqa: E402
 from moerl.trainer.model.replay import Mode  # noqa: E402

@@ -25,7 +25,6 @@ PLACE = platform.prepare("cpu")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from moerl.blob.store import BlobStore  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
     CheckpointConfig,
     Config,
@@ -33,7 +32,8 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
-from moerl.rundir import RunDir  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
+from moerl.run_dir import RunDir  # noqa: E402
 from moerl.trace import Tracer  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402

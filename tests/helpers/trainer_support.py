@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
 from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.records.blob_store import BlobStore
 from moerl.types import (
     BatchPlan,
     Episode,

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
 from moerl.observe.metrics import truncate_after
-from moerl.rundir import RunDir, next_incarnation, read_manifest
+from moerl.run_dir import RunDir, next_incarnation, read_manifest
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint, checkpoint_writer
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter

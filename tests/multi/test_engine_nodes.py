@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.blob.copies import parts_of
+from moerl.records.blob_copies import copied_blobs_of
 from tests.helpers.network_hosts import Host, environment, hosts, why_not
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
@@ -126,7 +126,7 @@ def test_shared_records_outlive_an_engine_node(four: list[Host], tmp_path: Path)
 
 def copies_of(run: ClusterRun, host: Host) -> int:
     """Shipped groups with records of a host."""
-    files = [parts_of(path) or {} for path in run.dir.segments.glob("[!.]*.group")]
+    files = [copied_blobs_of(path) or {} for path in run.dir.segments.glob("[!.]*.group")]
     return sum(any(host.address in name for name in parts) for parts in files)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from moerl.blob.store import BlobStore
 from moerl.config.load import save_config
 from moerl.config.schema import (
     AlgorithmConfig,
@@ -19,9 +18,10 @@ from moerl.config.schema import (
     ReplayConfig,
     TrainerConfig,
 )
-from moerl.protocols import Scored
-from moerl.rundir import RunDir
-from moerl.wire import encode
+from moerl.messages import Scored
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
+from moerl.serialization import encode
 from tests.helpers.fake_controller import FakeController, run_gang
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT, make_model, make_plan

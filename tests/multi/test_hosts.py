@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from moerl.observe.metrics import read_rows
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from tests.e2e.test_chaos import check_history, trained_groups
 from tests.helpers.network_hosts import Host, hosts, why_not
 

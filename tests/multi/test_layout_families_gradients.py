@@ -32,9 +32,9 @@ def take_steps(work: Path, mesh: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from moerl.blob.store import BlobStore
     from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig
     from moerl.layout import hf_shapes, model_spec
+    from moerl.records.blob_store import BlobStore
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build, live_tensors

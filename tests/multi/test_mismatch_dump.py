@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob.ranges import read_logprobs
-from moerl.blob.store import BlobStore
 from moerl.config import load_config, resolve
 from moerl.errors import RecordError
 from moerl.launch.mismatch import _plan, measure, score
 from moerl.observe.mismatch_page import write_page
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
 from moerl.types import Rollout
 from tests.helpers.trainer_support import make_model, make_plan
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from moerl.observe.metrics import read_rows
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from tests.helpers.network_hosts import ROOT, Host, environment, hosts, why_not
 
 SCRIPT = ROOT / "tools/launch/slurm.sbatch"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moerl.errors import TrainerError
-from moerl.protocols import AskEngine, PublishFailure, PublishResult
+from moerl.messages import AskEngine, PublishFailure, PublishResult
 from moerl.types import PolicyVersion
 from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer
 from tests.helpers.transport_peer import mooncake_missing

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moerl.blob.store import BlobStore
 from moerl.config.load import save_config
 from moerl.config.schema import (
     CheckpointConfig,
@@ -23,8 +22,9 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
-from moerl.protocols import Enlist, Enlisted
-from moerl.rundir import RunDir
+from moerl.messages import Enlist, Enlisted
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
 from tests.helpers.fake_controller import FakeController, run_gang
 from tests.helpers.trainer_support import make_model, make_plan

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob.store import BlobStore
 from moerl.errors import ConfigError
+from moerl.records.blob_store import BlobStore
+from moerl.serialization import encode_value
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
-from moerl.wire import encode_value
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import LAYERS, make_model, make_plan
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.blob import BlobStore
-from moerl.blob.ranges import Interval, read_mask, read_routes
-from moerl.blob.store import CHUNK_BYTES
 from moerl.errors import BlobError, RecordError
+from moerl.records import BlobStore
+from moerl.records.blob_ranges import Interval, read_mask, read_routes
+from moerl.records.blob_store import CHUNK_BYTES
 from moerl.types import MaskBlob, PolicyVersion, RoutingBlob
 
 VERSION = PolicyVersion(0, 0)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.codec.sampling_mask import check_csr, encode_rows
 from moerl.errors import RecordError
+from moerl.records.sampling_mask import check_csr, encode_rows
 
 VOCAB = 1000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob.store import BlobStore
+from moerl.records.blob_store import BlobStore
 from moerl.rollout.admission import place_steps
 from moerl.types import (
     Episode,

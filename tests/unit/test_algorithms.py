@@ -31,12 +31,12 @@ from moerl.algorithms.objectives import ppo_clip
 from moerl.algorithms.preference import best_and_worst, pair_advantages, plan_pairs
 from moerl.algorithms.selection import resample_correct
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.blob.ranges import read_logprobs
-from moerl.blob.store import BlobStore
 from moerl.config.algorithms import AGGREGATIONS
 from moerl.config.schema import AlgorithmConfig
 from moerl.data.batching import plan_batch
 from moerl.errors import ConfigError, RecordError
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Finish, PolicyVersion, Score, Turn
 from tests.helpers.random_rollouts import group, make_rollout
 

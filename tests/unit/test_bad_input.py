@@ -16,17 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob import BlobStore
 from moerl.errors import BlobError, EngineError, RecordError, ScoreError
+from moerl.records import BlobStore
 from moerl.rollout.controller import Controller
-from moerl.types import (
-    Episode,
-    GenerateRequest,
-    PolicyVersion,
-    Prompt,
-    Score,
-    Segment,
-)
+from moerl.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 from tests.unit.test_controller import (
     CONFIG,
     Staggered,

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob.copies import Copies, parts_of, seal
-from moerl.blob.remote import ClusterBlobs, RangeServer
-from moerl.blob.store import BlobStore, Found
 from moerl.errors import BlobError
+from moerl.records.blob_copies import Copies, copied_blobs_of, seal
+from moerl.records.blob_store import BlobStore, Found
+from moerl.records.remote_blobs import ClusterBlobs, RangeServer
 
 TOKEN = "of this run"
 ARRAY = np.arange(50_000, dtype=np.int32)
@@ -75,7 +75,7 @@ def test_copies_are_read_bitwise(world: World, how: str) -> None:
 
 def test_a_whole_file_is_shipped_from_another_node(world: World) -> None:
     sealed = (world.node / "a").read_bytes()
-    parts = parts_of(world.ship())
+    parts = copied_blobs_of(world.ship())
     assert parts is not None
     assert list(parts) == ["", world.ref.uri]
     assert parts[""].read() == b"a header"
@@ -91,7 +91,7 @@ def test_a_whole_file_is_shipped_from_another_node(world: World) -> None:
 def test_altered_copies_are_refused(world: World) -> None:
     path = world.ship()
     world.lose()
-    parts = parts_of(path)
+    parts = copied_blobs_of(path)
     assert parts is not None
     data = bytearray(path.read_bytes())
     data[parts[world.ref.uri].offset + world.ref.offset + 5000] ^= 1
@@ -114,7 +114,7 @@ def test_damaged_files_hold_no_copies(world: World, how: str) -> None:
     changed = {"shorter": data[:-1], "longer": data + b"x", "empty": data[:0]}
     path.write_bytes(changed.get(how, data))
     world.lose()
-    assert parts_of(path) is None
+    assert copied_blobs_of(path) is None
     assert world.reader.missing([world.ref.uri]) == {world.ref.uri}
     with pytest.raises(BlobError, match="could not be read within"):
         world.reader.read_runs(world.ref, RUNS)
@@ -188,7 +188,7 @@ def test_half_written_files_are_removed(world: World, monkeypatch: pytest.Monkey
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moerl.blob.copies.os.fsync", full)
+    monkeypatch.setattr("moerl.records.blob_copies.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         world.ship()
     assert list(world.copies.iterdir()) == []

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob import remote
-from moerl.blob.remote import ClusterBlobs, RangeServer
-from moerl.blob.store import BlobStore
 from moerl.errors import BlobError
+from moerl.records import remote_blobs
+from moerl.records.blob_store import BlobStore
+from moerl.records.remote_blobs import ClusterBlobs, RangeServer
 from moerl.types import BlobRef
 
 TOKEN = "of this run"
@@ -113,7 +113,7 @@ def test_a_connection_that_was_closed_meanwhile_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server keeps no thread for a silent reader, and is not taken for lost when it speaks."""
-    monkeypatch.setattr(remote, "_IDLE_S", 0.2)
+    monkeypatch.setattr(remote_blobs, "_IDLE_S", 0.2)
     before = set(threading.enumerate())
 
     def serving() -> list[threading.Thread]:
@@ -138,7 +138,7 @@ def test_deletions_wait_for_a_node_that_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine host that starts again keeps its folder; other nodes do not wait with it."""
-    monkeypatch.setattr(remote, "_OWED_RETRY_S", 0.2)
+    monkeypatch.setattr(remote_blobs, "_OWED_RETRY_S", 0.2)
     away = RangeServer(tmp_path / "away", "127.0.0.1", 0, TOKEN)
     near = RangeServer(tmp_path / "near", "127.0.0.1", 0, TOKEN)
     reader = ClusterBlobs(tmp_path / "none", "", TOKEN)
@@ -199,7 +199,7 @@ def test_a_stranger_is_sent_away_before_its_body_is_read(
 
 
 def test_a_silent_stranger_keeps_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote._Handler, "timeout", 0.2)
+    monkeypatch.setattr(remote_blobs._Handler, "timeout", 0.2)
     server = RangeServer(tmp_path, "127.0.0.1", 0, TOKEN)
     owner = ClusterBlobs(tmp_path, server.node, TOKEN)
     (ref,) = owner.seal("a", [np.arange(9, dtype=np.int32)])

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from moerl.blob.copies import seal
-from moerl.blob.remote import cluster_reader
-from moerl.blob.store import Found
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.errors import ConfigError
 from moerl.launch.planning.dry_run import describe, process_table
-from moerl.rundir import RunDir
+from moerl.records.blob_copies import seal
+from moerl.records.blob_store import Found
+from moerl.records.remote_blobs import cluster_reader
+from moerl.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/processes"

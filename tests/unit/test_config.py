@@ -24,7 +24,7 @@ from moerl.config.validate import read_section
 from moerl.data import environments, rewards
 from moerl.errors import ConfigError, ModelError
 from moerl.launch.engines_cli import engines
-from moerl.rundir import RunDir, read_manifest
+from moerl.run_dir import RunDir, read_manifest
 
 
 def _commands() -> list[CommandInfo]:

@@ -13,7 +13,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from moerl.blob import BlobStore
 from moerl.config import resolve
 from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
 from moerl.errors import (
@@ -24,8 +23,8 @@ from moerl.errors import (
     ScoreError,
     TrainerError,
 )
-from moerl.ids import ranges
-from moerl.protocols import (
+from moerl.id_sets import ranges
+from moerl.messages import (
     CommitUpdate,
     EngineHolds,
     EngineStatus,
@@ -42,11 +41,13 @@ from moerl.protocols import (
     TakePlan,
     UpdateClosed,
 )
+from moerl.records import BlobStore
 from moerl.rollout.context import Services
 from moerl.rollout.controller import Controller
 from moerl.rollout.journal import Journal
 from moerl.rollout.samples import StepReport
 from moerl.rollout.server import TrainerServer
+from moerl.serialization import decode, encode
 from moerl.types import (
     Episode,
     Finish,
@@ -57,7 +58,6 @@ from moerl.types import (
     Score,
     Segment,
 )
-from moerl.wire import decode, encode
 
 CONFIG = Config(
     run=RunConfig(steps=4),

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from moerl.errors import EngineError, ProtocolError
-from moerl.protocols import (
+from moerl.messages import (
     AskEngine,
     CommitUpdate,
     EngineHolds,
@@ -25,8 +25,8 @@ from moerl.protocols import (
 )
 from moerl.rollout.controller import Controller
 from moerl.rollout.server import TrainerServer
+from moerl.serialization import decode, encode
 from moerl.types import PolicyVersion
-from moerl.wire import decode, encode
 from tests.unit.test_controller import StubEngine, make, publish, running, train
 
 

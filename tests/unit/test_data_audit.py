@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob.ranges import read_logprobs
-from moerl.blob.store import BlobStore
 from moerl.data.audit import split_segments
 from moerl.data.packing import pack_microbatch
 from moerl.errors import RecordError
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, RoutingBlob, check
 from tests.helpers.random_rollouts import EXPERTS, LAYERS, SHAPE, TOP_K, group, make_rollout
 

@@ -10,7 +10,7 @@ import pytest
 
 from moerl.launch.nodes.desk import Desk
 from moerl.launch.supervision import membership
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 
 @pytest.fixture

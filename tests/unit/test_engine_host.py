@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
@@ -24,9 +23,11 @@ from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.layout import EngineLayout
 from moerl.engine.receiver import Committed
 from moerl.errors import BlobError, EngineError, RecordError
-from moerl.protocols import CommitUpdate, Plan, UpdateClosed
+from moerl.messages import CommitUpdate, Plan, UpdateClosed
+from moerl.records.blob_store import BlobStore
 from moerl.rollout.assemble import PartialRollout
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
+from moerl.serialization import decode, encode
 from moerl.types import (
     Episode,
     EpisodeGroup,
@@ -41,7 +42,6 @@ from moerl.types import (
     Turn,
     check,
 )
-from moerl.wire import decode, encode
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)

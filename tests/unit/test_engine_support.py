@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import args, support
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.support import FEATURES, Verdict
 from moerl.errors import ConfigError
-from moerl.rundir import RunDir
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, ModelShape, SamplingParams
 
 REPO = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from moerl.config.schema import (
 from moerl.errors import TrainerError
 from moerl.launch.planning.dry_run import _tiny_shapes
 from moerl.layout import model_spec
-from moerl.protocols import Enlisted, Message, PrepareUpdate
+from moerl.messages import Enlisted, Message, PrepareUpdate
 from moerl.sync.shards import Seat, ShardOutlet, open_outlet
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion

@@ -13,18 +13,10 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig
 from moerl.errors import ConfigError
-from moerl.protocols import Stop, TakePlan
+from moerl.messages import Stop, TakePlan
 from moerl.rollout.evaluation import sampling_of
 from moerl.types import PolicyVersion, Prompt, SamplingParams, Score
-from tests.unit.test_controller import (
-    CONFIG,
-    Prompts,
-    StubEngine,
-    StubScorer,
-    make,
-    running,
-    train,
-)
+from tests.unit.test_controller import CONFIG, Prompts, StubEngine, StubScorer, make, running, train
 
 EVERY_TWO = EvaluationConfig(every=2, prompts=3, samples=2, max_requests=4, hold_s=5.0)
 

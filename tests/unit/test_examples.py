@@ -19,17 +19,17 @@ from examples.turn_environment import reply
 from examples.turn_environment import reward as turn_reward
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.blob.store import BlobStore
 from moerl.config import load_config
 from moerl.config.algorithms import OBJECTIVES
 from moerl.config.checks import check
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.config.schema import AlgorithmConfig, TinyModel
 from moerl.data.dumps import model_shape, read_dump
 from moerl.data.tiny_model import make_tiny_model
 from moerl.errors import LayoutError
 from moerl.layout import model_spec
 from moerl.layout.register import register_family
+from moerl.records.blob_store import BlobStore
 from tests.unit.test_docs import wrong_command
 
 ROOT = Path(__file__).resolve().parents[2]

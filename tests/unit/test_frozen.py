@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.blob.store import BlobStore
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.config.schema import AlgorithmConfig, Config, FrozenConfig, ModelConfig
 from moerl.data.batching import plan_batch
-from moerl.data.frozen import basis_of, received, record_digest
 from moerl.data.packing import by_microbatch, by_row, version_lag
+from moerl.data.ref_scores import basis_of, received, record_digest
 from moerl.errors import ConfigError, ProtocolError, RecordError
 from moerl.launch.cluster.commands import node_commands, torchrun
 from moerl.launch.cluster.slurm_job import plan as slurm_plan
 from moerl.launch.planning.dry_run import describe, process_table
 from moerl.launch.prepare import _check_frozen
 from moerl.layout import model_spec
-from moerl.protocols import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
+from moerl.messages import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
+from moerl.records.blob_store import BlobStore
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.frozen import FrozenLine
 from moerl.types import BatchPlan, FrozenScores, PolicyVersion, Rollout

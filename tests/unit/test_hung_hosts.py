@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob import BlobStore
 from moerl.errors import EngineError, RecordError
-from moerl.protocols import AbortUpdate, EngineHolds, EngineStatus, SessionMessage
+from moerl.messages import AbortUpdate, EngineHolds, EngineStatus, SessionMessage
+from moerl.records import BlobStore
 from moerl.rollout import fleet
 from moerl.rollout.blob_uris import group_uris
 from moerl.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment

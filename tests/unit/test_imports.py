@@ -155,7 +155,7 @@ GOOD = {
     "errors.py": "import moerl",
     "codec/routing.py": "from . import other\nfrom ..types import Rollout",
     "codec/other.py": "from moerl.config.schema import Config",
-    "data/packing.py": "import torch\nfrom moerl.codec.routing import decode",
+    "data/packing.py": "import torch\nfrom moerl.records.routing import decode",
     "trainer/model/gpt.py": "from . import parallel\nfrom moerl.trainer.model import replay",
     "trainer/learner/step.py": "import megatron.core\nfrom moerl import trace\n"
     "from moerl.trainer.passes import forward\nfrom moerl.trainer.model.gpt import build",
@@ -166,7 +166,7 @@ GOOD = {
     "cli.py": "from moerl import __version__\nfrom moerl.launch.supervision.actors import start",
 }
 BAD = [
-    ("types.py", "from moerl.codec import routing", "types may not import moerl.codec"),
+    ("types.py", "from moerl.records import routing", "types may not import moerl.records"),
     ("codec/routing.py", "from ..data import packing", "codec may not import moerl.data"),
     ("codec/routing.py", "from moerl import trainer", "may not import moerl.trainer"),
     (

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob import BlobStore
-from moerl.blob.copies import parts_of
-from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.errors import JournalError
-from moerl.ids import ranges
+from moerl.id_sets import ranges
+from moerl.records import BlobStore
+from moerl.records.blob_copies import copied_blobs_of
+from moerl.records.remote_blobs import ClusterBlobs, RangeServer
 from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.journal import Journal
 from moerl.rollout.past import Past, Shipped
@@ -399,7 +399,7 @@ def test_a_flipped_byte_of_a_segment_is_found(tmp_path: Path, how: str) -> None:
     world = World(tmp_path, shared=True)
     some_history(world)
     path = tmp_path / "run" / "6.group"
-    parts, data = parts_of(path), bytearray(path.read_bytes())
+    parts, data = copied_blobs_of(path), bytearray(path.read_bytes())
     assert parts is not None
     data[parts["" if how == "header" else "blob://n/6.0-s0"].offset + 3] ^= 1
     path.write_bytes(data)

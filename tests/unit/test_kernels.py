@@ -13,7 +13,7 @@ import pytest
 from moerl.kernels import build as builder
 from moerl.kernels import library as libraries
 from moerl.kernels.build import TARGETS, BuildError, Target, build
-from moerl.kernels.masked_logprob import KeptCall, KernelError, run
+from moerl.kernels.masked_logprob_call import KeptCall, KernelError, run
 
 STUB = """#!/bin/bash
 # A compiler: writes what it was told to compile, or fails.

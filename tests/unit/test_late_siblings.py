@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moerl.algorithms.advantages import plan_advantages
-from moerl.blob import BlobStore
 from moerl.config.schema import AlgorithmConfig
 from moerl.data.batching import plan_batch
+from moerl.records import BlobStore
 from moerl.rollout.blob_holders import BlobHolders
 from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.buffer import GroupBuffer

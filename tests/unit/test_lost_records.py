@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob.remote import ClusterBlobs, RangeServer
 from moerl.config.schema import SyncConfig
-from moerl.protocols import Plan, TakeRecords
+from moerl.messages import Plan, TakeRecords
+from moerl.records.remote_blobs import ClusterBlobs, RangeServer
 from moerl.rollout.blob_uris import group_uris
 from moerl.rollout.controller import Controller
 from moerl.rollout.segments import Segments
@@ -35,7 +35,7 @@ LOST_S = 0.3
 NODE = """
 import sys, time
 from pathlib import Path
-from moerl.blob.remote import RangeServer
+from moerl.records.remote_blobs import RangeServer
 print(RangeServer(Path(sys.argv[1]), "127.0.0.1", 0, "t").node, flush=True)
 time.sleep(600)
 """

@@ -15,18 +15,9 @@ from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
 from moerl.launch.nodes.desk import Desk, ask
 from moerl.launch.supervision.membership import check_removal
-from moerl.protocols import (
-    Enlist,
-    Enlisted,
-    Hello,
-    Ok,
-    Plan,
-    Refresh,
-    StepDone,
-    TakePlan,
-)
+from moerl.messages import Enlist, Enlisted, Hello, Ok, Plan, Refresh, StepDone, TakePlan
 from moerl.rollout.controller import Controller
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, commit, make, running
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from moerl.algorithms.aggregation import plan_weights
-from moerl.blob.store import BlobStore
 from moerl.config.schema import AlgorithmConfig, ParallelConfig, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.minibatches import split_plan
 from moerl.errors import ConfigError
+from moerl.records.blob_store import BlobStore
 from moerl.types import BatchPlan, PolicyVersion
 from tests.helpers.random_rollouts import group, make_rollout
 

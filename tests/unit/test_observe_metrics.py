@@ -20,7 +20,7 @@ from moerl.observe.metrics import (
     truncate_after,
     undocumented,
 )
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -13,7 +13,7 @@ from moerl.config.schema import Config, RunConfig
 from moerl.observe.charts import Chart, draw_chart
 from moerl.observe.metrics import MetricsWriter
 from moerl.observe.report import ENGINE_ALONE, _bars, reward_gain, wall_time_s, write_report
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import Tracer, read_spans
 
 HOSTILE = (

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
-from moerl.blob.ranges import read_logprobs
-from moerl.blob.store import BlobStore
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Grid, LossInputs, pack_microbatch, version_lag
 from moerl.errors import BlobError, RecordError
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingParams
 from tests.helpers.random_rollouts import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
 

@@ -12,7 +12,7 @@ import pytest
 
 from moerl.config.schema import RolloutConfig
 from moerl.errors import RecordError
-from moerl.protocols import Hello, Ok
+from moerl.messages import Hello, Ok
 from moerl.rollout.prefixes import CHUNK, Prefixes
 from moerl.types import GenerateRequest, PolicyVersion, Prompt, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.blob.ranges import read_logprobs
-from moerl.blob.store import BlobStore
 from moerl.data.packing import pack_microbatch
 from moerl.errors import BlobError, ProtocolError, RecordError
-from moerl.protocols import Plan
+from moerl.messages import Plan
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
 from moerl.rollout.blob_uris import blob_uris
+from moerl.serialization import decode, decode_value, encode, encode_value
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -31,7 +32,6 @@ from moerl.types import (
     Turn,
     check,
 )
-from moerl.wire import decode, decode_value, encode, encode_value
 from tests.helpers.random_rollouts import SHAPE, make_rollout
 
 V3 = PolicyVersion(0, 3)

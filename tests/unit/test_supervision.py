@@ -19,12 +19,12 @@ from moerl.errors import ConfigError, ProtocolError, TrainerError
 from moerl.launch import prepare
 from moerl.launch.nodes.processes import first_error, last_error
 from moerl.launch.supervision.actors import RemoteScorer
-from moerl.protocols import AskEngine, EngineHolds, Message, Ok, Refused
-from moerl.stacks import stacks
+from moerl.messages import AskEngine, EngineHolds, Message, Ok, Refused
+from moerl.serialization import decode, encode
+from moerl.stack_dump import stacks
 from moerl.trainer import client
 from moerl.trainer.client import ControllerClient
 from moerl.types import Episode, PolicyVersion, Prompt, Score
-from moerl.wire import decode, encode
 
 HOLDS = EngineHolds(PolicyVersion(0, 3), "")
 
@@ -110,7 +110,7 @@ def test_nobody_there_and_a_refusal_are_errors(endpoint: str) -> None:
 HANGS = """
 import sys, time
 from pathlib import Path
-from moerl.stacks import write_on_request
+from moerl.stack_dump import write_on_request
 
 def the_function_that_hangs():
     print("here", flush=True)

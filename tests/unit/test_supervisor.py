@@ -17,7 +17,7 @@ from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.supervision import supervisor as supervising
 from moerl.launch.supervision.ray_proxy import Hosted, Remote
 from moerl.launch.supervision.supervisor import Supervisor
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 
 @pytest.fixture

@@ -19,20 +19,13 @@ import torch
 import zmq
 from torch import Tensor
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import ParallelConfig
 from moerl.engine.receiver import check_targets
 from moerl.errors import BlobError, LayoutError, TransportError
 from moerl.layout.transfer import ReceiverPlan
 from moerl.layout.wire import Bucket, Piece, Region, WirePolicy
-from moerl.protocols import (
-    AskEngine,
-    Message,
-    Ok,
-    PrepareUpdate,
-    PublishFailure,
-    UpdatePrepared,
-)
+from moerl.messages import AskEngine, Message, Ok, PrepareUpdate, PublishFailure, UpdatePrepared
+from moerl.records.blob_store import BlobStore
 from moerl.rollout.server import TrainerServer
 from moerl.sync import session
 from moerl.sync.courier import FrozenShard, _Lane

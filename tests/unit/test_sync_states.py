@@ -12,13 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import BadRequest, read_committed
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.receiver import UNCHANGED, Committed, Door, socket_path
 from moerl.errors import EngineError
-from moerl.protocols import (
+from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
@@ -27,7 +26,8 @@ from moerl.protocols import (
     Ok,
     UpdateClosed,
 )
-from moerl.rundir import RunDir
+from moerl.records.blob_store import BlobStore
+from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 from tests.unit.test_controller import StubEngine, make
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.observe.perfetto import trace_events, write_trace
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import Tracer, read_counters, read_spans
 
 

@@ -20,7 +20,7 @@ from moerl.errors import ConfigError, TrainerError
 from moerl.launch.cluster.commands import nth, seats_of
 from moerl.launch.nodes import engine_node, trainer_node
 from moerl.launch.nodes.trainer_node import _torchrun
-from moerl.rundir import Board, RunDir
+from moerl.run_dir import Board, RunDir
 
 
 def posted(root: Path) -> tuple[RunDir, str]:

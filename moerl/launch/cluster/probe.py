@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import xxhash
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.errors import ModelError
 
 PACKAGES = ("moerl", "torch", "sglang", "megatron-core", "ray", "transformers", "numpy")

@@ -17,7 +17,7 @@ from typing import Any
 
 from moerl.atomic import atomic_write
 from moerl.errors import MoerlError
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 _LOOK_S = 0.1
 

@@ -31,7 +31,7 @@ from moerl.launch.cluster.commands import nth
 from moerl.launch.nodes.desk import ask
 from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, gpus, seats
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 _LOOK_S = 1.0
 _GRACE_S = 5.0

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 _LOOK_S = 0.5
 

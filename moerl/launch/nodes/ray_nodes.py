@@ -20,7 +20,7 @@ from moerl.config import Config
 from moerl.config.clusters import Node, is_local, placement
 from moerl.config.network import own_address
 from moerl.launch.nodes.processes import end_descendants
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

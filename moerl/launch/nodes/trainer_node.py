@@ -34,7 +34,7 @@ from moerl.launch.cluster.commands import GANGS, nth, seats_of, torchrun
 from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
 from moerl.launch.plan import rank_environment
 from moerl.observe.metrics import read_rows
-from moerl.rundir import RunDir, newest_incarnation
+from moerl.run_dir import RunDir, newest_incarnation
 
 _GRACE_S, _LOOK_S = 5.0, 0.5
 _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -24,7 +24,7 @@ from moerl.config import Config
 from moerl.config.algorithms import frozen_models
 from moerl.config.checks import check_model_sizes
 from moerl.config.clusters import Placement, TrainerSeat, is_local, placement
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.engine import support
@@ -44,7 +44,7 @@ from moerl.layout.memory import (
 )
 from moerl.layout.plan import EngineLayout
 from moerl.layout.transfer import Tally, TransferPlan
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 
 _GB = 1e9
 _WIDTH = 110

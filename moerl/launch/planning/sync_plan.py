@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import Config
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.mesh import check_mesh
 from moerl.config.schema import ParallelConfig

@@ -25,14 +25,14 @@ from moerl.config.clusters import is_local, placement
 from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, this_node
 from moerl.launch.plan import RunPlan
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
+from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
-from moerl.protocols import Engine, Message
 from moerl.rollout.context import Services
 from moerl.rollout.controller import Controller
 from moerl.rollout.samples import StepReport
 from moerl.rollout.server import TrainerServer
-from moerl.stacks import write_on_request
+from moerl.stack_dump import write_on_request
 from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
 

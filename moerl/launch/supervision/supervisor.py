@@ -51,8 +51,8 @@ from moerl.launch.supervision.ray_proxy import own_errors
 from moerl.launch.supervision.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
-from moerl.rundir import next_incarnation
-from moerl.stacks import stacks
+from moerl.run_dir import next_incarnation
+from moerl.stack_dump import stacks
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 

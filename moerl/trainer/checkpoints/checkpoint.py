@@ -32,8 +32,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moerl.config.resume import resume_facts
 from moerl.errors import TrainerError
-from moerl.ids import IdSet, Ranges, ranges
-from moerl.rundir import read_manifest
+from moerl.id_sets import IdSet, Ranges, ranges
+from moerl.run_dir import read_manifest
 from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel

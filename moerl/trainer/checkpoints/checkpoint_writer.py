@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from moerl.atomic import atomic_write
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError, cause_of
-from moerl.rundir import RunDir
+from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints.shelf import BACKEND, FORMAT, Shelf
 from moerl.trainer.model.parallel import Parallel
@@ -87,7 +87,7 @@ class CheckpointWriter:
     def save(self, step: int, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
         """Freeze `state` (Megatron's sharded form) and begin to write it; it may change afterwards.
 
-        manifest: what can be read without torch (`moerl.rundir.read_manifest`).  Waits for the
+        manifest: what can be read without torch (`moerl.run_dir.read_manifest`).  Waits for the
         checkpoint before this one.
         """
         self.wait()

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from moerl.atomic import atomic_write
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
-from moerl.rundir import RunDir, newest_incarnation
+from moerl.run_dir import RunDir, newest_incarnation
 from moerl.trainer.weights.hf_save import flush
 
 log = logging.getLogger(__name__)

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from moerl.algorithms.advantages import plan_gae
 from moerl.algorithms.aggregation import plan_weights
-from moerl.algorithms.critic import value_loss
-from moerl.blob.store import BlobStore
+from moerl.algorithms.value_loss import value_loss
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
 from moerl.data.packing import LossInputs, Microbatch, by_row
+from moerl.records.blob_store import BlobStore
 from moerl.trainer.learner.optimizer import (
     finalize_as_sums,
     make_optimizer,

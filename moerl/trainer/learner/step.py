@@ -35,12 +35,12 @@ from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
-from moerl.data.frozen import received
 from moerl.data.minibatches import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
+from moerl.data.ref_scores import received
 from moerl.errors import TrainerError
+from moerl.records.blob_store import BlobStore
 from moerl.trainer.learner.frozen_policy import FrozenPolicy, open_policies
 from moerl.trainer.learner.optimizer import (
     finalize_as_sums,

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.blob.store import BlobStore
 from moerl.config.schema import Config
 from moerl.data.packing import Microbatch
+from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Model
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Mode, RouteReplay

@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.algorithms.corrections import m2_bound
-from moerl.blob.ranges import read_logprobs
-from moerl.blob.store import BlobStore
 from moerl.config.algorithms import needed
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
 from moerl.data.packing import Microbatch, by_row, rollout_at
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Key, Mode, RouteReplay

@@ -20,10 +20,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moerl.blob.store import BlobStore
 from moerl.config.schema import Config, TrainerConfig
 from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
+from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Mode

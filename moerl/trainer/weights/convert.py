@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.config.mesh import check_mesh
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError, ModelError

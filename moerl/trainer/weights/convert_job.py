@@ -31,7 +31,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.errors import ModelError, MoerlError
 from moerl.layout import Box, at
 from moerl.trainer.weights.hf_save import flush, replace_folder, write_json

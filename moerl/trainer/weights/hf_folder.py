@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import (
     Box,

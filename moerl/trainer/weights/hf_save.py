@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import (
     Box,

@@ -35,7 +35,7 @@ Stamp = tuple[int, int, int]  # inode, time of change, bytes: of one file under 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopiedBlob:
     """Some bytes of a sealed file."""
 
     path: Path
@@ -80,7 +80,7 @@ def seal(path: Path, parts: Sequence[tuple[str, bytes]]) -> None:
             file.write(data)
 
 
-def parts_of(path: Path) -> dict[str, Part] | None:
+def copied_blobs_of(path: Path) -> dict[str, CopiedBlob] | None:
     """By name; None when the file is not there, or not what was written.  Raises OSError."""
     try:
         with path.open("rb") as file:
@@ -96,7 +96,7 @@ def parts_of(path: Path) -> dict[str, Part] | None:
         return None
     found, at = {}, begin + size
     for name, num_bytes, part in msgspec.msgpack.decode(index, type=list[tuple[str, int, str]]):
-        found[name] = Part(path, at, num_bytes, part)
+        found[name] = CopiedBlob(path, at, num_bytes, part)
         at += num_bytes
     if at != total:
         log.error("%s holds %d bytes, %d were written", path, total, at)
@@ -109,8 +109,8 @@ class Copies:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[Path, tuple[Stamp, dict[str, Part]]] = {}
-        self._parts: dict[str, Part] = {}  # of all files, by URI
+        self._files: dict[Path, tuple[Stamp, dict[str, CopiedBlob]]] = {}
+        self._parts: dict[str, CopiedBlob] = {}  # of all files, by URI
         self._lock = threading.Lock()
 
     def which(self, uris: Collection[str]) -> set[str]:
@@ -130,7 +130,7 @@ class Copies:
             log.warning("the copy of %s could not be read: %s", uri, error)
         return None
 
-    def _find(self, uris: Collection[str]) -> dict[str, Part]:
+    def _find(self, uris: Collection[str]) -> dict[str, CopiedBlob]:
         with self._lock:
             try:
                 found = self._known(uris)
@@ -142,7 +142,7 @@ class Copies:
                 return {}
         return found
 
-    def _known(self, uris: Iterable[str]) -> dict[str, Part]:
+    def _known(self, uris: Iterable[str]) -> dict[str, CopiedBlob]:
         found = {uri: self._parts[uri] for uri in uris if uri in self._parts}
         paths = {part.path for part in found.values()}
         there = {path for path in paths if _stamp_of(path) == self._files[path][0]}
@@ -157,7 +157,7 @@ class Copies:
             if before is not None and before[0] == stamp:
                 files[path] = before
             elif stamp is not None:
-                files[path] = (stamp, parts_of(path) or {})
+                files[path] = (stamp, copied_blobs_of(path) or {})
         self._files = files
         self._parts = {
             name: part for _, parts in files.values() for name, part in parts.items() if name

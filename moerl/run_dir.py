@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.atomic import atomic_write
-from moerl.config.files import read_json
+from moerl.config.json_files import read_json
 from moerl.errors import ConfigError, TrainerError
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from moerl.errors import ProtocolError
-from moerl.protocols import Message, Plan
+from moerl.messages import Message, Plan
 from moerl.types import Array, EpisodeGroup
 
 _TYPES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}

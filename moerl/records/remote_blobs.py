@@ -7,9 +7,9 @@ them exactly as `BlobStore` does.  Each request carries the run's token.  A serv
 answer is asked again until a deadline, because a link may be down for a while; a blob that it says
 it has not is an error at once.
 
-With durability `shared` a blob has a copy in the run directory (`moerl.blob.copies`), which is read
-as soon as its node does not answer or has it not: the same bytes, verified alike, so there is
-nothing to wait for.  For a minute the node is then not asked for what has a copy.
+With durability `shared` a blob has a copy in the run directory (`moerl.records.blob_copies`), which
+is read as soon as its node does not answer or has it not: the same bytes, verified alike, so there
+is nothing to wait for.  For a minute the node is then not asked for what has a copy.
 
 Rejected: multipart/byteranges replies (a parser for nothing, both ends are ours); one request per
 run (a pipeline stage asks for hundreds); deleting from the controller's event loop (a dead node
@@ -36,11 +36,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from moerl.blob.copies import Copies
-from moerl.blob.store import _FORMAT, BlobStore, Found, Run, _spans, _table_bytes, _verify
 from moerl.config.schema import Config
 from moerl.errors import BlobError
-from moerl.rundir import RunDir
+from moerl.records.blob_copies import Copies
+from moerl.records.blob_store import _FORMAT, BlobStore, Found, Run, _spans, _table_bytes, _verify
+from moerl.run_dir import RunDir
 from moerl.types import Array, BlobRef
 
 log = logging.getLogger(__name__)

@@ -22,16 +22,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from moerl.blob.store import BlobStore, Run
 from moerl.errors import RecordError
-from moerl.types import (
-    Array,
-    MaskBlob,
-    Rollout,
-    RoutingBlob,
-    check_logprobs,
-    count_logprobs,
-)
+from moerl.records.blob_store import BlobStore, Run
+from moerl.types import Array, MaskBlob, Rollout, RoutingBlob, check_logprobs, count_logprobs
 
 Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
 

@@ -4,7 +4,7 @@ The trainer is a plain torchrun gang that knows nothing of Ray: its rank 0 speak
 over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses one socket for the
 training loop and one for each publish session, so a publish never delays a plan.
 
-One frozen dataclass per meaning; `moerl.wire` makes bytes of them.
+One frozen dataclass per meaning; `moerl.serialization` makes bytes of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moerl.errors import RecordError
-from moerl.ids import Ranges
+from moerl.id_sets import Ranges
 from moerl.types import (
     BatchPlan,
     Episode,

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from moerl.config.algorithms import frozen_models
-from moerl.config.files import read_model_config
+from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config
 from moerl.errors import RecordError
 from moerl.layout import model_spec

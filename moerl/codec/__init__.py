@@ -1,1 +1,0 @@
-"""Memory and wire forms of routing records and sampling masks."""
