@@ -26,8 +26,8 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.run_dir import RunDir
-from moerl.transport.delta import apply, encode
 from moerl.types import PolicyVersion
+from moerl.weight_sync.delta import apply, encode
 
 Weights = dict[str, torch.Tensor]
 

@@ -19,9 +19,9 @@ from typing import Any
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
 from moerl.layout.check import check_layout
-from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy
+from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import TransferPlan
 
 QWEN3_235B: dict[str, Any] = {
     "model_type": "qwen3_moe",

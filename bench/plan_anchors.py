@@ -25,8 +25,8 @@ from pathlib import Path
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links, forecast
-from moerl.layout.plan import EngineLayout
-from moerl.layout.wire import WirePolicy
+from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.held_shards import EngineLayout
 
 MODELS = Path(__file__).resolve().parents[1] / "configs" / "models"
 

@@ -41,14 +41,13 @@ from torch import Tensor
 from moerl.config.schema import ParallelConfig
 from moerl.errors import TransportError
 from moerl.layout import model_spec
-from moerl.layout.digest import digest, seeds
 from moerl.layout.forecast import Links, forecast
-from moerl.layout.plan import EngineLayout
 from moerl.layout.tiles import Box
-from moerl.layout.transfer import ReceiverPlan, TransferPlan
-from moerl.layout.wire import Piece, Region, WirePolicy
-from moerl.transport.base import Link
-from moerl.transport.registry import make
+from moerl.weight_sync.buckets import Piece, Region, WirePolicy, digest, seeds
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
+from moerl.weight_sync.transports.base import Link
+from moerl.weight_sync.transports.factory import make
 
 SPEC = model_spec(
     {

@@ -1,4 +1,4 @@
-// Positions of the words that differ between two buffers: the only loop of moerl/transport/delta.py
+// Positions of the words that differ between two buffers: the only loop of moerl/weight_sync/delta.py
 // that reads every byte; numpy is its reference there (`changed_reference`).
 //
 // Weights change rarely (about 1 % of bf16 words a step), so 64 bytes are compared at once, and only

@@ -30,9 +30,9 @@ from moerl.layout.families import (
     experts,
     router,
 )
-from moerl.layout.plan import EngineLayout
 from moerl.layout.register import register_family
 from moerl.layout.spec import Config
+from moerl.weight_sync.held_shards import EngineLayout
 
 ACME = Family(
     every=(NORM_GQA, GQA, QKV_BIAS, QK_NORM),

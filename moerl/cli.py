@@ -200,11 +200,11 @@ def report(
       moerl report mine
     """
     from moerl.config.load import load_saved
-    from moerl.launch.nodes.desk import goes_on
+    from moerl.launch.nodes.desk import is_running
     from moerl.observe.report import write_report
 
     found = RunDir(find_run(run, "RUN"))
-    typer.echo(write_report(found, load_saved(found.config), goes_on=goes_on(found)))
+    typer.echo(write_report(found, load_saved(found.config), is_running=is_running(found)))
 
 
 @app.command()

@@ -30,7 +30,7 @@ from moerl.types import (
 # --- trainer -> controller ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a gang.  Reply: Ok; Enlist when other engines than configured are there.
+    """First message of a gang.  Reply: Ok; SetEngines when other engines than configured are there.
 
     consumed: group ids whose training is part of the checkpoint the gang started from; the
     controller never plans them again.
@@ -48,7 +48,7 @@ class TakePlan:
     """Ask for the plan of one optimizer step.
 
     Reply: Plan; Stop when the run is over; Refresh when an engine must be published to first;
-    Enlist when others are published to from here on.
+    SetEngines when others are published to from here on.
     """
 
     step: int
@@ -77,12 +77,12 @@ class PrepareUpdate:
     engine: int
     version: PolicyVersion
     plan_engine: int  # id that both ends plan with: the engine's own, or of the one it copies
-    plan: str  # fingerprint of the transfer plan, `moerl.layout.transfer.TransferPlan.id`
+    plan: str  # fingerprint of the transfer plan, `moerl.weight_sync.transfer_plan.TransferPlan.id`
     layout: str  # fingerprint of the engine's weight layout met last time; empty: not met yet
-    transport: str  # name of a transport of `moerl.transport`
+    transport: str  # name of a transport of `moerl.weight_sync.transports`
     trainer: dict[str, int]  # fields of `moerl.config.schema.ParallelConfig`
-    policy: dict[str, int | str]  # fields of `moerl.layout.transfer.WirePolicy`
-    flavor: str  # layer spec of the trainer's model: local | te
+    policy: dict[str, int | str]  # fields of `moerl.weight_sync.transfer_plan.WirePolicy`
+    layer_spec: str  # layer spec of the trainer's model: local | te
     timeout_s: float
     folder: str = ""  # of the transport disk
     delta: bool = False  # the staging buffer also takes deltas: a region's stand behind it
@@ -204,7 +204,7 @@ class Refresh:
 
 
 @dataclass(frozen=True, slots=True)
-class Enlisted:
+class SyncTarget:
     """An engine that versions are published to."""
 
     engine: int
@@ -212,10 +212,10 @@ class Enlisted:
 
 
 @dataclass(frozen=True, slots=True)
-class Enlist:
+class SetEngines:
     """Publish to exactly these engines from here on, then ask again."""
 
-    engines: tuple[Enlisted, ...]  # ascending
+    engines: tuple[SyncTarget, ...]  # ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ Message = (
     | Plan
     | Stop
     | Refresh
-    | Enlist
+    | SetEngines
     | UpdateClosed
     | UpdatePrepared
     | UpdateVerified

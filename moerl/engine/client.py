@@ -13,8 +13,8 @@ import msgspec
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from moerl.engine.receiver import COMMIT, Committed
 from moerl.errors import EngineError
+from moerl.weight_sync.receiver import COMMIT, Committed
 
 _CONNECT_S = 5.0
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)

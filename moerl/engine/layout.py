@@ -118,7 +118,7 @@ _WEIGHT_FLAGS = {
     "is_shuffled": "are shuffled in place",
 }
 
-FP8_BLOCK = "fp8_block"  # 128 x 128 values with one fp32 scale, `moerl.layout.wire`
+FP8_BLOCK = "fp8_block"  # 128 x 128 values with one fp32 scale, `moerl.weight_sync.buckets`
 _BLOCK_SHAPE = [128, 128]
 _KNOWN_FP8 = {"weight_block_size": (_BLOCK_SHAPE,), "activation_scheme": ("dynamic",)}
 _FP8_KERNELS = ("auto", "triton")

@@ -33,23 +33,23 @@ from torch import Tensor, nn
 from moerl.config.json_files import read_json
 from moerl.engine import in_flight
 from moerl.engine.layout import check_modules, engine_layout, weights
-from moerl.engine.receiver import (
+from moerl.errors import EngineError, MoerlError
+from moerl.layout import model_spec
+from moerl.messages import Message
+from moerl.types import PolicyVersion
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.receiver import (
     COMMIT,
     SCRATCH,
     UNCHANGED,
     Committed,
-    Door,
     Receiver,
-    Seat,
+    ReceiverContext,
+    ReceiverSocket,
     socket_path,
 )
-from moerl.errors import EngineError, MoerlError
-from moerl.layout import model_spec
-from moerl.layout.plan import EngineLayout
-from moerl.messages import Message
-from moerl.transport.base import Transport
-from moerl.transport.registry import make
-from moerl.types import PolicyVersion
+from moerl.weight_sync.transports.base import Transport
+from moerl.weight_sync.transports.factory import make
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def after_start(_result: None, manager: Any) -> None:
     except MoerlError as error:
         log.warning("rank %d receives no weights: %s", rank, error)
         handle = _refusing(str(error))
-    Door(handle, socket_path(scratch, rank), scheduler.server_args.api_key).start()
+    ReceiverSocket(handle, socket_path(scratch, rank), scheduler.server_args.api_key).start()
     # On a CPU SGLang collects garbage whenever it empties its cache (srt/platforms/cpu.py), so in
     # every commit; what was imported and loaded by now is not walked again then.
     gc.collect()
@@ -137,7 +137,7 @@ def _open(manager: Any, rank: int) -> Receiver:
     layout = engine_layout(args.resolved_dict(), os.environ, config, release=sglang.__version__)
     check_modules(model.module.named_modules())
     return Receiver(
-        seat=Seat(
+        context=ReceiverContext(
             spec=model_spec(config),
             engine=EngineLayout(tp=layout.tp, ep=layout.ep, dp=layout.dp),
             rank=rank,

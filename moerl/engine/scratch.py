@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from moerl.engine.receiver import SCRATCH
 from moerl.errors import EngineError
+from moerl.weight_sync.receiver import SCRATCH
 
 _OWNER = "owner.lock"  # a folder without it is not one of these
 _SHARED = Path("/dev/shm")

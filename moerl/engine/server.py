@@ -27,9 +27,9 @@ from moerl.engine import support
 from moerl.engine.args import server_args
 from moerl.engine.client import EngineClient
 from moerl.engine.layout import MODULES_CHECKED, EngineLayout, check_model, engine_layout
-from moerl.engine.receiver import socket_path
 from moerl.engine.scratch import Scratch
 from moerl.errors import EngineError
+from moerl.weight_sync.receiver import socket_path
 
 _POLL_S = 0.1
 _KILL_S = 5.0  # longest wait for a killed process to be gone

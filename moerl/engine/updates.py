@@ -19,7 +19,6 @@ import zmq.asyncio
 
 from moerl.engine.client import EngineClient
 from moerl.engine.gate import Gate
-from moerl.engine.receiver import UNCHANGED
 from moerl.engine.server import EngineServer
 from moerl.errors import EngineError
 from moerl.messages import (
@@ -41,6 +40,7 @@ from moerl.messages import (
 from moerl.serialization import decode, encode
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
+from moerl.weight_sync.receiver import UNCHANGED
 
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
 _VERSIONS = 256  # a request that runs through more versions than these is refused
@@ -74,7 +74,7 @@ class Updates:
         self._server = self._client = None
 
     async def session(self, message: SessionMessage) -> Message:
-        """One step of a publish session (`moerl.engine.receiver`), on all ranks of the engine.
+        """One step of a publish session (`moerl.weight_sync.receiver`), on all ranks of the engine.
 
         Raises EngineError: refused, late, or the engine is broken.  Requests run on until COMMIT.
         """

@@ -102,7 +102,7 @@ def check_layout(
             "switch that decides how SGLang keeps weights, such as moe_runner_backend.",
         ),
     ] = "",
-    flavor: Annotated[
+    layer_spec: Annotated[
         Literal["local", "te"], typer.Option(help="Layers of megatron-core or Transformer Engine.")
     ] = "local",
 ) -> None:
@@ -121,7 +121,7 @@ def check_layout(
     from moerl.layout import model_spec
     from moerl.layout.check import check_layout as check
     from moerl.layout.check import describe
-    from moerl.layout.plan import EngineLayout
+    from moerl.weight_sync.held_shards import EngineLayout
 
     config = read_model_config(model)
     trainer = _parallel_layout(parallel)
@@ -133,7 +133,7 @@ def check_layout(
         model_spec(config),
         trainer,
         engines,
-        flavor,
+        layer_spec,
         engine_dtype=identity.dtype,
         quantization=identity.quantization,
     )

@@ -5,23 +5,6 @@ holds, `join` plans the copies between two sides, `check_covers` refuses a live 
 tables do not describe exactly.
 """
 
-from moerl.layout.placement import (
-    SGLANG_SHARES_HEAD,
-    Coords,
-    Flavor,
-    check_parallel,
-    chunk_layers,
-    coords_of,
-    hf_shapes,
-    hf_tiles,
-    is_repeated,
-    megatron_tiles,
-    mtp_copies,
-    sglang_tiles,
-    stacked_aliases,
-    stacked_forms,
-    transposed_stacks,
-)
 from moerl.layout.rules import (
     Part,
     Rule,
@@ -37,6 +20,23 @@ from moerl.layout.rules import (
     qkv_grouped,
     whole,
 )
+from moerl.layout.shards import (
+    SGLANG_SHARES_HEAD,
+    Coords,
+    LayerSpec,
+    check_parallel,
+    chunk_layers,
+    coords_of,
+    hf_shapes,
+    hf_tiles,
+    is_repeated,
+    megatron_tiles,
+    mtp_copies,
+    sglang_tiles,
+    stacked_aliases,
+    stacked_forms,
+    transposed_stacks,
+)
 from moerl.layout.spec import FAMILIES, ModelSpec, model_spec, padded_vocab
 from moerl.layout.tiles import Box, Local, Named, Op, Tile, at, check_covers, join, num_elements
 
@@ -45,7 +45,7 @@ __all__ = [
     "SGLANG_SHARES_HEAD",
     "Box",
     "Coords",
-    "Flavor",
+    "LayerSpec",
     "Local",
     "ModelSpec",
     "Named",

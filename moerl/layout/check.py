@@ -21,13 +21,20 @@ from dataclasses import dataclass
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
-from moerl.layout.placement import Flavor, chunk_layers, coords_of, hf_shapes
-from moerl.layout.plan import ROOT, EngineLayout, Engines, held_by, is_expert, sent_layers
 from moerl.layout.rules import Layer, Place, Rule, Shard
+from moerl.layout.shards import LayerSpec, chunk_layers, coords_of, hf_shapes
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Local, Named, Tile, check_covers, full_box, join
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy
+from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.held_shards import (
+    ROOT,
+    EngineLayout,
+    Engines,
+    held_by,
+    is_expert,
+    sent_layers,
+)
+from moerl.weight_sync.transfer_plan import TransferPlan
 
 Stages = list[list[tuple[str, Place, Layer]]]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,7 +75,7 @@ def check_layout(
     spec: ModelSpec,
     trainer: ParallelConfig,
     engines: EngineLayout,
-    flavor: Flavor = "local",
+    layer_spec: LayerSpec = "local",
     engine_dtype: str = "",
     quantization: str = "none",
 ) -> Report:
@@ -77,7 +84,7 @@ def check_layout(
     engine_dtype, quantization: of the engines' weights and of what is sent (`WirePolicy`); the
     checkpoint's dtype where not given.
     """
-    stages = _stages(spec, trainer, flavor)
+    stages = _stages(spec, trainer, layer_spec)
     targets = Engines(spec, engines)
     _check_division(spec, trainer, engines)
     kinds = _kinds(stages, targets)
@@ -86,7 +93,8 @@ def check_layout(
     dtype = engine_dtype or spec.dtype
     policy = WirePolicy(dtype if dtype in ITEMSIZE else "bfloat16", quantization)
     counts = [
-        TransferPlan(spec, trainer, engines, e, policy, flavor).tally() for e in range(engines.num)
+        TransferPlan(spec, trainer, engines, e, policy, layer_spec).totals()
+        for e in range(engines.num)
     ]
     sent = map(sum, zip(*(count.sent_bytes for count in counts), strict=True))
     parts = map(sum, zip(*(count.sent_parts for count in counts), strict=True))
@@ -95,7 +103,7 @@ def check_layout(
         kinds=len(kinds),
         trainer_ranks=trainer.world_size,
         engine_ranks=engines.world_size,
-        trainer_bytes=trainer_bytes(spec, trainer, flavor),
+        trainer_bytes=trainer_bytes(spec, trainer, layer_spec),
         engine_bytes=(
             _engine_bytes(spec, targets, ITEMSIZE[policy.dtype])
             if quantization == "none"
@@ -136,9 +144,9 @@ def _mebibytes(spread: Spread) -> list[str]:
     return [f"{value / 2**20:,.2f}" for value in _three(spread)]
 
 
-def _stages(spec: ModelSpec, trainer: ParallelConfig, flavor: Flavor) -> Stages:
+def _stages(spec: ModelSpec, trainer: ParallelConfig, layer_spec: LayerSpec) -> Stages:
     return [
-        list(sent_layers(spec, trainer, stage * trainer.stage_size, flavor, keep_copies=True))
+        list(sent_layers(spec, trainer, stage * trainer.stage_size, layer_spec, keep_copies=True))
         for stage in range(trainer.pp)
     ]
 
@@ -234,24 +242,26 @@ def _check_exact(named: Named) -> None:
 
 
 # --- bytes ---------------------------------------------------------------------------------------
-def trainer_bytes(spec: ModelSpec, trainer: ParallelConfig, flavor: Flavor = "local") -> Spread:
+def trainer_bytes(
+    spec: ModelSpec, trainer: ParallelConfig, layer_spec: LayerSpec = "local"
+) -> Spread:
     """Bytes of live weights per trainer rank, padding included.
 
     Ranks of a stage differ by tp, and in their experts by etp.
     """
-    dense, expert = stage_bytes(spec, trainer, flavor)
+    dense, expert = stage_bytes(spec, trainer, layer_spec)
     where = (coords_of(trainer, rank) for rank in range(trainer.world_size))
     return Spread.of(dense[at.pp][at.tp] + expert[at.pp][at.etp] for at in where)
 
 
 def stage_bytes(
-    spec: ModelSpec, trainer: ParallelConfig, flavor: Flavor = "local"
+    spec: ModelSpec, trainer: ParallelConfig, layer_spec: LayerSpec = "local"
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Bytes of live weights: (by stage and tp rank, without experts), (experts, by stage and etp).
 
     In the checkpoint's dtype, one expert-parallel rank's share of the experts.
     """
-    stages, itemsize = _stages(spec, trainer, flavor), ITEMSIZE.get(spec.dtype, 2)
+    stages, itemsize = _stages(spec, trainer, layer_spec), ITEMSIZE.get(spec.dtype, 2)
     sizes: dict[tuple[Rule, Shard, bool], int] = {}
 
     def size(rule: Rule, place: Place, number: int, shard: Shard) -> int:

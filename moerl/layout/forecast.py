@@ -26,12 +26,11 @@ from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
 from moerl.layout.check import ITEMSIZE as MODEL_ITEMSIZE
 from moerl.layout.check import Spread, trainer_bytes
-from moerl.layout.placement import hf_shapes
-from moerl.layout.plan import EngineLayout
-from moerl.layout.relay import Hop, num_rounds, relay_schedule
+from moerl.layout.shards import hf_shapes
 from moerl.layout.spec import ModelSpec
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy, wire_bytes
+from moerl.weight_sync.buckets import WirePolicy, wire_bytes
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import Hop, TransferPlan, num_rounds, relay_schedule
 
 PUBLISHED_EFFICIENCY = {"plan": 0.094, "broadcast": 0.40, "hierarchical": 0.17}
 """Share of line rate; geometric means of what bench/plan_anchors.py prints."""
@@ -109,7 +108,7 @@ def forecast(
     if not 0 <= direct <= engines.num:
         raise ConfigError("--direct", direct, f"must be 0 to {engines.num}, the number of engines")
     tallies = [
-        TransferPlan(spec, trainer, engines, engine, policy).tally()
+        TransferPlan(spec, trainer, engines, engine, policy).totals()
         for engine in range(engines.num)
     ]
     received = Spread.of(tallies[0].received_bytes)

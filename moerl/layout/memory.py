@@ -33,9 +33,9 @@ from typing import Literal
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout.check import ITEMSIZE, stage_bytes
-from moerl.layout.placement import chunk_layers
-from moerl.layout.plan import EngineLayout
+from moerl.layout.shards import chunk_layers
 from moerl.layout.spec import ModelSpec, padded_vocab
+from moerl.weight_sync.held_shards import EngineLayout
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -68,7 +68,7 @@ class TrainerMemory:
     replay: int
     others: int  # reference, teacher and critic on the same ranks
     runtime: int
-    host: int  # in the node's memory: frozen weights of a publish
+    host: int  # in the node's memory: weight snapshot of a publish
 
     @property
     def total(self) -> int:

@@ -74,7 +74,7 @@ def write_report(
     config: Config,
     summary: Mapping[str, float] | None = None,
     *,
-    goes_on: bool = False,
+    is_running: bool = False,
 ) -> Path:
     """Write report.html of a run in any state and return its path.
 
@@ -89,8 +89,8 @@ def write_report(
     page = Page(
         kind="moerl run report",
         name=run.root.name,
-        state=_state(num_done, num_steps, goes_on),
-        good=goes_on or num_done >= num_steps,
+        state=_state(num_done, num_steps, is_running),
+        good=is_running or num_done >= num_steps,
         paragraphs=[_subtitle(config, rows)],
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[
@@ -232,8 +232,8 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _state(num_done: int, num_steps: int, goes_on: bool) -> str:
-    if goes_on:
+def _state(num_done: int, num_steps: int, is_running: bool) -> str:
+    if is_running:
         return f"Running: {num_done} of {num_steps} steps"
     if not num_done:
         return "Stopped before the first step"

@@ -148,7 +148,7 @@ class Admission:
 
     async def _admit(self, group: EpisodeGroup) -> None:
         """Into the journal, then into the line."""
-        if self._journal.ships:
+        if self._journal.is_shared:
             await asyncio.to_thread(self._journal.ship, group)
         if not self._history.holds_all(group):
             self._journal.left([group.group_id])

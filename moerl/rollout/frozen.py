@@ -1,6 +1,6 @@
 """Which finished groups wait for reference and teacher, where those have ranks of their own.
 
-Scores depend on a record and on frozen weights, not on the policy's version, so a group is scored
+Scores depend on a record and on weight snapshot, not on the policy's version, so a group is scored
 as soon as it is ready, while the trainer steps on an earlier batch; a plan leaves the controller
 when all of its rows are scored.  Nothing of this is journalled: a controller or a gang that starts
 again scores once more, to the same numbers.

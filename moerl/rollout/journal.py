@@ -152,10 +152,10 @@ class Journal:
         if self._segments is not None:
             self._segments.remove([one for one in self._segments.held() if one in spent])
             dropped = ranges(self._noted(_DROPPED))
-            self._segments.keep_facts(Shipped(facts, consumed, dropped))
+            self._segments.keep_state(Shipped(facts, consumed, dropped))
 
     @property
-    def ships(self) -> bool:
+    def is_shared(self) -> bool:
         """Durability `shared`: a group is shipped before it is admitted."""
         return self._segments is not None
 

@@ -1,7 +1,7 @@
 """Which engines the trainer publishes to: what it was told last, and what it must be told next.
 
-A gang opens its outlet for the configured engines.  Where others are in the run, it is told with
-its hello or instead of its next plan (`Enlist`), and has taken that in when it asks again; an
+A gang opens its publisher for the configured engines.  Where others are in the run, it is told with
+its hello or instead of its next plan (`SetEngines`), and has taken that in when it asks again; an
 engine that leaves is not ended before.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moerl.config.schema import EngineConfig
-from moerl.messages import Enlist, Enlisted
+from moerl.messages import SetEngines, SyncTarget
 
-Engines = tuple[Enlisted, ...]
+Engines = tuple[SyncTarget, ...]
 
 
 class Roster:
@@ -38,7 +38,7 @@ class Roster:
     def is_free(self, engine: int) -> bool:
         return self._taken is not None and all(one.engine != engine for one in self._taken)
 
-    def begin(self) -> Enlist | None:
+    def begin(self) -> SetEngines | None:
         """A gang says hello: what it must be told, if anything."""
         self._told = self._taken = self._configured
         return self.news()
@@ -47,14 +47,14 @@ class Roster:
         """The gang asks for a plan: it has taken in what it was told last."""
         self._taken = self._told
 
-    def news(self) -> Enlist | None:
+    def news(self) -> SetEngines | None:
         """What the gang must be told before its next plan, once."""
         now = engines_of(self._sizes)
         if now == self._told:
             return None
         self._told = now
-        return Enlist(now)
+        return SetEngines(now)
 
 
 def engines_of(sizes: Mapping[int, int]) -> Engines:
-    return tuple(Enlisted(index, sizes[index]) for index in sorted(sizes))
+    return tuple(SyncTarget(index, sizes[index]) for index in sorted(sizes))

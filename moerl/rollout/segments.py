@@ -50,7 +50,7 @@ class Segments:
             path.unlink(missing_ok=True)  # of an earlier try
             raise JournalError(f"group {group.group_id} was not shipped: {error}") from error
 
-    def keep_facts(self, facts: Shipped) -> None:
+    def keep_state(self, facts: Shipped) -> None:
         try:
             seal(self._folder / "facts", [(_HEADER, encode_value(facts))])
         except OSError as error:

@@ -18,7 +18,6 @@ from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
-    Enlist,
     Failed,
     Hello,
     Message,
@@ -28,6 +27,7 @@ from moerl.messages import (
     Refresh,
     RelayUpdate,
     Scored,
+    SetEngines,
     StepDone,
     Stop,
     TakePlan,
@@ -160,7 +160,7 @@ class TrainerHandler:
             return await self._scored_plan(message)
         return await self._collect(message) or await self._scored_plan(message)
 
-    async def _collect(self, message: TakePlan) -> Enlist | Refresh | None:
+    async def _collect(self, message: TakePlan) -> SetEngines | Refresh | None:
         """Plan a step when its batch is complete; or return what the trainer must do before.
 
         Raises ProtocolError when that takes too long, or another trainer has started meanwhile.

@@ -29,7 +29,7 @@ def read_board(run: RunDir, config: Config) -> tuple[Post, str]:
     return Post(run, controller, token, -1, cluster_reader(config, run, token), None), start
 
 
-def enlist(post: Post, parallel: Parallel) -> Post:
+def set_engines(post: Post, parallel: Parallel) -> Post:
     """Collective: the next incarnation of the trainer, from the newest checkpoint."""
     holder: list[Any] = [None]
     if parallel.is_first:

@@ -2,8 +2,8 @@
 
 Every rank runs this loop; rank 0 alone speaks to the controller and passes plans on as bytes.
 After an optimizer step the weights are copied (frozen) and published by background threads while
-the next step trains (`moerl.sync.shards`); the next freeze waits for them, so at most one publish
-is in flight.
+the next step trains (`moerl.weight_sync.publisher`); the next freeze waits for them, so at most one
+publish is in flight.
 
 A step is reported before its checkpoint is written: a crash in between costs a redone step, while
 the other order could leave a step inside a checkpoint without its row in metrics.jsonl.
@@ -26,9 +26,8 @@ from torch import Tensor
 from moerl.config.schema import Config
 from moerl.errors import MoerlError, TrainerError
 from moerl.id_sets import IdSet
-from moerl.layout import Flavor
+from moerl.layout import LayerSpec
 from moerl.messages import (
-    Enlist,
     Failed,
     Hello,
     Message,
@@ -36,6 +35,7 @@ from moerl.messages import (
     Plan,
     Refresh,
     Refused,
+    SetEngines,
     StepDone,
     Stop,
     TakePlan,
@@ -43,7 +43,6 @@ from moerl.messages import (
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.serialization import decode
-from moerl.sync.shards import Seat, ShardOutlet, open_outlet
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
@@ -57,6 +56,7 @@ from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 from moerl.trainer.weights.hf_gather import HfGather
 from moerl.trainer.weights.hf_save import save_hf
 from moerl.types import BatchPlan, PolicyVersion
+from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
 
@@ -105,7 +105,7 @@ class Gang:
             self.model.spec,
             parallel.sizes,
             parallel.rank,
-            _flavor(parallel),
+            _layer_spec(parallel),
             parallel.control,
         )
         self.version = PolicyVersion(post.incarnation, 0)
@@ -115,12 +115,12 @@ class Gang:
             post.run, config.checkpoint, parallel, self.tracer, post.incarnation
         )
         self.client: ControllerClient | None = None
-        self.outlet: ShardOutlet | None = None
+        self.publisher: WeightPublisher | None = None
         if parallel.is_first:
             timeout_s = config.trainer.step_timeout_s
             self.client = ControllerClient(post.controller, post.token, timeout_s=timeout_s)
         if config.engine.count:
-            self.outlet = open_outlet(config, self._seat(on_failure))
+            self.publisher = open_publisher(config, self._seat(on_failure))
 
     def run(self) -> None:
         """Train until the controller says stop, then leave the checkpoint and the HF folder."""
@@ -168,16 +168,16 @@ class Gang:
                 consumed=self.consumed.parts,
             )
             holder = [self.client.ask_encoded(hello)]
-        self._enlist(self._shared(holder))
+        self._set_engines(self._shared(holder))
 
-    def _enlist(self, message: Message) -> None:
-        if isinstance(message, Enlist) and self.outlet is not None:
-            self.outlet.enlist(message.engines)
+    def _set_engines(self, message: Message) -> None:
+        if isinstance(message, SetEngines) and self.publisher is not None:
+            self.publisher.set_engines(message.engines)
 
     def _take_plan(self) -> BatchPlan | None:
         """The next plan on every rank, or None when the run is over."""
-        while isinstance(message := self._ask_plan(), Refresh | Enlist):
-            self._enlist(message)
+        while isinstance(message := self._ask_plan(), Refresh | SetEngines):
+            self._set_engines(message)
             if isinstance(message, Refresh):
                 self._settle()
                 self._publish()
@@ -244,21 +244,21 @@ class Gang:
 
     def _publish(self) -> dict[str, float]:
         """Freeze the weights and start publishing them; metrics of the publish before."""
-        if self.outlet is None:
+        if self.publisher is None:
             return {}
         with self.tracer.span("freeze", version=str(self.version)):
-            return self.outlet.publish(self.version)
+            return self.publisher.publish(self.version)
 
     def _settle(self) -> None:
         """Wait until no publish is in flight."""
-        if self.outlet is not None:
-            self.outlet.wait()
+        if self.publisher is not None:
+            self.publisher.wait()
         dist.barrier(self.parallel.control)
 
     def _serve_late(self) -> None:
         """After `_settle`: engines that are behind may be served again until the next publish."""
-        if self.outlet is not None:
-            self.outlet.resume()
+        if self.publisher is not None:
+            self.publisher.resume()
 
     def _keep_version(self) -> None:
         self._save_hf(self.post.run.versions / str(self.version))
@@ -278,15 +278,15 @@ class Gang:
             checkpoint.save(self.writer, self.learner, progress, self.parallel)
         self.saved_step = self.version.step
 
-    def _seat(self, on_failure: Callable[[BaseException], None]) -> Seat:
+    def _seat(self, on_failure: Callable[[BaseException], None]) -> SyncContext:
         config, post, parallel = self.config, self.post, self.parallel
-        return Seat(
+        return SyncContext(
             rank=parallel.rank,
             world_size=parallel.world_size,
             control=parallel.control,
             spec=self.model.spec,
             layout=parallel.sizes,
-            flavor=_flavor(parallel),
+            layer_spec=_layer_spec(parallel),
             live=lambda: self.model.tensors,
             # lines of its own: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: ControllerClient(
@@ -304,7 +304,7 @@ def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Te
     return tensors | {name: source.read(name).to(source.dtype(name)) for name in rest}
 
 
-def _flavor(parallel: Parallel) -> Flavor:
+def _layer_spec(parallel: Parallel) -> LayerSpec:
     return "te" if parallel.platform.name == "cuda" else "local"
 
 

@@ -4,7 +4,7 @@
 
 `--frozen` makes it a rank of the other gang, reference and teacher (`moerl.trainer.frozen_gang`).
 On nodes of its own the gang gets `--run-dir` alone and finds the rest on the run's board
-(`moerl.trainer.enlist`).
+(`moerl.trainer.set_engines`).
 
 The gang knows nothing of Ray.  A failure on any rank is told to the controller in one sentence and
 the process ends at once: its peers may hang in a collective, torchrun ends them.
@@ -56,7 +56,7 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe(place.name))
     # the platform comes before anything that imports megatron
-    from moerl.trainer.enlist import enlist
+    from moerl.trainer.enlist import set_engines
     from moerl.trainer.frozen_gang import FrozenGang, own_layout
     from moerl.trainer.gang import Gang
     from moerl.trainer.model import parallel
@@ -76,7 +76,7 @@ def main() -> None:
             FrozenGang(config, post, ranks).run()
         else:
             if start:
-                post = enlist(post, ranks)
+                post = set_engines(post, ranks)
             Gang(config, post, ranks, end).run()
             if start and ranks.is_first:
                 run.board.done(start)

@@ -164,22 +164,22 @@ def _score_dtype(
     model = build(folder.spec, trainer, ranks, with_replay=True)
     load_hf(live_tensors(model.gpt), model.tiles, folder)
     model.module.eval()
-    tally = Tally()
+    totals = Tally()
     for index in range(plan.num_microbatches):
         batch = pack_microbatch(plan, ranks.dp_rank, index, store)
-        _Scorer(model, batch, index, ranks, tally).run(job.variants)
-    return tally
+        _Scorer(model, batch, index, ranks, totals).run(job.variants)
+    return totals
 
 
 class _Scorer:
     """All variants of one microbatch; forwards are shared by variants with the same routes."""
 
     def __init__(
-        self, model: Model, batch: Microbatch, index: int, ranks: Parallel, tally: Tally
+        self, model: Model, batch: Microbatch, index: int, ranks: Parallel, totals: Tally
     ) -> None:
         assert model.replay is not None, "the model was built with replay"
         self.model, self.batch, self.index, self.ranks = model, batch, index, ranks
-        self.tally, self.replay = tally, model.replay
+        self.totals, self.replay = totals, model.replay
         self.recorded = {
             layer: ids.long() for layer, ids in batch.routes(self.replay.layers).items()
         }
@@ -207,17 +207,17 @@ class _Scorer:
         for layer, differ in differs.items():
             clean = self.real & ~touched[layer]
             margin = self.replay.live(self.index, layer).margin.cpu().float()
-            self.tally.root_margin.append(margin[differ & clean].numpy())
-            self.tally.layer_margin[layer].append(margin[self.real].numpy())
+            self.totals.root_margin.append(margin[differ & clean].numpy())
+            self.totals.layer_margin[layer].append(margin[self.real].numpy())
             sets = (self.real, self.real & ~differ, clean, clean & differ)
             pairs = np.array([int(part.sum()) for part in sets])
-            self.tally.layer_pairs[layer] = self.tally.layer_pairs.get(layer, 0) + pairs
+            self.totals.layer_pairs[layer] = self.totals.layer_pairs.get(layer, 0) + pairs
             for name, count in zip(("slots", "slots_agree", "slots_clean"), pairs, strict=False):
-                self.tally.counts[name] += int(count)
+                self.totals.counts[name] += int(count)
         self._per_token(differs, touched)
         agree = self.real & ~torch.stack(list(differs.values())).any(0)
-        self.tally.counts["tokens"] += int(self.real.sum())
-        self.tally.counts["tokens_agree"] += int(agree.sum())
+        self.totals.counts["tokens"] += int(self.real.sum())
+        self.totals.counts["tokens_agree"] += int(agree.sum())
         self.replay.clear()
         return logits
 
@@ -233,8 +233,8 @@ class _Scorer:
             sizes = batch.mask_offsets.diff()
         for index, rollout in enumerate(batch.rollouts):
             mine = (batch.seq == index).numpy()
-            self.tally.moved[rollout.rollout_id] = moved[mine]
-            self.tally.kept[rollout.rollout_id] = sizes.numpy()[mine]
+            self.totals.moved[rollout.rollout_id] = moved[mine]
+            self.totals.kept[rollout.rollout_id] = sizes.numpy()[mine]
 
     def _replayed_logits(self, routes: Routes) -> Tensor:
         from moerl.trainer.passes import forward
@@ -253,7 +253,7 @@ class _Scorer:
                     f"layer {layer}: {int(wrong.sum())} tokens ran other experts than replayed",
                 )
             if routes is self.recorded:
-                self.tally.counts["executed"] += int(self.real.sum())
+                self.totals.counts["executed"] += int(self.real.sum())
         self.replay.finish_step()
         return logits
 
@@ -270,7 +270,7 @@ class _Scorer:
             logprob = forward.sampled_logprobs(self.model, logits, batch, self.ranks).logprob
             for row, rollout in enumerate(batch.rollouts):
                 values = logprob.cpu()[batch.seq == row].float().numpy()
-                self.tally.logprobs[name][rollout.rollout_id] = values
+                self.totals.logprobs[name][rollout.rollout_id] = values
 
     def _altered(self, kind: str) -> Routes:
         """The recorded routes, or one of the controls."""
@@ -353,24 +353,24 @@ def _write(
         "engine": np.concatenate([read_logprobs(store, rollout) for rollout in rollouts]),
     }
     for dtype in job.dtypes:
-        tally = Tally()
+        totals = Tally()
         for found in every:
-            tally.merge(found[dtype])
-        for variant, by_id in tally.logprobs.items():
+            totals.merge(found[dtype])
+        for variant, by_id in totals.logprobs.items():
             arrays[f"{dtype}/{variant}"] = np.concatenate(
                 [by_id[rollout.rollout_id] for rollout in rollouts]
             )
-        for name, count in tally.counts.items():
+        for name, count in totals.counts.items():
             arrays[f"{dtype}/{name}"] = np.array(count)
-        arrays[f"{dtype}/root_margin"] = np.concatenate(tally.root_margin)
-        layers = sorted(tally.layer_pairs)
-        margins = [np.concatenate(tally.layer_margin[layer]) for layer in layers]
+        arrays[f"{dtype}/root_margin"] = np.concatenate(totals.root_margin)
+        layers = sorted(totals.layer_pairs)
+        margins = [np.concatenate(totals.layer_margin[layer]) for layer in layers]
         arrays[f"{dtype}/layers"] = np.array(layers)
-        arrays[f"{dtype}/layer_pairs"] = np.stack([tally.layer_pairs[layer] for layer in layers])
+        arrays[f"{dtype}/layer_pairs"] = np.stack([totals.layer_pairs[layer] for layer in layers])
         arrays[f"{dtype}/layer_margin"] = np.stack(
             [np.quantile(margin, (0.05, 0.5, 0.95)) for margin in margins]
         )
-        for name, by_id in (("moved", tally.moved), ("kept", tally.kept)):
+        for name, by_id in (("moved", totals.moved), ("kept", totals.kept)):
             values = np.concatenate([by_id[rollout.rollout_id] for rollout in rollouts])
             arrays[f"{dtype}/moved" if name == "moved" else "kept"] = values
     np.savez(job.out, **arrays)

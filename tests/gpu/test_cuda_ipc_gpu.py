@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moerl.errors import TransportError
-from moerl.transport.cuda_ipc import make
+from moerl.weight_sync.transports.cuda_ipc import make
 
 MIB = 2**20
 SIZE = 24 * MIB + 5

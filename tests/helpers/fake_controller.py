@@ -17,16 +17,13 @@ import torch
 import zmq
 
 from moerl.config.json_files import read_json
-from moerl.engine.receiver import Receiver, Seat
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import at, hf_shapes, model_spec, sglang_tiles
-from moerl.layout.plan import EngineLayout
 from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
     EngineHolds,
-    Enlist,
     Failed,
     Hello,
     Message,
@@ -37,6 +34,7 @@ from moerl.messages import (
     RelayUpdate,
     Scored,
     SessionMessage,
+    SetEngines,
     StepDone,
     Stop,
     TakePlan,
@@ -47,8 +45,10 @@ from moerl.messages import (
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.serialization import decode, encode
-from moerl.transport.registry import make
 from moerl.types import BatchPlan, PolicyVersion
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.receiver import Receiver, ReceiverContext
+from moerl.weight_sync.transports.factory import make
 from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT
 
@@ -63,7 +63,7 @@ class FakeEngine:
             for name, local in sglang_tiles(self._spec, 1, 0).items()
         }
         self._receiver = Receiver(
-            Seat(self._spec, EngineLayout(tp=1), 0, "layout"),
+            ReceiverContext(self._spec, EngineLayout(tp=1), 0, "layout"),
             PlainModel(self._tensors),
             lambda name, folder: make(name, address="127.0.0.1", folder=folder),
             PolicyVersion(0, 0),
@@ -104,7 +104,7 @@ class FakeController:
         self,
         token: str,
         plans: Callable[[int], BatchPlan | None],
-        fleets: Mapping[int, Enlist] | None = None,
+        fleets: Mapping[int, SetEngines] | None = None,
         model: Path | None = None,
     ) -> None:
         self.token, self.plans, self.fleets = token, plans, dict(fleets or {})

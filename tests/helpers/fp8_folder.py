@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from moerl.layout.wire import SCALE_SUFFIX, WirePolicy, is_quantised
-from moerl.sync.quantize import quantize_blocks
+from moerl.weight_sync.buckets import SCALE_SUFFIX, WirePolicy, is_quantised
+from moerl.weight_sync.quantize import quantize_blocks
 
 CONFIG: dict[str, Any] = {
     "quant_method": "fp8",

@@ -32,7 +32,7 @@ from moerl.config.load import load_saved
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.trainer.model import platform
-from moerl.transport.base import Link, Transport
+from moerl.weight_sync.transports.base import Link, Transport
 
 _POLL_S = 0.02
 _HALT_S = 120.0
@@ -50,21 +50,21 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     place = platform.prepare("cpu", local_rank=int(os.environ["LOCAL_RANK"]))
-    from moerl.sync import shards
     from moerl.trainer.gang import Gang, Post
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import live_tensors
     from moerl.trainer.weights.hf_save import save_hf
     from moerl.types import PolicyVersion
+    from moerl.weight_sync import publisher
 
     run = RunDir(Path(root))
     config = load_saved(run.config)
     here = parallel.start(config.trainer.parallel, place, timeout_s=120.0)
-    faults = Faults(here.rank, shards.make)
-    shards.make = faults.make  # type: ignore[assignment]
+    faults = Faults(here.rank, publisher.make)
+    publisher.make = faults.make  # type: ignore[assignment]
     post = Post(run, controller, "token", int(incarnation), BlobStore(run.root / "b", "n"), None)
     gang = Gang(config, post, here, _end)
-    assert gang.outlet is not None
+    assert gang.publisher is not None
     for number in count():
         path = run.root / "orders" / f"{incarnation}.{number}.json"
         while not path.exists():
@@ -77,11 +77,11 @@ def main() -> None:
         tensors = gang.gather.gather()
         if tensors is not None:
             save_hf(run.root / f"hf-{version}", tensors, gang.source.path)
-        faults.arm(order, path.with_suffix(""), gang.outlet)
-        gang.outlet.publish(version)
-        metrics = gang.outlet.wait()
+        faults.arm(order, path.with_suffix(""), gang.publisher)
+        gang.publisher.publish(version)
+        metrics = gang.publisher.wait()
         faults.disarm()
-        gang.outlet.resume()
+        gang.publisher.resume()
         if here.is_first:
             done = path.with_suffix(".writing")
             done.write_bytes(msgspec.json.encode(metrics))
@@ -101,10 +101,10 @@ class Faults:
         plain = self._make(name, **where)
         return FaultyTransport(plain, next(self._engines), self)  # type: ignore[return-value]
 
-    def arm(self, order: Order, files: Path, outlet: Any) -> None:
+    def arm(self, order: Order, files: Path, publisher: Any) -> None:
         self.order, self.files = order, files
         if order.fault == "plan" and self._rank == 0:
-            session = outlet._ways.sessions[order.engine]
+            session = publisher._destinations.sessions[order.engine]
             plain = session.terms
             session.terms = replace(plain, plan="0123456789abcdef")
             self._repair = lambda: setattr(session, "terms", plain)

@@ -15,7 +15,7 @@ import numpy as np
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import ModelSpec
-from moerl.layout.plan import EngineLayout
+from moerl.weight_sync.held_shards import EngineLayout
 
 Arrays = dict[str, np.ndarray]
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

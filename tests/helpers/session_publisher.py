@@ -16,10 +16,6 @@ from moerl.config.json_files import read_json
 from moerl.config.schema import ParallelConfig
 from moerl.engine.host import EngineHost
 from moerl.layout import at, megatron_tiles, model_spec
-from moerl.layout.digest import split
-from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy
 from moerl.messages import (
     CommitUpdate,
     PrepareUpdate,
@@ -28,9 +24,12 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.sync.courier import Berth, Courier, FrozenShard
-from moerl.transport.registry import make
 from moerl.types import PolicyVersion
+from moerl.weight_sync.buckets import WirePolicy, split
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.sender import Destination, WeightSender, WeightSnapshot
+from moerl.weight_sync.transfer_plan import TransferPlan
+from moerl.weight_sync.transports.factory import make
 
 POLICY = WirePolicy(dtype="float32", bucket_bytes=65536)
 TRAINER = ParallelConfig()
@@ -45,9 +44,9 @@ class Publisher:
         self._spec = model_spec(read_json(next(iter(folders.values())) / "config.json"))
         engine = EngineLayout(tp=host.config.tp)
         self._plan = TransferPlan(self._spec, TRAINER, engine, host.index, POLICY).sender(0)
-        self._shard = FrozenShard()
+        self._shard = WeightSnapshot()
         transport = make("shm", address="127.0.0.1", folder="")
-        self._courier = Courier(self._plan, self._shard, transport)
+        self._sender = WeightSender(self._plan, self._shard, transport)
 
     async def stage(self, version: PolicyVersion) -> None:
         """All of a session but its commit."""
@@ -61,19 +60,19 @@ class Publisher:
             transport="shm",
             trainer=asdict(TRAINER),
             policy=asdict(POLICY),
-            flavor="local",
+            layer_spec="local",
             timeout_s=_DEADLINE_S,
         )
         prepared = await self._host.session(prepare)
         assert isinstance(prepared, UpdatePrepared)
         self._shard.freeze(self._tensors(version), version)
-        berths = {
-            rank: Berth(endpoint, prepared.starts[rank][0])
+        destinations = {
+            rank: Destination(endpoint, prepared.starts[rank][0])
             for rank, endpoint in enumerate(prepared.endpoints)
         }
         deadline = time.monotonic() + _DEADLINE_S
-        moved = await asyncio.to_thread(self._courier.send, berths, deadline)
-        digests = tuple(moved[rank].digests for rank in range(len(berths)))
+        moved = await asyncio.to_thread(self._sender.send, destinations, deadline)
+        digests = tuple(moved[rank].digests for rank in range(len(destinations)))
         verified = await self._host.session(VerifyUpdate(index, version, digests, _DEADLINE_S))
         assert isinstance(verified, UpdateVerified)
         assert not any(verified.failed), verified

@@ -25,14 +25,8 @@ import zmq
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
-from moerl.engine.receiver import Door, Receiver, Seat, socket_path
 from moerl.errors import EngineError, TrainerError
 from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
-from moerl.layout.plan import EngineLayout
-from moerl.layout.relay import TRAINER as TRAINER_ID
-from moerl.layout.relay import relay_schedule
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy
 from moerl.messages import (
     AskEngine,
     CommitUpdate,
@@ -48,11 +42,21 @@ from moerl.messages import (
     VerifyUpdate,
 )
 from moerl.serialization import decode, encode
-from moerl.sync.courier import Courier, FrozenShard
-from moerl.sync.line import CourierThread, Line, Offer
-from moerl.sync.session import EngineSession, Terms
-from moerl.transport.registry import make
 from moerl.types import PolicyVersion
+from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket, socket_path
+from moerl.weight_sync.sender import (
+    SenderChannel,
+    SenderThread,
+    SharedSnapshot,
+    WeightSender,
+    WeightSnapshot,
+)
+from moerl.weight_sync.session import EngineSession, SessionSpec
+from moerl.weight_sync.transfer_plan import TRAINER as TRAINER_ID
+from moerl.weight_sync.transfer_plan import TransferPlan, relay_schedule
+from moerl.weight_sync.transports.factory import make
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
 TOKEN = "a run's token"
@@ -114,7 +118,7 @@ class FaultyReceiver:
         self._model = PlainModel(local_tensors(self._named, held))
         self._flips = flips
         self.receiver = Receiver(
-            Seat(spec(), EngineLayout(tp=tp), rank, "layout"),
+            ReceiverContext(spec(), EngineLayout(tp=tp), rank, "layout"),
             self._model,
             lambda name, folder: make(name, address="127.0.0.1", folder=folder),
             held,
@@ -152,7 +156,7 @@ class FaultyReceiver:
 
 def run_engine_rank(folder: str, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
     torch.set_num_threads(1)
-    door = Door(
+    door = ReceiverSocket(
         FaultyReceiver(rank, tp, held, flips).handle, socket_path(Path(folder), rank), TOKEN
     )
     door.start()
@@ -268,18 +272,18 @@ def run_trainer_rank(
     delta: bool,
     plan_ids: list[int],
 ) -> None:
-    """Courier threads towards all engines; freezes each version that comes over the queue."""
+    """Sender threads towards all engines; freezes each version that comes over the queue."""
     torch.set_num_threads(1)
     named = megatron_tiles(spec(), TRAINER, rank)
-    offer = Offer(FrozenShard(), threading.Condition())
+    offer = SharedSnapshot(WeightSnapshot(), threading.Condition())
     for engine, endpoint in enumerate(lines):
         plan = transfer(tp, plan_ids[engine]).sender(rank)
         # a copy of its own for each engine: one of them may be made to halt
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
-        courier = Courier(plan, offer.shard, mover, delta=delta)
-        CourierThread(endpoint, TOKEN, rank, courier, offer).start()
+        sender = WeightSender(plan, offer.shard, mover, delta=delta)
+        SenderThread(endpoint, TOKEN, rank, sender, offer).start()
     while True:
         version = versions.get()  # type: ignore[attr-defined]
         with offer.changed:
@@ -331,7 +335,7 @@ class Trainer:
         hops = relay_schedule(range(len(engines)), direct or len(engines))
         ids = [hop.plan_engine for hop in sorted(hops, key=lambda hop: hop.dst)]
         self.engines = engines
-        lines = [Line("127.0.0.1", TOKEN, TRAINER.world_size) for _ in engines]
+        lines = [SenderChannel("127.0.0.1", TOKEN, TRAINER.world_size) for _ in engines]
         endpoints, tp = [line.endpoint for line in lines], engines[0].tp
         self.queues = [CONTEXT.Queue() for _ in range(TRAINER.world_size)]
         self.processes = [
@@ -364,15 +368,15 @@ class Trainer:
         plan: str | None,
         delta: bool,
         folder: str,
-    ) -> Terms:
-        return Terms(
+    ) -> SessionSpec:
+        return SessionSpec(
             engine=index,
             plan_engine=plan_id,
             plan=plan or transfer(tp, plan_id).id,
             transport=transport,
             trainer=TRAINER,
             policy=POLICY,
-            flavor="local",
+            layer_spec="local",
             timeout_s=timeout_s,
             drain_s=0.0,
             delta=delta,

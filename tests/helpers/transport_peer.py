@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from moerl.errors import TransportError
-from moerl.transport import mooncake
-from moerl.transport.base import Link, Staging
-from moerl.transport.registry import make
+from moerl.weight_sync.transports import mooncake
+from moerl.weight_sync.transports.base import Link, Staging
+from moerl.weight_sync.transports.factory import make
 
 
 def mooncake_missing() -> str:

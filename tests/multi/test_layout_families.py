@@ -194,7 +194,7 @@ def logit_gap(folder: Path, family: str, ranks: Any) -> float:
 @contextmanager
 def broken_table(model_type: str, mutation: str) -> Iterator[None]:
     """The family's Megatron rules, wrong in one way."""
-    from moerl.layout import placement, rules
+    from moerl.layout import rules, shards
 
     def swap(rule: Any, ends: str, *order: int) -> Any:
         if not rule.local.endswith(ends) or len(rule.hf) != len(order):
@@ -232,16 +232,16 @@ def broken_table(model_type: str, mutation: str) -> Iterator[None]:
             for part in group
         )
 
-    family, expand = placement.FAMILY_TABLES[model_type], placement.expand
-    placement.FAMILY_TABLES[model_type] = replace(
+    family, expand = shards.FAMILY_TABLES[model_type], shards.expand
+    shards.FAMILY_TABLES[model_type] = replace(
         family, every=parts(family.every), moe=parts(family.moe), dense=parts(family.dense)
     )
     if mutation == "experts_off_by_one":
-        placement.expand = lambda spec, *rest: shift_experts(spec, expand(spec, *rest))
+        shards.expand = lambda spec, *rest: shift_experts(spec, expand(spec, *rest))
     try:
         yield
     finally:
-        placement.FAMILY_TABLES[model_type], placement.expand = family, expand
+        shards.FAMILY_TABLES[model_type], shards.expand = family, expand
 
 
 def cut_by_turns(blocks: Any, shard: Any) -> Any:

@@ -32,14 +32,14 @@ from moerl.layout import (
     flat,
     megatron_tiles,
     model_spec,
-    placement,
     sglang_tiles,
+    shards,
 )
-from moerl.layout import plan as plan_layout
 from moerl.layout.rules import Part, Rule
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import Piece, WirePolicy, engine_wants
-from moerl.sync.quantize import quantize_blocks
+from moerl.weight_sync import held_shards as plan_layout
+from moerl.weight_sync.buckets import Piece, WirePolicy, engine_wants
+from moerl.weight_sync.quantize import quantize_blocks
+from moerl.weight_sync.transfer_plan import TransferPlan
 from tests.helpers.sglang_oracle import CASES, FP8_CASES, REFUSED_CASES, VARIANTS, Case
 
 Tensors = dict[str, torch.Tensor]
@@ -290,7 +290,7 @@ def break_rule(
     monkeypatch: pytest.MonkeyPatch, family: str, local: str, change: Rule | None
 ) -> None:
     """Replace (or, with None, remove) the SGLang rule of one tensor."""
-    table = placement.FAMILY_TABLES[family]
+    table = shards.FAMILY_TABLES[family]
 
     def broken(part: Part) -> Part:
         rules = tuple(change if rule.local.endswith(local) else rule for rule in part.sglang)
@@ -299,11 +299,11 @@ def break_rule(
     kinds = {kind: tuple(map(broken, getattr(table, kind))) for kind in ("every", "moe", "dense")}
     changed = replace(table, **kinds)
     assert changed != table
-    monkeypatch.setitem(placement.FAMILY_TABLES, family, changed)
+    monkeypatch.setitem(shards.FAMILY_TABLES, family, changed)
 
 
 def rule_of(family: str, local: str) -> Rule:
-    table = placement.FAMILY_TABLES[family]
+    table = shards.FAMILY_TABLES[family]
     parts = (*table.every, *table.moe, *table.dense)
     return next(r for part in parts for r in part.sglang if r.local.endswith(local))
 
@@ -358,7 +358,7 @@ def test_experts_off_by_one_are_seen(
     oracle: Path, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     """A permutation of experts: every shape and every round trip stays right."""
-    original = placement.expand
+    original = shards.expand
 
     def shifted(*args: object) -> Named:
         def move(name: str) -> str:
@@ -373,6 +373,6 @@ def test_experts_off_by_one_are_seen(
             for name, local in original(*args).items()
         }
 
-    monkeypatch.setattr(placement, "expand", shifted)
+    monkeypatch.setattr(shards, "expand", shifted)
     with pytest.raises(AssertionError, match=r"w13_weight, .*w2_weight.* not as SGLang loads them"):
         check(oracle, case)

@@ -22,7 +22,7 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
-from moerl.messages import Enlist, Enlisted
+from moerl.messages import SetEngines, SyncTarget
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
@@ -57,7 +57,7 @@ class Bench:
         checkpoint: Path | None = None,
         until: int = STEPS,
         spoil: int = -1,
-        fleets: Mapping[int, Enlist] | None = None,
+        fleets: Mapping[int, SetEngines] | None = None,
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
         """Run the gang until `until`; the plan of step `spoil` has a missing blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
@@ -85,7 +85,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple:
     """One uninterrupted run of all steps; engine 5 takes the place of engine 0 at step 2."""
     bench = Bench(tmp_path_factory.mktemp("straight"), model, every=2, keep=2, keep_versions=True)
-    done, controller = bench.train(fleets={2: Enlist((Enlisted(5, 1),))})
+    done, controller = bench.train(fleets={2: SetEngines((SyncTarget(5, 1),))})
     assert done.returncode == 0, done.stderr[-4000:]
     return bench, controller
 

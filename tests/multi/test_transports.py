@@ -26,8 +26,8 @@ import torch
 from safetensors import safe_open
 
 from moerl.errors import ConfigError, TransportError
-from moerl.transport.base import Link, Transport
-from moerl.transport.registry import NAMES, make
+from moerl.weight_sync.transports.base import Link, Transport
+from moerl.weight_sync.transports.factory import NAMES, make
 from tests.helpers.transport_peer import mooncake_missing, pattern, serve
 
 MIB = 2**20

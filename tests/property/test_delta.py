@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moerl.kernels.build import TARGETS, build
 from moerl.kernels.library import library
-from moerl.transport import delta
-from moerl.transport.delta import DeltaError, apply, changed_reference, encode, inspect
 from moerl.types import PolicyVersion
+from moerl.weight_sync import delta
+from moerl.weight_sync.delta import DeltaError, apply, changed_reference, encode, inspect
 
 V6, V7, V8 = (PolicyVersion(1, step) for step in (6, 7, 8))
 Case = tuple[Tensor, Tensor, int]  # old, new (flat uint8), word_bytes

@@ -37,8 +37,8 @@ from moerl.layout import (
     join,
     megatron_tiles,
     model_spec,
-    placement,
     sglang_tiles,
+    shards,
 )
 
 Arrays = dict[str, np.ndarray]
@@ -327,7 +327,7 @@ def with_layer_rule(monkeypatch: pytest.MonkeyPatch, local: str, change: Rule | 
 
     changed = replace(family, every=broken(family.every), moe=broken(family.moe))
     assert changed != family
-    monkeypatch.setitem(placement.FAMILY_TABLES, "qwen3_moe", changed)
+    monkeypatch.setitem(shards.FAMILY_TABLES, "qwen3_moe", changed)
 
 
 def rule_of(local: str) -> Rule:
@@ -401,7 +401,7 @@ def test_experts_off_by_one_are_seen_only_by_the_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every rank holds the next rank's first expert: still a permutation, so it round-trips."""
-    original = placement.expand
+    original = shards.expand
 
     def shifted(spec: ModelSpec, shapes: object, place: object) -> Named:
         named = original(spec, shapes, place)
@@ -418,7 +418,7 @@ def test_experts_off_by_one_are_seen_only_by_the_definition(
             for name, local in named.items()
         }
 
-    monkeypatch.setattr(placement, "expand", shifted)
+    monkeypatch.setattr(shards, "expand", shifted)
     self_consistent(make_spec(), MESH)
     with pytest.raises(AssertionError, match="differs from its definition"):
         check_megatron(make_spec(), MESH)

@@ -35,9 +35,9 @@ from moerl.layout import (
     join,
     megatron_tiles,
     model_spec,
-    placement,
     rules,
     sglang_tiles,
+    shards,
     stacked_aliases,
     stacked_forms,
     transposed_stacks,
@@ -81,12 +81,12 @@ def load(named: Named, hf: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-def check_round_trip(spec: ModelSpec, layout: ParallelConfig, flavor: Any) -> None:
+def check_round_trip(spec: ModelSpec, layout: ParallelConfig, layer_spec: Any) -> None:
     """Rank after rank: load, write back; all of it must come back, replicas equal."""
     hf = make_hf(spec)
     back = {name: np.zeros_like(value) for name, value in hf.items()}
     for rank in range(layout.world_size):
-        named = megatron_tiles(spec, layout, rank, flavor)
+        named = megatron_tiles(spec, layout, rank, layer_spec)
         check_covers(named, {name: local.shape for name, local in named.items()})
         for name, value in load(named, hf).items():
             assert not (value == -1).any(), f"rank {rank}: {name} has elements nobody wrote"
@@ -108,20 +108,20 @@ def refusal(case: str, axes: tuple[int, ...]) -> str | None:
     return None
 
 
-def check(case: str, axes: tuple[int, ...], flavor: Any = "local") -> None:
+def check(case: str, axes: tuple[int, ...], layer_spec: Any = "local") -> None:
     spec, reason = model_spec(CASES[case]), refusal(case, axes)
     if reason is None:
-        check_round_trip(spec, layout_of(*axes), flavor)
+        check_round_trip(spec, layout_of(*axes), layer_spec)
         return
     with pytest.raises(ConfigError, match=reason):
-        megatron_tiles(spec, layout_of(*axes), 0, flavor)
+        megatron_tiles(spec, layout_of(*axes), 0, layer_spec)
 
 
-@pytest.mark.parametrize("flavor", ["local", "te"])
+@pytest.mark.parametrize("layer_spec", ["local", "te"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_family_comes_back_from_every_layout(case: str, flavor: str) -> None:
+def test_every_family_comes_back_from_every_layout(case: str, layer_spec: str) -> None:
     for axes in AXES:
-        check(case, axes, flavor)
+        check(case, axes, layer_spec)
 
 
 def test_the_invalid_combinations_are_these() -> None:
@@ -248,7 +248,7 @@ def test_a_missing_rule_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch, case: str, local: str
 ) -> None:
     spec = model_spec(CASES[case])
-    family = placement.FAMILY_TABLES[spec.family]
+    family = shards.FAMILY_TABLES[spec.family]
 
     def without(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         return tuple(
@@ -260,7 +260,7 @@ def test_a_missing_rule_does_not_come_back(
         family, every=without(family.every), moe=without(family.moe), dense=without(family.dense)
     )
     assert broken != family
-    monkeypatch.setitem(placement.FAMILY_TABLES, spec.family, broken)
+    monkeypatch.setitem(shards.FAMILY_TABLES, spec.family, broken)
     with pytest.raises(AssertionError, match=r"(o_proj|down_proj|w2).* does not come back"):
         check_round_trip(spec, ParallelConfig(), "local")
 
@@ -271,8 +271,8 @@ def test_a_cut_that_overlaps_does_not_come_back(monkeypatch: pytest.MonkeyPatch)
     rule = next(r for r in families.GQA.megatron if r.cut is original)
     same = replace(rule, cut=lambda blocks, shard: original(blocks, Shard(0, shard.size)))
     part = replace(families.GQA, megatron=(families.GQA.megatron[0], same))
-    family = placement.FAMILY_TABLES["llama"]
+    family = shards.FAMILY_TABLES["llama"]
     every = tuple(part if old is families.GQA else old for old in family.every)
-    monkeypatch.setitem(placement.FAMILY_TABLES, "llama", replace(family, every=every))
+    monkeypatch.setitem(shards.FAMILY_TABLES, "llama", replace(family, every=every))
     with pytest.raises(AssertionError, match=r"o_proj\.weight does not come back"):
         check_round_trip(model_spec(CASES["llama"]), ParallelConfig(tp=2), "local")

@@ -25,19 +25,25 @@ from moerl.layout import (
     ModelSpec,
     Named,
     at,
-    deliveries,
     families,
     hf_shapes,
     megatron_tiles,
     model_spec,
     num_elements,
-    placement,
     sglang_tiles,
+    shards,
 )
-from moerl.layout.plan import EngineLayout
-from moerl.layout.relay import TRAINER, num_rounds, relay_schedule
-from moerl.layout.transfer import ReceiverPlan, SenderPlan, TransferPlan
-from moerl.layout.wire import ALIGN, ITEMSIZE, Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync import deliveries
+from moerl.weight_sync.buckets import ALIGN, ITEMSIZE, Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import (
+    TRAINER,
+    ReceiverPlan,
+    SenderPlan,
+    TransferPlan,
+    num_rounds,
+    relay_schedule,
+)
 from tests.helpers import reference_loader as reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +217,7 @@ def arrives(seed: int) -> None:
     received = {(r.src, r.dst): r for plan in receivers for r in plan.regions}
     assert sent == received, "sender and receiver derived different regions"
     assert len({plan.plan_id for plan in (*senders, *receivers)}) == 1
-    counted = case.tally()
+    counted = case.totals()
     assert counted.sent_bytes == tuple(plan.num_bytes for plan in senders)
     assert counted.received_bytes == tuple(plan.num_bytes for plan in receivers)
     for plan in receivers:
@@ -307,7 +313,7 @@ def test_swapped_keys_and_values_differ(
     swapped = replace(families.GQA.sglang[0], hf=(q, v, k))
     broken = replace(families.GQA, sglang=(swapped, *families.GQA.sglang[1:]))
     every = tuple(broken if part is families.GQA else part for part in family.every)
-    monkeypatch.setitem(placement.FAMILY_TABLES, "qwen3_moe", replace(family, every=every))
+    monkeypatch.setitem(shards.FAMILY_TABLES, "qwen3_moe", replace(family, every=every))
     with pytest.raises(AssertionError, match=r"qkv_proj\.weight differs"):
         check(CONTROL, *plans(CONTROL))
 
@@ -362,7 +368,7 @@ def test_the_plan_id_changes_with_every_input() -> None:
         replace(CONTROL, engine_id=4),
         replace(CONTROL, policy=replace(CONTROL.policy, bucket_bytes=160)),
         replace(CONTROL, policy=replace(CONTROL.policy, dtype="float32")),
-        replace(CONTROL, flavor="te"),
+        replace(CONTROL, layer_spec="te"),
     ]
     ids = {case.id for case in (CONTROL, *others)}
     assert len(ids) == len(others) + 1
@@ -407,7 +413,7 @@ def test_no_sender_is_far_above_the_mean(
     """Without pipeline stages all ranks can share the work: at most 1.2 x the mean."""
     policy = WirePolicy("bfloat16")
     counts = [
-        TransferPlan(shapes(model), trainer, engine, e, policy).tally() for e in range(num_engines)
+        TransferPlan(shapes(model), trainer, engine, e, policy).totals() for e in range(num_engines)
     ]
     sent = [sum(t.sent_bytes[rank] for t in counts) for rank in range(trainer.world_size)]
     assert max(sent) <= 1.2 * sum(sent) / len(sent)
@@ -417,7 +423,7 @@ def test_replicas_differ_by_a_piece_at_most() -> None:
     """Ranks that hold the same send the same, but for a largest piece of dense and of expert."""
     spec, trainer = shapes("qwen3-30b-a3b"), ParallelConfig(tp=1, ep=1, dp=7)
     policy = WirePolicy("bfloat16", bucket_bytes=2**20)
-    sent = TransferPlan(spec, trainer, EngineLayout(4), 5, policy).tally().sent_bytes
+    sent = TransferPlan(spec, trainer, EngineLayout(4), 5, policy).totals().sent_bytes
     assert max(sent) - min(sent) <= 2 * policy.bucket_bytes
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport import cuda_ipc
-from moerl.transport.cuda_ipc import CudaIpc
-from moerl.transport.registry import make
+from moerl.weight_sync.transports import cuda_ipc
+from moerl.weight_sync.transports.cuda_ipc import CudaIpc
+from moerl.weight_sync.transports.factory import make
 
 
 class Pretence:

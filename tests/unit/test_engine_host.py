@@ -21,7 +21,6 @@ from moerl.engine import host as host_module
 from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.layout import EngineLayout
-from moerl.engine.receiver import Committed
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.messages import CommitUpdate, Plan, UpdateClosed
 from moerl.records.blob_store import BlobStore
@@ -42,6 +41,7 @@ from moerl.types import (
     Turn,
     check,
 )
+from moerl.weight_sync.receiver import Committed
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)

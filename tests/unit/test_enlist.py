@@ -24,10 +24,10 @@ from moerl.config.schema import (
 from moerl.errors import TrainerError
 from moerl.launch.planning.dry_run import _tiny_shapes
 from moerl.layout import model_spec
-from moerl.messages import Enlisted, Message, PrepareUpdate
-from moerl.sync.shards import Seat, ShardOutlet, open_outlet
+from moerl.messages import Message, PrepareUpdate, SyncTarget
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
+from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 V1 = PolicyVersion(0, 1)
 
@@ -58,7 +58,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
+def publisher_of(engines: Engines, tmp_path: Path) -> WeightPublisher:
     shapes = _tiny_shapes(TinyModel())
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     config = Config(
@@ -67,20 +67,20 @@ def outlet_of(engines: Engines, tmp_path: Path) -> ShardOutlet:
         sync=SyncConfig(transport="shm", timeout_s=20.0),
         supervision=SupervisionConfig(max_restarts=100),
     )
-    seat = Seat(
+    seat = SyncContext(
         rank=0,
         world_size=1,
         control=dist.group.WORLD,
         spec=model_spec(shapes),
         layout=ParallelConfig(),
-        flavor="local",
+        layer_spec="local",
         live=lambda: {"w": torch.zeros(1)},
         connect=lambda: engines,
         token="t",
         tracer=Tracer(tmp_path / "trace", "trainer-0"),
         on_failure=lambda error: None,
     )
-    return open_outlet(config, seat)
+    return open_publisher(config, seat)
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -100,23 +100,23 @@ class Threads:
         fresh = set(threading.enumerate()) - self._before
         return sorted(thread.name for thread in fresh if thread.name.startswith(f"{kind}-"))
 
-    def are(self, sessions: list[str], num_couriers: int) -> bool:
-        return self.names("session") == sessions and len(self.names("courier")) == num_couriers
+    def are(self, sessions: list[str], num_senders: int) -> bool:
+        return self.names("session") == sessions and len(self.names("sender")) == num_senders
 
 
 def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
     engines, threads = Engines(), Threads()
-    outlet = outlet_of(engines, tmp_path)
+    publisher = publisher_of(engines, tmp_path)
     assert threads.names("session") == ["session-0", "session-1"]
-    outlet.enlist([Enlisted(1, 1), Enlisted(7, 2)])
+    publisher.set_engines([SyncTarget(1, 1), SyncTarget(7, 2)])
     until(lambda: threads.are(["session-1", "session-7"], 2))
     assert not engines.asked, "nothing is frozen yet"
-    outlet.publish(V1)
+    publisher.publish(V1)
     until(lambda: engines.of(V1) == {1, 7})
-    outlet.enlist([Enlisted(1, 1), Enlisted(7, 2), Enlisted(8, 1)])
+    publisher.set_engines([SyncTarget(1, 1), SyncTarget(7, 2), SyncTarget(8, 1)])
     until(lambda: engines.of(V1) == {1, 7, 8})  # at once, not with the next publish
     plans = {message.engine: message.plan for message in engines.asked}
     assert len(set(plans.values())) == 3, "sizes and engines have plans of their own"
-    outlet.wait()
-    outlet.enlist([])
+    publisher.wait()
+    publisher.set_engines([])
     until(lambda: threads.are([], 0))

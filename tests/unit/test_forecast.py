@@ -13,9 +13,9 @@ from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
 from moerl.layout import model_spec
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Links, forecast
-from moerl.layout.plan import EngineLayout
-from moerl.layout.relay import TRAINER
-from moerl.layout.wire import WirePolicy
+from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import TRAINER
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

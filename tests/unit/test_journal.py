@@ -388,7 +388,7 @@ def test_shipped_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
         folder = tmp_path / f"new{settings}"
         if settings:
             facts = replace(world.past.facts, begins=(START,), settings="a")
-            world.segments.keep_facts(Shipped(facts, (), ()))
+            world.segments.keep_state(Shipped(facts, (), ()))
         past = Journal(folder, world.blobs, world.segments, settings).load()
         assert ids(past.ready) == adopted
     assert world.segments.held() == set()

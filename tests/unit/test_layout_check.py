@@ -21,14 +21,14 @@ from moerl.layout import (
     flat,
     megatron_tiles,
     model_spec,
-    placement,
     sglang_tiles,
+    shards,
     whole,
 )
 from moerl.layout.check import check_layout
-from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy
+from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import TransferPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -112,7 +112,7 @@ def test_broken_tables_are_refused(
 
     wrong = replace(family, every=broken(family.every), moe=broken(family.moe))
     assert wrong != family
-    monkeypatch.setitem(placement.FAMILY_TABLES, "qwen3_moe", wrong)
+    monkeypatch.setitem(shards.FAMILY_TABLES, "qwen3_moe", wrong)
     spec = model_spec(CONFIGS["qwen3_moe"])
     with pytest.raises(LayoutError, match=message):
         check_layout(spec, ParallelConfig(tp=2, ep=2), EngineLayout(2))

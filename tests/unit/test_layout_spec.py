@@ -220,7 +220,7 @@ def test_expert_bias_is_fp32_on_both_sides() -> None:
 
 def test_transformer_engine_names_of_latent_attention() -> None:
     spec, layout = model_spec(MODELS["deepseek_v3"]), ParallelConfig(tp=2)
-    local, te = (megatron_tiles(spec, layout, 1, flavor) for flavor in ("local", "te"))
+    local, te = (megatron_tiles(spec, layout, 1, layer_spec) for layer_spec in ("local", "te"))
     layer = "decoder.layers.0."
     assert layer + "input_layernorm.weight" in te
     assert layer + "mlp.linear_fc1.layer_norm_weight" in te  # layer 0 is dense

@@ -15,7 +15,7 @@ from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
 from moerl.launch.nodes.desk import Desk, ask
 from moerl.launch.supervision.membership import check_removal
-from moerl.messages import Enlist, Enlisted, Hello, Ok, Plan, Refresh, StepDone, TakePlan
+from moerl.messages import Hello, Ok, Plan, Refresh, SetEngines, StepDone, SyncTarget, TakePlan
 from moerl.rollout.controller import Controller
 from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, Segment
@@ -41,7 +41,7 @@ class Trainer:
     async def step(self) -> None:
         step = self.version.step
         while not isinstance(reply := await self._controller.handle(TakePlan(step, 60.0, 0)), Plan):
-            if isinstance(reply, Enlist):
+            if isinstance(reply, SetEngines):
                 self.engines = tuple(one.engine for one in reply.engines)
                 self.told.append(self.engines)
             else:
@@ -170,7 +170,7 @@ def test_a_gang_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
             assert await controller.handle(hello) == Ok(), "as configured"
             controller.engine_joins(3, StubEngine(), 2)
             told = await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
-            assert told == Enlist((Enlisted(0, 1), Enlisted(3, 2)))
+            assert told == SetEngines((SyncTarget(0, 1), SyncTarget(3, 2)))
 
         await running(controller, work())
 

@@ -17,8 +17,8 @@ from moerl.engine.args import server_args
 from moerl.errors import ConfigError
 from moerl.launch.planning.dry_run import describe
 from moerl.launch.planning.sync_plan import planned_layouts
-from moerl.layout.transfer import TransferPlan
-from moerl.sync.shards import engine_layout
+from moerl.weight_sync.publisher import engine_layout
+from moerl.weight_sync.transfer_plan import TransferPlan
 
 MIXED = ("engine.count=3", "engine.tp_each=[4,8,4]", "cluster.nodes.engine.count=2")
 
@@ -58,7 +58,7 @@ def test_every_engine_has_a_plan_of_its_own_that_brings_it_the_whole_model() -> 
         spec, trainer, _, policy = found[0]
         plan = TransferPlan(spec, trainer, engine_layout(config, tp), index, policy)
         ids.add(plan.id)
-        received = plan.tally().received_bytes
+        received = plan.totals().received_bytes
         assert len(received) == tp
         totals.append((tp, sum(received)))
     assert len(ids) == 3

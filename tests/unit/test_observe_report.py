@@ -141,7 +141,7 @@ def test_a_publish_beside_a_step_does_not_hide_it(run: RunDir) -> None:
 
 def test_a_running_run_is_not_called_stopped(run: RunDir) -> None:
     fill(run, 3)
-    html = Path(write_report(run, Config(run=RunConfig(steps=20)), goes_on=True)).read_text()
+    html = Path(write_report(run, Config(run=RunConfig(steps=20)), is_running=True)).read_text()
     assert '<div class="state good">Running: 3 of 20 steps</div>' in html
     assert '<div class="state bad">Stopped: 3 of 20 steps</div>' in report(run)
 

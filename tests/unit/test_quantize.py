@@ -10,14 +10,14 @@ from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import at, hf_shapes, megatron_tiles, model_spec
-from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy, engine_wants
-from moerl.sync.courier import Berth, Courier, FrozenShard
-from moerl.sync.quantize import quantize_blocks
 from moerl.trainer.weights.dequantize import Fp8Block
-from moerl.transport.base import Link
 from moerl.types import PolicyVersion
+from moerl.weight_sync.buckets import WirePolicy, engine_wants
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.quantize import quantize_blocks
+from moerl.weight_sync.sender import Destination, WeightSender, WeightSnapshot
+from moerl.weight_sync.transfer_plan import TransferPlan
+from moerl.weight_sync.transports.base import Link
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -134,16 +134,16 @@ def test_a_publish_in_blocks_is_the_whole_model_quantised() -> None:
             live[name] = torch.zeros(local.shape)
             for tile in local.tiles:
                 live[name][at(tile.box)] = hf[tile.hf][at(tile.hf_box)]
-        shard = FrozenShard()
+        shard = WeightSnapshot()
         shard.freeze(live, PolicyVersion(0, 1))
-        berths = {
-            r.rank: Berth(b"%d" % r.rank, start)
+        destinations = {
+            r.rank: Destination(b"%d" % r.rank, start)
             for r in receivers
             for region, start in zip(r.regions, r.starts, strict=True)
             if region.src == rank
         }
-        courier = Courier(plan.sender(rank), shard, Memories(staging))
-        courier.send(berths, deadline=0.0)
+        sender = WeightSender(plan.sender(rank), shard, Memories(staging))
+        sender.send(destinations, deadline=0.0)
     kinds = set()
     for receiver in receivers:
         for region, start in zip(receiver.regions, receiver.starts, strict=True):

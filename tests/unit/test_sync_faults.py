@@ -20,23 +20,22 @@ import zmq
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
-from moerl.engine.receiver import check_targets
 from moerl.errors import BlobError, LayoutError, TransportError
-from moerl.layout.transfer import ReceiverPlan
-from moerl.layout.wire import Bucket, Piece, Region, WirePolicy
 from moerl.messages import AskEngine, Message, Ok, PrepareUpdate, PublishFailure, UpdatePrepared
 from moerl.records.blob_store import BlobStore
 from moerl.rollout.server import TrainerServer
-from moerl.sync import session
-from moerl.sync.courier import FrozenShard, _Lane
-from moerl.sync.line import Line
 from moerl.trace import Tracer, read_spans
 from moerl.trainer.client import ControllerClient
-from moerl.transport.disk import Disk
-from moerl.transport.door import Channel, Door, knock
-from moerl.transport.group import GroupTransport
-from moerl.transport.mooncake import MooncakeStaging, _Registered
 from moerl.types import PolicyVersion
+from moerl.weight_sync import session
+from moerl.weight_sync.buckets import Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync.receiver import check_targets
+from moerl.weight_sync.sender import SenderChannel, WeightSnapshot, _RegionSender
+from moerl.weight_sync.transfer_plan import ReceiverPlan
+from moerl.weight_sync.transports.disk import Disk
+from moerl.weight_sync.transports.mooncake import MooncakeStaging, _Registered
+from moerl.weight_sync.transports.process_group import GroupTransport
+from moerl.weight_sync.transports.token_server import Channel, TokenServer, open_channel
 
 V1 = PolicyVersion(0, 1)
 
@@ -67,9 +66,9 @@ def test_buckets_sent_again_do_not_overwrite_each_other(again: tuple[int, ...]) 
         for i in range(4)
     )
     buckets = tuple(Bucket(size * i, size, i, i + 1) for i in range(4))
-    shard, link = FrozenShard(), LateLink(4 * size)
+    shard, link = WeightSnapshot(), LateLink(4 * size)
     shard.freeze({f"s{i}": torch.full((8,), i + 1.0) for i in range(4)}, V1)
-    lane = _Lane(Region(0, 0, pieces, buckets, 4 * size), 0, link, shard, delta=False)  # type: ignore[arg-type]
+    lane = _RegionSender(Region(0, 0, pieces, buckets, 4 * size), 0, link, shard, delta=False)  # type: ignore[arg-type]
     lane.send(range(4), 0.0)
     whole = link.memory.clone()
     assert whole.view(torch.float32)[::8].tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -104,15 +103,15 @@ def test_a_door_outlives_a_caller_that_could_not_be_taken(
         monkeypatch.setattr(socket.socket, "accept", no_descriptor)
     else:
         monkeypatch.setattr(threading.Thread, "start", no_thread)
-    door = Door("127.0.0.1", lambda _caller: None)
+    door = TokenServer("127.0.0.1", lambda _caller: None)
     with pytest.raises(TransportError):
-        knock(door.place, time.monotonic() + 10)
+        open_channel(door.place, time.monotonic() + 10)
     assert failed.is_set()
-    again: Channel = knock(door.place, time.monotonic() + 20)
+    again: Channel = open_channel(door.place, time.monotonic() + 20)
     again.close()
     door.close()
     with pytest.raises(TransportError):
-        knock(door.place, time.monotonic() + 10)
+        open_channel(door.place, time.monotonic() + 10)
 
 
 @pytest.mark.parametrize("limit", ["descriptors", "threads"])
@@ -212,13 +211,13 @@ def _is_sent_away(endpoint: str, frames: list[bytes]) -> bool:
 
 def test_a_line_takes_no_message_that_no_courier_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message is read whole before its token is looked at."""
-    monkeypatch.setattr("moerl.sync.line._MAX_MESSAGE", 1000)
-    line = Line("127.0.0.1", "token", 1)
+    monkeypatch.setattr("moerl.weight_sync.sender._MAX_MESSAGE", 1000)
+    line = SenderChannel("127.0.0.1", "token", 1)
     assert _is_sent_away(line.endpoint, [b"", b"hello", b"0" * 5000])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as courier:
-        courier.connect(line.endpoint)
-        courier.send_multipart([b"token", b"hello", b"0"])
-        line.wait_for_couriers(time.monotonic() + 20)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        sender.connect(line.endpoint)
+        sender.send_multipart([b"token", b"hello", b"0"])
+        line.wait_for_senders(time.monotonic() + 20)
     line.close()
 
 
@@ -301,12 +300,12 @@ def test_an_engine_that_prepares_slowly_is_probed_as_long_as_it_needs(
         def close(self) -> None: ...
 
     line: Any = SimpleNamespace(
-        wait_for_couriers=lambda _deadline: None,
+        wait_for_senders=lambda _deadline: None,
         ask=lambda _questions, _deadline: {},
         tell=lambda _message: None,
         close=lambda: None,
     )
-    terms = session.Terms(
+    terms = session.SessionSpec(
         0, 0, "plan", "shm", ParallelConfig(), WirePolicy("bfloat16"), "local", 30.0, 0.0
     )
     one = session.EngineSession(terms, line, Control, None)

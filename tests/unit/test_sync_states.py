@@ -15,7 +15,6 @@ import pytest
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.client import BadRequest, read_committed
 from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.receiver import UNCHANGED, Committed, Door, socket_path
 from moerl.errors import EngineError
 from moerl.messages import (
     AbortUpdate,
@@ -29,6 +28,7 @@ from moerl.messages import (
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
+from moerl.weight_sync.receiver import UNCHANGED, Committed, ReceiverSocket, socket_path
 from tests.unit.test_controller import StubEngine, make
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -167,7 +167,7 @@ def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_nam
         host, _ = make_host(tmp_path)
         with pytest.raises(EngineError, match="did not load the plug-in"):
             await host.session(AbortUpdate(0, V1, "x", 5.0))
-        Door(handle, socket_path(tmp_path, 0), "token").start()
+        ReceiverSocket(handle, socket_path(tmp_path, 0), "token").start()
         assert await host.session(AbortUpdate(0, V1, "x", 30.0)) == Ok()
         answer = False
         with pytest.raises(EngineError, match="did not answer AbortUpdate"):
@@ -191,7 +191,7 @@ def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path
         host, _ = make_host(tmp_path)
         doors = [socket_path(tmp_path, rank) for rank in range(2)]
         host._updates._server.doors[:] = doors  # type: ignore[union-attr]
-        Door(hang, doors[0], "token").start()
+        ReceiverSocket(hang, doors[0], "token").start()
         for _ in range(3):
             with pytest.raises(EngineError, match="has no receiver"):
                 await host.session(AbortUpdate(0, V1, "x", 30.0))

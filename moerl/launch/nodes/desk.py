@@ -53,7 +53,7 @@ def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
 
     Raises MoerlError: it does not, it does not answer in time, or it refuses, in a sentence.
     """
-    if not goes_on(run):
+    if not is_running(run):
         raise MoerlError(f"{run.root} is not being trained now")
     name = f"{time.time():.6f}-{secrets.token_hex(4)}"
     atomic_write(run.desk / f"{name}.question", json.dumps(question))
@@ -71,7 +71,7 @@ def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
     return found["answer"]
 
 
-def goes_on(run: RunDir) -> bool:
+def is_running(run: RunDir) -> bool:
     """Whether a process holds the run's lock, and has begun to look at its desk."""
     if not run.desk.is_dir():
         return False

@@ -42,9 +42,9 @@ from moerl.layout.memory import (
     frozen_memory,
     trainer_memory,
 )
-from moerl.layout.plan import EngineLayout
-from moerl.layout.transfer import Tally, TransferPlan
 from moerl.run_dir import RunDir
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
 
 _GB = 1e9
 _WIDTH = 110
@@ -251,7 +251,7 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         alone = [frozen_memory(model, config.frozen.parallel, training) for model in frozen]
         tables.append(_gang_table("a frozen rank", _beside(alone), placed.frozen[0]))
     sizes = [
-        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).tally(), config, spec)
+        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
         for _, _, engines, _ in layouts
     ]
     return [
@@ -275,10 +275,10 @@ class _Size:
     """Engines of one size: what a rank holds, and what one publish brings it."""
 
     def __init__(
-        self, engines: EngineLayout, tally: Tally, config: Config, spec: ModelSpec
+        self, engines: EngineLayout, totals: TransferTotals, config: Config, spec: ModelSpec
     ) -> None:
-        self.engines, self.sent = engines, Spread.of(tally.sent_bytes)
-        self.received = max(tally.received_bytes)
+        self.engines, self.sent = engines, Spread.of(totals.sent_bytes)
+        self.received = max(totals.received_bytes)
         tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
         self.memory = engine_memory(spec, engines, self.received, tokens, dtype)
 
@@ -372,7 +372,7 @@ def _host_lines(
     sizes: Sequence[_Size],
     routes: int,
 ) -> str:
-    """Host memory per node: frozen weights, staging, records waiting for the trainer."""
+    """Host memory per node: weight snapshot, staging, records waiting for the trainer."""
     rollout = config.rollout
     tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
@@ -387,7 +387,9 @@ def _host_lines(
         (sum(host[tp_of[s.engine]] for s in placed.engines if s.node.name == n))
         for n in engine_nodes
     )
-    lines.append(f"  trainer: frozen weights of a publish {_gb(each * max(r.host for r in ranks))}")
+    lines.append(
+        f"  trainer: weight snapshot of a publish {_gb(each * max(r.host for r in ranks))}"
+    )
     lines.append(
         f"  engine: staging {_gb(staging)}, records in {config.cluster.blob_dir} "
         f"{_gb(waiting / max(1, len(engine_nodes)))} ({record / 1e6:.3g} MB of routes a rollout)"

@@ -22,9 +22,9 @@ from moerl.errors import ConfigError
 from moerl.layout import ModelSpec, model_spec
 from moerl.layout.check import Spread
 from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links
-from moerl.layout.plan import EngineLayout
-from moerl.layout.relay import TRAINER
-from moerl.layout.wire import WirePolicy, engine_wants
+from moerl.weight_sync.buckets import WirePolicy, engine_wants
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import TRAINER
 
 Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
 
@@ -140,7 +140,7 @@ def describe(
         f"bounds: engine ingress {_gb(found.received.high)} GB per rank, every needed byte once; "
         f"trainer egress {_gb(found.sent.high)} GB per rank for the engines that it serves itself, "
         "none for others",
-        f"buffers: trainer rank {_gb(found.trainer_buffer)} GB (frozen weights, two buckets), "
+        f"buffers: trainer rank {_gb(found.trainer_buffer)} GB (weight snapshot, two buckets), "
         f"engine rank {_gb(found.engine_buffer)} GB (staging)",
         _relay(found),
     ]

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
-from moerl.layout import Flavor, Named, megatron_tiles, padded_vocab
+from moerl.layout import LayerSpec, Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
 from moerl.trainer.model.parallel import Parallel
@@ -96,12 +96,12 @@ def build(
             num_experts=spec.experts,
             top_k=spec.experts_per_token,
         )
-    flavor: Flavor = "te" if parallel.platform.name == "cuda" else "local"
+    layer_spec: LayerSpec = "te" if parallel.platform.name == "cuda" else "local"
     return Model(
         spec=spec,
         config=config,
         chunks=chunks,
-        tiles=megatron_tiles(spec, trainer.parallel, parallel.rank, flavor),
+        tiles=megatron_tiles(spec, trainer.parallel, parallel.rank, layer_spec),
         replay=replay,
         vocab_start=_vocab_rows(spec, parallel.sizes) // parallel.tp_size * parallel.tp_rank,
         half=trainer.dtype == "bf16",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from moerl.errors import ConfigError, ModelError
-from moerl.layout.placement import MEGATRON_VERSION
+from moerl.layout.shards import MEGATRON_VERSION
 from moerl.trainer.model import cpu_patches
 
 

@@ -37,7 +37,7 @@ from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.layout import (
     Box,
-    Flavor,
+    LayerSpec,
     Local,
     ModelSpec,
     Named,
@@ -101,7 +101,7 @@ class MegatronFolder:
         self.spec: ModelSpec = model_spec(self.config)
         self.layout = ParallelConfig(**manifest["layout"])
         check_mesh(self.layout)
-        self.flavor: Flavor = manifest["flavor"]
+        self.layer_spec: LayerSpec = manifest["flavor"]
         self._dtype, self._dtype_of = manifest["dtype"], manifest["dtype_of"]
         self._shapes = hf_shapes(self.spec)
         self._files = MappedFiles(self.path)
@@ -134,7 +134,7 @@ class MegatronFolder:
     def _add_rank(self, rank: int) -> None:
         file = rank_file(rank)
         shapes = {name: self._files.shape(file, name) for name in self._files.names(file)}
-        tiles = megatron_tiles(self.spec, self.layout, rank, self.flavor)
+        tiles = megatron_tiles(self.spec, self.layout, rank, self.layer_spec)
         try:
             check_covers(tiles, shapes)
         except LayoutError as error:
@@ -194,7 +194,7 @@ def convert_to_megatron(
     source: Source,
     target: str | Path,
     layout: ParallelConfig,
-    flavor: Flavor,
+    layer_spec: LayerSpec,
     gang: Gang,
     progress: Progress,
     *,
@@ -212,14 +212,14 @@ def convert_to_megatron(
     units = []
     for rank in range(layout.world_size):
         file = rank_file(rank)
-        plan = partial(_rank_plan, source, layout, rank, flavor, dtype)
+        plan = partial(_rank_plan, source, layout, rank, layer_spec, dtype)
         units.append(Unit(file, file.replace(WEIGHTS, CHECKSUMS), plan))
     units[0].plan()  # sizes that do not divide are refused before anything is written
     identity = {
         "kind": FORMAT,
         "source": _fingerprint(source.path),
         "layout": asdict(layout),
-        "flavor": flavor,
+        "flavor": layer_spec,
         "dtype": str(dtype),
     }
 
@@ -230,7 +230,7 @@ def convert_to_megatron(
             "format": FORMAT,
             "family": spec.family,
             "layout": asdict(layout),
-            "flavor": flavor,
+            "flavor": layer_spec,
             "vocab_rows": padded_vocab(spec, layout.tp, layout.vocab_divisible_by),
             "dtype": _name(common),
             "dtype_of": {name: _name(kind) for name, kind in dtypes.items() if kind != common},
@@ -300,11 +300,11 @@ def _rank_plan(
     source: Source,
     layout: ParallelConfig,
     rank: int,
-    flavor: Flavor,
+    layer_spec: LayerSpec,
     dtype: torch.dtype | None,
 ) -> list[Planned]:
     plan = []
-    for name, local in megatron_tiles(source.spec, layout, rank, flavor).items():
+    for name, local in megatron_tiles(source.spec, layout, rank, layer_spec).items():
         kind = _local_dtype(name, local, source, dtype)
         boxes = tuple(tile.box for tile in local.tiles)
         plan.append(Planned(name, local.shape, kind, partial(_make, local, kind, source), boxes))

@@ -99,7 +99,7 @@ def _to_megatron(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
         source,
         args.target,
         layout,
-        args.flavor,
+        args.layer_spec,
         gang,
         progress,
         dtype=DTYPE_NAMES.get(args.dtype),
@@ -113,7 +113,9 @@ def _to_hf(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
     between = args.target.absolute().with_name(f".{args.target.name}.resharded")
     if any(getattr(args, axis) for axis in AXES):
         layout = smallest_layout(args, vocab_divisible_by=source.layout.vocab_divisible_by)
-        convert_to_megatron(source, between, layout, source.flavor, gang, progress, replace=True)
+        convert_to_megatron(
+            source, between, layout, source.layer_spec, gang, progress, replace=True
+        )
         with gang.together():
             source = MegatronFolder(between)
     convert_to_hf(

@@ -17,7 +17,7 @@ from torch import Tensor
 from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
 from moerl.layout import (
-    Flavor,
+    LayerSpec,
     ModelSpec,
     Op,
     at,
@@ -45,12 +45,12 @@ class HfGather:
         spec: ModelSpec,
         layout: ParallelConfig,
         rank: int,
-        flavor: Flavor,
+        layer_spec: LayerSpec,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._params, self._rank, self._group = params, rank, group
         world = layout.world_size
-        sources = {r: megatron_tiles(spec, layout, r, flavor) for r in range(world)}
+        sources = {r: megatron_tiles(spec, layout, r, layer_spec) for r in range(world)}
         live = params()
         check_covers(sources[rank], {name: tuple(param.shape) for name, param in live.items()})
         self._dtypes = self._exchange({name: param.dtype for name, param in live.items()}, world)

@@ -37,11 +37,7 @@ from torch import Tensor
 from moerl.config.schema import ParallelConfig
 from moerl.errors import EngineError, LayoutError, MoerlError
 from moerl.layout import ModelSpec, at, num_elements
-from moerl.layout.digest import digest, seeds, split
-from moerl.layout.plan import EngineLayout
 from moerl.layout.tiles import Box, overlap
-from moerl.layout.transfer import ReceiverPlan, TransferPlan
-from moerl.layout.wire import ALIGN, Piece, WirePolicy, delta_start
 from moerl.messages import (
     AbortUpdate,
     Message,
@@ -54,9 +50,12 @@ from moerl.messages import (
     VerifyUpdate,
 )
 from moerl.serialization import decode, encode
-from moerl.transport.base import Staging, Transport
-from moerl.transport.delta import DeltaError, apply
 from moerl.types import PolicyVersion
+from moerl.weight_sync.buckets import ALIGN, Piece, WirePolicy, delta_start, digest, seeds, split
+from moerl.weight_sync.delta import DeltaError, apply
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
+from moerl.weight_sync.transports.base import Staging, Transport
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +85,14 @@ class LiveModel(Protocol):
         ...
 
     def run_hook(self, name: str) -> None:
-        """Run a function of the engine's loader (`moerl.layout.transfer.post_load_hooks`)."""
+        """Run a function of the engine's loader
+        (`moerl.weight_sync.transfer_plan.post_load_hooks`).
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ReceiverContext:
     """Which rank of which layout this process is; the same facts as the trainer plans with."""
 
     spec: ModelSpec
@@ -119,7 +120,7 @@ class _Session:
 class Receiver:
     """One rank's end.  `held` is what the live weights are; set at the start and by `commit`."""
 
-    seat: Seat
+    context: ReceiverContext
     model: LiveModel
     transports: MakeTransport
     held: PolicyVersion
@@ -145,12 +146,12 @@ class Receiver:
                 raise EngineError(f"{type(message).__name__} is not for a receiver")
 
     def prepare(self, message: PrepareUpdate) -> UpdatePrepared:
-        seat = self.seat
+        context = self.context
         if message.version < self.held:
             raise EngineError(f"version {message.version} is older than {self.held}, served now")
-        if message.layout and message.layout != seat.layout:
+        if message.layout and message.layout != context.layout:
             raise LayoutError(
-                f"the engine's weight layout is {seat.layout}, the sender knows {message.layout}"
+                f"the engine's weight layout is {context.layout}, the sender knows {message.layout}"
             )
         plan, seeds_ = self._plan(message)
         with self._lock:
@@ -164,14 +165,14 @@ class Receiver:
             region.src: start
             for region, start in zip(plan.regions, _starts(plan, message), strict=True)
         }
-        return UpdatePrepared((staging.endpoint,), (starts,), seat.layout, self.held)
+        return UpdatePrepared((staging.endpoint,), (starts,), context.layout, self.held)
 
     def verify(self, message: VerifyUpdate) -> UpdateVerified:
         deadline = time.monotonic() + message.timeout_s
         session = self._opened(message.version)
         session.staging.fetch(deadline)
-        self._apply_deltas(session, message.deltas[self.seat.rank] if message.deltas else ())
-        wanted = iter(split(message.digests[self.seat.rank]))
+        self._apply_deltas(session, message.deltas[self.context.rank] if message.deltas else ())
+        wanted = iter(split(message.digests[self.context.rank]))
         failed, total, number = [], 0, 0
         for region, start, seeds_ in zip(
             session.plan.regions, session.starts, session.seeds, strict=True
@@ -201,9 +202,11 @@ class Receiver:
         deadline = time.monotonic() + message.timeout_s
         taken = self._copies.session if self._copies is not None else None
         if taken is None or taken.message.version != message.version or self._session is not None:
-            raise EngineError(f"rank {self.seat.rank} has no staged {message.version} to send on")
+            raise EngineError(
+                f"rank {self.context.rank} has no staged {message.version} to send on"
+            )
         transport = self.transports(taken.message.transport, taken.message.folder)
-        link = transport.connect(message.endpoints[self.seat.rank], deadline)
+        link = transport.connect(message.endpoints[self.context.rank], deadline)
         try:
             for first in range(0, taken.plan.staging_bytes, _RELAY_BYTES):
                 data = taken.staging.buffer[first : first + _RELAY_BYTES]
@@ -229,9 +232,9 @@ class Receiver:
         with self._lock:
             session = self._session
             if session is None or str(session.message.version) != version:
-                return f"rank {self.seat.rank} has no session of {version}"
+                return f"rank {self.context.rank} has no session of {version}"
             if not session.verified:
-                return f"rank {self.seat.rank} has not verified {version}"
+                return f"rank {self.context.rank} has not verified {version}"
             session.claimed = True
             return ""
 
@@ -267,20 +270,20 @@ class Receiver:
     def _plan(self, message: PrepareUpdate) -> tuple[ReceiverPlan, list[list[int]]]:
         """Derive and check this rank's plan; kept, since it is the same for every version."""
         if message.plan not in self._plans:
-            seat = self.seat
+            context = self.context
             try:
                 trainer = ParallelConfig(**message.trainer)
                 policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
             except TypeError as error:
                 raise LayoutError(f"the sender's layout is not readable: {error}") from error
             plan = TransferPlan(
-                seat.spec,
+                context.spec,
                 trainer,
-                seat.engine,
+                context.engine,
                 message.plan_engine,
                 policy,
-                "te" if message.flavor == "te" else "local",
-            ).receiver(seat.rank)
+                "te" if message.layer_spec == "te" else "local",
+            ).receiver(context.rank)
             if plan.plan_id != message.plan:
                 raise LayoutError(
                     f"the sender's transfer plan is {message.plan}, this engine derives "
@@ -330,13 +333,13 @@ class Receiver:
                 try:
                     apply(packed, buffer[begin : begin + bucket.num_bytes], holds=self.held)
                 except DeltaError as error:
-                    log.warning("rank %d, a delta is refused: %s", self.seat.rank, error)
+                    log.warning("rank %d, a delta is refused: %s", self.context.rank, error)
 
     def _opened(self, version: PolicyVersion) -> _Session:
         with self._lock:
             session = self._session
             if session is None or session.message.version != version:
-                raise EngineError(f"rank {self.seat.rank} has no session of {version}")
+                raise EngineError(f"rank {self.context.rank} has no session of {version}")
             return session
 
     def _close_session(self) -> None:
@@ -436,7 +439,7 @@ def socket_path(folder: Path, rank: int) -> Path:
     return folder / f"receiver-{rank}.sock"
 
 
-class Door(threading.Thread):
+class ReceiverSocket(threading.Thread):
     """Answers the engine host on a Unix socket that only this user can reach.
 
     Frames of a request: [token, message]; of a reply: [message].  A wrong token is answered with

@@ -30,7 +30,7 @@ from moerl.layout.rules import Layer, Part, Place, Rule, Shard, expand
 from moerl.layout.spec import ModelSpec, padded_vocab
 from moerl.layout.tiles import Box, Local, Named, Tile, full_box
 
-Flavor = Literal["local", "te"]
+LayerSpec = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
 
 MEGATRON_VERSION = "0.16.1"
@@ -217,7 +217,7 @@ def megatron_tiles(
     spec: ModelSpec,
     layout: ParallelConfig,
     rank: int,
-    flavor: Flavor = "local",
+    layer_spec: LayerSpec = "local",
     version: str = "",
 ) -> Named:
     """Tensors of one trainer rank, named as `GPTModel.named_parameters()` names them there.
@@ -229,7 +229,7 @@ def megatron_tiles(
     Raises ConfigError when sizes do not divide.
     """
     named: Named = {}
-    for prefix, place in megatron_places(spec, layout, rank, flavor, version):
+    for prefix, place in megatron_places(spec, layout, rank, layer_spec, version):
         tensors = expand(spec, _hf_shapes(spec), place)
         named |= {prefix + name: local for name, local in tensors.items()}
     return named
@@ -239,13 +239,13 @@ def megatron_places(
     spec: ModelSpec,
     layout: ParallelConfig,
     rank: int,
-    flavor: Flavor = "local",
+    layer_spec: LayerSpec = "local",
     version: str = "",
 ) -> Iterator[tuple[str, Place]]:
     """(prefix of local names, place) of each model chunk of a trainer rank; see megatron_tiles."""
     check_parallel(spec, layout)
-    if flavor not in ("local", "te"):
-        raise LayoutError(f"flavor = {flavor!r} is unknown; use local or te")
+    if layer_spec not in ("local", "te"):
+        raise LayoutError(f"flavor = {layer_spec!r} is unknown; use local or te")
     where = coords_of(layout, rank)
     for chunk in range(layout.vpp):
         place = Place(
@@ -257,7 +257,7 @@ def megatron_places(
         )
         yield (
             f"chunk{chunk}." if layout.vpp > 1 else "",
-            _te_place(place) if flavor == "te" else place,
+            _te_place(place) if layer_spec == "te" else place,
         )
 
 

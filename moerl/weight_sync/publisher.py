@@ -1,15 +1,16 @@
 """Publishing without a gather: every trainer rank sends what it holds to the ranks that need it.
 
-`open_outlet` is called on all ranks.  `publish` freezes this rank's shard and returns; couriers
+`open_publisher` is called on all ranks.  `publish` snapshots this rank's shard and returns; senders
 send it, one thread per engine and rank, while the next step trains.  Rank 0 drives one session per
-engine (`session`); the other ranks only answer (`line`).
+engine (`session`); the other ranks only answer (`channel`).
 
-The frozen shard is overwritten only when no session is sending: all ranks meet at a barrier after
-rank 0 has settled its sessions.  A courier that is still writing for a session given up writes into
-a staging buffer that its engine has dropped, or whose engine has left the run and serves nobody.
+The weight snapshot is overwritten only when no session is sending: all ranks meet at a barrier
+after rank 0 has settled its sessions.  A sender that is still writing for a session given up writes
+into a staging buffer that its engine has dropped, or whose engine has left the run and serves
+nobody.
 
-Engines join and leave while the run goes on (`enlist`): one that joins is served the frozen
-version at once, beside the others.
+Engines join and leave while the run goes on (`set_engines`): one that joins is served the snapshot
+at once, beside the others.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ from torch import Tensor
 from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config, ParallelConfig
 from moerl.errors import EngineError
-from moerl.layout import Flavor, ModelSpec
-from moerl.layout.plan import EngineLayout
-from moerl.layout.relay import TRAINER, Hop, relay_schedule
-from moerl.layout.transfer import TransferPlan
-from moerl.layout.wire import WirePolicy, engine_wants
-from moerl.messages import Enlisted, PublishFailure, PublishResult
-from moerl.sync.courier import Courier, FrozenShard
-from moerl.sync.line import CourierThread, Line, Offer
-from moerl.sync.session import Control, EngineSession, Result, Terms
+from moerl.layout import LayerSpec, ModelSpec
+from moerl.messages import PublishFailure, PublishResult, SyncTarget
 from moerl.trace import Tracer
-from moerl.transport.registry import make
 from moerl.types import PolicyVersion
+from moerl.weight_sync.buckets import WirePolicy, engine_wants
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.sender import (
+    SenderChannel,
+    SenderThread,
+    SharedSnapshot,
+    WeightSender,
+    WeightSnapshot,
+)
+from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpec
+from moerl.weight_sync.transfer_plan import TRAINER, Hop, TransferPlan, relay_schedule
+from moerl.weight_sync.transports.factory import make
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SyncContext:
     """This rank's place among the trainer ranks, and what it trains."""
 
     rank: int
@@ -50,7 +55,7 @@ class Seat:
     control: dist.ProcessGroup  # gloo, all ranks
     spec: ModelSpec
     layout: ParallelConfig
-    flavor: Flavor
+    layer_spec: LayerSpec
     live: Callable[[], Mapping[str, Tensor]]  # parameters by the names of megatron_tiles
     connect: Callable[[], Control]  # a new line to the controller
     token: str  # the run's
@@ -58,13 +63,13 @@ class Seat:
     on_failure: Callable[[BaseException], None]  # ends the process; called on any thread
 
 
-class ShardOutlet:
+class WeightPublisher:
     """This rank's way to the engines; all calls are collective over the trainer ranks."""
 
     def __init__(
         self,
-        seat: Seat,
-        ways: Ways,
+        context: SyncContext,
+        destinations: Destinations,
         *,
         quorum: int,
         patience: int,
@@ -74,47 +79,51 @@ class ShardOutlet:
         The first must not: what fails it (layouts that differ, a missing library) no restart
         repairs.
         """
-        self._seat, self._ways, self._offer = seat, ways, ways.offer
+        self._context, self._destinations, self._snapshot = (
+            context,
+            destinations,
+            destinations.snapshot,
+        )
         self._quorum, self._patience = quorum, patience
         self._short = patience  # publishes in a row below the quorum
-        self._freeze_s = 0.0
+        self._snapshot_s = 0.0
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Freeze this rank's shard, start sending it; metrics of the publish before."""
         metrics = self.wait()
         begin = time.perf_counter()
-        with self._offer.changed:
-            self._offer.shard.freeze(self._seat.live(), version)
-            self._offer.changed.notify_all()
-        self._freeze_s = time.perf_counter() - begin
-        for session in self._ways.sessions.values():
+        with self._snapshot.changed:
+            self._snapshot.weights.store(self._context.live(), version)
+            self._snapshot.changed.notify_all()
+        self._snapshot_s = time.perf_counter() - begin
+        for session in self._destinations.sessions.values():
             session.publish(version)
         return metrics
 
     def wait(self) -> dict[str, float]:
         """Wait until nothing is being sent, on all ranks; metrics of that publish, once."""
         begin = time.perf_counter()
-        results = [session.settle() for session in self._ways.sessions.values()]
-        dist.barrier(self._seat.control)
+        results = [session.settle() for session in self._destinations.sessions.values()]
+        dist.barrier(self._context.control)
         waited_s = time.perf_counter() - begin
         taken = [result for result in results if result is not None]
         self._check(taken)
-        return shard_metrics(taken, waited_s, self._freeze_s)
+        return publish_metrics(taken, waited_s, self._snapshot_s)
 
     def resume(self) -> None:
-        """After `wait`, with the frozen weights unchanged: serve engines that are behind."""
-        for session in self._ways.sessions.values():
+        """After `wait`, with the weight snapshot unchanged: serve engines that are behind."""
+        for session in self._destinations.sessions.values():
             session.resume()
 
-    def enlist(self, engines: Sequence[Enlisted]) -> None:
-        """Publish to exactly these engines from here on; new ones get the frozen weights."""
-        for engine in self._ways.engines - {one.engine for one in engines}:
-            self._ways.close(engine)
-        new = [one for one in engines if one.engine not in self._ways.engines]
+    def set_engines(self, engines: Sequence[SyncTarget]) -> None:
+        """Publish to exactly these engines from here on; new ones get the weight snapshot."""
+        for engine in self._destinations.engines - {one.engine for one in engines}:
+            self._destinations.close(engine)
+        new = [one for one in engines if one.engine not in self._destinations.engines]
         if not new:
             return
-        version = self._offer.shard.version
-        for session in self._ways.open(new):
+        version = self._snapshot.weights.version
+        for session in self._destinations.open(new):
             session.start()
             if version is not None:
                 session.publish(version)
@@ -127,7 +136,7 @@ class ShardOutlet:
         self._short += 1
         if self._short > self._patience:
             first = failures[0]
-            self._seat.on_failure(
+            self._context.on_failure(
                 EngineError(
                     f"version {first.version} reached {len(results) - len(failures)} engines, "
                     f"sync.quorum = {self._quorum}: engine {first.engine}, {first.phase}: "
@@ -136,84 +145,90 @@ class ShardOutlet:
             )
 
 
-def open_outlet(config: Config, seat: Seat) -> ShardOutlet:
+def open_publisher(config: Config, context: SyncContext) -> WeightPublisher:
     """Collective: plans, threads and lines of this rank, to the configured engines."""
-    outlet = ShardOutlet(
-        seat,
-        Ways(config, seat),
+    publisher = WeightPublisher(
+        context,
+        Destinations(config, context),
         quorum=config.sync.quorum,
         patience=config.supervision.max_restarts,
     )
-    outlet.enlist([Enlisted(index, tp) for index, tp in config.engine.sizes.items()])
-    return outlet
+    publisher.set_engines([SyncTarget(index, tp) for index, tp in config.engine.sizes.items()])
+    return publisher
 
 
-class Ways:
-    """This rank's couriers and, on rank 0, the sessions that direct them: one per engine."""
+class Destinations:
+    """This rank's senders and, on rank 0, the sessions that direct them: one per engine."""
 
-    def __init__(self, config: Config, seat: Seat) -> None:
-        self.offer = Offer(FrozenShard(), threading.Condition())
+    def __init__(self, config: Config, context: SyncContext) -> None:
+        self.snapshot = SharedSnapshot(WeightSnapshot(), threading.Condition())
         self.sessions: dict[int, EngineSession] = {}  # of rank 0; {} elsewhere
         self.engines: set[int] = set()
-        self._config, self._seat = config, seat
+        self._config, self._context = config, context
         model = read_model_config(Path(config.model.path))
         wants = engine_wants(config.engine.args.get("quantization"), model)
         self._policy = WirePolicy(config.engine.dtype, wants, config.sync.bucket_bytes)
 
-    def open(self, engines: Sequence[Enlisted]) -> list[EngineSession]:
+    def open(self, engines: Sequence[SyncTarget]) -> list[EngineSession]:
         """Collective: ways to engines that have none; the sessions are not started yet."""
-        config, seat = self._config, self._seat
+        config, context = self._config, self._context
         address = config.cluster.address
-        lines = [Line(address, seat.token, seat.world_size) for _ in engines if seat.rank == 0]
-        endpoints: list[Any] = [[line.endpoint for line in lines]]
-        dist.broadcast_object_list(endpoints, src=0, group=seat.control)
+        channels = [
+            SenderChannel(address, context.token, context.world_size)
+            for _ in engines
+            if context.rank == 0
+        ]
+        endpoints: list[Any] = [[channel.endpoint for channel in channels]]
+        dist.broadcast_object_list(endpoints, src=0, group=context.control)
         hops = self._hops([one.engine for one in engines])
         plans = [
-            self._courier(one, hops[one.engine], endpoints[0][place])
+            self._sender(one, hops[one.engine], endpoints[0][place])
             for place, one in enumerate(engines)
         ]
-        for line, one, plan in zip(lines, engines, plans, strict=False):
+        for channel, one, plan in zip(channels, engines, plans, strict=False):
             hop = hops[one.engine]
             source = self.sessions[hop.src] if hop.src != TRAINER else None
-            session = EngineSession(self._terms(hop, plan), line, seat.connect, seat.tracer, source)
+            session = EngineSession(
+                self._spec(hop, plan), channel, context.connect, context.tracer, source
+            )
             self.sessions[one.engine] = session
         self.engines |= {one.engine for one in engines}
-        return [self.sessions[one.engine] for one in engines if seat.rank == 0]
+        return [self.sessions[one.engine] for one in engines if context.rank == 0]
 
     def close(self, engine: int) -> None:
-        """The engine left; its couriers hear it from its session."""
+        """The engine left; its senders hear it from its session."""
         self.engines.remove(engine)
         if engine in self.sessions:
-            self.sessions.pop(engine).leave()
+            self.sessions.pop(engine).remove()
 
     def _hops(self, engines: Sequence[int]) -> dict[int, Hop]:
         """Engines that join a run that goes on are served by the trainer itself."""
         direct = 0 if self.engines else self._config.sync.direct
         return {hop.dst: hop for hop in relay_schedule(engines, direct or len(engines))}
 
-    def _courier(self, one: Enlisted, hop: Hop, endpoint: str) -> str:
-        """Start this rank's courier to an engine; the id of its transfer plan."""
-        config, seat = self._config, self._seat
+    def _sender(self, one: SyncTarget, hop: Hop, endpoint: str) -> str:
+        """Start this rank's sender to an engine; the id of its transfer plan."""
+        config, context = self._config, self._context
         layout = engine_layout(config, one.tp)
         plan = TransferPlan(
-            seat.spec, seat.layout, layout, hop.plan_engine, self._policy, seat.flavor
-        ).sender(seat.rank)
+            context.spec, context.layout, layout, hop.plan_engine, self._policy, context.layer_spec
+        ).sender(context.rank)
         address, folder = config.cluster.address, config.sync.folder
         transport = make(config.sync.transport, address=address, folder=folder)
-        courier = Courier(plan, self.offer.shard, transport, delta=config.sync.delta)
-        CourierThread(endpoint, seat.token, seat.rank, courier, self.offer).start()
+        sender = WeightSender(plan, self.snapshot.weights, transport, delta=config.sync.delta)
+        SenderThread(endpoint, context.token, context.rank, sender, self.snapshot).start()
         return plan.plan_id
 
-    def _terms(self, hop: Hop, plan: str) -> Terms:
-        config, seat = self._config, self._seat
-        return Terms(
+    def _spec(self, hop: Hop, plan: str) -> SessionSpec:
+        config, context = self._config, self._context
+        return SessionSpec(
             engine=hop.dst,
             plan_engine=hop.plan_engine,
             plan=plan,
             transport=config.sync.transport,
-            trainer=seat.layout,
+            trainer=context.layout,
             policy=self._policy,
-            flavor=seat.flavor,
+            layer_spec=context.layer_spec,
             timeout_s=config.sync.timeout_s,
             drain_s=config.update_wait_s,
             folder=config.sync.folder,
@@ -231,14 +246,16 @@ def engine_layout(config: Config, tp: int) -> EngineLayout:
     )
 
 
-def shard_metrics(results: Sequence[Result], wait_s: float, freeze_s: float) -> dict[str, float]:
+def publish_metrics(
+    results: Sequence[Result], wait_s: float, snapshot_s: float
+) -> dict[str, float]:
     """`async/sync_*` of one publish to all engines; empty when nothing was published."""
     if not results:
         return {}
     done = [result for result in results if isinstance(result, PublishResult)]
     metrics = {
         "async/sync_wait_s": wait_s,
-        "async/sync_freeze_s": freeze_s,
+        "async/sync_snapshot_s": snapshot_s,
         "async/sync_engines_behind": float(len(results) - len(done)),
     }
     if not done:

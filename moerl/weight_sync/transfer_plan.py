@@ -9,6 +9,19 @@ says whether the inputs are the same.  Nobody makes the part of anybody else.  W
 
 Rejected: pieces in the order of the trainer (an engine would have to know it).
 Idea: the expert-aware planners of Awex and checkpoint-engine; rotation and both ends are ours.
+
+Who sends a version to which engine, when engines that hold it send it on.
+
+The trainer sends to `direct` engines.  From then on every engine that has verified the version may
+send it to one other engine per round, rank to equal rank, so the number of holders doubles.  The
+trainer's egress is `direct` copies however many engines there are; the price is a depth of
+1 + log2(engines / direct) rounds.
+
+A relayed engine plans with the id of the engine that the trainer served (`Hop.plan_engine`): equal
+layouts with equal ids give equal regions, so a staging segment is forwarded as it lies, in one
+piece, and its digests stay valid.
+Rejected: a chain (least egress per engine, but one slow engine delays all behind it) and planning
+every hop anew (an engine would have to cut its live weights into boxes).
 """
 
 from __future__ import annotations
@@ -16,12 +29,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
+from typing import NamedTuple
 
 from moerl.config.schema import ParallelConfig
-from moerl.layout.deliveries import (
+from moerl.layout.shards import LayerSpec, coords_of, sglang_tiles
+from moerl.layout.spec import ModelSpec
+from moerl.weight_sync.buckets import ALIGN, Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync.deliveries import (
     Holding,
     Keyed,
     Tables,
@@ -30,10 +47,7 @@ from moerl.layout.deliveries import (
     pieces_of,
     tables_of,
 )
-from moerl.layout.placement import Flavor, coords_of, sglang_tiles
-from moerl.layout.plan import EngineLayout
-from moerl.layout.spec import ModelSpec
-from moerl.layout.wire import ALIGN, Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync.held_shards import EngineLayout
 
 SCHEME = 1  # goes into the plan's id; a change of order, rotation or cuts raises it
 
@@ -74,7 +88,7 @@ class ReceiverPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class TransferTotals:
     """Bytes of one engine's plan, counted without making it."""
 
     sent_bytes: tuple[int, ...]  # by trainer rank
@@ -95,7 +109,7 @@ class TransferPlan:
     engine: EngineLayout
     engine_id: int
     policy: WirePolicy
-    flavor: Flavor = "local"
+    layer_spec: LayerSpec = "local"
 
     @property
     def id(self) -> str:
@@ -107,7 +121,7 @@ class TransferPlan:
             "engine": asdict(replace(self.engine, num=1)),
             "engine_id": self.engine_id,
             "policy": asdict(self.policy),
-            "flavor": self.flavor,
+            "flavor": self.layer_spec,
         }
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -151,7 +165,7 @@ class TransferPlan:
             hooks=post_load_hooks(self.spec, self.policy),
         )
 
-    def tally(self) -> Tally:
+    def totals(self) -> TransferTotals:
         """The sums of all ranks' parts, for thousands of ranks in a second."""
         tables = self._tables()
         sent, parts = [0] * self.trainer.world_size, [0] * self.trainer.world_size
@@ -161,11 +175,11 @@ class TransferPlan:
                 rank = ranks[(turn + offset) % len(ranks)]
                 sent[rank] += num_bytes
                 parts[rank] += num_parts
-        return Tally(tuple(sent), tuple(parts), tables.received)
+        return TransferTotals(tuple(sent), tuple(parts), tables.received)
 
     def _tables(self) -> Tables:
         alone = replace(self.engine, num=1)
-        return tables_of(self.spec, self.trainer, alone, self.policy, self.flavor)
+        return tables_of(self.spec, self.trainer, alone, self.policy, self.layer_spec)
 
 
 def post_load_hooks(spec: ModelSpec, policy: WirePolicy) -> tuple[str, ...]:
@@ -196,3 +210,37 @@ def _region(src: int, dst: int, keyed: list[Keyed], policy: WirePolicy) -> Regio
         offset += piece.num_bytes
     buckets.append(Bucket(start, offset - start, first, len(pieces)))
     return Region(src, dst, tuple(pieces), tuple(buckets), offset)
+
+
+TRAINER = -1
+
+
+class Hop(NamedTuple):
+    """One transfer of a whole version; hops of a round run at the same time."""
+
+    round: int
+    src: int  # engine id, or TRAINER
+    dst: int  # engine id
+    plan_engine: int  # the id that both ends plan with
+
+
+def relay_schedule(engine_ids: Sequence[int], direct: int) -> tuple[Hop, ...]:
+    """Hops that bring a version to every engine once, ordered by round.
+
+    direct: how many engines the trainer serves itself, in round 0; the first ones of engine_ids.
+    """
+    assert direct >= 1 or not engine_ids, f"direct = {direct}: the trainer serves one at least"
+    hops = [Hop(0, TRAINER, engine, engine) for engine in engine_ids[:direct]]
+    waiting = list(engine_ids[direct:])
+    while waiting:
+        number = hops[-1].round + 1
+        holders = [(hop.dst, hop.plan_engine) for hop in hops]
+        for (src, root), dst in zip(holders, waiting, strict=False):
+            hops.append(Hop(number, src, dst, root))
+        waiting = waiting[len(holders) :]
+    return tuple(hops)
+
+
+def num_rounds(hops: Sequence[Hop]) -> int:
+    """Rounds after the first one: how often a version is passed on."""
+    return hops[-1].round if hops else 0

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range
-from moerl.transport.cuda_driver import Driver
-from moerl.transport.shm import check_memfd, open_memfd
+from moerl.weight_sync.transports.base import Guarantees, check_range
+from moerl.weight_sync.transports.cuda_driver import Driver
+from moerl.weight_sync.transports.shm import check_memfd, open_memfd
 
 _GRAIN = 2 * 2**20  # a driver allocation of whole pages shares none, so no more is exported
 

@@ -23,10 +23,7 @@ from typing import Protocol, TypeVar
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import MoerlError, TrainerError, TransportError
-from moerl.layout import Flavor
-from moerl.layout.digest import split, version_digest
-from moerl.layout.relay import TRAINER
-from moerl.layout.wire import WirePolicy
+from moerl.layout import LayerSpec
 from moerl.messages import (
     AbortUpdate,
     AskEngine,
@@ -43,10 +40,19 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.sync.courier import Berth, Moved
-from moerl.sync.line import Drop, Leave, Line, Resend, Send
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
+from moerl.weight_sync.buckets import WirePolicy, split, version_digest
+from moerl.weight_sync.sender import (
+    Destination,
+    DropSession,
+    EngineRemoved,
+    Moved,
+    SendBuckets,
+    SenderChannel,
+    SendVersion,
+)
+from moerl.weight_sync.transfer_plan import TRAINER
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +76,7 @@ class Control(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SessionSpec:
     """What both ends plan with; the same for all sessions of an engine."""
 
     engine: int
@@ -79,29 +85,29 @@ class Terms:
     transport: str
     trainer: ParallelConfig
     policy: WirePolicy
-    flavor: Flavor
+    layer_spec: LayerSpec
     timeout_s: float
     drain_s: float  # longest wait for requests in flight before a commit
     folder: str = ""  # of the transport disk
-    delta: bool = False  # the couriers may send deltas
+    delta: bool = False  # the senders may send deltas
 
 
 class EngineSession(threading.Thread):
-    """The training thread calls `publish` to `leave`, the rest runs on this one."""
+    """The training thread calls `publish` to `remove`, the rest runs on this one."""
 
     def __init__(
         self,
-        terms: Terms,
-        line: Line,
+        spec: SessionSpec,
+        channel: SenderChannel,
         connect: Callable[[], Control],
         tracer: Tracer | None,
         source: EngineSession | None = None,
     ) -> None:
         """source: of the engine that sends its version on to this one; None = the trainer does."""
-        super().__init__(name=f"session-{terms.engine}", daemon=True)
+        super().__init__(name=f"session-{spec.engine}", daemon=True)
         self._source = source
         self._moved: dict[int, dict[int, Moved]] = {}  # digests of the version held
-        self.terms, self._line, self._connect, self._tracer = terms, line, connect, tracer
+        self.spec, self._channel, self._connect, self._tracer = spec, channel, connect, tracer
         self._changed = threading.Condition()
         self._target: PolicyVersion | None = None
         self._tried = False  # the target had its first session
@@ -122,7 +128,7 @@ class EngineSession(threading.Thread):
     def settle(self) -> Result | None:
         """Wait until nothing is being sent and stop sending; how the publish ended, once.
 
-        The frozen weights may be overwritten from here on, until `resume`.
+        The weight snapshot may be overwritten from here on, until `resume`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._target is None or self._tried)
@@ -132,12 +138,12 @@ class EngineSession(threading.Thread):
             return result
 
     def resume(self) -> None:
-        """Look after the engine again: the frozen weights are still those of the last publish."""
+        """Look after the engine again: the weight snapshot are still those of the last publish."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         """The engine left the run: end, after the session under way."""
         with self._changed:
             self._left = True
@@ -149,22 +155,22 @@ class EngineSession(threading.Thread):
         while (version := self._next()) is not None:
             try:
                 if not ready:
-                    self._line.wait_for_couriers(time.monotonic() + self.terms.timeout_s)
+                    self._channel.wait_for_senders(time.monotonic() + self.spec.timeout_s)
                     ready = True
-                result = self._look(version)
+                result = self._ask_engine(version)
             except BaseException as error:  # a bug here must not leave the training thread waiting
-                log.exception("engine %d", self.terms.engine)
-                result = PublishFailure(self.terms.engine, version, "session", repr(error))
+                log.exception("engine %d", self.spec.engine)
+                result = PublishFailure(self.spec.engine, version, "session", repr(error))
             with self._changed:
                 self._busy = False
                 if not self._tried:
                     self._tried, self._result = True, result
                 self._changed.notify_all()
         with contextlib.suppress(TrainerError):
-            if not ready:  # couriers that never said hello cannot be told
-                self._line.wait_for_couriers(time.monotonic() + self.terms.timeout_s)
-        self._line.tell(Leave())
-        self._line.close()
+            if not ready:  # senders that never said hello cannot be told
+                self._channel.wait_for_senders(time.monotonic() + self.spec.timeout_s)
+        self._channel.tell(EngineRemoved())
+        self._channel.close()
 
     def _next(self) -> PolicyVersion | None:
         """Sleep until there is something to do, or to look after; None when the engine left."""
@@ -189,9 +195,9 @@ class EngineSession(threading.Thread):
     def _has_work(self) -> bool:
         return self._target is not None and not self._paused
 
-    def _look(self, version: PolicyVersion) -> Result | None:
+    def _ask_engine(self, version: PolicyVersion) -> Result | None:
         """Bring the engine to `version` unless it has it."""
-        if self._held == version and not self._lost(version):
+        if self._held == version and not self._lost_version(version):
             return None
         result = self._session(version)
         if isinstance(result, PublishFailure):
@@ -203,15 +209,15 @@ class EngineSession(threading.Thread):
             self._held, self._behind = None, True
         else:
             if self._behind:
-                log.warning("engine %d is at %s again", self.terms.engine, version)
+                log.warning("engine %d is at %s again", self.spec.engine, version)
             self._held, self._behind = version, False
         return result
 
-    def _lost(self, version: PolicyVersion) -> bool:
+    def _lost_version(self, version: PolicyVersion) -> bool:
         """Whether the engine, which took `version`, no longer has it."""
         control = self._connect()
         try:
-            holds = control.expect(AskEngine(self.terms.engine), EngineHolds, _PROBE_S)
+            holds = control.expect(AskEngine(self.spec.engine), EngineHolds, _PROBE_S)
         except MoerlError:
             return False  # nobody can say; a session will
         finally:
@@ -222,10 +228,10 @@ class EngineSession(threading.Thread):
         relayed = self._source.taken(version) if self._source is not None else None
         begin = time.time()
         control = self._connect()
-        probe_s = max(_PROBE_S, 2 * self._prepare_s) if self._behind else self.terms.timeout_s
-        session = _Session(self.terms, version, self._line, control, self._layout, probe_s)
+        probe_s = max(_PROBE_S, 2 * self._prepare_s) if self._behind else self.spec.timeout_s
+        session = _Session(self.spec, version, self._channel, control, self._layout, probe_s)
         if self._source is not None and relayed is not None:
-            session.source, session.relayed = self._source.terms.engine, relayed
+            session.source, session.relayed = self._source.spec.engine, relayed
         try:
             result = session.run()
             self._layout, self._moved = session.layout, session.moved
@@ -233,14 +239,14 @@ class EngineSession(threading.Thread):
         except MoerlError as error:
             self._layout = ""
             self._abort(version, str(error))
-            return PublishFailure(self.terms.engine, version, session.phase, str(error))
+            return PublishFailure(self.spec.engine, version, session.phase, str(error))
         finally:
             control.close()
             if session.phase != "prepare":
                 self._prepare_s = session.spans[0][2] - session.spans[0][1]
             if self._tracer is not None:
                 end = time.time()
-                engine = float(self.terms.engine)
+                engine = float(self.spec.engine)
                 ended = "" if session.phase == "done" else session.phase
                 self._tracer.add(
                     "publish", begin, end, engine=engine, version=str(version), failed=ended
@@ -250,13 +256,13 @@ class EngineSession(threading.Thread):
 
     def _abort(self, version: PolicyVersion, cause: str) -> None:
         """Best effort: a staging buffer that nobody dropped is replaced by the next PREPARE."""
-        self._line.tell(Drop())
+        self._channel.tell(DropSession())
         control = self._connect()
         try:
-            message = AbortUpdate(self.terms.engine, version, cause, _ABORT_S)
+            message = AbortUpdate(self.spec.engine, version, cause, _ABORT_S)
             control.expect(message, Ok, _ABORT_S + _SLACK_S)
         except MoerlError as error:
-            log.info("engine %d was not told to abort: %s", self.terms.engine, error)
+            log.info("engine %d was not told to abort: %s", self.spec.engine, error)
         finally:
             control.close()
 
@@ -266,22 +272,22 @@ class _Session:
 
     def __init__(
         self,
-        terms: Terms,
+        spec: SessionSpec,
         version: PolicyVersion,
-        line: Line,
+        channel: SenderChannel,
         control: Control,
         layout: str,
         prepare_s: float,
     ) -> None:
         """prepare_s: longest PREPARE."""
-        self.terms, self.version, self._line, self._control = terms, version, line, control
+        self.spec, self.version, self._channel, self._control = spec, version, channel, control
         self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER
         self.relayed: dict[int, dict[int, Moved]] = {}  # what the source holds, if an engine is
         self.moved: dict[int, dict[int, Moved]] = {}  # by trainer rank and engine rank
         self.phase = "prepare"
         self.spans: list[tuple[str, float, float]] = []
-        self._deadline = time.monotonic() + terms.timeout_s
+        self._deadline = time.monotonic() + spec.timeout_s
 
     def run(self) -> PublishResult:
         """Raises MoerlError; `phase` says where."""
@@ -293,9 +299,9 @@ class _Session:
         closed = self._timed("commit", self._commit)
         self.phase, self.layout = "done", prepared.layout
         took = {name: end - begin for name, begin, end in self.spans}
-        log.info("engine %d serves %s, digest %s", self.terms.engine, self.version, digest)
+        log.info("engine %d serves %s, digest %s", self.spec.engine, self.version, digest)
         return PublishResult(
-            engine=self.terms.engine,
+            engine=self.spec.engine,
             version=self.version,
             num_bytes=num_bytes,
             transfer_s=took["transfer"],
@@ -320,39 +326,41 @@ class _Session:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TransportError(
-                "deadline", f"the session was not over in {self.terms.timeout_s:g} s"
+                "deadline", f"the session was not over in {self.spec.timeout_s:g} s"
             )
         return left_s
 
     def _prepare(self) -> UpdatePrepared:
-        terms = self.terms
+        spec = self.spec
         wait_s = min(self._left(), self._prepare_s)
         message = PrepareUpdate(
-            engine=terms.engine,
+            engine=spec.engine,
             version=self.version,
-            plan_engine=terms.plan_engine,
-            plan=terms.plan,
+            plan_engine=spec.plan_engine,
+            plan=spec.plan,
             layout=self.layout,
-            transport=terms.transport,
-            trainer=asdict(terms.trainer),
-            policy=asdict(terms.policy),
-            flavor=terms.flavor,
+            transport=spec.transport,
+            trainer=asdict(spec.trainer),
+            policy=asdict(spec.policy),
+            layer_spec=spec.layer_spec,
             timeout_s=wait_s,
-            folder=terms.folder,
-            delta=terms.delta,
+            folder=spec.folder,
+            delta=spec.delta,
         )
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 
     def _transfer(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
         """By trainer rank and engine rank."""
-        berths: dict[int, dict[int, Berth]] = {}
+        destinations: dict[int, dict[int, Destination]] = {}
         for dst, starts in enumerate(prepared.starts):
             for src, start in starts.items():
-                berths.setdefault(src, {})[dst] = Berth(prepared.endpoints[dst], start)
+                destinations.setdefault(src, {})[dst] = Destination(prepared.endpoints[dst], start)
         left_s = self._left()
-        questions = {src: Send(self.version, berths[src], left_s) for src in berths}
-        answers = self._line.ask(questions, self._deadline)
-        return {src: sent.moved for src, sent in answers.items()}
+        requests = {
+            src: SendVersion(self.version, destinations[src], left_s) for src in destinations
+        }
+        replies = self._channel.request(requests, self._deadline)
+        return {src: sent.moved for src, sent in replies.items()}
 
     def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
         """The same regions, sent by the engine that has them: the same digests."""
@@ -368,7 +376,7 @@ class _Session:
         verified = self._compare(moved)
         damaged = sum(map(len, verified.failed))
         if damaged:
-            log.warning("engine %d: %d buckets arrived damaged", self.terms.engine, damaged)
+            log.warning("engine %d: %d buckets arrived damaged", self.spec.engine, damaged)
             if self.source != TRAINER:
                 self._relay(prepared)
             else:
@@ -385,8 +393,8 @@ class _Session:
     def _resend(self, verified: UpdateVerified, moved: dict[int, dict[int, Moved]]) -> None:
         left_s = self._left()
         again = _by_sender(verified.failed, moved)
-        questions = {src: Resend(buckets, left_s) for src, buckets in again.items()}
-        for src, sent in self._line.ask(questions, self._deadline).items():
+        requests = {src: SendBuckets(buckets, left_s) for src, buckets in again.items()}
+        for src, sent in self._channel.request(requests, self._deadline).items():
             moved[src] |= sent.moved
 
     def _compare(self, moved: Mapping[int, Mapping[int, Moved]]) -> UpdateVerified:
@@ -398,13 +406,13 @@ class _Session:
             for dst in _engine_ranks(moved)
         )
         left_s = self._left()
-        message = VerifyUpdate(self.terms.engine, self.version, digests, left_s, deltas)
+        message = VerifyUpdate(self.spec.engine, self.version, digests, left_s, deltas)
         return self._control.expect(message, UpdateVerified, left_s + _SLACK_S)
 
     def _commit(self) -> UpdateClosed:
         left_s = self._left()
-        message = CommitUpdate(self.terms.engine, self.version, left_s)
-        wait_s = left_s + self.terms.drain_s + _SLACK_S
+        message = CommitUpdate(self.spec.engine, self.version, left_s)
+        wait_s = left_s + self.spec.drain_s + _SLACK_S
         return self._control.expect(message, UpdateClosed, wait_s)
 
 

@@ -30,7 +30,7 @@ import xxhash
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
 
 _PREFIX = "moerl-staging-"
 _OWNER = "owner.lock"

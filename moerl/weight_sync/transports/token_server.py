@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 _FRAME = struct.Struct("<BI")  # kind, bytes that follow
 _MAX_FRAME = 1 << 20
 _TOKEN_CHARACTERS = 32
-_KNOCK_S = 10.0  # a silent stranger holds a thread for this long, nothing else
+_CONNECT_S = 10.0  # a silent stranger holds a thread for this long, nothing else
 _AGAIN_S = 0.1  # after a caller that could not be taken: no descriptor, no thread
 
 
-class Place(msgspec.Struct, frozen=True):
+class ServerAddress(msgspec.Struct, frozen=True):
     """Where to knock; part of an endpoint."""
 
     host: str
@@ -38,7 +38,7 @@ class Place(msgspec.Struct, frozen=True):
     token: str
 
 
-class Door:
+class TokenServer:
     """Listens on one address and serves each caller that knows the token in a thread."""
 
     def __init__(self, address: str, serve: Callable[[Channel], None]) -> None:
@@ -52,7 +52,7 @@ class Door:
             listener = socket.create_server((address, 0), backlog=128)
         except OSError as error:
             raise TransportError("room", f"no socket on {address}: {error}") from error
-        self.place = Place(address, int(listener.getsockname()[1]), self._token)
+        self.server_address = ServerAddress(address, int(listener.getsockname()[1]), self._token)
         self._listener = listener
         self._lock = threading.Lock()
         self._inside: set[Channel] | None = set()  # None once closed
@@ -97,7 +97,7 @@ class Door:
 
     def _let_in(self, channel: Channel) -> None:
         try:
-            deadline = time.monotonic() + _KNOCK_S
+            deadline = time.monotonic() + _CONNECT_S
             token = channel.read(_TOKEN_CHARACTERS, deadline)
             if hmac.compare_digest(token, self._token.encode()):
                 channel.write(b"+", deadline)
@@ -111,18 +111,18 @@ class Door:
                     self._inside.discard(channel)
 
 
-def knock(place: Place, deadline: float) -> Channel:
+def open_channel(server_address: ServerAddress, deadline: float) -> Channel:
     """A connection that was let in.  Raises TransportError (peer, refused, deadline)."""
-    where = f"{place.host}:{place.port}"
+    where = f"{server_address.host}:{server_address.port}"
     try:
         connection = socket.create_connection(
-            (place.host, place.port), timeout=seconds_left(deadline)
+            (server_address.host, server_address.port), timeout=seconds_left(deadline)
         )
     except OSError as error:
         raise failure(deadline, f"{where} cannot be reached: {error}") from error
     channel = Channel(connection)
     try:
-        channel.write(place.token.encode(), deadline)
+        channel.write(server_address.token.encode(), deadline)
         channel.read(1, deadline)
     except TransportError as error:
         channel.close()

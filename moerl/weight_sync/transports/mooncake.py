@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range, read_endpoint
-from moerl.transport.door import Door, Place, knock
+from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.token_server import ServerAddress, TokenServer, open_channel
 
 _POLL_S = 0.0002
 _MAX_SOURCES = 64
@@ -42,7 +42,7 @@ _DONE, _FAILED = 1, -1  # of transfer_check_status
 
 class _Endpoint(msgspec.Struct, frozen=True):
     protocol: str
-    place: Place  # where to ask whether the process answers
+    server_address: ServerAddress  # where to ask whether the process answers
     session: str  # host:port of the library's own handshake
     address: int  # of the buffer in the receiving process
     num_bytes: int
@@ -83,7 +83,7 @@ class Mooncake:
             raise TransportError(
                 "refused", f"the engine speaks {target.protocol}, this side {self._protocol}"
             )
-        knock(target.place, deadline).close()
+        open_channel(target.server_address, deadline).close()
         self._engine.get_first_buffer_address(target.session)  # the library's handshake, now
         return MooncakeLink(self._engine, self._table, target)
 
@@ -153,19 +153,21 @@ class MooncakeStaging:
         self._base = table.add(self._memory)
         self._table: _Registered | None = table
         try:
-            self._door = Door(address, lambda _caller: None)
+            self._server = TokenServer(address, lambda _caller: None)
         except TransportError:
             table.release(self._base)
             raise
         self.endpoint = msgspec.json.encode(
-            _Endpoint(protocol, self._door.place, session, self._memory.data_ptr(), num_bytes)
+            _Endpoint(
+                protocol, self._server.server_address, session, self._memory.data_ptr(), num_bytes
+            )
         )
 
     def fetch(self, deadline: float) -> None:
         """Nothing to do: senders write into the buffer itself."""
 
     def close(self) -> None:
-        self._door.close()
+        self._server.close()
         if self._table is not None:
             self._table.release(self._base)
         self._table = None

@@ -23,12 +23,11 @@ from typing import NamedTuple
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
-from moerl.layout.placement import Flavor, hf_shapes
-from moerl.layout.plan import ROOT, EngineLayout, Engines, held_by, is_expert, sent_layers
 from moerl.layout.rules import Layer, Place, Rule, Shard
+from moerl.layout.shards import LayerSpec, hf_shapes
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Box, Tile, local_box, meet, num_elements
-from moerl.layout.wire import (
+from moerl.weight_sync.buckets import (
     ITEMSIZE,
     SCALE_SUFFIX,
     Piece,
@@ -37,6 +36,14 @@ from moerl.layout.wire import (
     check_blocks,
     cut,
     is_quantised,
+)
+from moerl.weight_sync.held_shards import (
+    ROOT,
+    EngineLayout,
+    Engines,
+    held_by,
+    is_expert,
+    sent_layers,
 )
 
 
@@ -93,7 +100,7 @@ class Tables:
         trainer: ParallelConfig,
         engine: EngineLayout,
         policy: WirePolicy,
-        flavor: Flavor,
+        layer_spec: LayerSpec,
     ) -> None:
         self.spec, self.trainer, self.engine, self.policy = spec, trainer, engine, policy
         self._shapes, self._engines = hf_shapes(spec), Engines(spec, engine)
@@ -111,7 +118,7 @@ class Tables:
             [
                 (prefix + layer.prefix, layer.number, self._holdings(place, layer))
                 for prefix, place, layer in sent_layers(
-                    spec, trainer, stage * trainer.stage_size, flavor
+                    spec, trainer, stage * trainer.stage_size, layer_spec
                 )
                 if self._engines.rules(layer.number)
             ]
@@ -272,9 +279,9 @@ def tables_of(
     trainer: ParallelConfig,
     engine: EngineLayout,
     policy: WirePolicy,
-    flavor: Flavor,
+    layer_spec: LayerSpec,
 ) -> Tables:
-    return Tables(spec, trainer, engine, policy, flavor)
+    return Tables(spec, trainer, engine, policy, layer_spec)
 
 
 # --- deliveries ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from moerl.errors import ConfigError
-from moerl.transport.base import Transport
+from moerl.weight_sync.transports.base import Transport
 
 _MODULES = {
     "shm": "shm",
@@ -26,7 +26,7 @@ def make(name: str, *, address: str, folder: str = "") -> Transport:
     """
     if name not in _MODULES:
         raise ConfigError("sync.transport", name, f"use one of {NAMES}")
-    module = import_module(f"moerl.transport.{_MODULES[name]}")
+    module = import_module(f"moerl.weight_sync.transports.{_MODULES[name]}")
     if _MODULES[name] == "group":
         transport: Transport = module.GroupTransport(address, backend=name)
     else:

@@ -32,8 +32,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range, read_endpoint
-from moerl.transport.door import Channel, Door, Place, failure, knock, seconds_left
+from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.token_server import (
+    Channel,
+    ServerAddress,
+    TokenServer,
+    failure,
+    open_channel,
+    seconds_left,
+)
 
 _RECEIVER, _SENDER = 0, 1  # ranks in a pair
 _KEY, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket
@@ -43,7 +50,7 @@ _RENDEZVOUS_S = 60.0
 
 class _Endpoint(msgspec.Struct, frozen=True):
     backend: str
-    place: Place
+    server_address: ServerAddress
     num_bytes: int
 
 
@@ -80,14 +87,16 @@ class GroupStaging:
         self._address, self._backend = address, backend
         device = "cuda" if backend == "nccl" else "cpu"
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._door = Door(address, self._serve)
-        self.endpoint = msgspec.json.encode(_Endpoint(backend, self._door.place, num_bytes))
+        self._server = TokenServer(address, self._serve)
+        self.endpoint = msgspec.json.encode(
+            _Endpoint(backend, self._server.server_address, num_bytes)
+        )
 
     def fetch(self, deadline: float) -> None:
         """Nothing to do: a flush is answered only after its bytes are in the buffer."""
 
     def close(self) -> None:
-        self._door.close()
+        self._server.close()
 
     def _serve(self, channel: Channel) -> None:
         """One sender until it leaves, breaks a rule or dies; each of them ends this pair only."""
@@ -116,7 +125,7 @@ class GroupLink:
         self._size = target.num_bytes
         self._works: list[tuple[dist.Work, Tensor]] = []  # the tensor stays alive until it is sent
         self._flushes = 0
-        self._channel = knock(target.place, deadline)
+        self._channel = open_channel(target.server_address, deadline)
         try:
             self._group = _pair(self._channel, _SENDER, target.backend, address, deadline)
         except BaseException:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import TransportError
-from moerl.transport.base import Guarantees, check_range
+from moerl.weight_sync.transports.base import Guarantees, check_range
 
 _NAME = "moerl-staging"
 _F_ADD_SEALS = 1033  # linux/fcntl.h; fcntl of Python 3.11 lacks the names

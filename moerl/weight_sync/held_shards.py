@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout.placement import Flavor, coords_of, hf_shapes, megatron_places, sglang_places
 from moerl.layout.rules import Layer, Place, Rule, Shard, expand
+from moerl.layout.shards import LayerSpec, coords_of, hf_shapes, megatron_places, sglang_places
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Local
 
@@ -124,7 +124,7 @@ def sent_layers(
     spec: ModelSpec,
     trainer: ParallelConfig,
     rank: int,
-    flavor: Flavor,
+    layer_spec: LayerSpec,
     *,
     keep_copies: bool = False,
 ) -> Iterator[tuple[str, Place, Layer]]:
@@ -134,9 +134,9 @@ def sent_layers(
     """
     seen: set[tuple[str, ...]] = set()
     if coords_of(trainer, rank).pp > 0 and not keep_copies:
-        for _, place in megatron_places(spec, trainer, 0, flavor):
+        for _, place in megatron_places(spec, trainer, 0, layer_spec):
             seen |= {rule.hf for rule in place.first}
-    for prefix, place in megatron_places(spec, trainer, rank, flavor):
+    for prefix, place in megatron_places(spec, trainer, rank, layer_spec):
         root = [rule for rule in (*place.first, *place.last) if rule.hf not in seen]
         yield prefix, place, Layer(ROOT, "", tuple(root))
         seen |= set() if keep_copies else {rule.hf for rule in root}

@@ -1,1 +1,0 @@
-"""Byte movers between trainer ranks and engine ranks, behind one seam (`moerl.transport.base`)."""
