@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moerl.config import load_config, resolve
-from moerl.engine import shim
+from moerl.engine import torchvision_fix
 from moerl.launch.mismatch import measure
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def sample(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> dict[s
 
 def write_dump(folder: Path, dump: Path, num_rollouts: int = 8, num_tokens: int = 8) -> None:
     """Rollouts of the model in `folder`, one JSON object a line."""
-    shim.arm()  # transformers imports torchvision, which expects CUDA in the CPU profile
+    torchvision_fix.arm()  # transformers imports torchvision, which expects CUDA in the CPU profile
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

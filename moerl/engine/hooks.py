@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moerl.engine import cpu_attention, cpu_experts, cpu_fp8, in_flight, layout, live
+from moerl.engine import cpu_attention, cpu_experts, cpu_fp8, in_flight, update_hooks, weight_layout
 
 
 class When(StrEnum):
@@ -50,12 +50,19 @@ HOOKS = (
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "after",
-        layout.check_loaded,
+        weight_layout.check_loaded,
         When.ALWAYS,
     ),
-    Hook(f"{_UPDATER}.__post_init__", "after", live.after_start, When.ALWAYS),
-    Hook(f"{_UPDATER}.update_weights_from_tensor", "around", live.around_update, When.ALWAYS),
-    Hook(f"{_TOKENIZER}.update_weights_from_tensor", "around", live.around_request, When.ALWAYS),
+    Hook(f"{_UPDATER}.__post_init__", "after", update_hooks.after_start, When.ALWAYS),
+    Hook(
+        f"{_UPDATER}.update_weights_from_tensor", "around", update_hooks.around_update, When.ALWAYS
+    ),
+    Hook(
+        f"{_TOKENIZER}.update_weights_from_tensor",
+        "around",
+        update_hooks.around_request,
+        When.ALWAYS,
+    ),
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler._add_request_to_queue",
         "before",

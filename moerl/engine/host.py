@@ -1,8 +1,8 @@
 """The host of one SGLang server: the `Engine` seam of `moerl.messages`, as a plain class.
 
 It starts the server, sends requests, and checks and seals every record before anybody sees it.
-Whether requests may be sent is `gate`; how weights change under them is `updates`.  One event loop
-owns it.
+Whether requests may be sent is `health`; how weights change under them is `updates`.  One event
+loop owns it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine import in_flight, records
-from moerl.engine.client import BadRequest, EngineClient
-from moerl.engine.gate import WATCH_S, Gate
-from moerl.engine.records import InFlight, Reply
-from moerl.engine.server import EngineServer
-from moerl.engine.support import PROVEN
-from moerl.engine.updates import Updates
+from moerl.engine import in_flight, reply_parser
+from moerl.engine.feature_table import PROVEN
+from moerl.engine.health import WATCH_S, EngineHealth
+from moerl.engine.reply_parser import InFlight, Reply
+from moerl.engine.sglang_client import BadRequest, EngineClient
+from moerl.engine.sglang_server import EngineServer
+from moerl.engine.weight_updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.messages import EngineStatus, Message, SessionMessage
 from moerl.records.blob_store import BlobStore
@@ -78,8 +78,8 @@ class EngineHost:
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
         self._mode = modes.get(context.in_flight_mode, "")
-        self._gate = Gate(index)
-        self._updates = Updates(self._gate, self._tracer, context.token, mode=self._mode)
+        self._health = EngineHealth(index)
+        self._updates = Updates(self._health, self._tracer, context.token, mode=self._mode)
         self._layout = ""
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
@@ -113,13 +113,13 @@ class EngineHost:
         log.info("engine %d: weight layout %s: %s", self.index, self._layout, server.layout)
         self._server, self._client = server, client
         self._updates.attach(server, client, version)
-        self._gate.open()
+        self._health.open()
         self._watch = asyncio.create_task(self._watch_server(server))
         return await self.status()
 
     async def stop(self) -> None:
         """End the server and everything it started; a host that is not running stays so."""
-        self._gate.close("it was stopped")
+        self._health.close("it was stopped")
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError, EngineError):
@@ -142,21 +142,21 @@ class EngineHost:
             engine=self.index,
             version=self._updates.version,
             pid=self._server.pid if self._server else 0,
-            running=self._gate.running,
+            running=self._health.running,
             generated_tokens=self._generated,
-            busy_s=self._gate.busy_s,
+            busy_s=self._health.busy_s,
             refused=dict(self._refused),
             layout=self._layout,
         )
 
     async def watch(self) -> None:
         """Returns never; raises EngineError when the engine breaks for good."""
-        await self._gate.ended.wait()
-        raise self._gate.failure()
+        await self._health.ended.wait()
+        raise self._health.failure()
 
     async def checksum(self) -> dict[str, Any]:
         """Per-tensor checksums of the weights as served."""
-        return await self._gate.guard(self._alive().checksum())
+        return await self._health.guard(self._alive().checksum())
 
     # --- generation ------------------------------------------------------------------------------
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
@@ -169,7 +169,7 @@ class EngineHost:
         # different positions (resumed ones) go out side by side in calls of their own.
         calls: dict[int, list[int]] = {}
         for position, request in enumerate(requests):
-            calls.setdefault(records.first_row(request), []).append(position)
+            calls.setdefault(reply_parser.first_row(request), []).append(position)
         asker = self._askers
         tasks = [
             asyncio.create_task(self._call([requests[i] for i in group], asker))
@@ -190,13 +190,13 @@ class EngineHost:
     async def _call(
         self, requests: list[GenerateRequest], asker: int
     ) -> list[Segment | RecordError]:
-        while not self._gate.admit.is_set():  # again: an update may open before this task runs
-            await self._gate.guard(self._gate.admit.wait())
+        while not self._health.admit.is_set():  # again: an update may open before this task runs
+            await self._health.guard(self._health.admit.wait())
         self._expect(asker)
         start_s, version = time.time(), self._updates.version
-        self._gate.enter(len(requests))
+        self._health.enter(len(requests))
         try:
-            replies = await self._gate.guard(self._alive().generate(self._body(requests)))
+            replies = await self._health.guard(self._alive().generate(self._body(requests)))
             self._updates.aborted += sum(_was_aborted(reply) for reply in replies)
         except BadRequest as error:
             # SGLang refuses a batch as a whole; find the requests it means.
@@ -204,13 +204,13 @@ class EngineHost:
             if len(requests) == 1:
                 return [self._refuse(RecordError("request", f"{requests[0].rollout_id}: {error}"))]
         finally:
-            self._gate.leave(len(requests))
+            self._health.leave(len(requests))
         self._expect(asker)
         if replies is None:
             alone = await asyncio.gather(*(self._call([one], asker) for one in requests))
             return [segment for segments in alone for segment in segments]
         end_s = time.time()
-        shared = records.SharedPrompts(requests)
+        shared = reply_parser.SharedPrompts(requests)
         segments = [
             self._segment(reply, request, version, start_s, end_s, shared)
             for reply, request in zip(replies, requests, strict=True)
@@ -241,7 +241,7 @@ class EngineHost:
             "return_sampling_mask": truncates,
             "sampling_logprobs_mode": ["selected" if cut else None for cut in truncates],
             "return_routed_experts": self._routing,
-            "routed_experts_start_len": records.first_row(requests[0]) if self._routing else 0,
+            "routed_experts_start_len": reply_parser.first_row(requests[0]) if self._routing else 0,
             "stream": False,
         }
 
@@ -252,11 +252,11 @@ class EngineHost:
         version: PolicyVersion,
         start_s: float,
         end_s: float,
-        shared: records.SharedPrompts,
+        shared: reply_parser.SharedPrompts,
     ) -> Segment | RecordError:
         later = tuple(sorted({v for v in self._updates.served if v >= version}))
         try:
-            parsed = records.parse(
+            parsed = reply_parser.parse(
                 reply,
                 request,
                 version=version,
@@ -273,7 +273,7 @@ class EngineHost:
         try:
             first, *rest = [
                 self._piece(part, asked, version, start_s, end_s, shared)
-                for asked, part in records.cut(parsed, request)
+                for asked, part in reply_parser.cut(parsed, request)
             ]
         except BlobError as error:  # the disk is full
             return self._refuse(RecordError("blob", f"{request.rollout_id}: {error}"))
@@ -286,7 +286,7 @@ class EngineHost:
         version: PolicyVersion,
         start_s: float,
         end_s: float,
-        shared: records.SharedPrompts,
+        shared: reply_parser.SharedPrompts,
     ) -> Segment:
         """Seal what one version of the weights sampled."""
         span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
@@ -315,7 +315,7 @@ class EngineHost:
         parsed: Reply,
         request: GenerateRequest,
         version: PolicyVersion,
-        shared: records.SharedPrompts,
+        shared: reply_parser.SharedPrompts,
     ) -> _Sealed:
         """Write all arrays of one segment as one blob.
 
@@ -381,7 +381,7 @@ class EngineHost:
 
     async def interrupt(self) -> None:
         """End the running requests: each returns what it has, to be gone on with elsewhere."""
-        await self._gate.guard(self._alive().abort_all())
+        await self._health.guard(self._alive().abort_all())
 
     # --- weight updates --------------------------------------------------------------------------
     async def session(self, message: SessionMessage) -> Message:
@@ -391,12 +391,12 @@ class EngineHost:
     async def _watch_server(self, server: EngineServer) -> None:
         while (cause := server.death()) is None:
             await asyncio.sleep(WATCH_S)
-        self._gate.close(f"{cause}\n{server.log_tail()}")
+        self._health.close(f"{cause}\n{server.log_tail()}")
 
     def _alive(self) -> EngineClient:
-        self._gate.usable()
+        self._health.usable()
         if self._client is None:
-            raise self._gate.failure()
+            raise self._health.failure()
         return self._client
 
 

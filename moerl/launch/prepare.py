@@ -15,7 +15,7 @@ from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local
 from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_resume
-from moerl.engine.args import check_args
+from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.probe import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.plan import RunPlan

@@ -117,7 +117,7 @@ def check_layout(
       moerl check-layout configs/models/qwen3-235b-a22b --parallel tp=4,pp=2,ep=8 --engine tp=32
       moerl check-layout runs/mine/hf --parallel ep=2 --engine tp=2,moe_runner_backend=triton
     """
-    from moerl.engine.layout import stated_layout
+    from moerl.engine.weight_layout import stated_layout
     from moerl.layout import model_spec
     from moerl.layout.check import check_layout as check
     from moerl.layout.check import describe

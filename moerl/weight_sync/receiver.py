@@ -8,8 +8,8 @@
 
 State of a session: open -> verified -> claimed -> (committed).  Everything before COMMIT runs on a
 thread of its own while the scheduler decodes.  A claim is a promise: from then on no ABORT and no
-other PREPARE gets in between, so either all ranks copy or none does (`moerl.engine.live` asks
-all ranks before any of them copies).  Live weights are written at one place, `commit`.
+other PREPARE gets in between, so either all ranks copy or none does (`moerl.engine.update_hooks`
+asks all ranks before any of them copies).  Live weights are written at one place, `commit`.
 
 A session that did not end well closes its staging buffer; the next one opens a new one, since a
 sender that was only slow may still write into the old.  A committed one keeps it for the next
@@ -98,7 +98,7 @@ class ReceiverContext:
     spec: ModelSpec
     engine: EngineLayout
     rank: int
-    layout: str  # fingerprint of the engine's weight layout, `moerl.engine.layout`
+    layout: str  # fingerprint of the engine's weight layout, `moerl.engine.weight_layout`
 
 
 @dataclass(slots=True, eq=False)

@@ -26,11 +26,11 @@ import torch
 import zmq
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.client import EngineClient
 from moerl.engine.hooks import HOOKS
 from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.layout import EngineLayout
-from moerl.engine.server import EngineServer
+from moerl.engine.sglang_client import EngineClient
+from moerl.engine.sglang_server import EngineServer
+from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import ConfigError, EngineError, RecordError
 from moerl.messages import AbortUpdate, Ok, Refused, UpdateClosed
 from moerl.records.blob_store import BlobStore
@@ -136,7 +136,7 @@ def test_every_hook_found_its_target(world: World) -> None:
 
 
 def test_the_status_names_the_layout_of_the_weights(world: World) -> None:
-    layout = EngineLayout("0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ())
+    layout = LiveWeightLayout("0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ())
     assert world.run(world.host.status()).layout == layout.fingerprint()
 
 
@@ -277,7 +277,7 @@ def test_receivers_want_the_token(world: World) -> None:
     """The socket of a scheduler: this user's only, and a request without the token is refused."""
     server = world.host._server
     assert server is not None
-    sockets = server.doors
+    sockets = server.receiver_sockets
     assert len(sockets) == world.config.tp
     abort = encode(AbortUpdate(0, V1, "a stranger", 5.0))
     with zmq.Context() as context:

@@ -16,7 +16,7 @@ import pytest
 
 from moerl.config.schema import EngineConfig
 from moerl.data.audit import split_segments
-from moerl.engine.support import FEATURES
+from moerl.engine.feature_table import FEATURES
 from moerl.errors import RecordError
 from moerl.types import Rollout
 from tests.helpers.replay_scenario import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused

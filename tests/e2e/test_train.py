@@ -139,9 +139,9 @@ def test_bf16_trainer(probed: dict[str, Any]) -> None:
 
 def test_hf_folder_gives_the_trainers_numbers(trained: Run, probed: dict[str, Any]) -> None:
     """transformers opens runs/NAME/hf and agrees with the trainer within 1e-5."""
-    from moerl.engine import shim
+    from moerl.engine import torchvision_fix
 
-    shim.arm()
+    torchvision_fix.arm()
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(

@@ -104,9 +104,9 @@ def compare(
 
 
 def of_sglang() -> list[Found]:
-    from moerl.engine import shim
+    from moerl.engine import torchvision_fix
 
-    shim.arm()
+    torchvision_fix.arm()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from moerl.engine import plugin

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moerl.engine import shim
+from moerl.engine import torchvision_fix
 from moerl.types import ModelShape
 
-shim.arm()  # transformers imports torchvision
+torchvision_fix.arm()  # transformers imports torchvision
 
 VOCAB, LAYERS, EXPERTS, TOP_K, EOS = 256, 3, 8, 2, 2
 SHAPE = ModelShape(

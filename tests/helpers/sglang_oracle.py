@@ -307,7 +307,7 @@ def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
     from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, spawn_world_rank
     from sglang.srt.server_args import ServerArgs
 
-    from moerl.engine.layout import weights
+    from moerl.engine.weight_layout import weights
 
     server_args = ServerArgs(
         model_path=str(folder),
@@ -351,7 +351,7 @@ def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
 
 
 def _refusal(model: Any) -> str:
-    from moerl.engine.layout import check_modules
+    from moerl.engine.weight_layout import check_modules
     from moerl.errors import LayoutError
 
     try:
@@ -393,9 +393,9 @@ def _close_groups() -> None:
 
 def main(folder: Path) -> None:
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
-    from moerl.engine import shim
+    from moerl.engine import torchvision_fix
 
-    shim.arm()
+    torchvision_fix.arm()
     from safetensors.torch import save_file
     from sglang.srt.plugins import load_plugins
 

@@ -40,9 +40,9 @@ def make_model(folder: Path, *, seed: int = 0, tied: bool = False) -> Path:
     """A random Qwen3-MoE that transformers wrote."""
     import torch
 
-    from moerl.engine import shim
+    from moerl.engine import torchvision_fix
 
-    shim.arm()  # transformers imports torchvision
+    torchvision_fix.arm()  # transformers imports torchvision
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)

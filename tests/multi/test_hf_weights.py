@@ -186,7 +186,7 @@ def test_saved_folder_opens_in_transformers(
     tmp_path: Path, folder: Path, tensors: dict[str, torch.Tensor], max_shard_bytes: int
 ) -> None:
     """No missing, unexpected or mismatched key, the same values, the tokenizer files beside."""
-    from moerl.engine.shim import arm
+    from moerl.engine.torchvision_fix import arm
 
     arm()  # a CUDA torchvision beside a CPU torch
     from transformers import AutoModelForCausalLM

@@ -60,9 +60,9 @@ MUTATIONS = {
 # --- workers -------------------------------------------------------------------------------------
 def write_models(folder: Path) -> None:
     """A model folder per family, written by transformers, and the logits of a fixed batch."""
-    from moerl.engine import shim
+    from moerl.engine import torchvision_fix
 
-    shim.arm()
+    torchvision_fix.arm()
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM

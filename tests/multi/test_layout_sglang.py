@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.config.schema import ParallelConfig
-from moerl.engine.layout import EngineLayout, check_model, engine_layout
+from moerl.engine.weight_layout import LiveWeightLayout, check_model, engine_layout
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     FAMILIES,
@@ -217,7 +217,7 @@ def test_what_sglang_does_not_load_here(oracle: Path) -> None:
 
 
 # --- identity of the layout ----------------------------------------------------------------------
-def layout_of(oracle: Path, report: str, model: str) -> EngineLayout:
+def layout_of(oracle: Path, report: str, model: str) -> LiveWeightLayout:
     args = json.loads((oracle / "reports.json").read_text())[report]["args"]
     return engine_layout(args, {}, config_of(oracle / model), release="0.5.23")
 

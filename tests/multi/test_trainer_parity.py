@@ -71,9 +71,9 @@ def test_layout_trains_like_one_rank(
 
 
 def test_logits_are_those_of_transformers(model: Path, one_rank: Found) -> None:
-    from moerl.engine import shim
+    from moerl.engine import torchvision_fix
 
-    shim.arm()  # transformers imports torchvision
+    torchvision_fix.arm()  # transformers imports torchvision
     from transformers import Qwen3MoeForCausalLM
 
     reference = Qwen3MoeForCausalLM.from_pretrained(

@@ -68,7 +68,7 @@ def to_hf(source: Path, target: Path, **more: object) -> Path:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per family, saved by transformers; every element is drawn, norms included."""
-    from moerl.engine.shim import arm
+    from moerl.engine.torchvision_fix import arm
 
     arm()
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -11,41 +11,43 @@ import pytest
 
 from moerl.config import load_config
 from moerl.config.schema import EngineConfig
-from moerl.engine import args
-from moerl.engine.server import cause_in, free_port
+from moerl.engine import server_args
+from moerl.engine.sglang_server import cause_in, free_port
 from moerl.errors import ConfigError
 
 RECIPES = sorted(p.stem for p in (Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 
 
 def built(config: EngineConfig, routing: bool = True) -> dict[str, Any]:
-    return args.server_args(
+    return server_args.server_args(
         config, Path("model"), routing=routing, version="0.3", port=1, nccl_port=2
     )
 
 
 def test_cpu_arguments() -> None:
-    got = built(EngineConfig(platform="cpu", tp=2, args={"chunked_prefill_size": 64}))
+    got = built(EngineConfig(platform="cpu", tp=2, server_args={"chunked_prefill_size": 64}))
     assert got["device"] == "cpu"
     assert got["attention_backend"] == "torch_native"
     assert (got["tp_size"], got["weight_version"], got["chunked_prefill_size"]) == (2, "0.3", 64)
-    assert set(got) <= args.field_names()
+    assert set(got) <= server_args.field_names()
 
 
 def test_cuda_arguments_keep_weights_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own choice for some families and GPUs would be refused by moerl.engine.layout."""
+    """SGLang's own choice for some families and GPUs would be refused by
+    moerl.engine.weight_layout.
+    """
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     got = built(EngineConfig(platform="cuda"))
     assert got["moe_runner_backend"] == "triton"
     assert got["disable_shared_experts_fusion"] is True
     assert "device" not in got
-    assert set(got) <= args.field_names()
+    assert set(got) <= server_args.field_names()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_asks_for_what_a_start_allows(recipe: str) -> None:
     config = load_config(recipe)
-    args.check_args(config.engine.args, replay=config.replay.routing == "R3")
+    server_args.check_args(config.engine.args, replay=config.replay.routing == "R3")
 
 
 def test_large_recipes_replay_the_routes_of_quantised_experts_on_many_ranks() -> None:
@@ -56,34 +58,34 @@ def test_large_recipes_replay_the_routes_of_quantised_experts_on_many_ranks() ->
 
 
 def test_user_arguments_replace_defaults_we_do_not_own() -> None:
-    config = EngineConfig(platform="cpu", args={"attention_backend": "intel_amx"})
+    config = EngineConfig(platform="cpu", server_args={"attention_backend": "intel_amx"})
     assert built(config)["attention_backend"] == "intel_amx"
 
 
 def test_our_tables_name_existing_arguments() -> None:
-    assert set(args._OWNED) - {"config"} <= args.field_names()
+    assert set(server_args._OWNED) - {"config"} <= server_args.field_names()
 
 
 def test_unknown_name_suggests_close_ones() -> None:
     with pytest.raises(ConfigError, match=r"engine.args.chunked_prefil_size = 64.*chunked_prefill"):
-        built(EngineConfig(args={"chunked_prefil_size": 64}))
+        built(EngineConfig(server_args={"chunked_prefil_size": 64}))
 
 
 @pytest.mark.parametrize("name", ["port", "model_path", "enable_return_routed_experts", "api_key"])
 def test_arguments_we_own_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"engine.args.{name}"):
-        built(EngineConfig(args={name: 1}))
+        built(EngineConfig(server_args={name: 1}))
 
 
 def test_platform_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"engine.platform = 'tpu'"):
-        args.uses_cuda("tpu")
+        server_args.uses_cuda("tpu")
 
 
 def test_secret_hides_and_survives_pickling() -> None:
     """In a process of its own: the server's module arms hooks when it is imported."""
     code = (
-        "import pickle; from moerl.engine.launch import Secret\n"
+        "import pickle; from moerl.engine.server_process import Secret\n"
         "secret = pickle.loads(pickle.dumps(Secret('abc')))\n"
         "print(secret == 'abc', f'Bearer {secret}', {'api_key': secret})"
     )

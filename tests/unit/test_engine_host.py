@@ -16,11 +16,11 @@ import pytest
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
-from moerl.engine import gate as gate_module
+from moerl.engine import health as gate_module
 from moerl.engine import host as host_module
-from moerl.engine.client import BadRequest, EngineClient
 from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.layout import EngineLayout
+from moerl.engine.sglang_client import BadRequest, EngineClient
+from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.messages import CommitUpdate, Plan, UpdateClosed
 from moerl.records.blob_store import BlobStore
@@ -52,7 +52,7 @@ class ScriptedServer:
     """Stands for the process: lives until `cause` is set."""
 
     url, pid = "http://nowhere", 1
-    layout = EngineLayout("0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ())
+    layout = LiveWeightLayout("0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ())
     cause: str | None = None
 
     def __init__(self, *_args: object, **_fields: object) -> None: ...

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from moerl.config.schema import EngineConfig
-from moerl.engine import layout
-from moerl.engine.args import field_names
-from moerl.engine.layout import EngineLayout, check_model, check_modules, engine_layout
-from moerl.engine.server import EngineServer
+from moerl.engine import weight_layout
+from moerl.engine.server_args import field_names
+from moerl.engine.sglang_server import EngineServer
+from moerl.engine.weight_layout import LiveWeightLayout, check_model, check_modules, engine_layout
 from moerl.errors import ConfigError, EngineError, LayoutError
 
 # /server_info of a plain server of SGLang 0.5.23, on one CPU rank; what no layout asks is left out.
@@ -32,18 +32,18 @@ def identity(
     environment: dict[str, str] | None = None,
     config: dict[str, Any] = QWEN,
     release: str = "0.5.23",
-) -> EngineLayout:
+) -> LiveWeightLayout:
     return engine_layout(PLAIN | (args or {}), environment or {}, config, release=release)
 
 
 def test_our_table_names_existing_arguments() -> None:
     assert set(RECORDED) - {"version"} <= field_names()
-    assert set(layout._ALLOWED) <= set(RECORDED)
+    assert set(weight_layout._ALLOWED) <= set(RECORDED)
 
 
 def test_the_fingerprint_is_stable() -> None:
     """It is compared between processes and kept with plans: a change here is a change of format."""
-    assert identity() == EngineLayout(
+    assert identity() == LiveWeightLayout(
         "0.5.23", "qwen3_moe", 2, 1, 1, "triton", "none", "bfloat16", ()
     )
     assert identity().fingerprint() == "8090b10cb3f2d8fd"
@@ -191,7 +191,7 @@ def serve(server: EngineServer, info: dict[str, Any], checked: int = 1) -> None:
     """Start against `info`, with a sleeping process in SGLang's place."""
 
     def spawn() -> None:
-        server.log.write_text(f"{layout.MODULES_CHECKED}\n" * checked)
+        server.log.write_text(f"{weight_layout.MODULES_CHECKED}\n" * checked)
         server._process = subprocess.Popen(["sleep", "60"])
 
     server._spawn = spawn  # type: ignore[method-assign]
@@ -205,7 +205,7 @@ def ended(server: EngineServer) -> bool:
 def test_a_started_server_knows_its_layout(tmp_path: Path) -> None:
     server = new_server(tmp_path)
     serve(server, RECORDED)
-    assert server.layout == EngineLayout(
+    assert server.layout == LiveWeightLayout(
         "0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ()
     )
     assert not ended(server)
@@ -304,7 +304,7 @@ def test_live_fp8_layers_are_asked() -> None:
     check_modules([("a", layer(blocks))])
     with pytest.raises(LayoutError, match=r"a: blocks of Fp8MoEMethod are \(128, 128\)"):
         check_modules([("a", layer(Fp8MoEMethod()))])
-    for flag in layout._WEIGHT_FLAGS:
+    for flag in weight_layout._WEIGHT_FLAGS:
         with pytest.raises(LayoutError, match=rf"a.weight: {flag}, its values"):
             check_modules([("a", layer(blocks, **{flag: True}))])
     marlin = Fp8MoEMethod(weight_block_size=[128, 128], use_marlin=True)
@@ -332,7 +332,7 @@ def test_live_modules_are_asked() -> None:
 
     plain = UnquantizedFusedMoEMethod(w13_swiglu_interleaved=False, _aiter_runner=None)
     check_modules(modules(plain))
-    for flag in layout._METHOD_FLAGS:
+    for flag in weight_layout._METHOD_FLAGS:
         with pytest.raises(LayoutError, match=f"b: {flag} of UnquantizedFusedMoEMethod"):
             check_modules(modules(UnquantizedFusedMoEMethod(**{flag: True})))
     with pytest.raises(LayoutError, match="b: weights of AWQLinearMethod have no layout"):
@@ -348,8 +348,8 @@ def test_a_rank_says_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None
         modules = [("a", SimpleNamespace(quant_method=method))]
         return SimpleNamespace(model=SimpleNamespace(named_modules=lambda: modules))
 
-    layout.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
-    assert capsys.readouterr().out == f"{layout.MODULES_CHECKED}\n"
+    weight_layout.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
+    assert capsys.readouterr().out == f"{weight_layout.MODULES_CHECKED}\n"
     with pytest.raises(LayoutError):
-        layout.check_loaded(None, runner(AWQLinearMethod()))
+        weight_layout.check_loaded(None, runner(AWQLinearMethod()))
     assert capsys.readouterr().out == ""

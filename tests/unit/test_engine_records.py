@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.engine.records import InFlight, cut, parse
+from moerl.engine.reply_parser import InFlight, cut, parse
 from moerl.errors import RecordError
 from moerl.types import Finish, GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 

@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from moerl.engine.scratch import Scratch, remove_abandoned
-from moerl.engine.server import EngineServer
+from moerl.engine.scratch_dir import Scratch, remove_abandoned
+from moerl.engine.sglang_server import EngineServer
 from moerl.errors import EngineError
 from tests.unit.test_engine_layout import new_server
 
 HOST = """
 import sys, tempfile, time
-from moerl.engine.scratch import Scratch
+from moerl.engine.scratch_dir import Scratch
 tempfile.tempdir = sys.argv[1]
 scratch = Scratch()
 scratch.name_shared(sys.argv[2:])
@@ -86,7 +86,7 @@ def test_a_server_that_is_up_and_says_nothing_is_given_up(
 ) -> None:
     server = sleeping(tmp_path, monkeypatch)
     server.config = replace(server.config, start_timeout_s=0.5)
-    monkeypatch.setattr("moerl.engine.server._KILL_S", 1.0)
+    monkeypatch.setattr("moerl.engine.sglang_server._KILL_S", 1.0)
 
     class Mute(Silent):
         async def server_info(self) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine import args, support
+from moerl.engine import feature_table, server_args
+from moerl.engine.feature_table import FEATURES, Verdict
 from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.support import FEATURES, Verdict
 from moerl.errors import ConfigError
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
@@ -37,15 +37,15 @@ def other(allowed: tuple[Any, ...]) -> Any:
 
 
 def built(name: str, value: Any, *, routing: bool) -> dict[str, Any]:
-    config = EngineConfig(platform="cpu", args={name: value})
-    return args.server_args(
+    config = EngineConfig(platform="cpu", server_args={name: value})
+    return server_args.server_args(
         config, Path("model"), routing=routing, version="0.3", port=1, nccl_port=2
     )
 
 
 @pytest.mark.parametrize(("feature", "name", "allowed", "verdict"), ROWS, ids=[r[1] for r in ROWS])
 def test_row(feature: str, name: str, allowed: tuple[Any, ...], verdict: Verdict) -> None:
-    assert name in args.field_names(), "SGLang has no such argument"
+    assert name in server_args.field_names(), "SGLang has no such argument"
     with pytest.raises(ConfigError) as error:
         built(name, other(allowed), routing=True)
     text = str(error.value)
@@ -79,10 +79,10 @@ def test_proofs_exist() -> None:
 
 
 def test_docs_are_made_from_the_table() -> None:
-    assert (REPO / "docs" / "replay-support.md").read_text() == support.markdown()
+    assert (REPO / "docs" / "replay-support.md").read_text() == feature_table.markdown()
 
 
-@pytest.mark.parametrize("name", support.ENVIRONMENT)
+@pytest.mark.parametrize("name", feature_table.ENVIRONMENT)
 def test_environment_that_changes_reports_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from moerl.cli import app
 from moerl.config.schema import ParallelConfig
-from moerl.engine.layout import stated_layout
+from moerl.engine.weight_layout import stated_layout
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     Rule,

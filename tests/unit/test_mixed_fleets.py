@@ -13,7 +13,7 @@ from moerl.cli import app
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
-from moerl.engine.args import server_args
+from moerl.engine.server_args import server_args
 from moerl.errors import ConfigError
 from moerl.launch.planning.dry_run import describe
 from moerl.launch.planning.sync_plan import planned_layouts
@@ -75,8 +75,8 @@ def test_a_dry_run_says_what_each_size_is() -> None:
         "memory of an engine rank, tp 8: weights 7.68 GB",
         "into each of 2 x 4 engine ranks",
         "into each of 1 x 8 engine ranks",
-        "engine 0,2: python -m moerl.engine.launch",
-        "engine 1: python -m moerl.engine.launch",
+        "engine 0,2: python -m moerl.engine.server_process",
+        "engine 1: python -m moerl.engine.server_process",
     ):
         assert line in text
 

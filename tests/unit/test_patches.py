@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.engine import hooks, shim
+from moerl.engine import hooks, torchvision_fix
 from moerl.trainer.model.cpu_patches import PATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,11 +67,11 @@ def sglang_rows() -> list[Row]:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     platform = scripts["sglang.srt.platforms"]["moerl_cpu"].replace(":", ".")
     assert scripts["sglang.srt.plugins"]["moerl_hooks"] == "moerl.engine.plugin:register_hooks"
-    operators = tuple(f"torchvision::{name}" for name in shim.OPERATORS)
+    operators = tuple(f"torchvision::{name}" for name in torchvision_fix.OPERATORS)
     cpu = {"when": "without CUDA"}
     return [
         Row(("sglang.srt.platforms",), platform, cpu | {"kind": "entry point"}),
-        Row(operators, "moerl.engine.shim.arm", cpu | {"kind": "declaration"}),
+        Row(operators, "moerl.engine.torchvision_fix.arm", cpu | {"kind": "declaration"}),
         *(
             Row(
                 (hook.symbol,),
@@ -177,13 +177,13 @@ def test_a_page_that_is_wrong_is_seen() -> None:
     def with_field(name: str, value: str) -> list[Entry]:
         return [replace(first, fields={**first.fields, name: value}), *rest]
 
-    more = Row(("sglang.srt.new",), "moerl.engine.live.new", {})
+    more = Row(("sglang.srt.new",), "moerl.engine.update_hooks.new", {})
     assert complaints(entries, [*rows, more], pin) == ["('sglang.srt.new',) has no entry"]
     fewer = [row for row in rows if row.symbols != (symbol,)]
     assert complaints(entries, fewer, pin) == [f"('{symbol}',) is not registered"]
     assert "a symbol stands twice" in complaints([*entries, first], rows, pin)
     broken = {
-        "ours": "`moerl.engine.live.after_start`",
+        "ours": "`moerl.engine.update_hooks.after_start`",
         "kind": "before",
         "when": "without CUDA",
         "version": "0.5.22",

@@ -119,7 +119,7 @@ def the_function_that_hangs():
 if sys.argv[2] == "registered":
     write_on_request(Path(sys.argv[1]))
 if sys.argv[2] == "server":
-    import moerl.engine.launch  # as every process of SGLang does
+    import moerl.engine.server_process  # as every process of SGLang does
 the_function_that_hangs()
 """
 

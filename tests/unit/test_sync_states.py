@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.client import BadRequest, read_committed
 from moerl.engine.host import EngineContext, EngineHost
+from moerl.engine.sglang_client import BadRequest, read_committed
 from moerl.errors import EngineError
 from moerl.messages import (
     AbortUpdate,

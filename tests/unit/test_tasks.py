@@ -262,9 +262,9 @@ def test_a_seed_gives_the_same_bytes_and_another_does_not(tmp_path: Path) -> Non
 
 
 def test_transformers_opens_the_tiny_model_without_a_missing_tensor(tiny_model: Path) -> None:
-    from moerl.engine import shim
+    from moerl.engine import torchvision_fix
 
-    shim.arm()
+    torchvision_fix.arm()
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(tiny_model, output_loading_info=True)

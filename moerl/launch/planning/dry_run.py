@@ -27,8 +27,8 @@ from moerl.config.clusters import Placement, TrainerSeat, is_local, placement
 from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import ParallelConfig, TinyModel
-from moerl.engine import support
-from moerl.engine.args import arguments
+from moerl.engine import feature_table
+from moerl.engine.server_args import arguments
 from moerl.launch.cluster.commands import host_of, node_commands, torchrun
 from moerl.launch.plan import RunPlan, frozen_command, trainer_command
 from moerl.launch.planning.sync_plan import planned_layouts
@@ -56,7 +56,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     Raises ConfigError for what a start would refuse without starting anything.
     """
     for name, value in config.engine.args.items():
-        support.check(name, value, replay=config.replay.routing == "R3")
+        feature_table.check(name, value, replay=config.replay.routing == "R3")
     placed, shapes = placement(config), _shapes(config)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):
         check_model_sizes(config.trainer.parallel, tp, shapes)
@@ -180,7 +180,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)
         lines += [
-            f"engine {which}: python -m moerl.engine.launch, its job on standard input:",
+            f"engine {which}: python -m moerl.engine.server_process, its job on standard input:",
             f"  {json.dumps(job)}",
         ]
     return lines

@@ -6,7 +6,7 @@ shape.  So every server argument and environment variable that moves weights is 
 values that were compared with SGLang's own `load_weights` (tests/multi/test_layout_sglang.py) are
 accepted.  A server is checked twice: its scheduler processes check the modules that they loaded
 (`check_loaded`, a hook of hooks.py), and once it serves, its resolved arguments become its
-`EngineLayout` (server.py).
+`LiveWeightLayout` (server.py).
 
 Rejected: a list of bad values (a new release adds values, and they would pass).
 Read at sglang 0.5.23: srt/layers/quantization/unquant.py, srt/layers/moe/fused_moe_triton/layer.py,
@@ -125,7 +125,7 @@ _FP8_KERNELS = ("auto", "triton")
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLayout:
+class LiveWeightLayout:
     """The settings that decide where each byte of an engine's weights is stored.
 
     Raises ConfigError for a value that the tables of moerl.layout were not compared under.
@@ -168,7 +168,7 @@ def engine_layout(
     config: Mapping[str, Any],
     *,
     release: str,
-) -> EngineLayout:
+) -> LiveWeightLayout:
     """Identity of a server's weight layout.
 
     args: resolved server arguments by ServerArgs field name, as /server_info and
@@ -189,7 +189,7 @@ def engine_layout(
             f"shared experts of {family} would join the routed ones; set it to true",
         )
     runner = _get(args, "moe_runner_backend")
-    return EngineLayout(
+    return LiveWeightLayout(
         release=release,
         family=family,
         tp=_get(args, "tp_size"),
@@ -202,7 +202,7 @@ def engine_layout(
     )
 
 
-def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> EngineLayout:
+def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> LiveWeightLayout:
     """Identity of a server that was not started: `stated`, with the defaults of a plain server.
 
     stated: by name of the server argument, with tp, ep, dp (of attention) and sglang (the release)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from moerl.config.json_files import read_json
 from moerl.engine import in_flight
-from moerl.engine.layout import check_modules, engine_layout, weights
+from moerl.engine.weight_layout import check_modules, engine_layout, weights
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import model_spec
 from moerl.messages import Message

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import EngineConfig
-from moerl.engine import support
+from moerl.engine import feature_table
 from moerl.errors import ConfigError
 
 # Arguments that another setting or this program decides.
@@ -76,7 +76,7 @@ def check_args(args: dict[str, Any], *, replay: bool) -> None:
             close = difflib.get_close_matches(name, field_names(), 3)
             hint = f", such as {' or '.join(close)}" if close else ""
             raise ConfigError(field, value, f"it must name an SGLang server argument{hint}")
-        support.check(name, value, replay=replay)
+        feature_table.check(name, value, replay=replay)
 
 
 def uses_cuda(platform: str) -> bool:
@@ -104,7 +104,7 @@ def server_args(
     routing: record the routed experts; version: the initial weight version.
     """
     check_args(config.args, replay=routing)
-    support.check_environment(os.environ)
+    feature_table.check_environment(os.environ)
     cuda = uses_cuda(config.platform)
     return arguments(
         config,
@@ -145,7 +145,7 @@ def arguments(
     }
     if cuda:
         # SGLang's own choice by model and GPU would pack, swap or join expert weights
-        # (arg_groups/model_overrides); `moerl.engine.layout` says what is known.
+        # (arg_groups/model_overrides); `moerl.engine.weight_layout` says what is known.
         args |= {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
     else:
         args |= {

@@ -4,9 +4,10 @@ A feature is proven (a test compares its records with another implementation), r
 routing is recorded, or refused always because it changes what is sampled behind the record.
 There is no fourth case: a feature whose records were not compared is refused.
 
-`check` reads the table when a server's arguments are made; `python -m moerl.engine.support` prints
-it as docs/replay-support.md.  Rejected: a list of allowed arguments (SGLang has 546, most of them
-harmless); the table has the arguments that change routing rows, kept sets or log-probabilities.
+`check` reads the table when a server's arguments are made; `python -m moerl.engine.feature_table`
+prints it as docs/replay-support.md.  Rejected: a list of allowed arguments (SGLang has 546, most of
+them harmless); the table has the arguments that change routing rows, kept sets or
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -347,7 +348,7 @@ def markdown() -> str:
     lines = [
         "# Deployment features and replay",
         "",
-        "Made from `moerl/engine/support.py` by `python -m moerl.engine.support`; a test keeps",
+        "Made from `moerl/engine/feature_table.py` by `python -m moerl.engine.feature_table`; a test keeps",
         "them equal. *Proven* means that a test compares the records with another implementation;",
         "anything else is refused when the engine's arguments are made, in one sentence.",
         "",

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from moerl.engine.client import BadRequest
+from moerl.engine.sglang_client import BadRequest
 from moerl.errors import EngineError
 
 WATCH_S = 0.5  # between looks at the server process
@@ -22,7 +22,7 @@ WATCH_S = 0.5  # between looks at the server process
 T = TypeVar("T")
 
 
-class Gate:
+class EngineHealth:
     """One engine's.  `usable` and `guard` raise EngineError with the cause."""
 
     def __init__(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""The server process: `python -m moerl.engine.launch`, one JSON job on standard input.
+"""The server process: `python -m moerl.engine.server_process`, one JSON job on standard input.
 
 The job is {"parent": pid, "args": {ServerArgs field: value}, "token": str}.  It comes by standard
 input so that the token is neither in the command line nor in the environment, and so that every
@@ -18,11 +18,11 @@ import signal
 import sys
 from typing import Any
 
-from moerl.engine import shim
+from moerl.engine import torchvision_fix
 from moerl.stack_dump import write_on_request
 
 # at import: each process that SGLang spawns imports this module again
-shim.arm()
+torchvision_fix.arm()
 write_on_request()
 
 _PR_SET_PDEATHSIG = 1

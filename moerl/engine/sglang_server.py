@@ -23,11 +23,11 @@ import psutil
 
 from moerl.config.json_files import read_json
 from moerl.config.schema import EngineConfig
-from moerl.engine import support
-from moerl.engine.args import server_args
-from moerl.engine.client import EngineClient
-from moerl.engine.layout import MODULES_CHECKED, EngineLayout, check_model, engine_layout
-from moerl.engine.scratch import Scratch
+from moerl.engine import feature_table
+from moerl.engine.scratch_dir import Scratch
+from moerl.engine.server_args import server_args
+from moerl.engine.sglang_client import EngineClient
+from moerl.engine.weight_layout import MODULES_CHECKED, LiveWeightLayout, check_model, engine_layout
 from moerl.errors import EngineError
 from moerl.weight_sync.receiver import socket_path
 
@@ -68,7 +68,7 @@ class EngineServer:
             nccl_port=free_port("127.0.0.1"),
         )
         self._model_path = model_path
-        self.layout: EngineLayout | None = None  # how its weights lie; known once it serves
+        self.layout: LiveWeightLayout | None = None  # how its weights lie; known once it serves
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[psutil.Process] = []
         self._scratch: Scratch | None = None
@@ -78,7 +78,7 @@ class EngineServer:
         return f"http://{self.config.host}:{self.port}"
 
     @property
-    def doors(self) -> list[Path]:
+    def receiver_sockets(self) -> list[Path]:
         """Sockets of the receivers of all ranks."""
         assert self._scratch is not None, "start first"
         return [socket_path(self._scratch.path, rank) for rank in range(self.config.tp)]
@@ -99,7 +99,9 @@ class EngineServer:
         config = read_json(path)
         check_model(config)
         stored = (config.get("quantization_config") or {}).get("quant_method")
-        support.check("quantization", stored, replay=self.args["enable_return_routed_experts"])
+        feature_table.check(
+            "quantization", stored, replay=self.args["enable_return_routed_experts"]
+        )
         if not _is_free(self.config.host, self.port):
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._scratch = Scratch()
@@ -125,7 +127,7 @@ class EngineServer:
 
     async def _identify(
         self, client: EngineClient, config: dict[str, Any], deadline: float
-    ) -> EngineLayout:
+    ) -> LiveWeightLayout:
         """The layout of the served weights, from the arguments and from the check of each rank."""
         try:  # its HTTP server asks the ranks, of which one may hang
             async with asyncio.timeout(max(deadline - time.monotonic(), _KILL_S)):
@@ -188,7 +190,7 @@ class EngineServer:
         job = {"parent": os.getpid(), "token": self.token, "args": self.args}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "moerl.engine.launch"],
+                [sys.executable, "-m", "moerl.engine.server_process"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,9 +4,9 @@ SGLang imports torchvision unconditionally.  Without CUDA its compiled operators
 its meta registrations then fail because two operator schemas are missing.  Declaring both schemas
 just before the first import is enough: nothing in text serving calls them.
 
-`moerl.engine.launch` calls `arm` in the server and, because multiprocessing's spawn imports the
-main module again, in each process that the server starts.  Rejected: a .pth file (it acts on every
-program of the environment and is lost in an editable install).
+`moerl.engine.server_process` calls `arm` in the server and, because multiprocessing's spawn imports
+the main module again, in each process that the server starts.  Rejected: a .pth file (it acts on
+every program of the environment and is lost in an editable install).
 """
 
 from __future__ import annotations

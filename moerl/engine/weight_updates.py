@@ -17,9 +17,9 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from moerl.engine.client import EngineClient
-from moerl.engine.gate import Gate
-from moerl.engine.server import EngineServer
+from moerl.engine.health import EngineHealth
+from moerl.engine.sglang_client import EngineClient
+from moerl.engine.sglang_server import EngineServer
 from moerl.errors import EngineError
 from moerl.messages import (
     AbortUpdate,
@@ -54,9 +54,9 @@ class Updates:
     Raises EngineError: refused, late, or the engine is broken.
     """
 
-    def __init__(self, gate: Gate, tracer: Tracer, token: str, *, mode: str) -> None:
+    def __init__(self, health: EngineHealth, tracer: Tracer, token: str, *, mode: str) -> None:
         """mode: of `moerl.engine.in_flight`."""
-        self._gate, self._tracer, self._token = gate, tracer, token
+        self._health, self._tracer, self._token = health, tracer, token
         self._mode = mode
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
@@ -99,61 +99,61 @@ class Updates:
             case CommitUpdate():
                 return await self._commit(message)
             case AskEngine():
-                return EngineHolds(self.version, self._gate.cause or "")
+                return EngineHolds(self.version, self._health.cause or "")
 
     async def _receivers(
         self, message: SessionMessage, reply_type: type[T], timeout_s: float
     ) -> list[T]:
         """Ask the receivers of all ranks.  A rank that does not answer suspends the engine."""
         server = self._server
-        if server is None or self._gate.ended.is_set():
-            raise self._gate.failure()
+        if server is None or self._health.ended.is_set():
+            raise self._health.failure()
         try:
             async with asyncio.timeout(timeout_s):
-                asking = self._ask_all(server.doors, message)
-                replies = await self._gate.guard(asking, self._gate.ended)
+                asking = self._ask_all(server.receiver_sockets, message)
+                replies = await self._health.guard(asking, self._health.ended)
         except TimeoutError as error:
             what = f"a rank did not answer {type(message).__name__} in {timeout_s:g} s"
-            raise self._gate.suspend(what) from error
+            raise self._health.suspend(what) from error
         agreed: list[T] = []
         for rank, reply in enumerate(replies):
             if not isinstance(reply, reply_type):
                 cause = reply.cause if isinstance(reply, Refused) else type(reply).__name__
-                raise EngineError(f"engine {self._gate.index}, rank {rank}: {cause}")
+                raise EngineError(f"engine {self._health.index}, rank {rank}: {cause}")
             agreed.append(reply)
         return agreed
 
-    async def _ask_all(self, doors: Sequence[Path], message: Message) -> list[Message]:
-        asking = [asyncio.ensure_future(self._ask(door, message)) for door in doors]
+    async def _ask_all(self, sockets: Sequence[Path], message: Message) -> list[Message]:
+        asking = [asyncio.ensure_future(self._ask(path, message)) for path in sockets]
         try:
             return await asyncio.gather(*asking)
         finally:  # where one fails the others may hang, each with its socket
             for one in asking:
                 one.cancel()
 
-    async def _ask(self, door: Path, message: Message) -> Message:
+    async def _ask(self, path: Path, message: Message) -> Message:
         """A socket of its own per question: a late reply never answers a later one."""
-        if not door.exists():
+        if not path.exists():
             raise EngineError(
-                f"engine {self._gate.index} has no receiver at {door}: SGLang did not load the "
+                f"engine {self._health.index} has no receiver at {path}: SGLang did not load the "
                 "plug-in of moerl"
             )
         with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"ipc://{door}")
+            socket.connect(f"ipc://{path}")
             await socket.send_multipart([self._token.encode(), encode(message)])
             return decode((await socket.recv_multipart())[-1])
 
     async def _commit(self, message: CommitUpdate) -> UpdateClosed:
         """Interrupt what runs unless it may run on, let all ranks copy at once."""
         client = self._client
-        if client is None or self._gate.ended.is_set():
-            raise self._gate.failure()
-        start_s, was_admitting = time.time(), self._gate.cause is None
+        if client is None or self._health.ended.is_set():
+            raise self._health.failure()
+        start_s, was_admitting = time.time(), self._health.cause is None
         mode = self._mode if was_admitting else ""
         self.aborted = 0
         if not mode:
-            self._gate.admit.clear()
+            self._health.admit.clear()
         try:
             async with asyncio.timeout(message.timeout_s):
                 if not mode:
@@ -161,19 +161,21 @@ class Updates:
                 idle_s = time.time()
                 self.served = [*self.served[-_VERSIONS:], message.version]
                 copying = client.commit(str(message.version), mode)
-                done = await self._gate.guard(copying, self._gate.ended)
+                done = await self._health.guard(copying, self._health.ended)
         except (EngineError, TimeoutError) as error:
             if UNCHANGED in str(error):
                 self.served.pop()
                 if was_admitting:
-                    self._gate.admit.set()
+                    self._health.admit.set()
                 raise
             detail = str(error) or f"no answer within {message.timeout_s:g} s"
-            raise self._gate.suspend(f"the commit of {message.version} failed: {detail}") from error
+            raise self._health.suspend(
+                f"the commit of {message.version} failed: {detail}"
+            ) from error
         except BaseException as error:  # cancelled, or a bug: nobody knows what the ranks did
-            self._gate.suspend(f"the commit of {message.version} was given up: {error!r}")
+            self._health.suspend(f"the commit of {message.version} was given up: {error!r}")
             raise
-        self._gate.reopen()
+        self._health.reopen()
         self.version = message.version
         end_s = time.time()
         pause_s = done.seconds if mode else end_s - idle_s
@@ -194,7 +196,7 @@ class Updates:
 
     async def _drain(self, client: EngineClient) -> None:
         """Abort until nothing is in flight: a request may be on its way while the others go."""
-        while not self._gate.idle.is_set():
-            await self._gate.guard(client.abort_all(), self._gate.ended)
+        while not self._health.idle.is_set():
+            await self._health.guard(client.abort_all(), self._health.ended)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gate.idle.wait(), _ABORT_S)
+                await asyncio.wait_for(self._health.idle.wait(), _ABORT_S)
