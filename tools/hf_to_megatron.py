@@ -11,7 +11,7 @@ over the processes.  No GPU and no process group is used.
 
 import sys
 
-from moerl.trainer.weights.convert_cli import hf_to_megatron
+from moerl.trainer.hf_io.convert_cli import hf_to_megatron
 
 if __name__ == "__main__":
     sys.exit(hf_to_megatron(__doc__))

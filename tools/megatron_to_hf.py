@@ -11,7 +11,7 @@ transformers and SGLang.
 
 import sys
 
-from moerl.trainer.weights.convert_cli import megatron_to_hf
+from moerl.trainer.hf_io.convert_cli import megatron_to_hf
 
 if __name__ == "__main__":
     sys.exit(megatron_to_hf(__doc__))

@@ -2,9 +2,9 @@
 
     torchrun ... -m moerl.trainer.main --run-dir runs/X --controller tcp://127.0.0.1:PORT ...
 
-`--frozen` makes it a rank of the other gang, reference and teacher (`moerl.trainer.frozen_gang`).
-On nodes of its own the gang gets `--run-dir` alone and finds the rest on the run's board
-(`moerl.trainer.set_engines`).
+`--frozen` makes it a rank of the other gang, reference and teacher
+(`moerl.trainer.ref_model_loop`). On nodes of its own the gang gets `--run-dir` alone and finds the
+rest on the run's board (`moerl.trainer.set_engines`).
 
 The gang knows nothing of Ray.  A failure on any rank is told to the controller in one sentence and
 the process ends at once: its peers may hang in a collective, torchrun ends them.
@@ -34,7 +34,7 @@ from moerl.stack_dump import write_on_request
 from moerl.trainer.model import platform
 
 if TYPE_CHECKING:
-    from moerl.trainer.gang import Post
+    from moerl.trainer.train_loop import RankContext
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def main() -> None:
     """Train as one rank until the controller says stop."""
     args = _arguments()
     run = RunDir(args.run_dir)
-    gang = "frozen" if args.frozen else "trainer"
-    _log_to(run.logs / f"{gang}-{os.environ.get('RANK', '0')}.log")
+    job = "frozen" if args.frozen else "trainer"
+    _log_to(run.logs / f"{job}-{os.environ.get('RANK', '0')}.log")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also inside a wait for a peer that never comes
     config = here(load_saved(run.config))
     torch.set_num_threads(config.trainer.cpu_threads)
@@ -56,16 +56,16 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe(place.name))
     # the platform comes before anything that imports megatron
-    from moerl.trainer.enlist import set_engines
-    from moerl.trainer.frozen_gang import FrozenGang, own_layout
-    from moerl.trainer.gang import Gang
+    from moerl.trainer.join_run import set_engines
     from moerl.trainer.model import parallel
+    from moerl.trainer.ref_model_loop import RefModelLoop, own_layout
+    from moerl.trainer.train_loop import TrainLoop
 
     config = own_layout(config) if args.frozen else config
-    post, start = _find_post(args, run, config)
+    context, start = _find_post(args, run, config)
 
     def end(error: BaseException) -> None:
-        _tell(error, post, gang)
+        _tell(error, context, job)
         os._exit(1)
 
     try:
@@ -73,11 +73,11 @@ def main() -> None:
             config.trainer.parallel, place, timeout_s=config.trainer.step_timeout_s
         )
         if args.frozen:
-            FrozenGang(config, post, ranks).run()
+            RefModelLoop(config, context, ranks).run()
         else:
             if start:
-                post = set_engines(post, ranks)
-            Gang(config, post, ranks, end).run()
+                context = set_engines(context, ranks)
+            TrainLoop(config, context, ranks, end).run()
             if start and ranks.is_first:
                 run.board.done(start)
         parallel.stop()
@@ -85,15 +85,15 @@ def main() -> None:
         end(error)
 
 
-def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[Post, str]:
+def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[RankContext, str]:
     """Where this gang belongs; the board's opening when it was found there, otherwise empty."""
-    from moerl.trainer.enlist import bind, read_board
-    from moerl.trainer.gang import Post
+    from moerl.trainer.join_run import bind, read_endpoints
+    from moerl.trainer.train_loop import RankContext
 
     if not args.controller:
         bind(config)
-        return read_board(run, config)
-    post = Post(
+        return read_endpoints(run, config)
+    context = RankContext(
         run=run,
         controller=args.controller,
         token=os.environ.pop("MOERL_TOKEN", ""),
@@ -102,18 +102,18 @@ def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[P
         checkpoint=args.checkpoint,
         reset_optimizer=args.reset_optimizer,
     )
-    return post, ""
+    return context, ""
 
 
-def _tell(error: BaseException, post: Post, gang: str) -> None:
+def _tell(error: BaseException, context: RankContext, job: str) -> None:
     """Into the log, to torchrun and to the controller, in one sentence."""
-    from moerl.trainer.gang import report_failure
+    from moerl.trainer.train_loop import report_failure
 
     cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
     log.error("this rank ends: %s", cause, exc_info=error)
     rank = os.environ.get("RANK")
-    print(f"TrainerError: {gang} rank {rank}: {cause}", file=sys.stderr, flush=True)
-    report_failure(post, cause, gang)
+    print(f"TrainerError: {job} rank {rank}: {cause}", file=sys.stderr, flush=True)
+    report_failure(context, cause, job)
 
 
 def _log_to(path: Path) -> None:

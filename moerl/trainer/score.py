@@ -53,7 +53,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.serialization import decode_value
 from moerl.trainer.model.platform import prepare
 from moerl.trainer.model.replay import Mode
-from moerl.trainer.passes.agreement import downstream
+from moerl.trainer.passes.route_agreement import downstream
 from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
 
@@ -154,8 +154,8 @@ def _plan(rollouts: list[Rollout], job: ScoreJob, dp_size: int) -> BatchPlan:
 def _score_dtype(
     job: ScoreJob, dtype: Precision, plan: BatchPlan, store: BlobStore, ranks: Parallel
 ) -> Tally:
+    from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.model.gpt import build, live_tensors
-    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 
     trainer = TrainerConfig(
         dtype=dtype, parallel=ranks.sizes, dispatcher=job.dispatcher, megatron=job.megatron

@@ -61,12 +61,12 @@ def _train(config: Config, run: RunDir) -> None:
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
     # the platform comes before anything that imports megatron
+    from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+    from moerl.trainer.hf_io.hf_gather import HfGather
+    from moerl.trainer.hf_io.hf_save import save_hf
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build
-    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
-    from moerl.trainer.weights.hf_gather import HfGather
-    from moerl.trainer.weights.hf_save import save_hf
 
     trainer = config.trainer
     ranks = parallel.start(trainer.parallel, place, timeout_s=trainer.step_timeout_s)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from moerl.layout import padded_vocab
 from moerl.run_dir import RunDir
 from moerl.trainer.checkpoints import checkpoint
+from moerl.trainer.hf_io.hf_gather import HfGather
 from moerl.trainer.learner.critic import Critic, ValueHead
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.weights.hf_gather import HfGather
 from moerl.types import Array, BatchPlan, PolicyVersion
 from tests.helpers.saved_checkpoint import save_whole
 

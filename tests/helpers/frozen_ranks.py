@@ -26,11 +26,11 @@ from moerl.messages import Scored  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.run_dir import RunDir  # noqa: E402
 from moerl.serialization import decode  # noqa: E402
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.passes.schedule import Batches  # noqa: E402
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 

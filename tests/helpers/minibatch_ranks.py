@@ -33,10 +33,10 @@ from moerl.config.schema import (  # noqa: E402
 )
 from moerl.data.minibatches import split_plan  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 Maps = list[torch.Tensor]

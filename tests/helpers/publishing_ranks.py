@@ -50,10 +50,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     place = platform.prepare("cpu", local_rank=int(os.environ["LOCAL_RANK"]))
-    from moerl.trainer.gang import Gang, Post
+    from moerl.trainer.hf_io.hf_save import save_hf
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import live_tensors
-    from moerl.trainer.weights.hf_save import save_hf
+    from moerl.trainer.train_loop import RankContext, TrainLoop
     from moerl.types import PolicyVersion
     from moerl.weight_sync import publisher
 
@@ -62,8 +62,10 @@ def main() -> None:
     here = parallel.start(config.trainer.parallel, place, timeout_s=120.0)
     faults = Faults(here.rank, publisher.make)
     publisher.make = faults.make  # type: ignore[assignment]
-    post = Post(run, controller, "token", int(incarnation), BlobStore(run.root / "b", "n"), None)
-    gang = Gang(config, post, here, _end)
+    post = RankContext(
+        run, controller, "token", int(incarnation), BlobStore(run.root / "b", "n"), None
+    )
+    gang = TrainLoop(config, post, here, _end)
     assert gang.publisher is not None
     for number in count():
         path = run.root / "orders" / f"{incarnation}.{number}.json"

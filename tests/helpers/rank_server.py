@@ -124,9 +124,9 @@ def _load() -> None:
     import megatron.core
 
     from moerl.trainer.checkpoints import checkpoint  # noqa: F401
+    from moerl.trainer.hf_io import hf_folder  # noqa: F401
     from moerl.trainer.learner import critic, step  # noqa: F401
     from moerl.trainer.model import gpt, parallel  # noqa: F401
-    from moerl.trainer.weights import hf_folder  # noqa: F401
 
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads after the imports of {megatron.core.__name__}"

@@ -26,10 +26,10 @@ from moerl.config.schema import (  # noqa: E402
     TrainerConfig,
 )
 from moerl.records.blob_store import BlobStore  # noqa: E402
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 NAMES = ("loss/kl_ref", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")

@@ -48,6 +48,8 @@ from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.hf_io.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
@@ -56,8 +58,6 @@ from moerl.trainer.model.parallel import Parallel  # noqa: E402
 from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.weights.hf_gather import HfGather  # noqa: E402
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 from tests.helpers.critic_cases import critic_step  # noqa: E402
 from tests.helpers.replay_matrix_records import V0, Records, make_records  # noqa: E402

@@ -14,10 +14,10 @@ import torch
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import hf_shapes, model_spec
-from moerl.trainer.weights.convert import MegatronFolder, convert_to_megatron
-from moerl.trainer.weights.convert_job import Gang
-from moerl.trainer.weights.hf_folder import HfFolder
-from moerl.trainer.weights.hf_save import file_form, write_json
+from moerl.trainer.hf_io.convert import MegatronFolder, convert_to_megatron
+from moerl.trainer.hf_io.convert_job import ConversionRanks
+from moerl.trainer.hf_io.hf_folder import HfFolder
+from moerl.trainer.hf_io.hf_save import file_form, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -83,7 +83,7 @@ def test_one_failing_process_ends_all_with_its_sentence(tmp_path: Path) -> None:
     """The damage is in one file: only the process that reads it can know."""
     source = write_model(tmp_path / "model", "qwen3_moe")
     layout, out = ParallelConfig(pp=2), tmp_path / "a"
-    convert_to_megatron(source, out, layout, "local", Gang(), lambda *_: None)
+    convert_to_megatron(source, out, layout, "local", ConversionRanks(), lambda *_: None)
     damaged = tmp_path / "a" / "rank-00001" / "model.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 255

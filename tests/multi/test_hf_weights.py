@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import hf_shapes, megatron_tiles, model_spec
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf
-from moerl.trainer.weights.hf_gather import HfGather
-from moerl.trainer.weights.hf_save import save_hf
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+from moerl.trainer.hf_io.hf_gather import HfGather
+from moerl.trainer.hf_io.hf_save import save_hf
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -152,11 +152,11 @@ def save_again(folder: Path, family: str, ranks: Any) -> str:
     import torch
 
     from moerl.config.schema import TrainerConfig
-    from moerl.trainer.gang import with_untrained
+    from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+    from moerl.trainer.hf_io.hf_gather import HfGather
+    from moerl.trainer.hf_io.hf_save import save_hf
     from moerl.trainer.model.gpt import build, live_tensors
-    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
-    from moerl.trainer.weights.hf_gather import HfGather
-    from moerl.trainer.weights.hf_save import save_hf
+    from moerl.trainer.train_loop import with_untrained
 
     source, target = HfFolder(folder / family), folder / f"{family}.again"
     model = build(source.spec, TrainerConfig(parallel=ranks.sizes), ranks, with_replay=False)
@@ -177,8 +177,8 @@ def logit_gap(folder: Path, family: str, ranks: Any) -> float:
     from safetensors.torch import load_file
 
     from moerl.config.schema import TrainerConfig
+    from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.model.gpt import build, live_tensors
-    from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 
     source = HfFolder(folder / family)
     model = build(source.spec, TrainerConfig(parallel=ranks.sizes), ranks, with_replay=False)

@@ -25,16 +25,16 @@ from safetensors.torch import load_file, save_file
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, ModelError, MoerlError
 from moerl.layout import hf_shapes, megatron_tiles, model_spec
-from moerl.trainer.weights import convert_job
-from moerl.trainer.weights.convert import (
+from moerl.trainer.hf_io import convert_job
+from moerl.trainer.hf_io.convert import (
     MegatronFolder,
     convert_to_hf,
     convert_to_megatron,
     open_source,
 )
-from moerl.trainer.weights.convert_cli import hf_to_megatron
-from moerl.trainer.weights.convert_job import Gang
-from moerl.trainer.weights.hf_folder import FILL_BYTES, HfFolder
+from moerl.trainer.hf_io.convert_cli import hf_to_megatron
+from moerl.trainer.hf_io.convert_job import ConversionRanks
+from moerl.trainer.hf_io.hf_folder import FILL_BYTES, HfFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -55,13 +55,19 @@ def silent(stage: str, done: int, total: int) -> None:
 
 def to_megatron(source: Path, target: Path, layout: ParallelConfig = A, **more: object) -> Path:
     convert_to_megatron(
-        open_source(source), target, layout, "local", Gang(), more.pop("progress", silent), **more
+        open_source(source),
+        target,
+        layout,
+        "local",
+        ConversionRanks(),
+        more.pop("progress", silent),
+        **more,
     )
     return target
 
 
 def to_hf(source: Path, target: Path, **more: object) -> Path:
-    convert_to_hf(MegatronFolder(source), target, Gang(), silent, **more)
+    convert_to_hf(MegatronFolder(source), target, ConversionRanks(), silent, **more)
     return target
 
 
@@ -426,8 +432,8 @@ def test_a_killed_process_leaves_nothing_that_looks_complete(tmp_path: Path, mod
 import os, signal
 from moerl.config.schema import ParallelConfig
 from moerl.layout import hf_shapes, model_spec
-from moerl.trainer.weights.convert import convert_to_megatron, open_source
-from moerl.trainer.weights.convert_job import Gang
+from moerl.trainer.hf_io.convert import convert_to_megatron, open_source
+from moerl.trainer.hf_io.convert_job import Gang
 def kill(stage, done, total):
     if done > 100_000:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -492,9 +498,9 @@ import re, sys
 from pathlib import Path
 import torch
 from moerl.config.schema import ParallelConfig
-from moerl.trainer.weights.convert import MegatronFolder, convert_to_hf
-from moerl.trainer.weights.convert import convert_to_megatron, open_source
-from moerl.trainer.weights.convert_job import Gang
+from moerl.trainer.hf_io.convert import MegatronFolder, convert_to_hf
+from moerl.trainer.hf_io.convert import convert_to_megatron, open_source
+from moerl.trainer.hf_io.convert_job import Gang
 source, a, hf = sys.argv[1:]
 def peak():  # not ru_maxrss: that begins at the peak of the process which started this one
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

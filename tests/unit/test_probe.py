@@ -7,8 +7,8 @@ import torch
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config.schema import Config, EngineConfig, ReplayConfig
 from moerl.observe.console import alerts
-from moerl.trainer.passes.agreement import RouteAgreement
 from moerl.trainer.passes.probe import Findings, exact_metrics, judge
+from moerl.trainer.passes.route_agreement import RouteAgreement
 
 
 def sums(gap: float, tokens: int = 100) -> MismatchSums:

@@ -22,8 +22,8 @@ from moerl.launch.supervision.actors import RemoteScorer
 from moerl.messages import AskEngine, EngineHolds, Message, Ok, Refused
 from moerl.serialization import decode, encode
 from moerl.stack_dump import stacks
-from moerl.trainer import client
-from moerl.trainer.client import ControllerClient
+from moerl.trainer import controller_client
+from moerl.trainer.controller_client import ControllerClient
 from moerl.types import Episode, PolicyVersion, Prompt, Score
 
 HOLDS = EngineHolds(PolicyVersion(0, 3), "")
@@ -63,7 +63,7 @@ class Door:
 
 @pytest.fixture
 def endpoint(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(client, "_REPEAT_S", 0.1)
+    monkeypatch.setattr(controller_client, "_REPEAT_S", 0.1)
     return f"tcp://127.0.0.1:{free_port()}"
 
 

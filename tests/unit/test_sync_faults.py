@@ -25,7 +25,7 @@ from moerl.messages import AskEngine, Message, Ok, PrepareUpdate, PublishFailure
 from moerl.records.blob_store import BlobStore
 from moerl.rollout.server import TrainerServer
 from moerl.trace import Tracer, read_spans
-from moerl.trainer.client import ControllerClient
+from moerl.trainer.controller_client import ControllerClient
 from moerl.types import PolicyVersion
 from moerl.weight_sync import session
 from moerl.weight_sync.buckets import Bucket, Piece, Region, WirePolicy

@@ -49,7 +49,7 @@ from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError, cause_of
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer.checkpoints.shelf import BACKEND, FORMAT, Shelf
+from moerl.trainer.checkpoints.checkpoint_store import BACKEND, FORMAT, CheckpointStore
 from moerl.trainer.model.parallel import Parallel
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CheckpointWriter:
         incarnation: int,
     ) -> None:
         """incarnation: of this gang; one that was replaced publishes no checkpoint."""
-        self._shelf = Shelf(run, config, incarnation)
+        self._store = CheckpointStore(run, config, incarnation)
         self._parallel, self._tracer = parallel, tracer
         self._group = dist.new_group(backend="gloo", timeout=parallel.timeout)
         self._buffers: dict[MetadataIndex, Tensor] = {}
@@ -82,7 +82,7 @@ class CheckpointWriter:
         self._failed = 0
         self._is_checked = False
         if parallel.is_first:
-            self._shelf.clean()
+            self._store.clean()
 
     def save(self, step: int, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
         """Freeze `state` (Megatron's sharded form) and begin to write it; it may change afterwards.
@@ -92,7 +92,7 @@ class CheckpointWriter:
         """
         self.wait()
         begin, failed = time.time(), ""
-        hidden = self._shelf.hidden(step)
+        hidden = self._store.hidden(step)
         if self._parallel.is_first:
             try:
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -100,15 +100,15 @@ class CheckpointWriter:
             except OSError as error:  # known to the others when the write ends
                 failed = cause_of(error)
         dist.barrier(self._group)
-        strategy = _Frozen(self._group, self._buffers)
+        strategy = _StateCopy(self._group, self._buffers)
         # the structure of the state never changes: its integrity is asked once
-        strategy.freeze(state, hidden, with_check=not self._is_checked)
+        strategy.copy_from(state, hidden, with_check=not self._is_checked)
         self._is_checked = True
-        frozen = time.time()
-        self._tracer.add("checkpoint freeze", begin, frozen, step=step)
+        copied = time.time()
+        self._tracer.add("checkpoint freeze", begin, copied, step=step)
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, strategy, dict(manifest), frozen - begin, failed),
+            args=(step, strategy, dict(manifest), copied - begin, failed),
             name="checkpoint",
             daemon=True,  # a rank that dies does not wait for it
         )
@@ -131,12 +131,12 @@ class CheckpointWriter:
         """Wait; raises TrainerError when the last checkpoint could not be written."""
         self.wait()
         if self._parallel.is_first:
-            self._shelf.rank()
+            self._store.rank()
         if self._error:
             raise TrainerError(f"the last checkpoint was not written: {self._error}")
 
     def _write(
-        self, step: int, strategy: _Frozen, manifest: dict[str, Any], pause: float, failed: str
+        self, step: int, strategy: _StateCopy, manifest: dict[str, Any], pause: float, failed: str
     ) -> None:
         """failed: why there is no folder to write to; empty: there is one."""
         begin = time.time()
@@ -165,7 +165,7 @@ class CheckpointWriter:
     def _commit(
         self,
         step: int,
-        strategy: _Frozen,
+        strategy: _StateCopy,
         manifest: dict[str, Any],
         results: list[WriteResult] | str,
     ) -> str:
@@ -177,20 +177,20 @@ class CheckpointWriter:
             try:
                 if not verdict[0]:
                     assert strategy.metadata is not None, "rank 0 has the plan of all"
-                    common = self._shelf.hidden(step) / COMMON_STATE_FNAME
+                    common = self._store.hidden(step) / COMMON_STATE_FNAME
                     atomic_write(common, strategy.common, sync=True)
                     strategy.writer.finish(strategy.metadata, every)
-                    self._shelf.publish(step, manifest)
+                    self._store.publish(step, manifest)
             except Exception as error:  # whatever it is, the other ranks wait for the verdict
                 log.exception("the checkpoint of step %d", step)
                 verdict = [cause_of(error)]
             if verdict[0]:
-                shutil.rmtree(self._shelf.hidden(step), ignore_errors=True)
+                shutil.rmtree(self._store.hidden(step), ignore_errors=True)
         dist.broadcast_object_list(verdict, src=0, group=self._group)
         return str(verdict[0])
 
 
-class _Frozen(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
+class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     """Megatron's strategy with our writer: plans over our group, freezes, writes nothing yet."""
 
     def __init__(self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor]) -> None:
@@ -200,7 +200,7 @@ class _Frozen(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
         self.common = b""  # what is not a tensor of the model, as torch.save writes it, on rank 0
         self.writer: _Writer
 
-    def freeze(self, state: dict[str, Any], folder: Path, *, with_check: bool) -> None:
+    def copy_from(self, state: dict[str, Any], folder: Path, *, with_check: bool) -> None:
         """`dist_checkpointing.save` up to its first byte: it writes the common part here, where the
         other ranks wait for this one."""
         state["content_metadata"] = dict(METADATA)
@@ -229,7 +229,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
     def __init__(self, folder: Any, buffers: dict[MetadataIndex, Tensor]) -> None:
         super().__init__(folder, thread_count=1)
         self._buffers = buffers
-        self._frozen: list[tuple[WriteItem, Any]] = []
+        self._copied: list[tuple[WriteItem, Any]] = []
         self._name = ""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -239,10 +239,10 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """The frozen moment: objects are pickled, tensors are copied to host buffers."""
         self._name = f"{plan.storage_data.prefix}0.distcp"
-        self._frozen = []
+        self._copied = []
         for item in plan.items:
             data = planner.resolve_data(item)
-            self._frozen.append(
+            self._copied.append(
                 (item, self._copy(item, data) if isinstance(data, Tensor) else data)
             )
         if torch.cuda.is_available():
@@ -260,7 +260,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
 
     def write(self) -> list[WriteResult]:
         """Write the frozen copy.  Raises OSError, for a full disk for example."""
-        if not self._frozen:
+        if not self._copied:
             return []
         path = Path(self.checkpoint_dir) / self._name
         with path.open("wb") as stream:
@@ -268,7 +268,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
                 _write_item(
                     self.transforms, stream, data, item, self._name, SerializationFormat.TORCH_SAVE
                 )
-                for item, data in self._frozen
+                for item, data in self._copied
             ]
             stream.flush()
             os.fsync(stream.fileno())

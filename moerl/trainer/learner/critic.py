@@ -36,6 +36,7 @@ from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch
 from moerl.data.packing import LossInputs, Microbatch, by_row
 from moerl.records.blob_store import BlobStore
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.learner.optimizer import (
     finalize_as_sums,
     make_optimizer,
@@ -47,8 +48,14 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.router_losses import without_router_losses
-from moerl.trainer.passes.schedule import Batches, LossOf, Turn, run_pass, scoring, take
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf
+from moerl.trainer.passes.schedule import (
+    Batches,
+    LossOf,
+    ScheduledPass,
+    next_pass,
+    run_pass,
+    scoring,
+)
 from moerl.types import Array, BatchPlan
 
 _NO_TOKENS = torch.tensor(0, dtype=torch.int)  # gradients are not divided by a count
@@ -149,9 +156,11 @@ class Critic:
         found: dict[int, Tensor] = {}
         batches = self._batches(plan)
 
-        def keep(turn: Turn, output_BS1: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            value_N = self._values_of(turn.batch, output_BS1)
-            found[turn.microbatch] = value_N
+        def keep(
+            scheduled: ScheduledPass, output_BS1: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            value_N = self._values_of(scheduled.batch, output_BS1)
+            found[scheduled.microbatch] = value_N
             return value_N.sum(), _NO_TOKENS.to(value_N.device), {}
 
         modules = [chunk.module for chunk in self.model.chunks]
@@ -208,20 +217,20 @@ class Critic:
 
     def _forward_step(
         self,
-        loss: Callable[[Turn, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]],
-        turns: Iterator[Turn],
+        loss: Callable[[ScheduledPass, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]],
+        scheduled_passes: Iterator[ScheduledPass],
         module: torch.nn.Module,
     ) -> tuple[Tensor, LossOf]:
-        turn = take(turns)
+        scheduled = next_pass(scheduled_passes)
         output = forward.run_chunk(
-            self.model, turn.chunk, module, turn.batch, turn.microbatch, Mode.OFF
+            self.model, scheduled.chunk, module, scheduled.batch, scheduled.microbatch, Mode.OFF
         )
-        return output, partial(loss, turn)
+        return output, partial(loss, scheduled)
 
     def _loss(
-        self, sums: _Sums, turn: Turn, output_BS1: Tensor
+        self, sums: _Sums, scheduled: ScheduledPass, output_BS1: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        batch, device = turn.batch, output_BS1.device
+        batch, device = scheduled.batch, output_BS1.device
         value_N = self._values_of(batch, output_BS1)
         return_N = batch.advantage.to(device)
         token = value_loss(value_N, value_N, return_N, 0.0)

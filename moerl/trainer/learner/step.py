@@ -41,7 +41,6 @@ from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import received
 from moerl.errors import TrainerError
 from moerl.records.blob_store import BlobStore
-from moerl.trainer.learner.frozen_policy import FrozenPolicy, open_policies
 from moerl.trainer.learner.optimizer import (
     finalize_as_sums,
     make_optimizer,
@@ -49,6 +48,7 @@ from moerl.trainer.learner.optimizer import (
     router_grad_norm,
     take_step,
 )
+from moerl.trainer.learner.ref_model import RefModel, open_ref_models
 from moerl.trainer.learner.step_sums import StepSums, describe
 from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.parallel import Parallel
@@ -56,7 +56,14 @@ from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward, probe, proximal
 from moerl.trainer.passes.proximal import Known
 from moerl.trainer.passes.router_losses import NAMES, RouterLosses
-from moerl.trainer.passes.schedule import Batches, LoadRoutes, LossOf, Turn, run_pass, take
+from moerl.trainer.passes.schedule import (
+    Batches,
+    LoadRoutes,
+    LossOf,
+    ScheduledPass,
+    next_pass,
+    run_pass,
+)
 from moerl.types import Array, BatchPlan
 
 if TYPE_CHECKING:
@@ -97,9 +104,9 @@ class Learner:
             self.ddp, optimizer, config.trainer.dtype
         )
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
-        self.frozen: dict[str, FrozenPolicy] = {}  # by role; elsewhere with frozen.ranks: own
+        self.frozen: dict[str, RefModel] = {}  # by role; elsewhere with frozen.ranks: own
         if config.frozen.ranks == "trainer":
-            self.frozen = open_policies(config, model.spec.vocab_size, parallel)
+            self.frozen = open_ref_models(config, model.spec.vocab_size, parallel)
         self.watches_routers = bool(model.spec.moe_layers) and not optimizer.distributed
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
@@ -230,20 +237,22 @@ class Learner:
         sums: StepSums,
         known: Known,
         wide: bool,
-        turns: Iterator[Turn],
+        scheduled_passes: Iterator[ScheduledPass],
         ddp: DistributedDataParallel,
     ) -> tuple[Tensor, LossOf]:
         """wide: also the entropy over the whole vocabulary."""
-        turn = take(turns)
+        scheduled = next_pass(scheduled_passes)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
-        output = forward.run_chunk(self.model, turn.chunk, ddp, turn.batch, turn.microbatch, mode)
-        self._count_routes(sums, turn)
-        return output, partial(self._loss, turn, known, wide, sums)
+        output = forward.run_chunk(
+            self.model, scheduled.chunk, ddp, scheduled.batch, scheduled.microbatch, mode
+        )
+        self._count_routes(sums, scheduled)
+        return output, partial(self._loss, scheduled, known, wide, sums)
 
     def _loss(
-        self, turn: Turn, known: Known, wide: bool, sums: StepSums, logits: Tensor
+        self, scheduled: ScheduledPass, known: Known, wide: bool, sums: StepSums, logits: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        batch = turn.batch
+        batch = scheduled.batch
         scores = forward.sampled_logprobs(
             self.model, logits, batch, self.parallel, full_entropy=wide
         )
@@ -256,7 +265,7 @@ class Learner:
             batch.lag.to(device),
             entropy=scores.entropy,
             m2_bound=known.m2_bound,
-            **known.tokens(turn.microbatch),
+            **known.tokens(scheduled.microbatch),
         )
         result = policy_loss(self.config.algorithm, tokens, batch.weight.to(device))
         if self.parallel.tp_rank == 0:
@@ -270,8 +279,8 @@ class Learner:
                 sums.count_sampled(batch, scores)
         return result.loss, torch.tensor(0, dtype=torch.int, device=device), {}
 
-    def _count_routes(self, sums: StepSums, turn: Turn) -> None:
-        chunk, batch = turn.chunk, turn.batch
+    def _count_routes(self, sums: StepSums, scheduled: ScheduledPass) -> None:
+        chunk, batch = scheduled.chunk, scheduled.batch
         if self.model.replay is not None:
             routed = batch.num_fed_in(forward.routed_slots(batch, self.parallel))
             sums.counts["fed_rows"] += routed * len(self.model.replay.chunks[chunk.index])

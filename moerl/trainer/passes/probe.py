@@ -40,9 +40,9 @@ from moerl.trainer.model.gpt import Model
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Mode, RouteReplay
 from moerl.trainer.passes import forward
-from moerl.trainer.passes.agreement import RouteAgreement
 from moerl.trainer.passes.proximal import recorded_routes
-from moerl.trainer.passes.schedule import Batches, Turn, score
+from moerl.trainer.passes.route_agreement import RouteAgreement
+from moerl.trainer.passes.schedule import Batches, ScheduledPass, score
 from moerl.types import BatchPlan
 
 # Nats.  fp32 on both sides measures 1e-5 and less, bf16 0.1 and less; missing rows show above 0.3.
@@ -117,7 +117,7 @@ class _OwnRoutes:
         self._shape = longest, len(batch.rollouts)
         self._differs: dict[int, Tensor] = {}  # layer -> [positions, rollouts] u8
 
-    def compare(self, turn: Turn) -> None:
+    def compare(self, turn: ScheduledPass) -> None:
         """After the live forward of one chunk."""
         live = self._replay.take_live(turn.microbatch, turn.chunk.index)
         if turn.microbatch:  # padding that the interleaved schedule asks for

@@ -38,7 +38,7 @@ from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Key, Mode, RouteReplay
 from moerl.trainer.passes import forward
-from moerl.trainer.passes.schedule import Batches, LoadRoutes, Turn, score
+from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score
 from moerl.types import Array, BatchPlan
 
 Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
@@ -73,7 +73,7 @@ def proximal_pass(model: Model, config: Config, batches: Batches) -> Known:
         return Known({"proximal": score(model, batches, Mode.REPLAY, load=load)})
     replay, routes = model.replay, Routes()
 
-    def keep(turn: Turn) -> None:
+    def keep(turn: ScheduledPass) -> None:
         routes.update(_taken(replay, turn))
 
     found = score(model, batches, Mode.RECORD, after=keep)
@@ -105,7 +105,7 @@ def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
     return load
 
 
-def _taken(replay: RouteReplay, turn: Turn) -> Routes:
+def _taken(replay: RouteReplay, turn: ScheduledPass) -> Routes:
     live = replay.take_live(turn.microbatch, turn.chunk.index)
     return {key: choice.ids.to("cpu", _id_dtype(replay)) for key, choice in live.items()}
 

@@ -4,8 +4,8 @@ Every pass takes this path: training, the forward passes without gradient before
 policy, reference, teacher, probe) and the critic, so all of them run under pipeline stages,
 interleaving and context parallelism alike.
 
-A microbatch and a model chunk travel together as a `Turn`, so routes never depend on the order in
-which a schedule calls; the number that the schedule itself keeps is compared.
+A microbatch and a model chunk travel together as a `ScheduledPass`, so routes never depend on the
+order in which a schedule calls; the number that the schedule itself keeps is compared.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from moerl.trainer.passes import forward
 from moerl.types import Array, BatchPlan
 
 LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # of a chunk's output
-ForwardStep = Callable[[Iterator["Turn"], Any], tuple[Tensor, LossOf]]
+ForwardStep = Callable[[Iterator["ScheduledPass"], Any], tuple[Tensor, LossOf]]
 LoadRoutes = Callable[[Microbatch, int, Chunk], None]  # gives a turn's routes to the routers
 
 
-class Turn(NamedTuple):
+class ScheduledPass(NamedTuple):
     """One forward pass of one model chunk."""
 
     chunk: Chunk
@@ -124,11 +124,13 @@ def run_pass(
     Raises RecordError when a loaded row was not used exactly once.
     """
     packed: dict[int, Microbatch] = {}
-    turns = [_turns(model, chunk, batches, packed, load) for chunk in model.chunks]
+    scheduled_passes = [
+        _scheduled_passes(model, chunk, batches, packed, load) for chunk in model.chunks
+    ]
     rows, length = batches.shape
     get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=turns if len(turns) > 1 else turns[0],
+        data_iterator=scheduled_passes if len(scheduled_passes) > 1 else scheduled_passes[0],
         model=list(modules),
         num_microbatches=batches.num_microbatches,
         # of hidden states between stages; unused where their shapes are sent along
@@ -140,13 +142,13 @@ def run_pass(
         model.replay.finish_step()
 
 
-def _turns(
+def _scheduled_passes(
     model: Model,
     chunk: Chunk,
     batches: Batches,
     packed: dict[int, Microbatch],
     load: LoadRoutes | None,
-) -> Iterator[Turn]:
+) -> Iterator[ScheduledPass]:
     """A microbatch is packed when the first chunk needs it, and kept until the last one did."""
     for index in range(batches.num_microbatches):
         begin = time.perf_counter()
@@ -156,19 +158,19 @@ def _turns(
         if load is not None:
             load(batch, index, chunk)
         batches.pack_s += time.perf_counter() - begin
-        yield Turn(chunk, index, batch)
+        yield ScheduledPass(chunk, index, batch)
 
 
-def take(turns: Iterator[Turn]) -> Turn:
+def next_pass(scheduled_passes: Iterator[ScheduledPass]) -> ScheduledPass:
     """The next turn.  Raises TrainerError when the schedule is at another microbatch."""
-    turn = next(turns)
-    for layer in turn.chunk.gpt.decoder.layers:  # the schedule's own number
-        if layer.current_microbatch not in (None, turn.microbatch):
+    scheduled = next(scheduled_passes)
+    for layer in scheduled.chunk.gpt.decoder.layers:  # the schedule's own number
+        if layer.current_microbatch not in (None, scheduled.microbatch):
             raise TrainerError(
                 f"the schedule runs microbatch {layer.current_microbatch}, "
-                f"{turn.microbatch} was fed"
+                f"{scheduled.microbatch} was fed"
             )
-    return turn
+    return scheduled
 
 
 @contextmanager
@@ -192,7 +194,7 @@ def score(
     mode: Mode,
     *,
     load: LoadRoutes | None = None,
-    after: Callable[[Turn], None] | None = None,
+    after: Callable[[ScheduledPass], None] | None = None,
 ) -> dict[int, Tensor]:
     """A forward pass without gradient: log-probabilities of the sampled tokens, by microbatch.
 
@@ -201,17 +203,21 @@ def score(
     """
     found: dict[int, Tensor] = {}
 
-    def keep(turn: Turn, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        scores = forward.sampled_logprobs(model, logits, turn.batch, batches.parallel)
-        found[turn.microbatch] = scores.logprob
+    def keep(scheduled: ScheduledPass, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        scores = forward.sampled_logprobs(model, logits, scheduled.batch, batches.parallel)
+        found[scheduled.microbatch] = scores.logprob
         return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), {}
 
-    def step(turns: Iterator[Turn], module: torch.nn.Module) -> tuple[Tensor, LossOf]:
-        turn = take(turns)
-        output = forward.run_chunk(model, turn.chunk, module, turn.batch, turn.microbatch, mode)
+    def step(
+        scheduled_passes: Iterator[ScheduledPass], module: torch.nn.Module
+    ) -> tuple[Tensor, LossOf]:
+        scheduled = next_pass(scheduled_passes)
+        output = forward.run_chunk(
+            model, scheduled.chunk, module, scheduled.batch, scheduled.microbatch, mode
+        )
         if after is not None:
-            after(turn)
-        return output, partial(keep, turn)
+            after(scheduled)
+        return output, partial(keep, scheduled)
 
     modules = [chunk.module for chunk in model.chunks]
     with scoring(model):

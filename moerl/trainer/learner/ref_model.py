@@ -7,7 +7,7 @@ log-probabilities would be at temperature 1 over the whole vocabulary.
 
 `frozen.ranks: trainer` keeps it on the ranks and in the layout of the student: one more forward
 pass without gradient over the batch, before its first optimizer step.  With `own` it lives in a
-gang of its own (`moerl.trainer.frozen_gang`), beside the step before.
+gang of its own (`moerl.trainer.ref_model_loop`), beside the step before.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from moerl.config.algorithms import frozen_models
 from moerl.config.schema import Config, TrainerConfig
 from moerl.errors import ConfigError
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes.router_losses import without_router_losses
 from moerl.trainer.passes.schedule import Batches, score
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf
 
 
-def open_policies(config: Config, vocab_size: int, parallel: Parallel) -> dict[str, FrozenPolicy]:
+def open_ref_models(config: Config, vocab_size: int, parallel: Parallel) -> dict[str, RefModel]:
     """Every frozen policy that the algorithm needs, by role.  vocab_size: of the student."""
     return {
-        role: FrozenPolicy(f"algorithm.{role}", folder, vocab_size, config.trainer, parallel)
+        role: RefModel(f"algorithm.{role}", folder, vocab_size, config.trainer, parallel)
         for role, folder in frozen_models(config).items()
     }
 
 
-class FrozenPolicy:
+class RefModel:
     """One rank's part of a model that only scores."""
 
     def __init__(

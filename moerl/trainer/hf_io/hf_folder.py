@@ -34,8 +34,8 @@ from moerl.layout import (
     stacked_aliases,
     transposed_stacks,
 )
-from moerl.trainer.weights.dequantize import MXFP4_GROUP, Fp8Block, Mxfp4
-from moerl.trainer.weights.mapped_files import DTYPES, MappedFiles
+from moerl.trainer.hf_io.dequantize import MXFP4_GROUP, Fp8Block, Mxfp4
+from moerl.trainer.hf_io.mapped_files import DTYPES, MappedFiles
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 

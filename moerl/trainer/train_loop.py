@@ -46,15 +46,15 @@ from moerl.serialization import decode
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
-from moerl.trainer.client import ControllerClient
+from moerl.trainer.controller_client import ControllerClient
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+from moerl.trainer.hf_io.hf_gather import HfGather
+from moerl.trainer.hf_io.hf_save import save_hf
 from moerl.trainer.learner.critic import Critic
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
-from moerl.trainer.weights.hf_folder import HfFolder, load_hf
-from moerl.trainer.weights.hf_gather import HfGather
-from moerl.trainer.weights.hf_save import save_hf
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
@@ -62,7 +62,7 @@ REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class RankContext:
     """Where this gang belongs: set by the launcher, the same on all ranks."""
 
     run: RunDir
@@ -74,19 +74,19 @@ class Post:
     reset_optimizer: bool = False  # of that checkpoint, take weights and place only
 
 
-class Gang:
+class TrainLoop:
     """One rank of the gang."""
 
     def __init__(
         self,
         config: Config,
-        post: Post,
+        context: RankContext,
         parallel: Parallel,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         """on_failure: ends the process; called when the publishing thread fails."""
-        self.config, self.post, self.parallel = config, post, parallel
-        self.tracer = Tracer(post.run.trace, f"trainer-{parallel.rank}")
+        self.config, self.context, self.parallel = config, context, parallel
+        self.tracer = Tracer(context.run.trace, f"trainer-{parallel.rank}")
         _seed(config.run.seed)
         self.source = HfFolder(config.model.path)
         self.model = build(
@@ -98,8 +98,8 @@ class Gang:
         load_hf(self.model.tensors, self.model.tiles, self.source)
         critic = None
         if config.algorithm.advantage == "gae":
-            critic = Critic(config, parallel, post.blobs)
-        self.learner = Learner(self.model, parallel, config, post.blobs, critic)
+            critic = Critic(config, parallel, context.blobs)
+        self.learner = Learner(self.model, parallel, config, context.blobs, critic)
         self.gather = HfGather(
             lambda: self.model.tensors,
             self.model.spec,
@@ -108,17 +108,17 @@ class Gang:
             _layer_spec(parallel),
             parallel.control,
         )
-        self.version = PolicyVersion(post.incarnation, 0)
+        self.version = PolicyVersion(context.incarnation, 0)
         self.consumed = IdSet()  # group ids trained
         self.saved_step = -1  # optimizer steps inside the newest checkpoint
         self.writer = CheckpointWriter(
-            post.run, config.checkpoint, parallel, self.tracer, post.incarnation
+            context.run, config.checkpoint, parallel, self.tracer, context.incarnation
         )
         self.client: ControllerClient | None = None
         self.publisher: WeightPublisher | None = None
         if parallel.is_first:
             timeout_s = config.trainer.step_timeout_s
-            self.client = ControllerClient(post.controller, post.token, timeout_s=timeout_s)
+            self.client = ControllerClient(context.controller, context.token, timeout_s=timeout_s)
         if config.engine.count:
             self.publisher = open_publisher(config, self._seat(on_failure))
 
@@ -139,35 +139,35 @@ class Gang:
         self._settle()
         if self.saved_step != self.version.step:
             self._checkpoint()
-        self._save_hf(self.post.run.hf)
+        self._save_hf(self.context.run.hf)
         self.writer.finish()
         dist.barrier(self.parallel.control)
 
     def _resume(self) -> None:
-        if self.post.checkpoint is None:
+        if self.context.checkpoint is None:
             return
         with self.tracer.span("load"):
             progress = checkpoint.load(
-                self.post.checkpoint,
+                self.context.checkpoint,
                 self.learner,
                 self.parallel,
-                reset_optimizer=self.post.reset_optimizer,
+                reset_optimizer=self.context.reset_optimizer,
             )
         self.consumed = IdSet(progress.consumed)
         self.saved_step = progress.version.step
-        self.version = PolicyVersion(self.post.incarnation, progress.version.step)
+        self.version = PolicyVersion(self.context.incarnation, progress.version.step)
 
     def _hello(self) -> None:
         holder: list[bytes | None] = [None]
         if self.client is not None:
             hello = Hello(
-                token=self.post.token,
+                token=self.context.token,
                 world_size=self.parallel.world_size,
                 dp_size=self.parallel.dp_size,
                 version=self.version,
                 consumed=self.consumed.parts,
             )
-            holder = [self.client.ask_encoded(hello)]
+            holder = [self.client.request_encoded(hello)]
         self._set_engines(self._shared(holder))
 
     def _set_engines(self, message: Message) -> None:
@@ -202,7 +202,7 @@ class Gang:
             if self.client is not None:
                 limit_s = self.config.trainer.step_timeout_s
                 holder = [
-                    self.client.ask_encoded(
+                    self.client.request_encoded(
                         TakePlan(self.version.step, limit_s, self.version.incarnation),
                         limit_s + REPLY_SLACK_S,
                     )
@@ -240,7 +240,7 @@ class Gang:
         if not probe.due(self.config, plan.step):
             return {}
         with self.tracer.span("probe", step=plan.step):
-            return probe.probe(self.model, plan, self.config, self.parallel, self.post.blobs)
+            return probe.probe(self.model, plan, self.config, self.parallel, self.context.blobs)
 
     def _publish(self) -> dict[str, float]:
         """Freeze the weights and start publishing them; metrics of the publish before."""
@@ -261,7 +261,7 @@ class Gang:
             self.publisher.resume()
 
     def _keep_version(self) -> None:
-        self._save_hf(self.post.run.versions / str(self.version))
+        self._save_hf(self.context.run.versions / str(self.version))
 
     def _save_hf(self, folder: Path) -> None:
         tensors = self.gather.gather()
@@ -279,7 +279,7 @@ class Gang:
         self.saved_step = self.version.step
 
     def _seat(self, on_failure: Callable[[BaseException], None]) -> SyncContext:
-        config, post, parallel = self.config, self.post, self.parallel
+        config, context, parallel = self.config, self.context, self.parallel
         return SyncContext(
             rank=parallel.rank,
             world_size=parallel.world_size,
@@ -290,9 +290,9 @@ class Gang:
             live=lambda: self.model.tensors,
             # lines of its own: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: ControllerClient(
-                post.controller, post.token, timeout_s=config.sync.timeout_s
+                context.controller, context.token, timeout_s=config.sync.timeout_s
             ),
-            token=post.token,
+            token=context.token,
             tracer=self.tracer,
             on_failure=on_failure,
         )
@@ -314,8 +314,8 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def report_failure(post: Post, cause: str, gang: str) -> None:
+def report_failure(context: RankContext, cause: str, job: str) -> None:
     """Tell the controller why this rank dies; a controller that is gone cannot be told."""
     with contextlib.suppress(MoerlError):
-        client = ControllerClient(post.controller, post.token, timeout_s=2.0)
-        client.ask(Failed(int(os.environ.get("RANK", "0")), cause, gang, post.incarnation))
+        client = ControllerClient(context.controller, context.token, timeout_s=2.0)
+        client.request(Failed(int(os.environ.get("RANK", "0")), cause, job, context.incarnation))

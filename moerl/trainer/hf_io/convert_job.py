@@ -34,8 +34,8 @@ from torch import Tensor
 from moerl.config.json_files import read_json
 from moerl.errors import ModelError, MoerlError
 from moerl.layout import Box, at
-from moerl.trainer.weights.hf_save import flush, replace_folder, write_json
-from moerl.trainer.weights.mapped_files import DTYPES
+from moerl.trainer.hf_io.hf_save import flush, replace_folder, write_json
+from moerl.trainer.hf_io.mapped_files import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ_BYTES = 8 * 2**20
@@ -85,13 +85,13 @@ class Job:
     replace: bool = False  # an existing target gives way
 
 
-class Progress(Protocol):
+class ConversionProgress(Protocol):
     """Told of bytes done, of the total once it is known, and of the stage."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
 
 
-class Gang:
+class ConversionRanks:
     """The processes of one conversion: one, or those that torchrun started."""
 
     def __init__(self) -> None:
@@ -134,45 +134,45 @@ class Gang:
 @dataclass(slots=True)
 class _Run:
     job: Job
-    gang: Gang
-    progress: Progress
+    ranks: ConversionRanks
+    progress: ConversionProgress
     folder: Path
     total: int = 0
     kept: set[str] = field(default_factory=set)
     written: dict[str, dict[str, Sums]] = field(default_factory=dict)
 
     def advance(self, stage: str, nbytes: int) -> None:
-        self.progress(stage, self.gang.add(f"{self.job.target}/{stage}", nbytes), self.total)
+        self.progress(stage, self.ranks.add(f"{self.job.target}/{stage}", nbytes), self.total)
 
 
-def run_job(job: Job, gang: Gang, progress: Progress) -> None:
+def run_job(job: Job, ranks: ConversionRanks, progress: ConversionProgress) -> None:
     """Write, verify and publish.  Collective over the gang.
 
     Raises ModelError naming the tensor for a failed read or write, a full disk included, and for
     bytes that do not read back.
     """
-    run = _Run(job, gang, progress, job.target.with_name(f".{job.target.name}.partial"))
-    with gang.together():
-        lock = _prepare(run) if gang.rank == 0 else None
+    run = _Run(job, ranks, progress, job.target.with_name(f".{job.target.name}.partial"))
+    with ranks.together():
+        lock = _prepare(run) if ranks.rank == 0 else None
     try:
-        with gang.together():
-            mine = job.units[gang.rank :: gang.size]  # neighbours read the same source files
+        with ranks.together():
+            mine = job.units[ranks.rank :: ranks.size]  # neighbours read the same source files
             _keep_finished(run, mine)
-        with gang.together():
+        with ranks.together():
             _count(run, mine)
-        with gang.together():
-            if gang.rank == 0:
+        with ranks.together():
+            if ranks.rank == 0:
                 _check_space(run)
-        with gang.together():
+        with ranks.together():
             for unit in mine:
                 if unit.file not in run.kept:
                     run.written[unit.file] = _write(run, unit)
-        with gang.together():
+        with ranks.together():
             for unit in mine:
                 if unit.file not in run.kept:
                     _verify(run, unit)
-        with gang.together():
-            if gang.rank == 0:
+        with ranks.together():
+            if ranks.rank == 0:
                 _publish(run)
     finally:
         if lock is not None:
@@ -219,11 +219,11 @@ def _count(run: _Run, units: Sequence[Unit]) -> None:
     """Bytes that are still to be written, over all processes."""
     todo = [unit for unit in units if unit.file not in run.kept]
     nbytes = sum(planned.nbytes for unit in todo for planned in unit.plan())
-    run.gang.add(f"{run.job.target}/total", nbytes)
+    run.ranks.add(f"{run.job.target}/total", nbytes)
 
 
 def _check_space(run: _Run) -> None:
-    needed = run.total = run.gang.add(f"{run.job.target}/total", 0)
+    needed = run.total = run.ranks.add(f"{run.job.target}/total", 0)
     free = shutil.disk_usage(run.folder).free
     if needed > free:
         raise ModelError(

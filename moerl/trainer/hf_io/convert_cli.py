@@ -27,14 +27,14 @@ from rich.progress import (
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, MoerlError
-from moerl.trainer.weights.convert import (
+from moerl.trainer.hf_io.convert import (
     DTYPE_NAMES,
     MegatronFolder,
     convert_to_hf,
     convert_to_megatron,
     open_source,
 )
-from moerl.trainer.weights.convert_job import Gang
+from moerl.trainer.hf_io.convert_job import ConversionRanks
 
 AXES = {
     "tp": "tensor parallelism of attention and dense layers",
@@ -91,8 +91,8 @@ def megatron_to_hf(description: str | None) -> int:
     return _guarded(_to_hf, parser.parse_args())
 
 
-def _to_megatron(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
-    with gang.together():
+def _to_megatron(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> None:
+    with ranks.together():
         layout = smallest_layout(args, vocab_divisible_by=args.vocab_divisible_by)
         source = open_source(args.source)
     convert_to_megatron(
@@ -100,34 +100,34 @@ def _to_megatron(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
         args.target,
         layout,
         args.layer_spec,
-        gang,
+        ranks,
         progress,
         dtype=DTYPE_NAMES.get(args.dtype),
         replace=args.force,
     )
 
 
-def _to_hf(args: argparse.Namespace, gang: Gang, progress: _Bar) -> None:
-    with gang.together():
+def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> None:
+    with ranks.together():
         source = MegatronFolder(args.source)
     between = args.target.absolute().with_name(f".{args.target.name}.resharded")
     if any(getattr(args, axis) for axis in AXES):
         layout = smallest_layout(args, vocab_divisible_by=source.layout.vocab_divisible_by)
         convert_to_megatron(
-            source, between, layout, source.layer_spec, gang, progress, replace=True
+            source, between, layout, source.layer_spec, ranks, progress, replace=True
         )
-        with gang.together():
+        with ranks.together():
             source = MegatronFolder(between)
     convert_to_hf(
         source,
         args.target,
-        gang,
+        ranks,
         progress,
         dtype=DTYPE_NAMES.get(args.dtype),
         max_shard_bytes=args.max_shard_size,
         replace=args.force,
     )
-    if gang.rank == 0:
+    if ranks.rank == 0:
         shutil.rmtree(between, ignore_errors=True)
 
 
@@ -173,15 +173,15 @@ class _Bar:
 
 
 def _guarded(
-    convert: Callable[[argparse.Namespace, Gang, _Bar], None], args: argparse.Namespace
+    convert: Callable[[argparse.Namespace, ConversionRanks, _Bar], None], args: argparse.Namespace
 ) -> int:
-    gang = Gang()
-    bar = _Bar(quiet=gang.rank != 0)
+    ranks = ConversionRanks()
+    bar = _Bar(quiet=ranks.rank != 0)
     try:
-        convert(args, gang, bar)
+        convert(args, ranks, bar)
     except MoerlError as error:
         bar.close()
-        if gang.rank == 0:
+        if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -189,7 +189,7 @@ def _guarded(
         print("stopped; the same command continues", file=sys.stderr)
         return 130
     bar.close()
-    if gang.rank == 0:
+    if ranks.rank == 0:
         print(args.target)
     return 0
 

@@ -21,7 +21,7 @@ from moerl.atomic import atomic_write
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
 from moerl.run_dir import RunDir, newest_incarnation
-from moerl.trainer.weights.hf_save import flush
+from moerl.trainer.hf_io.hf_save import flush
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ BACKEND, FORMAT = "torch_dist", 1
 
 
 @dataclass(slots=True)
-class Shelf:
+class CheckpointStore:
     """Rank 0 has one."""
 
     run: RunDir

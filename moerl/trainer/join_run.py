@@ -16,28 +16,28 @@ import torch.distributed as dist
 from moerl.config.schema import Config
 from moerl.records.remote_blobs import cluster_reader
 from moerl.run_dir import RunDir, next_incarnation
-from moerl.trainer.gang import Post
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.train_loop import RankContext
 
 
-def read_board(run: RunDir, config: Config) -> tuple[Post, str]:
+def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
     """(post, name of this opening of the board); incarnation and checkpoint are still open.
 
     Raises TrainerError when no controller is posted within trainer.step_timeout_s.
     """
     controller, token, start = run.board.read(config.trainer.step_timeout_s)
-    return Post(run, controller, token, -1, cluster_reader(config, run, token), None), start
+    return RankContext(run, controller, token, -1, cluster_reader(config, run, token), None), start
 
 
-def set_engines(post: Post, parallel: Parallel) -> Post:
+def set_engines(context: RankContext, parallel: Parallel) -> RankContext:
     """Collective: the next incarnation of the trainer, from the newest checkpoint."""
     holder: list[Any] = [None]
     if parallel.is_first:
-        found = post.run.latest_checkpoint()
-        holder = [(next_incarnation(post.run, resume=True), found[1] if found else None)]
+        found = context.run.latest_checkpoint()
+        holder = [(next_incarnation(context.run, resume=True), found[1] if found else None)]
     dist.broadcast_object_list(holder, src=0, group=parallel.control)
     incarnation, checkpoint = holder[0]
-    return replace(post, incarnation=incarnation, checkpoint=checkpoint)
+    return replace(context, incarnation=incarnation, checkpoint=checkpoint)
 
 
 def bind(config: Config) -> None:

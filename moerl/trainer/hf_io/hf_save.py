@@ -29,7 +29,7 @@ from moerl.layout import (
     stacked_forms,
     transposed_stacks,
 )
-from moerl.trainer.weights.hf_folder import INDEX_FILE, SINGLE_FILE
+from moerl.trainer.hf_io.hf_folder import INDEX_FILE, SINGLE_FILE
 
 TOKENIZER_FILES = (
     "generation_config.json",

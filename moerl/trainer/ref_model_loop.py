@@ -6,7 +6,7 @@ batch after the one in training is scored when the trainer asks for it.  It hold
 and started again, it asks for what is still missing.
 
 Models, packing and the replay of kept sets are those of the form inside the trainer
-(`moerl.trainer.learner.frozen_policy`), so both give equal numbers.  Each set of scores carries the
+(`moerl.trainer.learner.ref_model`), so both give equal numbers.  Each set of scores carries the
 digest of its record (`moerl.data.ref_scores`).
 """
 
@@ -23,12 +23,12 @@ from moerl.errors import TrainerError
 from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
 from moerl.serialization import decode, encode
 from moerl.trace import Tracer
-from moerl.trainer.client import ControllerClient
-from moerl.trainer.gang import REPLY_SLACK_S, Post
-from moerl.trainer.learner.frozen_policy import open_policies
+from moerl.trainer.controller_client import ControllerClient
+from moerl.trainer.hf_io.hf_folder import HfFolder
+from moerl.trainer.learner.ref_model import open_ref_models
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.schedule import Batches
-from moerl.trainer.weights.hf_folder import HfFolder
+from moerl.trainer.train_loop import REPLY_SLACK_S, RankContext
 from moerl.types import Array, BatchPlan, FrozenScores
 
 _ASK_S = 20.0  # longest wait for records in one question
@@ -39,26 +39,26 @@ def own_layout(config: Config) -> Config:
     return replace(config, trainer=replace(config.trainer, parallel=config.frozen.parallel))
 
 
-class FrozenGang:
+class RefModelLoop:
     """One rank of the gang."""
 
-    def __init__(self, config: Config, post: Post, parallel: Parallel) -> None:
+    def __init__(self, config: Config, context: RankContext, parallel: Parallel) -> None:
         """config: `own_layout`.  Raises ConfigError when a model cannot be built."""
-        self.config, self.post, self.parallel = config, post, parallel
-        self.tracer = Tracer(post.run.trace, f"frozen-{parallel.rank}")
+        self.config, self.context, self.parallel = config, context, parallel
+        self.tracer = Tracer(context.run.trace, f"frozen-{parallel.rank}")
         vocab_size = HfFolder(config.model.path).spec.vocab_size
         with self.tracer.span("load"):
-            self.policies = open_policies(config, vocab_size, parallel)
+            self.policies = open_ref_models(config, vocab_size, parallel)
         self.basis = basis_of(config)
         self.client: ControllerClient | None = None
         if parallel.is_first:
             self.client = ControllerClient(
-                post.controller, post.token, timeout_s=config.trainer.step_timeout_s
+                context.controller, context.token, timeout_s=config.trainer.step_timeout_s
             )
 
     def run(self) -> None:
         """Score until the controller says stop."""
-        while (plan := self._take()) is not None:
+        while (plan := self._take_records()) is not None:
             with self.tracer.span("score", step=plan.step, groups=len(plan.groups)):
                 scored = Scored(tuple(self.score(plan)))
             if self.client is not None:
@@ -67,7 +67,7 @@ class FrozenGang:
 
     def score(self, plan: BatchPlan) -> list[FrozenScores]:
         """One set of scores per row of the plan, collective; on the first rank."""
-        batches = Batches(plan, self.config, self.parallel, self.post.blobs)
+        batches = Batches(plan, self.config, self.parallel, self.context.blobs)
         mine = {
             role: by_row(plan, self.parallel.dp_rank, policy.logprobs(batches))
             for role, policy in self.policies.items()
@@ -90,9 +90,9 @@ class FrozenGang:
             for idx, rollout in enumerate(plan.rollouts())
         ]
 
-    def _take(self) -> BatchPlan | None:
+    def _take_records(self) -> BatchPlan | None:
         """Records on every rank, or None when the run is over."""
-        while isinstance(message := self._ask(), Ok):
+        while isinstance(message := self._request(), Ok):
             pass
         if isinstance(message, Stop):
             return None
@@ -100,15 +100,15 @@ class FrozenGang:
             raise TrainerError(f"TakeRecords was answered with {type(message).__name__}")
         return message.plan
 
-    def _ask(self) -> Message:
+    def _request(self) -> Message:
         """The controller's reply to TakeRecords, on every rank."""
         holder: list[bytes | None] = [None]
         with self.tracer.span("wait"):
             if self.client is not None:
-                ask = TakeRecords(self.post.incarnation, self.parallel.dp_size, _ASK_S)
+                request = TakeRecords(self.context.incarnation, self.parallel.dp_size, _ASK_S)
                 # the controller may die and come back meanwhile, and engines start slowly
                 limit_s = self.config.trainer.step_timeout_s + REPLY_SLACK_S
-                holder = [encode(self.client.ask(ask, limit_s))]
+                holder = [encode(self.client.request(request, limit_s))]
             dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
         assert holder[0] is not None, "rank 0 passes the controller's reply on"
         return decode(holder[0])

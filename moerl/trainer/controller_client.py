@@ -31,23 +31,23 @@ class ControllerClient:
         """timeout_s: longest wait for a reply, unless the call says otherwise."""
         self.endpoint, self.timeout_s = endpoint, timeout_s
         self._token = token.encode()
-        self._name, self._asked = secrets.token_bytes(8), 0
+        self._name, self._last_request = secrets.token_bytes(8), 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.connect(endpoint)
 
-    def ask(self, message: Message, timeout_s: float | None = None) -> Message:
+    def request(self, message: Message, timeout_s: float | None = None) -> Message:
         """Send and wait.  Raises TrainerError when refused, ProtocolError when late or unknown."""
-        reply = decode(self.ask_encoded(message, timeout_s))
+        reply = decode(self.request_encoded(message, timeout_s))
         if isinstance(reply, Refused):
             raise TrainerError(f"{type(message).__name__} was refused: {reply.cause}")
         return reply
 
-    def ask_encoded(self, message: Message, timeout_s: float | None = None) -> bytes:
+    def request_encoded(self, message: Message, timeout_s: float | None = None) -> bytes:
         """The reply as it came, a Refused too: for a plan that is passed on to other ranks."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
-        self._asked += 1
-        name, data = self._name + self._asked.to_bytes(8, "big"), encode(message)
+        self._last_request += 1
+        name, data = self._name + self._last_request.to_bytes(8, "big"), encode(message)
         deadline = time.monotonic() + wait_s
         while (left_s := deadline - time.monotonic()) > 0:
             self._socket.send_multipart([self._token, name, data])
@@ -74,8 +74,8 @@ class ControllerClient:
     def expect(
         self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
     ) -> Reply:
-        """`ask`, and the reply must be of one type.  Raises ProtocolError otherwise."""
-        reply = self.ask(message, timeout_s)
+        """`request`, and the reply must be of one type.  Raises ProtocolError otherwise."""
+        reply = self.request(message, timeout_s)
         if not isinstance(reply, reply_type):
             raise ProtocolError(
                 f"{type(message).__name__} was answered with {type(reply).__name__}, "

@@ -51,11 +51,11 @@ from moerl.layout import (
     model_spec,
     padded_vocab,
 )
-from moerl.trainer.weights.convert_job import (
-    Gang,
+from moerl.trainer.hf_io.convert_job import (
+    ConversionProgress,
+    ConversionRanks,
     Job,
     Planned,
-    Progress,
     Sums,
     Unit,
     digest,
@@ -63,8 +63,8 @@ from moerl.trainer.weights.convert_job import (
     read_sums,
     run_job,
 )
-from moerl.trainer.weights.hf_folder import HfFolder, config_dtype, fill
-from moerl.trainer.weights.hf_save import (
+from moerl.trainer.hf_io.hf_folder import HfFolder, config_dtype, fill
+from moerl.trainer.hf_io.hf_save import (
     assemble,
     copy_tokenizer,
     file_form,
@@ -73,7 +73,7 @@ from moerl.trainer.weights.hf_save import (
     write_index,
     write_json,
 )
-from moerl.trainer.weights.mapped_files import MappedFiles
+from moerl.trainer.hf_io.mapped_files import MappedFiles
 
 FORMAT = "moerl-megatron-1"
 MANIFEST, WEIGHTS, CHECKSUMS = "manifest.json", "model.safetensors", "checksums.json"
@@ -195,8 +195,8 @@ def convert_to_megatron(
     target: str | Path,
     layout: ParallelConfig,
     layer_spec: LayerSpec,
-    gang: Gang,
-    progress: Progress,
+    ranks: ConversionRanks,
+    progress: ConversionProgress,
     *,
     dtype: torch.dtype | None = None,
     replace: bool = False,
@@ -239,14 +239,14 @@ def convert_to_megatron(
         copy_tokenizer(source.path, folder)
         write_json(folder / MANIFEST, manifest)
 
-    run_job(Job(Path(target).absolute(), tuple(units), identity, finish, replace), gang, progress)
+    run_job(Job(Path(target).absolute(), tuple(units), identity, finish, replace), ranks, progress)
 
 
 def convert_to_hf(
     source: MegatronFolder,
     target: str | Path,
-    gang: Gang,
-    progress: Progress,
+    ranks: ConversionRanks,
+    progress: ConversionProgress,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 * 2**30,
@@ -293,7 +293,7 @@ def convert_to_hf(
         "dtype": str(dtype),
         "shards": list(shards),
     }
-    run_job(Job(Path(target).absolute(), units, identity, finish, replace), gang, progress)
+    run_job(Job(Path(target).absolute(), units, identity, finish, replace), ranks, progress)
 
 
 def _rank_plan(
