@@ -41,12 +41,12 @@ from moerl.config.schema import (
     SamplingConfig,
     TrainerConfig,
 )
+from moerl.controller.context import Services
+from moerl.controller.controller import Controller
+from moerl.controller.journal import Journal
 from moerl.messages import CommitUpdate, EngineStatus, Hello, Plan, StepDone, TakePlan, UpdateClosed
 from moerl.records import BlobStore
 from moerl.records.blob_store import Found
-from moerl.rollout.context import Services
-from moerl.rollout.controller import Controller
-from moerl.rollout.journal import Journal
 from moerl.serialization import encode
 from moerl.types import (
     BlobRef,

@@ -36,11 +36,11 @@ def reward(prompt: str, answer: object, response: str, extra: dict[str, object])
     return 0.5 * place / max(len(str(answer)), 1)
 
 
-def first_wrong(said: str, answer: str) -> int | None:
+def first_wrong(responses: str, answer: str) -> int | None:
     """Index of the first character that is not as it should be; None: all are."""
-    if said == answer:
+    if responses == answer:
         return None
-    same = (a == b for a, b in zip(said, answer, strict=False))
+    same = (a == b for a, b in zip(responses, answer, strict=False))
     return next(
-        (place for place, right in enumerate(same) if not right), min(map(len, (said, answer)))
+        (place for place, right in enumerate(same) if not right), min(map(len, (responses, answer)))
     )

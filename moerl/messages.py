@@ -329,12 +329,12 @@ class Scorer(Protocol):
     """Rewards for finished episodes (implemented by `moerl.scoring`)."""
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         """said: what the policy said in each episode, turn by turn."""
         ...
 
-    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         """The environment's answer to a turn, given the policy's turns so far; empty: it ends."""
         ...
 

@@ -25,14 +25,14 @@ def make_environment(config: TaskConfig) -> Environment | None:
     if config.environment in NAMED:
         return NAMED[config.environment]
     function: UserEnvironment = look_up("task.environment", config.environment, list(NAMED))
-    return lambda prompt, said: function(prompt.text, prompt.answer, said, prompt.extra)
+    return lambda prompt, responses: function(prompt.text, prompt.answer, responses, prompt.extra)
 
 
-def check_digits(prompt: Prompt, said: Sequence[str]) -> str:
+def check_digits(prompt: Prompt, responses: Sequence[str]) -> str:
     """Says how many positions are right and asks again, until all are."""
     want = str(prompt.answer)
-    right = sum(a == b for a, b in zip(want, said[-1], strict=False))
-    return "" if said[-1] == want else f"\n{right} of {len(want)}\n{prompt.text}"
+    right = sum(a == b for a, b in zip(want, responses[-1], strict=False))
+    return "" if responses[-1] == want else f"\n{right} of {len(want)}\n{prompt.text}"
 
 
 NAMED: dict[str, Environment] = {"check_digits": check_digits}

@@ -49,12 +49,12 @@ def right_positions(prompt: Prompt, response: str) -> float:
     return right / max(len(want), len(response), 1)
 
 
-def position_steps(prompt: Prompt, said: Sequence[str]) -> Score:
+def position_steps(prompt: Prompt, responses: Sequence[str]) -> Score:
     """`right_positions` as a process reward: each character is a step and earns its own share.
 
     Missing and surplus characters count as errors.
     """
-    want, response = str(prompt.answer), said[-1]
+    want, response = str(prompt.answer), responses[-1]
     size = max(len(want), len(response), 1)
     shares = [
         float(place < len(want) and want[place] == character) / size
@@ -65,9 +65,9 @@ def position_steps(prompt: Prompt, said: Sequence[str]) -> Score:
     return Score(sum(shares), text_steps=steps or ((0, 0.0),), errors=errors)
 
 
-def turn_gains(prompt: Prompt, said: Sequence[str]) -> Score:
+def turn_gains(prompt: Prompt, responses: Sequence[str]) -> Score:
     """`right_positions` as a reward per turn: each earns what it is better than the one before."""
-    rights = [right_positions(prompt, response) for response in said]
+    rights = [right_positions(prompt, response) for response in responses]
     before = [0.0, *rights[:-1]]
     gains = tuple(right - old for right, old in zip(rights, before, strict=True))
     return Score(rights[-1], turns=gains)
@@ -101,7 +101,7 @@ PROCESS: dict[str, Reward] = {"position_steps": position_steps, "turn_gains": tu
 
 
 def _outcome(function: Callable[[Prompt, str], float]) -> Reward:
-    return lambda prompt, said: Score(float(function(prompt, said[-1])))
+    return lambda prompt, responses: Score(float(function(prompt, responses[-1])))
 
 
 def _require(reward: str) -> None:
@@ -139,21 +139,23 @@ def _reasoning_gym(config: TaskConfig) -> Callable[[Prompt, str], float]:
 def _dotted(path: str, *, with_turns: bool) -> Reward:
     function: UserReward = look_up("task.reward", path, [*NAMED, *PROCESS])
 
-    def reward(prompt: Prompt, said: Sequence[str]) -> Score:
-        extra = prompt.extra | ({"turns": list(said)} if with_turns else {})
-        return _read(function(prompt.text, prompt.answer, said[-1], extra))
+    def reward(prompt: Prompt, responses: Sequence[str]) -> Score:
+        extra = prompt.extra | ({"turns": list(responses)} if with_turns else {})
+        return _read(function(prompt.text, prompt.answer, responses[-1], extra))
 
     return reward
 
 
-def _read(said: float | Mapping[str, Any]) -> Score:
+def _read(responses: float | Mapping[str, Any]) -> Score:
     """What a user's reward returned.  Raises ValueError for a key that nothing reads."""
-    if not isinstance(said, Mapping):
-        return Score(float(said))
-    if unknown := sorted(set(said) - {"reward", "steps", "turns", "errors"}):
+    if not isinstance(responses, Mapping):
+        return Score(float(responses))
+    if unknown := sorted(set(responses) - {"reward", "steps", "turns", "errors"}):
         raise ValueError(f"it has {', '.join(unknown)}; use reward, steps, turns and errors")
-    steps = tuple((int(end), float(reward)) for end, reward in said.get("steps", ()))
-    turns = tuple(float(reward) for reward in said.get("turns", ()))
+    steps = tuple((int(end), float(reward)) for end, reward in responses.get("steps", ()))
+    turns = tuple(float(reward) for reward in responses.get("turns", ()))
     earned = sum(value for _, value in steps) + sum(turns)
-    errors = float(said.get("errors", 0.0))
-    return Score(float(said.get("reward", earned)), text_steps=steps, turns=turns, errors=errors)
+    errors = float(responses.get("errors", 0.0))
+    return Score(
+        float(responses.get("reward", earned)), text_steps=steps, turns=turns, errors=errors
+    )

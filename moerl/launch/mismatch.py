@@ -36,6 +36,8 @@ from moerl.algorithms.mismatch import MismatchSums
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.schema import Precision
+from moerl.controller.generate import generate, sampling_params
+from moerl.controller.rollout_builder import PartialRollout
 from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.processes import (
@@ -46,8 +48,6 @@ from moerl.launch.nodes.processes import (
 )
 from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
 from moerl.observe.mismatch_page import write_page
-from moerl.rollout.assemble import PartialRollout
-from moerl.rollout.generate import generate, sampling_params
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
 from moerl.trainer.score_job import ScoreJob
@@ -176,7 +176,7 @@ async def _sample(plan: RunPlan, host: Any, num_tokens: int) -> list[Rollout]:
     sampling = sampling_params(config.sampling, model)
     rollouts: list[Rollout] = []
     sampled, index = 0, 0
-    said = 0
+    responses = 0
     while sampled < num_tokens:
         partials = [
             PartialRollout(f"{index + i}.{j}", prompts.prompt(index + i), sampling, audit=False)
@@ -191,8 +191,8 @@ async def _sample(plan: RunPlan, host: Any, num_tokens: int) -> list[Rollout]:
             check_rollout(rollout, model)
             rollouts.append(rollout)
             sampled += rollout.num_sampled
-        if sampled * 10 // num_tokens > said:
-            said = sampled * 10 // num_tokens
+        if sampled * 10 // num_tokens > responses:
+            responses = sampled * 10 // num_tokens
             _say(f"generated {sampled:,} of {num_tokens:,} tokens")
     if not sampled:
         raise EngineError("the engine sampled no token")

@@ -26,9 +26,9 @@ from moerl.run_dir import RunDir
 from moerl.types import ModelShape
 
 if TYPE_CHECKING:
+    from moerl.controller.journal import Journal
     from moerl.data.tasks import PromptStream
     from moerl.engine.host import EngineHost
-    from moerl.rollout.journal import Journal
     from moerl.scoring import ProcessScorer
 
 
@@ -78,12 +78,12 @@ class RunPlan:
         return f"tcp://{own_address(cluster)}:{cluster.ports.controller}"
 
     def journal(self) -> Journal:
-        from moerl.rollout.journal import Journal
-        from moerl.rollout.segments import Segments
+        from moerl.controller.journal import Journal
+        from moerl.controller.shared_groups import SharedGroups
 
         config, rollout = self.config, self.config.rollout
         is_shared = rollout.durability == "shared"
-        segments = Segments(self.run.segments) if is_shared else None
+        segments = SharedGroups(self.run.segments) if is_shared else None
         made_with = (config.model, config.task, config.sampling, config.replay, config.run.seed)
         settings = repr((made_with, rollout.group_size, rollout.oversample))
         folder = self.journal_dir or self.run.journal

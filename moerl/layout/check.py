@@ -88,8 +88,8 @@ def check_layout(
     targets = Engines(spec, engines)
     _check_division(spec, trainer, engines)
     kinds = _kinds(stages, targets)
-    for holders in kinds:
-        _prove(spec, holders, targets)
+    for ref_counts in kinds:
+        _prove(spec, ref_counts, targets)
     dtype = engine_dtype or spec.dtype
     policy = WirePolicy(dtype if dtype in ITEMSIZE else "bfloat16", quantization)
     counts = [
@@ -181,12 +181,12 @@ def _kinds(stages: Stages, targets: Engines) -> list[list[tuple[Place, Layer]]]:
     return list(kinds.values())
 
 
-def _prove(spec: ModelSpec, holders: list[tuple[Place, Layer]], targets: Engines) -> None:
-    number = holders[0][1].number
-    rules = [rule for _, layer in holders for rule in layer.rules]
+def _prove(spec: ModelSpec, ref_counts: list[tuple[Place, Layer]], targets: Engines) -> None:
+    number = ref_counts[0][1].number
+    rules = [rule for _, layer in ref_counts for rule in layer.rules]
     for experts in (False, True):
         sources: dict[int, Named] = {}
-        for place, layer in holders:
+        for place, layer in ref_counts:
             shard = place.etp if experts else place.tp
             for i in range(shard.size):
                 named = {

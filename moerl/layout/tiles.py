@@ -116,13 +116,13 @@ def join(
         for dst_name, local in named.items():
             for tile in local.tiles:
                 parts: list[Box] = []
-                for hf_box, holders in index.get(tile.hf, {}).items():
+                for hf_box, ref_counts in index.get(tile.hf, {}).items():
                     part = meet(hf_box, tile.hf_box)
                     if part is None:
                         continue
                     parts.append(part)
-                    src = dst if same_ranks and dst in holders else _least(holders, sent)
-                    src_name, held = holders[src]
+                    src = dst if same_ranks and dst in ref_counts else _least(ref_counts, sent)
+                    src_name, held = ref_counts[src]
                     if not (same_ranks and src == dst):
                         sent[src] += num_elements(part)
                     source = (src, src_name, local_box(held, part))
@@ -137,13 +137,13 @@ def _index(sources: Mapping[int, Named]) -> dict[str, dict[Box, dict[int, tuple[
     for rank, named in sources.items():
         for name, local in named.items():
             for tile in local.tiles:
-                holders = index[tile.hf].setdefault(tile.hf_box, {})
-                holders.setdefault(rank, (name, tile))
+                ref_counts = index[tile.hf].setdefault(tile.hf_box, {})
+                ref_counts.setdefault(rank, (name, tile))
     return index
 
 
-def _least(holders: Iterable[int], sent: Mapping[int, int]) -> int:
-    return min(holders, key=lambda rank: (sent.get(rank, 0), rank))
+def _least(ref_counts: Iterable[int], sent: Mapping[int, int]) -> int:
+    return min(ref_counts, key=lambda rank: (sent.get(rank, 0), rank))
 
 
 def meet(a: Box, b: Box) -> Box | None:

@@ -50,25 +50,29 @@ class ProcessScorer:
         )
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         """Scores of all episodes, in order.  Raises the first ScoreError after all have ended."""
-        results = await self.score_each(prompt, episodes, said)
+        results = await self.score_each(prompt, episodes, responses)
         for result in results:
             if isinstance(result, ScoreError):
                 raise result
         return [result for result in results if isinstance(result, Score)]
 
     async def score_each(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score | ScoreError]:
         """A Score, or what went wrong, for each episode."""
-        assert len(episodes) == len(said), f"{len(episodes)} episodes, {len(said)} of texts"
-        return await asyncio.gather(*(self._one(prompt, list(turns)) for turns in said))
+        assert len(episodes) == len(responses), (
+            f"{len(episodes)} episodes, {len(responses)} of texts"
+        )
+        return await asyncio.gather(*(self._one(prompt, list(turns)) for turns in responses))
 
-    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         """Of task.environment, with the deadline of a reward.  Raises ScoreError."""
-        future = self._pool.schedule(_reply, args=(prompt, list(said)), timeout=self._timeout_s)
+        future = self._pool.schedule(
+            _reply, args=(prompt, list(responses)), timeout=self._timeout_s
+        )
         failure: str | None = None
         try:
             answer, failure = await asyncio.wrap_future(future)
@@ -85,8 +89,8 @@ class ProcessScorer:
         self._pool.stop()
         self._pool.join()
 
-    async def _one(self, prompt: Prompt, said: list[str]) -> Score | ScoreError:
-        future = self._pool.schedule(_evaluate, args=(prompt, said), timeout=self._timeout_s)
+    async def _one(self, prompt: Prompt, responses: list[str]) -> Score | ScoreError:
+        future = self._pool.schedule(_evaluate, args=(prompt, responses), timeout=self._timeout_s)
         try:
             outcome = await asyncio.wrap_future(future)
         except TimeoutError:
@@ -94,7 +98,7 @@ class ProcessScorer:
         except ProcessExpired as error:
             outcome = f"ended its process with exit code {error.exitcode}"
         if isinstance(outcome, Score):
-            outcome = _refusal(outcome, said) or outcome
+            outcome = _refusal(outcome, responses) or outcome
         if isinstance(outcome, str):
             return ScoreError(f"reward {self._name} {outcome} for prompt {prompt.index}")
         return outcome
@@ -112,11 +116,11 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _refusal(score: Score, said: Sequence[str]) -> str:
+def _refusal(score: Score, responses: Sequence[str]) -> str:
     """Why a score cannot be used, in words; empty: it can."""
-    length = len(said[-1])
-    if score.turns and len(score.turns) != len(said):
-        return f"has rewards for {len(score.turns)} of {len(said)} turns"
+    length = len(responses[-1])
+    if score.turns and len(score.turns) != len(responses):
+        return f"has rewards for {len(score.turns)} of {len(responses)} turns"
     for number in (score.reward, *(value for _, value in score.text_steps), *score.turns):
         if not math.isfinite(number):
             return f"gave a non-finite reward ({number})"
@@ -128,20 +132,20 @@ def _refusal(score: Score, said: Sequence[str]) -> str:
     return ""
 
 
-def _evaluate(prompt: Prompt, said: list[str]) -> Score | str:
+def _evaluate(prompt: Prompt, responses: list[str]) -> Score | str:
     """The reward, or what went wrong in words: a user's exception may not survive pickling."""
     assert _reward is not None, "worker used before _prepare"
     try:
-        return _reward(prompt, said)
+        return _reward(prompt, responses)
     except (Exception, SystemExit) as error:
         return f"raised {type(error).__name__}: {error}"
 
 
-def _reply(prompt: Prompt, said: list[str]) -> tuple[str, str | None]:
+def _reply(prompt: Prompt, responses: list[str]) -> tuple[str, str | None]:
     """The environment's answer, and what went wrong in words."""
     assert _environment is not None, "worker used before _prepare, or without task.environment"
     try:
-        answer = _environment(prompt, said)
+        answer = _environment(prompt, responses)
         if not isinstance(answer, str):
             return "", f"returned {type(answer).__name__}, want text (empty: the episode ends)"
         return answer, None

@@ -192,8 +192,8 @@ class Tables:
         for holding in (h for _, _, holdings in self.stages[stage] for h in holdings):
             for ep in range(self.trainer.ep) if holding.experts else (0,):
                 group = _Group(stage, holding.experts, ep, holding.same)
-                holders = Counter(holder for _, holder, _ in self.experts_of(holding, ep))
-                for holder, times in holders.items():
+                ref_counts = Counter(holder for _, holder, _ in self.experts_of(holding, ep))
+                for holder, times in ref_counts.items():
                     yield group, holding.entries[holder], times
 
     def _holdings(self, place: Place, layer: Layer) -> tuple[Holding, ...]:
@@ -206,14 +206,14 @@ class Tables:
     def _of_rule(self, rule: Rule, place: Place, number: int) -> Iterator[Holding]:
         experts = is_expert(rule)
         size = (place.etp if experts else place.tp).size
-        holders: dict[Tile, list[int]] = defaultdict(list)
+        ref_counts: dict[Tile, list[int]] = defaultdict(list)
         for i in range(size):
             local = held_by(self.spec, self._shapes, rule, number, Shard(i, size), place.vocab_rows)
             for tile in local.tiles:
-                holders[tile].append(i)
-        if len({tile[:2] for tile in holders}) < len(holders):
+                ref_counts[tile].append(i)
+        if len({tile[:2] for tile in ref_counts}) < len(ref_counts):
             raise LayoutError(f"{rule.local}: ranks keep one box of {rule.hf} in different places")
-        for tile, same in holders.items():
+        for tile, same in ref_counts.items():
             wants = list(self._wants(number, experts, tile.hf))
             entries = tuple(
                 self._entry(rule, number, tile, [w for w in wants if w.holder == holder])

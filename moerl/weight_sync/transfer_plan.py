@@ -234,10 +234,10 @@ def relay_schedule(engine_ids: Sequence[int], direct: int) -> tuple[Hop, ...]:
     waiting = list(engine_ids[direct:])
     while waiting:
         number = hops[-1].round + 1
-        holders = [(hop.dst, hop.plan_engine) for hop in hops]
-        for (src, root), dst in zip(holders, waiting, strict=False):
+        ref_counts = [(hop.dst, hop.plan_engine) for hop in hops]
+        for (src, root), dst in zip(ref_counts, waiting, strict=False):
             hops.append(Hop(number, src, dst, root))
-        waiting = waiting[len(holders) :]
+        waiting = waiting[len(ref_counts) :]
     return tuple(hops)
 
 

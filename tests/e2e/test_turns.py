@@ -43,8 +43,8 @@ def test_every_turn_is_trained_on_its_own_rows(tmp_path: Path) -> None:
     later: list[Rollout] = []
     for episode in (episode for group in groups for episode in group.episodes):
         for before, after in zip(episode.turns, episode.turns[1:], strict=False):
-            said = before.rollout.token_ids.tolist()
-            assert after.rollout.token_ids.tolist()[: len(said)] == said
+            responses = before.rollout.token_ids.tolist()
+            assert after.rollout.token_ids.tolist()[: len(responses)] == responses
             later.append(after.rollout)
     assert len(later) > 20, "most answers of a random model are wrong: it is asked again"
     named = [rollout for rollout in later if len(rollout.routing) > 1]

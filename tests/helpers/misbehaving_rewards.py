@@ -45,6 +45,6 @@ def by_text(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> f
     return float(response) + float(extra.get("bonus", 0.0))
 
 
-def forgetful(prompt: str, answer: object, said: object, extra: dict) -> str | None:
+def forgetful(prompt: str, answer: object, responses: object, extra: dict) -> str | None:
     """An environment that forgot to return its answer, or returns what cannot be sent."""
     return None if prompt == "text" else (lambda: "later")  # type: ignore[return-value]

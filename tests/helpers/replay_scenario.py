@@ -26,10 +26,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.controller.rollout_builder import PartialRollout
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import RecordError
 from moerl.records.blob_store import BlobStore
-from moerl.rollout.assemble import PartialRollout
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
 from moerl.trainer.score_job import ScoreJob

@@ -27,11 +27,11 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
+from moerl.controller.trainer_server import TrainerServer
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import ProtocolError
 from moerl.messages import AskEngine, EngineHolds, Message
 from moerl.records.blob_store import BlobStore
-from moerl.rollout.server import TrainerServer
 from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
 from tests.helpers import engine_tiny_model as tiny

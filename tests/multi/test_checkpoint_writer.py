@@ -206,11 +206,11 @@ def test_a_disk_that_is_full_already_costs_one_checkpoint(
 def test_what_cannot_be_scored_is_said_to_all_ranks(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, said = _Gate(monkeypatch), []
+    gate, responses = _Gate(monkeypatch), []
     plain = dist.broadcast_object_list
 
     def broadcast(verdict: list[str], **fields: Any) -> None:
-        said.append(verdict)
+        responses.append(verdict)
         plain(verdict, **fields)
 
     run.metrics.write_text("no row\n")
@@ -220,7 +220,7 @@ def test_what_cannot_be_scored_is_said_to_all_ranks(
     gate.open.set()
     with pytest.raises(TrainerError, match="the last checkpoint was not written"):
         writer.finish()
-    assert len(said) == 1, "the other ranks wait for it"
+    assert len(responses) == 1, "the other ranks wait for it"
     assert list(run.checkpoints.iterdir()) == []
 
 

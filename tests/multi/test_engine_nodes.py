@@ -40,7 +40,7 @@ def engines(run: ClusterRun, host: Host, *arguments: str) -> str:
     return done.stdout
 
 
-def said(run: ClusterRun, text: str) -> bool:
+def responses(run: ClusterRun, text: str) -> bool:
     return text in run.output.read_text()
 
 
@@ -68,20 +68,20 @@ def test_engine_nodes_come_and_go(
 
         gate.touch()
         joining = run.start(late, "tools/launch/engine_node.sh", folder, "--seats", "1")
-        run.wait_for(lambda: said(run, "engine 2 has joined"))
+        run.wait_for(lambda: responses(run, "engine 2 has joined"))
         gate.unlink()
         run.wait_for(lambda: f"reads blobs of node {late.address}" in trainer_log(run))
 
         end_of(run.engine_nodes[0])  # with its store, for good
-        run.wait_for(lambda: said(run, "engine 1 died"))
+        run.wait_for(lambda: responses(run, "engine 1 died"))
         before = len(run.rows())
         run.wait_for(lambda: len(run.rows()) >= before + 6)
         assert " 1 " in engines(run, first, "list", folder), "it may come back on another node"
         engines(run, first, "remove", folder, "1")
-        run.wait_for(lambda: said(run, "engine 1 has left"))
+        run.wait_for(lambda: responses(run, "engine 1 has left"))
 
         joining.send_signal(signal.SIGTERM)
-        run.wait_for(lambda: said(run, "engine 2 has left"))
+        run.wait_for(lambda: responses(run, "engine 2 has left"))
         assert joining.wait(120) == 0
         run.finish(600)
         rows = run.rows()
@@ -109,7 +109,7 @@ def test_shared_records_outlive_an_engine_node(four: list[Host], tmp_path: Path)
         run.wait_for(lambda: len(run.rows()) >= 2)
         run.wait_for(lambda: copies_of(run, second) >= 6)
         end_of(run.engine_nodes[0])
-        run.wait_for(lambda: said(run, "engine 1 died"))
+        run.wait_for(lambda: responses(run, "engine 1 died"))
         before = len(run.rows())
         run.wait_for(lambda: len(run.rows()) >= before + 4)
         engines(run, first, "remove", folder, "1")

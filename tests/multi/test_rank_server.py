@@ -43,6 +43,6 @@ def test_ranks_meet_again_and_again(program: str) -> None:
     ("what", "said"),
     [("fail", "rank 1 has a reason"), ("raise", "OSError: in both"), ("hang", "codes .-9, -9")],
 )
-def test_failures_are_reported(program: str, what: str, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
+def test_failures_are_reported(program: str, what: str, responses: str) -> None:
+    with pytest.raises(AssertionError, match=responses):
         run_ranks(2, [program, what], timeout_s=20.0 if what != "hang" else 3.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.rollout.buffer import GroupBuffer
+from moerl.controller.buffer import GroupBuffer
 from moerl.types import (
     Episode,
     EpisodeGroup,
@@ -72,7 +72,7 @@ def test_any_schedule(batch: int, max_lag: int, depth: int, selection: str, seed
         elif action == 3:
             step = buffer.next_step
             buffer.evict_stale()
-            taken = buffer.take()
+            taken = buffer.pop()
             if taken is not None:
                 assert len(taken) == batch
                 assert all(0 <= step - g.oldest.step <= max_lag for g in taken)
@@ -95,17 +95,17 @@ def test_freshest_takes_the_newest_weights_first() -> None:
     for group_id, step in enumerate([0, 1, 0, 2]):
         assert buffer.start() == group_id
         buffer.admit(group(group_id, step))
-    assert [g.group_id for g in buffer.take() or []] == [1, 3]
-    assert [g.group_id for g in buffer.take() or []] == [0, 2]
+    assert [g.group_id for g in buffer.pop() or []] == [1, 3]
+    assert [g.group_id for g in buffer.pop() or []] == [0, 2]
 
 
 def test_strict_waits_for_the_next_id_unless_it_is_discarded() -> None:
     buffer = GroupBuffer(1, 4, 4, selection="strict")
     assert [buffer.start(), buffer.start()] == [0, 1]
     buffer.admit(group(1, 0))
-    assert buffer.take() is None
+    assert buffer.pop() is None
     buffer.discard(0)
-    assert [g.group_id for g in buffer.take() or []] == [1]
+    assert [g.group_id for g in buffer.pop() or []] == [1]
     assert buffer.start() == 2, "a discarded group came back"
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.controller.scoring_stage import place_steps
 from moerl.records.blob_store import BlobStore
-from moerl.rollout.admission import place_steps
 from moerl.types import (
     Episode,
     Finish,
@@ -80,15 +80,15 @@ def test_a_turn_ends_with_its_last_token() -> None:
 def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine())
-        store, holders = BlobStore(tmp_path / "blobs", "n"), controller.context.holders
+        store, ref_counts = BlobStore(tmp_path / "blobs", "n"), controller.context.ref_counts
         first, second = (group(i, [make_rollout(store, f"g{i}", 3, 4)], [1.0]) for i in range(2))
         count = len(list(store.root.iterdir()))
-        holders.hold([first])
-        holders.forget(first)
+        ref_counts.hold([first])
+        ref_counts.forget(first)
         assert len(list(store.root.iterdir())) == count, "somebody reads them"
-        holders.forget(second)
+        ref_counts.forget(second)
         assert len(list(store.root.iterdir())) == count / 2
-        holders.hold(())
+        ref_counts.hold(())
         assert not list(store.root.iterdir())
         await controller.stop()
 
@@ -99,7 +99,7 @@ class Tooling(StubScorer):
     """Of four siblings two are correct; one of them made many errors."""
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         return [Score(float(i < 2), errors=100.0 * (i == 1)) for i, _ in enumerate(episodes)]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.controller.controller import Controller
 from moerl.errors import BlobError, EngineError, RecordError, ScoreError
 from moerl.records import BlobStore
-from moerl.rollout.controller import Controller
 from moerl.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 from tests.unit.test_controller import (
     CONFIG,
@@ -139,9 +139,9 @@ class BadScorer(StubScorer):
         self.bad, self.times = bad, times
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
-        scores = await super().score(prompt, episodes, said)
+        scores = await super().score(prompt, episodes, responses)
         if self.times == 0:
             return scores
         self.times -= 1
@@ -178,7 +178,7 @@ def test_a_bad_score_drops_its_group(tmp_path: Path, bad: Callable[..., list[Sco
 def test_a_scorer_that_hangs_drops_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moerl.rollout.timely._START_S", 0.0)
+    monkeypatch.setattr("moerl.controller.scorer_timeout._START_S", 0.0)
 
     class Hangs(StubScorer):
         def __init__(self) -> None:
@@ -186,12 +186,12 @@ def test_a_scorer_that_hangs_drops_its_group(
             self.times = 1
 
         async def score(
-            self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+            self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
         ):
             if self.times:
                 self.times -= 1
                 await asyncio.sleep(60)
-            return await super().score(prompt, episodes, said)
+            return await super().score(prompt, episodes, responses)
 
     async def body() -> None:
         task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.1)
@@ -220,14 +220,14 @@ def test_a_journal_without_room_admits_nothing_until_there_is_some(tmp_path: Pat
     async def body() -> None:
         controller, reports = make(tmp_path, StubEngine())
         make_room = fill_after_hello(controller)
-        refuse = controller.admission.refuse
+        refuse = controller.scoring_stage.refuse
 
         def refused(*args) -> None:
             assert not controller.context.buffer.num_ready
             refuse(*args)
             make_room()
 
-        controller.admission.refuse = refused
+        controller.scoring_stage.refuse = refused
         assert trained_once(await running(controller, train(controller, 4)))
         assert reports[-1].metrics["refused/journal"] >= 1
 

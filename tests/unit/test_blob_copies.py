@@ -159,18 +159,18 @@ def test_a_copy_that_is_seen_late_is_waited_for(world: World) -> None:
 def test_it_is_said_once_for_a_node(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.ship()
 
-    def said() -> list[str]:
+    def responses() -> list[str]:
         return [r.message for r in caplog.records if "are read from copies" in r.message]
 
     with caplog.at_level(logging.WARNING):
         world.reader.read_runs(world.ref, RUNS)
-        assert said() == []
+        assert responses() == []
         world.lose()
         for _ in range(3):
             world.reader.read_runs(world.ref, RUNS)
             world.reader.find([world.ref.uri])
-    assert len(said()) == 1
-    assert world.server.node in said()[0]
+    assert len(responses()) == 1
+    assert world.server.node in responses()[0]
 
 
 def test_a_node_that_is_passed_over_serves_what_has_no_copy(world: World) -> None:

@@ -15,6 +15,11 @@ import zmq.asyncio
 
 from moerl.config import resolve
 from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
+from moerl.controller.context import Services
+from moerl.controller.controller import Controller
+from moerl.controller.journal import Journal
+from moerl.controller.step_metrics import StepReport
+from moerl.controller.trainer_server import TrainerServer
 from moerl.errors import (
     ConfigError,
     EngineError,
@@ -42,11 +47,6 @@ from moerl.messages import (
     UpdateClosed,
 )
 from moerl.records import BlobStore
-from moerl.rollout.context import Services
-from moerl.rollout.controller import Controller
-from moerl.rollout.journal import Journal
-from moerl.rollout.samples import StepReport
-from moerl.rollout.server import TrainerServer
 from moerl.serialization import decode, encode
 from moerl.types import (
     Episode,
@@ -151,13 +151,13 @@ class StubScorer:
         self.error = error
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         if self.error:
             raise self.error
         return [Score(float(i)) for i, _ in enumerate(episodes)]
 
-    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         raise AssertionError("nothing is asked of an environment")
 
 
@@ -190,7 +190,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     controller = Controller(
         replace(config, engine=EngineConfig(count=len(engines))),
         services,
-        gang_lives=kwargs.get("gang_lives", False),
+        trainer_alive=kwargs.get("gang_lives", False),
     )
     controller.engines_started()
     return controller, reports
@@ -232,18 +232,18 @@ async def publish(controller: Controller, version: PolicyVersion) -> None:
 
 async def running(controller: Controller, work):
     """Run `work` beside the controller; the controller's own failure wins."""
-    loops = asyncio.create_task(controller.run())
+    tasks = asyncio.create_task(controller.run())
     try:
         job = asyncio.create_task(work)
-        await asyncio.wait({loops, job}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
-        if loops.done():
+        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        if tasks.done():
             job.cancel()
-            return await loops
+            return await tasks
         return await job
     finally:
         await controller.stop()
         with contextlib.suppress(BaseException):
-            await loops
+            await tasks
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ class EqualFor(StubScorer):
         self.equal = equal
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         return [Score(0.0 if self.equal(prompt.index) else float(i)) for i in range(len(episodes))]
 
@@ -418,11 +418,11 @@ class FailsFor(StubScorer):
         self.fails = fails
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         if self.fails(prompt.index):
             raise ScoreError(f"prompt {prompt.index}: no answer within 10 s")
-        return await super().score(prompt, episodes, said)
+        return await super().score(prompt, episodes, responses)
 
 
 def test_scoring_failures_can_be_dropped_and_are_counted(tmp_path: Path) -> None:
@@ -663,19 +663,19 @@ def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> 
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
         assert await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ())) == Ok()
-        loops = asyncio.create_task(controller.run())
+        tasks = asyncio.create_task(controller.run())
         await asyncio.sleep(0.3)
         assert [len(engine.requests) for engine in engines] == [4, 4, 4]  # 6 groups of 2
-        fleet = controller.context.fleet
-        assert [fleet.share(0, wanted) for wanted in range(5)] == [0, 1, 1, 1, 2]
+        pool = controller.context.pool
+        assert [pool.share(0, wanted) for wanted in range(5)] == [0, 1, 1, 1, 2]
         # newer weights: the other engines, less busy but older, are not waited for
-        fleet.members[0].version = PolicyVersion(0, 1)
-        fleet.members[1].generating = 0
-        assert (fleet.share(0, 4), fleet.share(1, 4)) == (4, 3)
-        fleet.members[1].generating = 5
-        assert (fleet.share(1, 1), fleet.share(2, 1)) == (0, 1)
+        pool.members[0].version = PolicyVersion(0, 1)
+        pool.members[1].generating = 0
+        assert (pool.share(0, 4), pool.share(1, 4)) == (4, 3)
+        pool.members[1].generating = 5
+        assert (pool.share(1, 1), pool.share(2, 1)) == (0, 1)
         await controller.stop()
-        await loops
+        await tasks
 
     asyncio.run(scenario())
 

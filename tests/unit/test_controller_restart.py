@@ -9,6 +9,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from moerl.controller.controller import Controller
+from moerl.controller.trainer_server import TrainerServer
 from moerl.errors import EngineError, ProtocolError
 from moerl.messages import (
     AskEngine,
@@ -23,8 +25,6 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.rollout.controller import Controller
-from moerl.rollout.server import TrainerServer
 from moerl.serialization import decode, encode
 from moerl.types import PolicyVersion
 from tests.unit.test_controller import StubEngine, make, publish, running, train
@@ -32,14 +32,14 @@ from tests.unit.test_controller import StubEngine, make, publish, running, train
 
 def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):
     """A controller after one that was killed: nothing was closed, nobody was told."""
-    for task in list(dead.context.loops._tasks):
+    for task in list(dead.context.tasks._tasks):
         task.cancel()
     return make(tmp_path, engine, **kwargs)
 
 
 async def at_step(controller: Controller, step: int) -> list[int]:
     """Take the plan of a step; its group ids."""
-    incarnation = controller.context.fleet.incarnation or 0
+    incarnation = controller.context.pool.incarnation or 0
     reply = await controller.handle(TakePlan(step, 60.0, incarnation))
     assert isinstance(reply, Plan), reply
     return [group.group_id for group in reply.plan.groups]
@@ -51,15 +51,17 @@ def test_a_controller_that_dies_loses_nothing(tmp_path: Path) -> None:
     async def body() -> None:
         engine, rewinds = StubEngine(), []
         first, _ = make(tmp_path, engine)
-        loops = asyncio.create_task(first.run())
+        tasks = asyncio.create_task(first.run())
         trained = [g.group_id for p in await train(first, 1) for g in p.groups]
         planned = await at_step(first, 1)
         while not first.context.buffer.num_ready:
             await asyncio.sleep(0.01)
         ready = {g.group_id: g.episodes[0].episode_id for g in first.context.buffer._ready.values()}
         asked = len(engine.requests)
-        second, rows = successor(tmp_path, engine, first, gang_lives=True, on_rewind=rewinds.append)
-        loops.cancel()
+        second, rows = successor(
+            tmp_path, engine, first, trainer_alive=True, on_rewind=rewinds.append
+        )
+        tasks.cancel()
         assert rewinds == [1], "rows of unfinished steps are cut"
         await second.rejoin([])
 
@@ -90,10 +92,10 @@ def test_a_step_whose_reply_was_lost_counts_once(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
         first, _ = make(tmp_path, engine)
-        loops = asyncio.create_task(first.run())
+        tasks = asyncio.create_task(first.run())
         await train(first, 2)
-        second, rows = successor(tmp_path, engine, first, gang_lives=True)
-        loops.cancel()
+        second, rows = successor(tmp_path, engine, first, trainer_alive=True)
+        tasks.cancel()
         await second.rejoin([])
 
         async def work() -> None:
@@ -112,13 +114,13 @@ def test_after_damage_the_trainer_starts_again(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
         first, _ = make(tmp_path, engine)
-        loops = asyncio.create_task(first.run())
+        tasks = asyncio.create_task(first.run())
         held = [g.group_id for p in await train(first, 2) for g in p.groups]
         first.context.services.journal.close()
         path = tmp_path / "journal" / "journal.sqlite"
         path.write_bytes(path.read_bytes()[:5000])
-        second, _ = successor(tmp_path, engine, first, gang_lives=True)
-        loops.cancel()
+        second, _ = successor(tmp_path, engine, first, trainer_alive=True)
+        tasks.cancel()
         await second.rejoin([])
 
         async def work() -> list:
@@ -139,13 +141,13 @@ def test_a_resume_keeps_finished_groups_that_are_legal(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
         first, _ = make(tmp_path, engine)
-        loops = asyncio.create_task(first.run())
+        tasks = asyncio.create_task(first.run())
         plans = await train(first, 2)
         held = [g.group_id for g in plans[0].groups]
         while first.context.buffer.num_ready < 2:
             await asyncio.sleep(0.01)
         legal = [g for g in first.context.buffer._ready.values() if g.newest <= PolicyVersion(0, 1)]
-        loops.cancel()
+        tasks.cancel()
         fresh = StubEngine()
         second, _ = successor(tmp_path, fresh, first)
         rest = await running(second, train(second, 4, tuple(held), PolicyVersion(1, 1)))
@@ -180,7 +182,7 @@ def test_trained_groups_wait_for_the_checkpoint_that_holds_them(
             again = {int(r.rollout_id.split(".")[0]) for r in engine.requests[asked:]}
             assert not again & first, "what could be trained again was generated again"
             forgotten, last = [], {g.group_id for g in controller.context.batches.planned[0]}
-            monkeypatch.setattr(controller.context.holders, "forget", forgotten.append)
+            monkeypatch.setattr(controller.context.ref_counts, "forget", forgotten.append)
             saved[0] = 1
             await controller.handle(StepDone(0, PolicyVersion(1, 1), {}, ""))
             assert controller.context.batches.trained == {}
@@ -218,22 +220,22 @@ def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> N
         verify = VerifyUpdate(0, target, (), 1.0)
         commit = CommitUpdate(0, target, 1.0)
         first, _ = make(tmp_path, engine)
-        loops = asyncio.create_task(first.run())
+        tasks = asyncio.create_task(first.run())
         await first.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
         await first.handle(verify)
         if died == "after it":
             await first.handle(commit)
-        second, _ = successor(tmp_path, engine, first, gang_lives=True)
-        loops.cancel()
+        second, _ = successor(tmp_path, engine, first, trainer_alive=True)
+        tasks.cancel()
         await second.rejoin([])
-        assert second.context.fleet.members[0].version == engine.version
+        assert second.context.pool.members[0].version == engine.version
         if died == "after it":
             with pytest.raises(EngineError, match="nothing was verified"):
                 await second.handle(commit)
-            assert second.context.fleet.serves(0), "a refused commit leaves the engine as it was"
+            assert second.context.pool.serves(0), "a refused commit leaves the engine as it was"
             await second.handle(verify)
         await second.handle(commit)
-        assert second.context.fleet.members[0].version == engine.version == target
+        assert second.context.pool.members[0].version == engine.version == target
         await second.stop()
 
     asyncio.run(body())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.controller.rollout_builder import PartialRollout
 from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
 from moerl.engine import health as gate_module
@@ -24,7 +25,6 @@ from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.messages import CommitUpdate, Plan, UpdateClosed
 from moerl.records.blob_store import BlobStore
-from moerl.rollout.assemble import PartialRollout
 from moerl.run_dir import RunDir
 from moerl.serialization import decode, encode
 from moerl.types import (
@@ -177,7 +177,7 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
         (b'[{"output_ids": [1', "the answer is no JSON"),
     ],
 )
-def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, said: str) -> None:
+def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, responses: str) -> None:
     """Over a real socket: nothing of it is taken for a reply."""
 
     async def body() -> None:
@@ -190,7 +190,7 @@ def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, said: str) -> N
         port = server.sockets[0].getsockname()[1]
         client = EngineClient(f"http://127.0.0.1:{port}", "t")
         try:
-            with pytest.raises(EngineError, match=said):
+            with pytest.raises(EngineError, match=responses):
                 await client.generate({"rid": ["a", "b"]})
         finally:
             await client.close()

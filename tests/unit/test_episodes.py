@@ -14,9 +14,9 @@ import pytest
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
+from moerl.controller.rollout_builder import PartialEpisode
 from moerl.data.environments import check_digits, make_environment
 from moerl.errors import ConfigError, ScoreError
-from moerl.rollout.episodes import PartialEpisode
 from moerl.types import (
     BlobRef,
     Finish,
@@ -39,10 +39,10 @@ TASK = TaskConfig(environment="check_digits", max_turns=3)
 class Asking(StubScorer):
     """Answers every turn but the last of an even prompt with two tokens."""
 
-    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         if self.error:
             raise self.error
-        return "5 6" if len(said) < 2 or prompt.index % 2 else ""
+        return "5 6" if len(responses) < 2 or prompt.index % 2 else ""
 
 
 def rows(request: GenerateRequest, count: int, version: PolicyVersion) -> RoutingBlob:

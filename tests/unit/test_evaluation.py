@@ -12,9 +12,9 @@ import pytest
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig
+from moerl.controller.evaluation import sampling_of
 from moerl.errors import ConfigError
 from moerl.messages import Stop, TakePlan
-from moerl.rollout.evaluation import sampling_of
 from moerl.types import PolicyVersion, Prompt, SamplingParams, Score
 from tests.unit.test_controller import CONFIG, Prompts, StubEngine, StubScorer, make, running, train
 
@@ -101,7 +101,7 @@ def test_an_evaluation_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """The next one takes place."""
-    monkeypatch.setattr("moerl.rollout.timely._START_S", 0.0)
+    monkeypatch.setattr("moerl.controller.scorer_timeout._START_S", 0.0)
 
     class Silent(StubEngine):
         async def generate(self, requests: Any) -> Any:
@@ -110,10 +110,10 @@ def test_an_evaluation_that_hangs_is_given_up(
             return await super().generate(requests)
 
     class SilentScorer(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any, said: Any) -> list[Score]:
+        async def score(self, prompt: Prompt, episodes: Any, responses: Any) -> list[Score]:
             if who == "scorer" and episodes[0].episode_id.startswith("eval-0.0"):
                 await asyncio.Event().wait()
-            return await super().score(prompt, episodes, said)
+            return await super().score(prompt, episodes, responses)
 
     async def scenario() -> None:
         evaluation = replace(EVERY_TWO, hold_s=0.1)

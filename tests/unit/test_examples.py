@@ -80,15 +80,15 @@ def test_the_objective_fades_with_distance() -> None:
     x.requires_grad_()
     tokens = Tokens(x, old, advantage, Sequences(torch.tensor([0, 0, 1, 1]), 2), old.long(), old)
     settings = AlgorithmConfig(objective="examples.new_objective:soft_clip")
-    said = choose("algorithm.objective", settings.objective, OBJECTIVES)(tokens, old, settings)
+    responses = choose("algorithm.objective", settings.objective, OBJECTIVES)(tokens, old, settings)
     assert choose("algorithm.objective", settings.objective, OBJECTIVES) is soft_clip
-    said.loss.sum().backward()
+    responses.loss.sum().backward()
     assert x.grad is not None
     assert x.grad[0] == -1.0, "the policy gradient where nothing has changed"
     assert 0 < x.grad[1] < 2
     assert x.grad[2:].abs().max() < 1e-6
-    assert said.high.tolist() == [False, False, True, False]
-    assert said.low.tolist() == [False, False, False, True]
+    assert responses.high.tolist() == [False, False, True, False]
+    assert responses.low.tolist() == [False, False, False, True]
 
 
 def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:

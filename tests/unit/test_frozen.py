@@ -17,6 +17,8 @@ from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.config.schema import AlgorithmConfig, Config, FrozenConfig, ModelConfig
+from moerl.controller.buffer import GroupBuffer
+from moerl.controller.ref_score_queue import RefScoreQueue
 from moerl.data.batching import plan_batch
 from moerl.data.packing import by_microbatch, by_row, version_lag
 from moerl.data.ref_scores import basis_of, received, record_digest
@@ -28,8 +30,6 @@ from moerl.launch.prepare import _check_frozen
 from moerl.layout import model_spec
 from moerl.messages import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
 from moerl.records.blob_store import BlobStore
-from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.frozen import FrozenLine
 from moerl.types import BatchPlan, FrozenScores, PolicyVersion, Rollout
 from tests.helpers.random_rollouts import group, make_rollout
 from tests.unit.test_controller import CONFIG, StubEngine, make, publish, running, train
@@ -122,7 +122,7 @@ def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> No
     rules = GroupBuffer(groups_per_step=1, depth=1, max_lag=8)
     batches = Mock(planned={0: [group(4, [rollout], [1.0])]})
     context = Mock(config=with_frozen(tmp_path), buffer=rules, batches=batches)
-    line = FrozenLine(context, Mock())
+    line = RefScoreQueue(context, Mock())
     plan = line.next(1)
     assert plan is not None
     assert version_lag(plan.version, restarted) == 0, "its tokens are of no future version"
@@ -285,7 +285,7 @@ def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: P
     with_frozen(tmp_path)  # leaves a model folder
     student = model_spec(json.loads((tmp_path / "model" / "config.json").read_text()))
     _check_frozen("algorithm.teacher", str(tmp_path / "model"), student)
-    for name, change, said in (
+    for name, change, responses in (
         ("unknown", {"model_type": "mamba"}, "known families"),
         ("foreign", {"vocab_size": 11}, "must share a tokenizer"),
     ):
@@ -293,7 +293,7 @@ def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: P
         folder.mkdir()
         shape = json.loads((tmp_path / "model" / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(shape | change))
-        with pytest.raises(ConfigError, match=rf"algorithm\.teacher .*{said}"):
+        with pytest.raises(ConfigError, match=rf"algorithm\.teacher .*{responses}"):
             _check_frozen("algorithm.teacher", str(folder), student)
 
 

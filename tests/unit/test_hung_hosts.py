@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.controller import engine_pool
+from moerl.controller.rollout_builder import group_uris
 from moerl.errors import EngineError, RecordError
 from moerl.messages import AbortUpdate, EngineHolds, EngineStatus, SessionMessage
 from moerl.records import BlobStore
-from moerl.rollout import fleet
-from moerl.rollout.blob_uris import group_uris
 from moerl.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
 
@@ -53,7 +53,7 @@ class Hung(StubEngine):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(engine_pool, "_ANSWER_S", 0.05)
 
 
 def test_a_host_that_hangs_does_not_stop_the_trainer(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_host_that_hangs_does_not_stop_the_trainer(tmp_path: Path) -> None:
         async def work() -> list:
             await train(controller, 1)
             # it has nothing that would be waited for
-            controller.context.fleet.members[1].draining = True
+            controller.context.pool.members[1].draining = True
             hung.hangs = True
             return await train(controller, 4, start=PolicyVersion(1, 1), consumed=(0, 1))
 
@@ -95,9 +95,9 @@ def test_a_new_controller_does_not_wait_for_a_host_that_hangs(tmp_path: Path) ->
     async def body() -> None:
         hung = Hung()
         hung.hangs = True
-        controller, _ = make(tmp_path, StubEngine(), more_engines=(hung,), gang_lives=True)
+        controller, _ = make(tmp_path, StubEngine(), more_engines=(hung,), trainer_alive=True)
         await asyncio.wait_for(controller.rejoin(()), 5.0)
-        assert controller.context.fleet.members[1].state == fleet.State.RESTING
+        assert controller.context.pool.members[1].state == engine_pool.EnginePhase.RESTING
         await controller.stop()
 
     asyncio.run(body())
@@ -129,7 +129,7 @@ class Sealing(StubEngine):
 
 def nameless(store: BlobStore, *controllers) -> set[str]:
     """Blobs that no group names, in the line, planned or trained."""
-    groups = [group for controller in controllers for group in controller._whereabouts.trainable()]
+    groups = [group for controller in controllers for group in controller._availability.trainable()]
     kept = {uri.rpartition("/")[2] for group in groups for uri in group_uris(group)}
     return {path.name for path in store.root.iterdir()} - kept
 
@@ -168,9 +168,9 @@ def test_a_new_controller_says_which_records_it_knows(tmp_path: Path) -> None:
         engine = Sealing(store)
         first, _ = make(tmp_path, engine, blobs=store, moe_layers=1)
         await running(first, train(first, 2))
-        second, _ = make(tmp_path, engine, blobs=store, moe_layers=1, gang_lives=True)
+        second, _ = make(tmp_path, engine, blobs=store, moe_layers=1, trainer_alive=True)
         await second.rejoin(())
-        known = {uri for group in second._whereabouts.trainable() for uri in group_uris(group)}
+        known = {uri for group in second._availability.trainable() for uri in group_uris(group)}
         assert known
         assert set(engine.kept or ()) == known
         await second.stop()

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.controller.journal import Journal
+from moerl.controller.recovered_state import RecoveredState, SharedState
+from moerl.controller.rollout_builder import group_uris
+from moerl.controller.shared_groups import SharedGroups
 from moerl.errors import JournalError
 from moerl.id_sets import ranges
 from moerl.records import BlobStore
 from moerl.records.blob_copies import copied_blobs_of
 from moerl.records.remote_blobs import ClusterBlobs, RangeServer
-from moerl.rollout.blob_uris import group_uris
-from moerl.rollout.journal import Journal
-from moerl.rollout.past import Past, Shipped
-from moerl.rollout.segments import Segments
 from moerl.types import (
     Episode,
     EpisodeGroup,
@@ -62,10 +62,10 @@ class World:
     def __init__(self, folder: Path, *, shared: bool = False) -> None:
         self.folder = folder
         self.blobs = BlobStore(folder / "blobs", "n")
-        self.segments = Segments(folder / "run") if shared else None
+        self.segments = SharedGroups(folder / "run") if shared else None
         self.open()
 
-    def open(self) -> Past:
+    def open(self) -> RecoveredState:
         self.journal = Journal(self.folder / "journal", self.blobs, self.segments)
         self.past = self.journal.load()
         return self.past
@@ -110,8 +110,12 @@ def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
     assert {step: ids(groups) for step, groups in past.planned.items()} == {2: [4, 5]}
     assert ids(past.trained) == [0]
     assert past.consumed == {0, 1, 2, 3}
-    assert past.facts.begins == (START,)
-    assert (past.facts.dp_size, past.facts.done, past.facts.lives) == (2, 2, 2)
+    assert past.controller_state.begins == (START,)
+    assert (
+        past.controller_state.dp_size,
+        past.controller_state.done,
+        past.controller_state.lives,
+    ) == (2, 2, 2)
     assert past.dropped == {7}
     group, again = group_of(8, world.blobs), past.ready[0]
     assert again.episodes[0].score == Score(6.0, {"why": "so"})
@@ -128,7 +132,7 @@ def test_a_new_gang_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) 
     past = world.open()
     assert ids(past.ready) == [0, 4, 5, 6], "1, 2 and 3 have no header any more"
     assert past.consumed == set()
-    assert past.facts.begins == (START, PolicyVersion(1, 0))
+    assert past.controller_state.begins == (START, PolicyVersion(1, 0))
 
 
 def test_a_checkpoint_prunes(tmp_path: Path) -> None:
@@ -278,7 +282,7 @@ def test_shared_survives_the_node(tmp_path: Path) -> None:
     other.database.unlink()
     past = other.open()
     assert ids(past.ready) == [0, 4, 5, 6], "0 could be trained again; 1, 2 and 3 are trained"
-    assert past.facts.begins == (START,)
+    assert past.controller_state.begins == (START,)
     assert not past.is_whole
     assert other.blobs.load(past.ready[-1].rollouts()[0].routing[0].ids)[0, 0, 0] == 6
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
@@ -291,7 +295,7 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
     server = RangeServer(tmp_path / "node", "127.0.0.1", 0, "t")
     engine = ClusterBlobs(tmp_path / "node", server.node, "t")
     reader = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=0.3, copies=folder)
-    journal = Journal(tmp_path / "a", reader, Segments(folder))
+    journal = Journal(tmp_path / "a", reader, SharedGroups(folder))
     journal.load()
     journal.began(START, 2, ())
     groups = {group_id: group_of(group_id, engine) for group_id in (4, 5)}
@@ -309,9 +313,9 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
     past = Journal(tmp_path / "b", blind).load()
     assert (past.lost, past.ready) == (2, [])
 
-    past = Journal(tmp_path / "a", reader, Segments(folder)).load()
+    past = Journal(tmp_path / "a", reader, SharedGroups(folder)).load()
     assert (ids(past.ready), ids(past.planned[0]), past.lost) == ([5], [4], 0)
-    past = Journal(tmp_path / "c", reader, Segments(folder)).load()
+    past = Journal(tmp_path / "c", reader, SharedGroups(folder)).load()
     assert (ids(past.ready), past.is_whole, past.lost) == ([4, 5], False, 0)
     rank = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=0.3, copies=folder)
     for group in past.ready:
@@ -387,8 +391,8 @@ def test_shipped_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
     for settings, adopted in (("", [0, 4, 5, 6]), ("b", [])):
         folder = tmp_path / f"new{settings}"
         if settings:
-            facts = replace(world.past.facts, begins=(START,), settings="a")
-            world.segments.keep_state(Shipped(facts, (), ()))
+            facts = replace(world.past.controller_state, begins=(START,), settings="a")
+            world.segments.keep_state(SharedState(facts, (), ()))
         past = Journal(folder, world.blobs, world.segments, settings).load()
         assert ids(past.ready) == adopted
     assert world.segments.held() == set()
@@ -434,7 +438,7 @@ def test_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
         journal.close()
     assert past.lost == 4
     assert past.consumed == {0, 1, 2, 3}
-    assert past.facts.begins == (START,)
+    assert past.controller_state.begins == (START,)
     assert not past.is_whole
 
 

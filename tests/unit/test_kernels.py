@@ -109,8 +109,8 @@ def test_the_real_sources_build_once_for_two_processes(
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = sorted(process.communicate(timeout=200)[0] for process in started)
-    assert sum("built in" in line for line in said) == 1, said
+    responses = sorted(process.communicate(timeout=200)[0] for process in started)
+    assert sum("built in" in line for line in responses) == 1, responses
     monkeypatch.setattr(builder, "BUILT", tmp_path)
     lib = ctypes.CDLL(str(TARGETS["cpu"].library()))
     assert lib.moerl_kept_gather
@@ -120,10 +120,10 @@ def test_the_real_sources_build_once_for_two_processes(
 @pytest.mark.parametrize(
     ("code", "said"), [(35, "CUDA error 35; .* remove /x/cuda.so"), (-1, "type")]
 )
-def test_a_launch_that_fails_names_its_cause(code: int, said: str) -> None:
+def test_a_launch_that_fails_names_its_cause(code: int, responses: str) -> None:
     class Failing(dict):
         _name = "/x/cuda.so"
 
     lib = Failing(moerl_kept_sums=lambda call: code)
-    with pytest.raises(KernelError, match=said):
+    with pytest.raises(KernelError, match=responses):
         run(lib, "sums", KeptCall())

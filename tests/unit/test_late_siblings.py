@@ -9,12 +9,12 @@ import pytest
 
 from moerl.algorithms.advantages import plan_advantages
 from moerl.config.schema import AlgorithmConfig
+from moerl.controller.blob_ref_counts import BlobRefCounts
+from moerl.controller.buffer import GroupBuffer
+from moerl.controller.journal import Journal
+from moerl.controller.rollout_builder import group_uris
 from moerl.data.batching import plan_batch
 from moerl.records import BlobStore
-from moerl.rollout.blob_holders import BlobHolders
-from moerl.rollout.blob_uris import group_uris
-from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.journal import Journal
 from moerl.types import EpisodeGroup, PolicyVersion
 from tests.helpers.random_rollouts import group, make_rollout
 
@@ -68,7 +68,7 @@ def test_carried_ids_are_used_once_and_never_generated_again(tmp_path: Path) -> 
     assert buffer.num_started == 3
     buffer.admit(replace(scored(tmp_path, late, [1.0, 0.0]), group_id=late))
     assert buffer.carry(0) is None
-    assert [g.group_id for g in buffer.take()] == [late], "the oldest come first"
+    assert [g.group_id for g in buffer.pop()] == [late], "the oldest come first"
     assert buffer.carry(0) is None
     other = buffer.carry(1)
     buffer.abandon(other)
@@ -100,16 +100,16 @@ def test_a_journal_keeps_them_apart(tmp_path: Path) -> None:
 
 def test_a_blob_goes_with_the_last_group_that_names_it(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path, "n")
-    holders = BlobHolders(blobs)
+    ref_counts = BlobRefCounts(blobs)
     rollouts = [make_rollout(blobs, f"1.{i}", 2, 3, versions=(V0,)) for i in range(2)]
     first, second = rollouts
     second = replace(second, routing=first.routing)  # prompt rows of one call
     early, late = group(1, [first], [0.0]), group(1, [second], [0.0])
     common = group_uris(early) & group_uris(late)
     assert common
-    holders.share(common)
-    holders.release(group_uris(early))
+    ref_counts.share(common)
+    ref_counts.release(group_uris(early))
     assert not blobs.missing(group_uris(late))
     assert blobs.missing(group_uris(early))
-    holders.release(group_uris(late))
+    ref_counts.release(group_uris(late))
     assert blobs.missing(group_uris(late)) == group_uris(late)

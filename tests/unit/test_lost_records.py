@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import SyncConfig
+from moerl.controller.controller import Controller
+from moerl.controller.rollout_builder import group_uris
+from moerl.controller.shared_groups import SharedGroups
 from moerl.messages import Plan, TakeRecords
 from moerl.records.remote_blobs import ClusterBlobs, RangeServer
-from moerl.rollout.blob_uris import group_uris
-from moerl.rollout.controller import Controller
-from moerl.rollout.segments import Segments
 from moerl.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
 from tests.unit.test_frozen import with_frozen
@@ -129,7 +129,7 @@ def test_shared_records_outlive_their_node(
         config = replace(CONFIG, sync=SyncConfig(timeout_s=600.0))  # nobody waits that long
         reader = ClusterBlobs(tmp_path / "none", "", "t", copies=folder)
         more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
-        controller, reports = make(tmp_path, lost, config, segments=Segments(folder), **more)
+        controller, reports = make(tmp_path, lost, config, segments=SharedGroups(folder), **more)
         trainer = Trainer(controller, (0, 1))
         rank = ClusterBlobs(tmp_path / "rank", "", "t", copies=folder)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from moerl.config.schema import RunConfig
+from moerl.controller.controller import Controller
 from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
 from moerl.launch.nodes.desk import Desk, ask
 from moerl.launch.supervision.membership import check_removal
 from moerl.messages import Hello, Ok, Plan, Refresh, SetEngines, StepDone, SyncTarget, TakePlan
-from moerl.rollout.controller import Controller
 from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, commit, make, running
@@ -65,10 +65,10 @@ def test_an_engine_that_joins_works_on_the_newest_weights_only(tmp_path: Path) -
             controller.engine_joins(1, second, 1)
             await asyncio.sleep(0.05)
             assert not second.requests, "it was sent requests on the weights it started with"
-            assert controller.context.fleet.table()[1]["state"] == "behind"
+            assert controller.context.pool.table()[1]["state"] == "behind"
             await trainer.step()
             assert trainer.told == [(0, 1)]
-            assert controller.context.fleet.table()[1]["version"] == str(trainer.version)
+            assert controller.context.pool.table()[1]["version"] == str(trainer.version)
             while trainer.version.step < 12:
                 await trainer.step()
 
@@ -101,7 +101,7 @@ def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) ->
 
         async def work() -> None:
             await trainer.hello()
-            member = controller.context.fleet.members[0]
+            member = controller.context.pool.members[0]
             while not member.generating:
                 await asyncio.sleep(0.001)
             leaving = asyncio.create_task(controller.engine_leaves(0))
@@ -120,7 +120,7 @@ def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) ->
             await trainer.step()
             await trainer.step()
             assert len(first.requests) == asked, "it was sent requests after it left"
-            assert set(controller.producer._prefixes._known) == {1}, "what it knew is kept"
+            assert set(controller.producer._prefix_index._known) == {1}, "what it knew is kept"
 
         await running(controller, work())
         assert sorted(group.group_id for group in trainer.groups) == list(range(8))
@@ -143,7 +143,7 @@ def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
 
         async def work() -> None:
             await trainer.hello()
-            member = controller.context.fleet.members[0]
+            member = controller.context.pool.members[0]
             while not member.generating:
                 await asyncio.sleep(0.001)
             leaving = asyncio.create_task(controller.engine_leaves(0))

@@ -93,9 +93,9 @@ def test_a_dry_run_prints_the_command_that_an_engine_host_runs() -> None:
 
 
 def test_plan_forecasts_each_size() -> None:
-    said = CliRunner().invoke(app, ["plan", "qwen3-30b-a3b", *MIXED])
-    assert said.exit_code == 0, said.output
-    assert "engines: 2 x 4 ranks" in said.output
-    assert "engines: 1 x 8 ranks" in said.output
+    responses = CliRunner().invoke(app, ["plan", "qwen3-30b-a3b", *MIXED])
+    assert responses.exit_code == 0, responses.output
+    assert "engines: 2 x 4 ranks" in responses.output
+    assert "engines: 1 x 8 ranks" in responses.output
     data = CliRunner().invoke(app, ["plan", "qwen3-30b-a3b", *MIXED, "--json"])
     assert [one["engines"] for one in json.loads(data.output)["sizes"]] == [2, 1]

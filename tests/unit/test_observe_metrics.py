@@ -193,20 +193,21 @@ def test_missing_sink_package_is_named(
 def test_sinks_get_the_finite_values_of_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[tuple[object, ...]] = []
+    responses: list[tuple[object, ...]] = []
     run = SimpleNamespace(
-        log=lambda values, step: said.append((step, values)), finish=lambda: said.append(("end",))
+        log=lambda values, step: responses.append((step, values)),
+        finish=lambda: responses.append(("end",)),
     )
     fake = SimpleNamespace(
         Settings=lambda **settings: settings,
-        init=lambda **given: said.append((given["project"], given["name"])) or run,
+        init=lambda **given: responses.append((given["project"], given["name"])) or run,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     sinks = open_sinks(RunDir(tmp_path / "r1"), Config(observe=ObserveConfig(wandb_project="p")))
     writer = MetricsWriter(tmp_path / "m.jsonl", sinks)
     writer.write(4, "0.5", {"x": 1.0, "y": float("nan")})
     writer.close()
-    assert said == [("p", "r1"), (4, {"x": 1.0}), ("end",)]
+    assert responses == [("p", "r1"), (4, {"x": 1.0}), ("end",)]
 
 
 def test_tensorboard_event_file_holds_the_values(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moerl.config.schema import RolloutConfig
+from moerl.controller.engine_pool import CHUNK, PrefixIndex
 from moerl.errors import RecordError
 from moerl.messages import Hello, Ok
-from moerl.rollout.prefixes import CHUNK, Prefixes
 from moerl.types import GenerateRequest, PolicyVersion, Prompt, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
 
@@ -22,7 +22,7 @@ LONG = tuple(range(3 * CHUNK + 7))
 
 
 def test_what_is_known_is_a_common_lead() -> None:
-    known = Prefixes()
+    known = PrefixIndex()
     known.sent(0, V0, LONG)
     assert known.length(0, V0, LONG) == len(LONG)
     assert known.length(0, V0, (*LONG[: 2 * CHUNK + 3], 9, 9)) == 2 * CHUNK
@@ -32,7 +32,7 @@ def test_what_is_known_is_a_common_lead() -> None:
 
 
 def test_an_update_makes_it_forget() -> None:
-    known = Prefixes()
+    known = PrefixIndex()
     known.sent(0, V0, LONG)
     assert known.length(0, V1, LONG) == 0, "its cache was emptied"
     known.sent(0, V1, LONG[:CHUNK])
@@ -68,13 +68,13 @@ async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutC
     controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
     controller.producer.prompts = Repeating()
     assert await controller.handle(Hello("t", 1, 1, V0, ())) == Ok()
-    loops = asyncio.create_task(controller.run())
+    tasks = asyncio.create_task(controller.run())
     wanted = 2 * rollout.groups_per_step * rollout.group_size  # as many as the lag allows
     async with asyncio.timeout(20):
         while sum(len(engine.requests) for engine in engines) < wanted:
             await asyncio.sleep(0.01)
     await controller.stop()
-    await loops
+    await tasks
 
 
 @pytest.mark.parametrize("slack", [-1, 100, 1])
@@ -109,9 +109,9 @@ def test_a_home_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
         )
         controller.producer.prompts = Repeating()
         # of another history: not served
-        controller.context.fleet.members[1].version = PolicyVersion(9, 0)
+        controller.context.pool.members[1].version = PolicyVersion(9, 0)
         producer = controller.producer
-        producer._prefixes.sent(1, PolicyVersion(9, 0), Repeating().prompt(0).token_ids)
+        producer._prefix_index.sent(1, PolicyVersion(9, 0), Repeating().prompt(0).token_ids)
         producer._handed[controller.context.buffer.start()] = 1, producer._partials(0)
         plans = await running(controller, train(controller, 4))
         assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))

@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.errors import RecordError
-from moerl.rollout.assemble import PartialRollout
-from moerl.rollout.blob_uris import blob_uris
 from moerl.types import (
     BlobRef,
     Finish,

@@ -79,9 +79,9 @@ def test_rewards_of_turns() -> None:
     )
     turns = ProcessScorer(task, workers=1, timeout_s=5.0)
     try:
-        said = [["1", "2.5"], ["3"], ["1", "few"]]
+        responses = [["1", "2.5"], ["3"], ["1", "few"]]
         episodes = [Episode(f"4.{idx}", ()) for idx in range(3)]
-        two, one, few = asyncio.run(turns.score_each(PROMPT, episodes, said))
+        two, one, few = asyncio.run(turns.score_each(PROMPT, episodes, responses))
     finally:
         turns.close()
     assert two == Score(3.5, turns=(1.0, 2.5))
@@ -102,12 +102,12 @@ def test_rewards_of_turns() -> None:
     ],
 )
 def test_a_failure_is_an_error_of_that_response_alone(
-    scorer: ProcessScorer, text: str, said: str
+    scorer: ProcessScorer, text: str, responses: str
 ) -> None:
     before, failed, after = score_each(scorer, "1", text, "2")
     assert (before, after) == (Score(1.25), Score(2.25))
     assert isinstance(failed, ScoreError)
-    assert said in str(failed)
+    assert responses in str(failed)
     assert "for prompt 4" in str(failed)
     assert "\n" not in str(failed)
 
@@ -150,9 +150,9 @@ def test_rewards_run_in_the_main_thread_of_another_process(scorer: ProcessScorer
 def test_math_verify_works_inside_a_worker() -> None:
     scorer = ProcessScorer(TaskConfig(name="jsonl", reward="math_verify"), 1, 20.0)
     prompt = Prompt(0, (1,), "", "\\frac{1}{2}", {})
-    said = [["so it is 0.5"], ["$\\frac{2}{4}$"], ["2"], ["no idea"]]
+    responses = [["so it is 0.5"], ["$\\frac{2}{4}$"], ["2"], ["no idea"]]
     episodes = [Episode("", ())] * 4
-    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes, said))]
+    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes, responses))]
     unreadable = asyncio.run(
         scorer.score_each(Prompt(1, (1,), "", "", {}), [Episode("", ())], [["1"]])
     )

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.controller.rollout_builder import blob_uris
 from moerl.data.packing import pack_microbatch
 from moerl.errors import BlobError, ProtocolError, RecordError
 from moerl.messages import Plan
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
-from moerl.rollout.blob_uris import blob_uris
 from moerl.serialization import decode, decode_value, encode, encode_value
 from moerl.types import (
     BatchPlan,

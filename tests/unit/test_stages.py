@@ -275,5 +275,5 @@ def test_the_scripts_are_sound() -> None:
     shellcheck = str(Path(sys.executable).with_name("shellcheck"))
     done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    said = subprocess.run([scripts[0], "--help"], capture_output=True, text=True, check=True)
-    assert "tools/test --full" in said.stdout
+    responses = subprocess.run([scripts[0], "--help"], capture_output=True, text=True, check=True)
+    assert "tools/test --full" in responses.stdout

@@ -161,7 +161,7 @@ def test_a_journal_on_a_network_file_system_is_refused(
 def test_a_scorer_that_was_replaced_is_counted() -> None:
     processes = iter((7, 7, 8, 8, 9))
 
-    async def score(prompt: Prompt, episodes: list[Episode], said: list[list[str]]) -> Any:
+    async def score(prompt: Prompt, episodes: list[Episode], responses: list[list[str]]) -> Any:
         return next(processes), [Score(1.0)] * len(episodes)
 
     actor = SimpleNamespace(score=SimpleNamespace(remote=score))

@@ -20,10 +20,10 @@ import zmq
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
+from moerl.controller.trainer_server import TrainerServer
 from moerl.errors import BlobError, LayoutError, TransportError
 from moerl.messages import AskEngine, Message, Ok, PrepareUpdate, PublishFailure, UpdatePrepared
 from moerl.records.blob_store import BlobStore
-from moerl.rollout.server import TrainerServer
 from moerl.trace import Tracer, read_spans
 from moerl.trainer.controller_client import ControllerClient
 from moerl.types import PolicyVersion
@@ -224,7 +224,7 @@ def test_a_line_takes_no_message_that_no_courier_sends(monkeypatch: pytest.Monke
 def test_a_controller_takes_no_message_that_no_trainer_sends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moerl.rollout.server._MAX_REQUEST", 1000)
+    monkeypatch.setattr("moerl.controller.trainer_server._MAX_REQUEST", 1000)
 
     async def answer(_message: Message) -> Message:
         return Ok()

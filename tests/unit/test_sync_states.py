@@ -217,15 +217,15 @@ def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> N
     async def work() -> None:
         engine = Engine()
         controller, _ = make(tmp_path, engine)
-        controller.context.fleet.incarnation = 0
-        assert controller.context.fleet.serves(0)
+        controller.context.pool.incarnation = 0
+        assert controller.context.pool.serves(0)
         with pytest.raises(EngineError, match="engine 0: a rank did not answer"):
             await controller.handle(AbortUpdate(0, V1, "x", 1.0))
-        assert not controller.context.fleet.serves(0)
-        assert controller.context.ledger.engines_suspended == 1
+        assert not controller.context.pool.serves(0)
+        assert controller.context.step_metrics.engines_suspended == 1
         engine.cause = ""
         await controller.handle(COMMIT)
-        assert controller.context.fleet.serves(0)
-        assert controller.context.fleet.members[0].version == V1
+        assert controller.context.pool.serves(0)
+        assert controller.context.pool.members[0].version == V1
 
     asyncio.run(work())

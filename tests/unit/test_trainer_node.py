@@ -111,20 +111,20 @@ def test_a_node_that_gave_up_serves_the_next_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor may try again, and a resume may bring another layout."""
-    node, said = Node(tmp_path, monkeypatch), []
+    node, responses = Node(tmp_path, monkeypatch), []
     other = load_config("quickstart", ["run.steps=7"])
 
     def supervisor() -> None:
         while not (cause := node.run.board.given_up()):
             time.sleep(0.01)
-        said.append(cause)
+        responses.append(cause)
         node.config = other
         node.reopen()
 
     threading.Thread(target=supervisor, daemon=True).start()
     node.codes = [lambda: 1] * 4 + [lambda: 0]
     assert node.until_done() == 0
-    assert said == ["trainer node 0: torchrun ended 4 times, see torchrun-0.log"]
+    assert responses == ["trainer node 0: torchrun ended 4 times, see torchrun-0.log"]
     assert node.layouts[-1] == 7 != node.layouts[0]
 
 

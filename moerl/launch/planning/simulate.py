@@ -1,10 +1,10 @@
 """A run as a discrete-event simulation: how long its steps take, who waits, and how stale it is.
 
 Pure arithmetic on measured or stated service times; no process is started.  It knows what the real
-loop does and nothing else: the admission rule of `moerl.rollout.buffer`, groups that end when their
-last sibling does, a scorer with so many workers, one publish in flight, and what each in-flight
-mode costs an engine.  `bench/sim_pipeline.py` compares it with measured runs; `moerl plan` asks it
-how many engines, what depth and which mode a recipe should have.
+loop does and nothing else: the admission rule of `moerl.controller.buffer`, groups that end when
+their last sibling does, a scorer with so many workers, one publish in flight, and what each
+in-flight mode costs an engine.  `bench/sim_pipeline.py` compares it with measured runs; `moerl
+plan` asks it how many engines, what depth and which mode a recipe should have.
 
 An engine is a processor-sharing queue: with b running requests a decode step takes
 `token_s + b * request_token_s`.  So every request of an engine advances by the same number of
@@ -220,7 +220,7 @@ class _Run:
         return self._room(engine.version) > 0
 
     def _room(self, version: int) -> int:
-        """Groups that may still start under a version: the rule of `moerl.rollout.buffer`."""
+        """Groups that may still start under a version: the rule of `moerl.controller.buffer`."""
         batch = self.workload.groups_per_step
         live = self._started - self._next_step * batch
         bound = (self.choice.depth - (self._next_step - version) + 1) * batch

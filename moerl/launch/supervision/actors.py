@@ -22,16 +22,16 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
+from moerl.controller.context import Services
+from moerl.controller.controller import Controller
+from moerl.controller.step_metrics import StepReport
+from moerl.controller.trainer_server import TrainerServer
 from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, this_node
 from moerl.launch.plan import RunPlan
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
-from moerl.rollout.context import Services
-from moerl.rollout.controller import Controller
-from moerl.rollout.samples import StepReport
-from moerl.rollout.server import TrainerServer
 from moerl.stack_dump import write_on_request
 from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
@@ -125,11 +125,11 @@ class ScorerActor(Hosted):
         super().__init__(self._scorer)
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> tuple[int, list[Score]]:
         """With the number of this process: Ray starts another one without a word."""
         with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
-            return os.getpid(), await self._scorer.score(prompt, episodes, said)
+            return os.getpid(), await self._scorer.score(prompt, episodes, responses)
 
 
 def remote_engine(actor: ActorHandle[EngineActor], index: int) -> Engine:
@@ -148,20 +148,20 @@ class RemoteScorer:
         self.restarts = 0
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         bare = [Episode(episode.episode_id, ()) for episode in episodes]
         with own_errors("the scorer"):
-            pid, scores = await self._actor.score.remote(prompt, bare, list(said))
+            pid, scores = await self._actor.score.remote(prompt, bare, list(responses))
         if self._pid not in (0, pid):
             self.restarts += 1
             log.warning("the scorer died, process %d takes its place", pid)
         self._pid = pid
         return list(scores)
 
-    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         with own_errors("the scorer"):
-            return str(await self._actor.ask.remote("reply", prompt, list(said)))
+            return str(await self._actor.ask.remote("reply", prompt, list(responses)))
 
 
 class ControllerActor:
@@ -173,12 +173,12 @@ class ControllerActor:
         engines: Mapping[int, ActorHandle[EngineActor]],
         sizes: Mapping[int, int],
         scorer: ActorHandle[ScorerActor],
-        fleet_changed: bool = False,
+        pool_changed: bool = False,
     ) -> None:
         """engines, sizes: by number; fleet_changed: some joined or left since the start."""
         log_to(plan.run.logs / "controller.log")
         log.info("the controller is process %d", os.getpid())
-        self._plan, self._sizes, self._fleet_changed = plan, sizes, fleet_changed
+        self._plan, self._sizes, self._pool_changed = plan, sizes, pool_changed
         self._engines = {index: remote_engine(actor, index) for index, actor in engines.items()}
         self._scorer = RemoteScorer(scorer)
         self._rows: list[dict[str, Any]] = []
@@ -210,7 +210,7 @@ class ControllerActor:
             on_rewind=self._on_rewind,
         )
         self._controller = Controller(
-            plan.config, services, gang_lives=bool(endpoint), fleet_changed=self._fleet_changed
+            plan.config, services, trainer_alive=bool(endpoint), pool_changed=self._pool_changed
         )
         if endpoint:
             await self._controller.rejoin(lost)
@@ -250,7 +250,7 @@ class ControllerActor:
 
     async def engines(self) -> list[dict[str, object]]:
         """What each engine does."""
-        return self._controller.context.fleet.table()
+        return self._controller.context.pool.table()
 
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str]:
         """Status for the panel, rows of metrics.jsonl and failure of the trainer since then."""

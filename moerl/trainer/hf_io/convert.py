@@ -106,7 +106,7 @@ class MegatronFolder:
         self._shapes = hf_shapes(self.spec)
         self._files = MappedFiles(self.path)
         self._sums: list[dict[str, Sums]] = []
-        self._holders: dict[str, dict[int, Named]] = defaultdict(dict)
+        self._ref_counts: dict[str, dict[int, Named]] = defaultdict(dict)
         for rank in range(self.layout.world_size):
             self._add_rank(rank)
 
@@ -123,8 +123,8 @@ class MegatronFolder:
         wanted = Local(shape, (Tile(name, box, tuple(map(range, shape))),))
         whole: Tensor | None = None
         self._check_replicas(name)
-        for op in join(self._holders[name], {0: {name: wanted}}):
-            piece = self._piece(op, self._holders[name][op.src][op.src_name])
+        for op in join(self._ref_counts[name], {0: {name: wanted}}):
+            piece = self._piece(op, self._ref_counts[name][op.src][op.src_name])
             if whole is None:
                 whole = torch.empty(shape, dtype=piece.dtype)
             whole[at(op.dst_box)] = piece
@@ -142,12 +142,12 @@ class MegatronFolder:
         self._sums.append(read_sums(self.path / file.replace(WEIGHTS, CHECKSUMS)))
         for name, local in tiles.items():
             for tile in local.tiles:
-                self._holders[tile.hf].setdefault(rank, {})[name] = local
+                self._ref_counts[tile.hf].setdefault(rank, {})[name] = local
 
     def _check_replicas(self, name: str) -> None:
         """Equal boxes have equal checksums on every rank that holds them."""
         seen: dict[Box, tuple[int, str]] = {}
-        for rank, named in self._holders[name].items():
+        for rank, named in self._ref_counts[name].items():
             for local_name, local in named.items():
                 sums = self._tile_sums(rank, local_name)
                 for tile, found in zip(local.tiles, sums, strict=True):

@@ -123,8 +123,10 @@ class ConversionRanks:
             failed = error
         if self._store is not None:
             self._store.set(f"stage{self._stage}/{self.rank}", str(failed or ""))
-            said = [self._store.get(f"stage{self._stage}/{i}").decode() for i in range(self.size)]
-            first = next((text for text in said if text), "")
+            responses = [
+                self._store.get(f"stage{self._stage}/{i}").decode() for i in range(self.size)
+            ]
+            first = next((text for text in responses if text), "")
             if first and failed is None:
                 raise ModelError(first)
         if failed is not None:

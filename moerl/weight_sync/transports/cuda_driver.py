@@ -118,8 +118,8 @@ class Driver:
         if code:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(text))
-            said = (text.value or b"unknown").decode()
-            raise TransportError(reason, f"{name} answered {code}: {said}")
+            responses = (text.value or b"unknown").decode()
+            raise TransportError(reason, f"{name} answered {code}: {responses}")
 
 
 def _uuid(ordinal: int) -> str:

@@ -5,15 +5,15 @@ seen: blobs are sealed before a header is admitted, a plan is written before the
 step before its reply.  Intents need no rows: an id that is neither consumed, dropped nor in the
 line is generated again.
 
-`facts` has one row with everything that is small; `groups` one per group in the line, or trained
-and of use for a restart, `headers` what it holds: apart, because a row that changes its state is
-written whole, and a batch of headers is tens of megabytes.  Headers of no more use are deleted a
-few at a time, beside admissions.  `pages` has the ids that grow with the run, trained and given up,
-as bits: with dynamic sampling there are as many holes as groups, and no list of them is written for
-each.  All carry digests.  SQLite cuts a torn tail of its log by itself;
+`controller_state` has one row with everything that is small; `groups` one per group in the line, or
+trained and of use for a restart, `headers` what it holds: apart, because a row that changes its
+state is written whole, and a batch of headers is tens of megabytes.  Headers of no more use are
+deleted a few at a time, beside admissions.  `pages` has the ids that grow with the run, trained and
+given up, as bits: with dynamic sampling there are as many holes as groups, and no list of them is
+written for each.  All carry digests.  SQLite cuts a torn tail of its log by itself;
 other damage is found by its own check and by the digests, set aside and left out: such groups are
 generated again, and unless everything is whole the trainer has to start again from its checkpoint,
-which knows what is consumed (`Past.is_whole`).
+which knows what is consumed (`RecoveredState.is_whole`).
 
 Durability `node`: survives SIGKILL of every process; headers and blobs are where they were.  It
 does not wait for the disk (`synchronous = off`); damage by a power cut is found as above.
@@ -38,12 +38,12 @@ from pathlib import Path
 
 import msgspec
 
+from moerl.controller.recovered_state import ControllerState, RecoveredState, SharedState, digest_of
+from moerl.controller.rollout_builder import group_uris
+from moerl.controller.shared_groups import SharedGroups
 from moerl.errors import JournalError
 from moerl.id_sets import IdSet, Ranges, both, ids_of, pages_of, ranges
 from moerl.records import BlobStore
-from moerl.rollout.blob_uris import group_uris
-from moerl.rollout.past import Facts, Past, Shipped, digest_of
-from moerl.rollout.segments import Segments
 from moerl.serialization import decode_value, encode_value
 from moerl.types import EpisodeGroup, PolicyVersion
 
@@ -83,7 +83,7 @@ class Journal:
         self,
         folder: Path,
         blobs: BlobStore,
-        segments: Segments | None = None,
+        segments: SharedGroups | None = None,
         settings: str = "",
     ) -> None:
         """segments: ships every admitted group to the run directory (durability `shared`).
@@ -93,11 +93,11 @@ class Journal:
         self._folder, self._blobs, self._segments = folder, blobs, segments
         self._settings = settings
         self._path = folder / "journal.sqlite"
-        self._facts = Facts()
+        self._controller_state = ControllerState()
         self._db: sqlite3.Connection | None = None
         self._unused: set[int] = set()  # headers to delete
 
-    def load(self) -> Past:
+    def load(self) -> RecoveredState:
         """Open the journal, cut what is damaged, and say what it holds; once, first."""
         self._folder.mkdir(parents=True, exist_ok=True)
         is_new = not self._path.exists()
@@ -108,27 +108,38 @@ class Journal:
             damage = "" if answer == "ok" else str(answer)
         except sqlite3.DatabaseError as error:
             damage = str(error)
-        past, cause = self._read()
+        recovered, cause = self._read()
         damage = damage or cause
         if self._segments is not None and (is_new or damage):
-            self._segments.restore(past, self._blobs)
-        if past.facts.settings not in ("", self._settings):
+            self._segments.restore(recovered, self._blobs)
+        if recovered.controller_state.settings not in ("", self._settings):
             damage = "its groups were made under other settings"
-            count = len(past.ready) + len(past.trained) + sum(map(len, past.planned.values()))
-            past = Past(past.facts, consumed=past.consumed, dropped=past.dropped, lost=count)
+            count = (
+                len(recovered.ready)
+                + len(recovered.trained)
+                + sum(map(len, recovered.planned.values()))
+            )
+            recovered = RecoveredState(
+                recovered.controller_state,
+                consumed=recovered.consumed,
+                dropped=recovered.dropped,
+                lost=count,
+            )
         if damage:
-            past.is_whole = False
+            recovered.is_whole = False
             log.error("not all of the journal %s can be used: %s", self._path, damage)
             self._set_aside()
         if is_new or damage:
-            self._write_all(past)
-        self._leave_out_missing(past)
+            self._write_all(recovered)
+        self._leave_out_missing(recovered)
         if self._segments is not None:
-            self._segments.keep_only(past.with_headers())
-        lives = past.facts.lives + 1 if past.is_whole else int(time.time())
-        past.facts = replace(past.facts, lives=lives, settings=self._settings)
-        self._write(past.facts)
-        return past
+            self._segments.keep_only(recovered.with_headers())
+        lives = recovered.controller_state.lives + 1 if recovered.is_whole else int(time.time())
+        recovered.controller_state = replace(
+            recovered.controller_state, lives=lives, settings=self._settings
+        )
+        self._write(recovered.controller_state)
+        return recovered
 
     def close(self) -> None:
         if self._db is not None:
@@ -138,34 +149,40 @@ class Journal:
     # --- written before the effect can be seen ------------------------------------------------
     def began(self, version: PolicyVersion, dp_size: int, consumed: Ranges) -> None:
         """A gang starts with these weights; groups of steps it does not hold are ready again."""
-        spent, facts = IdSet(consumed), self._facts
-        begins = facts.begins if facts.begins[-1:] == (version,) else (*facts.begins, version)
+        spent, controller_state = IdSet(consumed), self._controller_state
+        begins = (
+            controller_state.begins
+            if controller_state.begins[-1:] == (version,)
+            else (*controller_state.begins, version)
+        )
         again = sorted(one for one in self._ids(_TRAINED) if one not in spent)
-        facts = replace(facts, begins=begins, dp_size=dp_size, done=version.step)
+        controller_state = replace(
+            controller_state, begins=begins, dp_size=dp_size, done=version.step
+        )
         with self._transaction() as db:
             self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)
             self._forget(db, [one for one in self._ids() if one in spent])
             db.execute("delete from pages where kind = ?", (_CONSUMED,))
             self._note(db, _CONSUMED, spent)
-            self._write(facts, db)
+            self._write(controller_state, db)
             self._sweep(db)
         if self._segments is not None:
             self._segments.remove([one for one in self._segments.held() if one in spent])
             dropped = ranges(self._noted(_DROPPED))
-            self._segments.keep_state(Shipped(facts, consumed, dropped))
+            self._segments.keep_state(SharedState(controller_state, consumed, dropped))
 
     @property
     def is_shared(self) -> bool:
         """Durability `shared`: a group is shipped before it is admitted."""
         return self._segments is not None
 
-    def ship(self, group: EpisodeGroup) -> None:
+    def share(self, group: EpisodeGroup) -> None:
         """Put the group and its blobs into the run directory; may take long, any thread.
 
         Raises JournalError when that file system is full.
         """
         if self._segments is not None:
-            self._segments.ship(group, self._blobs)
+            self._segments.share(group, self._blobs)
 
     def sweep(self) -> None:
         """Delete shipped files of no more use; may take long, any thread."""
@@ -197,9 +214,9 @@ class Journal:
             self._move(db, planned & kept, _TRAINED, step)
             self._forget(db, gone)
             self._note(db, _CONSUMED, gone)
-            self._write(replace(self._facts, done=step + 1), db)
+            self._write(replace(self._controller_state, done=step + 1), db)
         self._unused |= gone
-        self._unship(gone)
+        self._unshare(gone)
 
     def saved(self, steps: int) -> list[int]:
         """A checkpoint holds so many steps: forget their groups, which are returned."""
@@ -210,7 +227,7 @@ class Journal:
                 self._forget(db, ids)
                 self._note(db, _CONSUMED, ids)
             self._unused.update(ids)
-            self._unship(ids)
+            self._unshare(ids)
         return ids
 
     def left(self, group_ids: Iterable[int]) -> None:
@@ -220,41 +237,45 @@ class Journal:
             with self._transaction() as db:
                 self._forget(db, group_ids)
             self._unused.update(group_ids)
-            self._unship(group_ids)
+            self._unshare(group_ids)
 
     def dropped(self, group_id: int) -> None:
         """This id is given up for good."""
         with self._transaction() as db:
             self._note(db, _DROPPED, [group_id])
-        self._unship([group_id])  # of an earlier try that got no row
+        self._unshare([group_id])  # of an earlier try that got no row
 
     # --- reading ------------------------------------------------------------------------------
-    def _read(self) -> tuple[Past, str]:
+    def _read(self) -> tuple[RecoveredState, str]:
         """What is whole, and what is wrong with the rest ("" = nothing)."""
-        past, damage = Past(Facts()), ""
+        recovered, damage = RecoveredState(ControllerState()), ""
         try:
             rows = self._query("select body, digest from facts").fetchall()
             if any(digest_of(body) != digest for body, digest in rows) or len(rows) > 1:
-                return past, "the facts do not match their digest"
+                return recovered, "the facts do not match their digest"
             if rows:
-                past.facts = decode_value(rows[0][0], Facts)
+                recovered.controller_state = decode_value(rows[0][0], ControllerState)
             for row in self._query(
                 "select id, state, step, body, header_digest, digest "
                 "from groups left join headers using (id) order by id"
             ):
-                if not self._take(row, past):
-                    past.lost += 1
+                if not self._take(row, recovered):
+                    recovered.lost += 1
                     damage = f"the row of group {row[0]} does not match its digest"
-            past.consumed |= self._noted(_CONSUMED)
-            past.dropped |= self._noted(_DROPPED)
+            recovered.consumed |= self._noted(_CONSUMED)
+            recovered.dropped |= self._noted(_DROPPED)
         except (sqlite3.DatabaseError, msgspec.MsgspecError, JournalError) as error:
             damage = str(error)
-        if not past.facts.begins:  # without the history nobody can say which tokens are legal
-            past = Past(past.facts, lost=past.lost + len(past.ready))
-        return past, damage
+        if (
+            not recovered.controller_state.begins
+        ):  # without the history nobody can say which tokens are legal
+            recovered = RecoveredState(
+                recovered.controller_state, lost=recovered.lost + len(recovered.ready)
+            )
+        return recovered, damage
 
     @staticmethod
-    def _take(row: tuple[int, str, int, bytes | None, str, str], past: Past) -> bool:
+    def _take(row: tuple[int, str, int, bytes | None, str, str], recovered: RecoveredState) -> bool:
         group_id, state, step, header, header_digest, digest = row
         if _row_digest(group_id, state, step, header_digest) != digest:
             return False
@@ -262,31 +283,33 @@ class Journal:
             return False
         group = decode_value(header, EpisodeGroup)
         if state == _TRAINED:
-            past.consumed.add(group_id)
-            past.trained.append(group)
+            recovered.consumed.add(group_id)
+            recovered.trained.append(group)
         elif state == _PLANNED:
-            past.planned.setdefault(step, []).append(group)
+            recovered.planned.setdefault(step, []).append(group)
         else:
-            past.ready.append(group)
+            recovered.ready.append(group)
         return True
 
-    def _leave_out_missing(self, past: Past) -> None:
+    def _leave_out_missing(self, recovered: RecoveredState) -> None:
         """A group whose blobs are not all there is generated again."""
 
         def split(groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[int]]:
             whole = [group for group in groups if not self._blobs.missing(group_uris(group))]
             return whole, [group.group_id for group in groups if group not in whole]
 
-        past.ready, gone = split(past.ready)
-        past.trained, unused = split(past.trained)
-        for step, groups in list(past.planned.items()):
-            past.planned[step], missing = split(groups)
+        recovered.ready, gone = split(recovered.ready)
+        recovered.trained, unused = split(recovered.trained)
+        for step, groups in list(recovered.planned.items()):
+            recovered.planned[step], missing = split(groups)
             if missing:
-                past.is_whole = False  # the trainer may have this plan, which cannot be given again
+                recovered.is_whole = (
+                    False  # the trainer may have this plan, which cannot be given again
+                )
                 gone += missing
         if gone:
             log.error("%d journaled groups lack blobs and are generated again", len(gone))
-        past.lost += len(gone)
+        recovered.lost += len(gone)
         self.left(gone)
         with self._transaction() as db:
             self._forget(db, unused)
@@ -307,19 +330,21 @@ class Journal:
             Path(f"{self._path}{suffix}").unlink(missing_ok=True)
         self._open()
 
-    def _write_all(self, past: Past) -> None:
-        planned = [(step, group) for step, groups in past.planned.items() for group in groups]
-        rows = [(group, _READY, -1) for group in past.ready]
+    def _write_all(self, recovered: RecoveredState) -> None:
+        planned = [(step, group) for step, groups in recovered.planned.items() for group in groups]
+        rows = [(group, _READY, -1) for group in recovered.ready]
         rows += [(group, _PLANNED, step) for step, group in planned]
-        rows += [(group, _TRAINED, past.facts.done - 1) for group in past.trained]
+        rows += [
+            (group, _TRAINED, recovered.controller_state.done - 1) for group in recovered.trained
+        ]
         for group, state, step in rows:
             self.admitted(group)
             with self._transaction() as db:
                 self._move(db, [group.group_id], state, step)
         with self._transaction() as db:
-            self._note(db, _CONSUMED, past.consumed)
-            self._note(db, _DROPPED, past.dropped)
-            self._write(past.facts, db)
+            self._note(db, _CONSUMED, recovered.consumed)
+            self._note(db, _DROPPED, recovered.dropped)
+            self._write(recovered.controller_state, db)
 
     def _sweep(self, db: sqlite3.Connection) -> None:
         """Delete every header that no restart could use, at once."""
@@ -377,21 +402,23 @@ class Journal:
             [(state, step, state, step, group_id) for group_id in ids],
         )
 
-    def _write(self, facts: Facts, db: sqlite3.Connection | None = None) -> None:
+    def _write(
+        self, controller_state: ControllerState, db: sqlite3.Connection | None = None
+    ) -> None:
         if db is None:
             with self._transaction() as own:
-                self._write(facts, own)
+                self._write(controller_state, own)
             return
-        body = encode_value(facts)
+        body = encode_value(controller_state)
         db.execute("delete from facts")
         db.execute("insert into facts values (?, ?)", (body, digest_of(body)))
-        self._facts = facts
+        self._controller_state = controller_state
 
     def _ids(self, state: str = "", step: int | None = None) -> set[int]:
         sql = "select id from groups where ? in ('', state) and (? is null or ? = step)"
         return {row[0] for row in self._query(sql, (state, step, step))}
 
-    def _unship(self, ids: Iterable[int]) -> None:
+    def _unshare(self, ids: Iterable[int]) -> None:
         if self._segments is not None:
             self._segments.remove(ids)
 

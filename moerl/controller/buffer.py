@@ -163,13 +163,13 @@ class GroupBuffer:
         return stale
 
     def due(self) -> list[EpisodeGroup] | None:
-        """What `take` would return now."""
+        """What `pop` would return now."""
         chosen = self._select(self)
         if len(chosen) < self.groups_per_step:
             return None
         return [self._ready[group_id] for group_id in chosen]
 
-    def take(self) -> list[EpisodeGroup] | None:
+    def pop(self) -> list[EpisodeGroup] | None:
         """groups_per_step ready groups by selection, ascending; None while they are not there."""
         if self.due() is None:
             return None

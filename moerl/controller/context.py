@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Protocol
 
 from moerl.config import Config
+from moerl.controller.blob_ref_counts import BlobRefCounts
+from moerl.controller.buffer import GroupBuffer
+from moerl.controller.engine_pool import EnginePool, SyncTargets
+from moerl.controller.journal import Journal
+from moerl.controller.planned_batches import PlannedBatches
+from moerl.controller.recovered_state import Lineage
+from moerl.controller.rollout_builder import Environment
+from moerl.controller.scorer_timeout import ScorerWithTimeout
+from moerl.controller.step_metrics import StepMetrics, StepReport
+from moerl.controller.task_group import TaskGroup
 from moerl.messages import Engine, Scorer
 from moerl.records import BlobStore
-from moerl.rollout.blob_holders import BlobHolders
-from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.episodes import Environment
-from moerl.rollout.fleet import Fleet
-from moerl.rollout.history import History
-from moerl.rollout.journal import Journal
-from moerl.rollout.ledger import Ledger
-from moerl.rollout.loops import Loops
-from moerl.rollout.planned_batches import PlannedBatches
-from moerl.rollout.roster import Roster
-from moerl.rollout.samples import StepReport
-from moerl.rollout.timely import TimelyScorer
 from moerl.types import ModelShape, Prompt
 
 
@@ -59,29 +57,29 @@ class Context:
     config: Config
     services: Services  # the scorer has a deadline
     environment: Environment
-    fleet: Fleet
-    roster: Roster
+    pool: EnginePool
+    sync_targets: SyncTargets
     buffer: GroupBuffer
     batches: PlannedBatches
-    holders: BlobHolders
-    history: History
-    ledger: Ledger
-    loops: Loops
+    ref_counts: BlobRefCounts
+    lineage: Lineage
+    step_metrics: StepMetrics
+    tasks: TaskGroup
 
 
-def make_context(config: Config, services: Services, *, fleet_changed: bool) -> Context:
+def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
     """Inside a running event loop.
 
     fleet_changed: the trainer may publish to other engines than the configured ones.
     """
-    rollout, ledger, loops = config.rollout, Ledger(), Loops()
-    scorer = TimelyScorer(services.scorer, config.task.score_timeout_s)
+    rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
+    scorer = ScorerWithTimeout(services.scorer, config.task.score_timeout_s)
     return Context(
         config=config,
         services=replace(services, scorer=scorer),
         environment=Environment(scorer, services.decode, services.encode),
-        fleet=Fleet(services.engines, rollout, ledger, loops),
-        roster=Roster(config.engine, services.sizes, changed=fleet_changed),
+        pool=EnginePool(services.engines, rollout, step_metrics, tasks),
+        sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(
             rollout.groups_per_step,
             rollout.max_lag,
@@ -89,8 +87,8 @@ def make_context(config: Config, services: Services, *, fleet_changed: bool) -> 
             selection=rollout.selection,
         ),
         batches=PlannedBatches(services.journal, services.saved_steps),
-        holders=BlobHolders(services.blobs),
-        history=History(),
-        ledger=ledger,
-        loops=loops,
+        ref_counts=BlobRefCounts(services.blobs),
+        lineage=Lineage(),
+        step_metrics=step_metrics,
+        tasks=tasks,
     )

@@ -1,4 +1,10 @@
-"""What a controller goes on from: the records that the journal and its segments keep."""
+"""What a controller goes on from: the records that the journal and its segments keep.
+
+Which weights belong to the surviving history of a run whose trainer may start again.
+
+A trainer that continues from the checkpoint of step s begins incarnation i there: versions of
+earlier incarnations up to step s are in its past, later ones lie on a branch that was given up.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ from moerl.types import EpisodeGroup, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ControllerState:
     """The small part."""
 
     begins: tuple[PolicyVersion, ...] = ()  # first weights of each gang
@@ -22,19 +28,19 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class SharedState:
     """What of it is in the run directory, with durability `shared`, since the newest gang began."""
 
-    facts: Facts
+    controller_state: ControllerState
     consumed: Ranges
     dropped: Ranges
 
 
 @dataclass(slots=True)
-class Past:
+class RecoveredState:
     """What a controller goes on from."""
 
-    facts: Facts
+    controller_state: ControllerState
     ready: list[EpisodeGroup] = field(default_factory=list)
     planned: dict[int, list[EpisodeGroup]] = field(default_factory=dict)
     trained: list[EpisodeGroup] = field(default_factory=list)  # with blobs; useful after a restart
@@ -52,3 +58,32 @@ class Past:
 def digest_of(data: bytes) -> str:
     """16 characters."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+class Lineage:
+    """The points at which incarnations began."""
+
+    def __init__(self) -> None:
+        self._begins: list[PolicyVersion] = []
+
+    def begin(self, version: PolicyVersion) -> None:
+        """A gang starts with these weights; saying so again changes nothing."""
+        if version not in self._begins:
+            self._begins.append(version)
+
+    def knows(self, version: PolicyVersion, newest_step: int) -> bool:
+        """Whether some gang may have published this version, given-up branches included."""
+        return any(
+            begin.incarnation == version.incarnation
+            and begin.step <= version.step
+            and (begin != self._begins[-1] or version.step <= newest_step)
+            for begin in self._begins
+        )
+
+    def holds(self, version: PolicyVersion) -> bool:
+        later = (b.step for b in self._begins if b.incarnation > version.incarnation)
+        return all(version.step <= step for step in later)
+
+    def holds_all(self, group: EpisodeGroup) -> bool:
+        """Whether every token was sampled by weights of the surviving history."""
+        return all(self.holds(span.version) for r in group.rollouts() for span in r.versions)

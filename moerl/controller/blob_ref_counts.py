@@ -11,12 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from moerl.controller.rollout_builder import group_uris
 from moerl.records import BlobStore
-from moerl.rollout.blob_uris import group_uris
 from moerl.types import EpisodeGroup
 
 
-class BlobHolders:
+class BlobRefCounts:
     """Any thread."""
 
     def __init__(self, store: BlobStore) -> None:

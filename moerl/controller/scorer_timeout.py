@@ -18,7 +18,7 @@ _START_S = 120.0  # a scorer that died is started again meanwhile
 _REPLY_S = 600.0  # beside that: replies of thousands of episodes may be asked for at once
 
 
-class TimelyScorer:
+class ScorerWithTimeout:
     """The `Scorer` protocol over another one."""
 
     def __init__(self, scorer: Scorer, timeout_s: float) -> None:
@@ -26,13 +26,13 @@ class TimelyScorer:
         self._scorer, self._timeout_s = scorer, timeout_s
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], said: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         """One finite score per episode.  Raises ScoreError."""
         limit_s = self._timeout_s * len(episodes) + _START_S
         try:
             async with asyncio.timeout(limit_s):
-                scores = await self._scorer.score(prompt, episodes, said)
+                scores = await self._scorer.score(prompt, episodes, responses)
         except TimeoutError as error:
             raise ScoreError(f"prompt {prompt.index}: no scores within {limit_s:g} s") from error
         if len(scores) != len(episodes):
@@ -42,11 +42,11 @@ class TimelyScorer:
             raise ScoreError(f"prompt {prompt.index}: non-finite reward {wrong[0]}")
         return scores
 
-    async def reply(self, prompt: Prompt, said: Sequence[str]) -> str:
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         """Of the environment.  Raises ScoreError."""
         limit_s = self._timeout_s + _START_S + _REPLY_S
         try:
             async with asyncio.timeout(limit_s):
-                return await self._scorer.reply(prompt, said)
+                return await self._scorer.reply(prompt, responses)
         except TimeoutError as error:
             raise ScoreError(f"prompt {prompt.index}: no reply within {limit_s:g} s") from error

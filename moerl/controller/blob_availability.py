@@ -11,24 +11,28 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
+from moerl.controller.context import Context
+from moerl.controller.producer import Producer
+from moerl.controller.rollout_builder import group_uris
+from moerl.controller.scoring_stage import ScoringStage
 from moerl.records.blob_store import Found
-from moerl.rollout.admission import Admission
-from moerl.rollout.blob_uris import group_uris
-from moerl.rollout.context import Context
-from moerl.rollout.producer import Producer
 from moerl.types import EpisodeGroup
 
 log = logging.getLogger(__name__)
 
 
-class Whereabouts:
+class BlobAvailability:
     """Looks after the records of groups that wait for the trainer."""
 
-    def __init__(self, context: Context, producer: Producer, admission: Admission) -> None:
+    def __init__(self, context: Context, producer: Producer, scoring_stage: ScoringStage) -> None:
         self._blobs, self._journal = context.services.blobs, context.services.journal
         self._buffer, self._batches = context.buffer, context.batches
-        self._holders, self._ledger, self._loops = context.holders, context.ledger, context.loops
-        self._producer, self._admission = producer, admission
+        self._ref_counts, self._step_metrics, self._tasks = (
+            context.ref_counts,
+            context.step_metrics,
+            context.tasks,
+        )
+        self._producer, self._scoring_stage = producer, scoring_stage
         # as long as a reader would wait for a node that does not answer
         self._patience_s = context.config.sync.timeout_s
 
@@ -37,7 +41,7 @@ class Whereabouts:
         gone, copied = await self._drop_lost(due)
         if gone or self._buffer.due() != due:
             return False
-        self._ledger.copied += sum(not copied.isdisjoint(group_uris(group)) for group in due)
+        self._step_metrics.copied += sum(not copied.isdisjoint(group_uris(group)) for group in due)
         return True
 
     async def drop_lost(self, groups: Sequence[EpisodeGroup]) -> bool:
@@ -58,8 +62,8 @@ class Whereabouts:
         self._journal.left(group.group_id for group in lost)
         for group in lost:
             log.warning("the records of group %d are lost: it is generated again", group.group_id)
-            self._ledger.dropped_lost += 1
-            self._holders.forget(group)
+            self._step_metrics.dropped_lost += 1
+            self._ref_counts.forget(group)
         return found
 
     def _find(self, groups: Sequence[EpisodeGroup], patience_s: float) -> Found:
@@ -70,14 +74,14 @@ class Whereabouts:
         yield from self._buffer.ready()
         yield from self._batches.groups()
 
-    async def leave(self, node: str) -> None:
+    async def remove(self, node: str) -> None:
         """Returns when nothing that may be trained lies on a node."""
         prefix = f"blob://{node}/"
 
         def is_named() -> bool:
-            partials = (*self._producer.partials(), *self._admission.partials())
+            partials = (*self._producer.partials(), *self._scoring_stage.partials())
             uris = group_uris(*self.trainable()).union(*(one.blob_uris() for one in partials))
             return any(uri.startswith(prefix) for uri in uris)
 
         while is_named():
-            await self._loops.wait_change(1.0)
+            await self._tasks.wait_change(1.0)

@@ -2,8 +2,8 @@
 
 A file holds the group's header and its blobs (`moerl.records.blob_copies`), so a run that lost a
 node finds everything it needs to train the group: of an engine's node its blobs, which readers find
-there, of the controller's the journal, which `restore` fills again.  `facts` beside them holds the
-history, without which nobody could say which tokens are legal.
+there, of the controller's the journal, which `restore` fills again.  `controller_state` beside them
+holds the history, without which nobody could say which tokens are legal.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
+from moerl.controller.recovered_state import RecoveredState, SharedState
+from moerl.controller.rollout_builder import group_uris
 from moerl.errors import BlobError, JournalError
 from moerl.id_sets import spread
 from moerl.records import BlobStore
 from moerl.records.blob_copies import SUFFIX, copied_blobs_of, seal
-from moerl.rollout.blob_uris import group_uris
-from moerl.rollout.past import Past, Shipped
 from moerl.serialization import decode_value, encode_value
 from moerl.types import EpisodeGroup
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _HEADER = ""  # the part that is no blob
 
 
-class Segments:
+class SharedGroups:
     """One sealed file per admitted group in the run directory: its header and its blobs."""
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +37,7 @@ class Segments:
         self._stale: set[int] = set()  # groups whose files are to be deleted
         self._lock = threading.Lock()  # of these
 
-    def ship(self, group: EpisodeGroup, blobs: BlobStore) -> None:
+    def share(self, group: EpisodeGroup, blobs: BlobStore) -> None:
         """Raises JournalError: no room, or a blob's node is gone."""
         path = self._path(group.group_id)
         with self._lock:
@@ -50,9 +50,9 @@ class Segments:
             path.unlink(missing_ok=True)  # of an earlier try
             raise JournalError(f"group {group.group_id} was not shipped: {error}") from error
 
-    def keep_state(self, facts: Shipped) -> None:
+    def keep_state(self, controller_state: SharedState) -> None:
         try:
-            seal(self._folder / "facts", [(_HEADER, encode_value(facts))])
+            seal(self._folder / "facts", [(_HEADER, encode_value(controller_state))])
         except OSError as error:
             raise JournalError(f"the history was not shipped: {error}") from error
 
@@ -92,33 +92,33 @@ class Segments:
         for path in self._folder.glob(".*"):
             path.unlink()
 
-    def restore(self, past: Past, blobs: BlobStore) -> None:
+    def restore(self, recovered: RecoveredState, blobs: BlobStore) -> None:
         """Add what was shipped and is not in the journal; the trainer has to say hello again.
 
         Blobs that nobody can read are put back into this node's store.
         """
-        shipped = self._facts()
+        shipped = self._controller_state()
         if shipped is None:
             return
-        if not past.facts.begins:
-            past.facts = shipped.facts
-            past.consumed |= set(spread(shipped.consumed))
-            past.dropped |= set(spread(shipped.dropped))
-        past.is_whole = False
-        for group_id in sorted(self.held() - past.with_headers() - past.consumed):
+        if not recovered.controller_state.begins:
+            recovered.controller_state = shipped.controller_state
+            recovered.consumed |= set(spread(shipped.consumed))
+            recovered.dropped |= set(spread(shipped.dropped))
+        recovered.is_whole = False
+        for group_id in sorted(self.held() - recovered.with_headers() - recovered.consumed):
             group = self._group(group_id, blobs)
             if group is None:
-                past.lost += 1
+                recovered.lost += 1
             else:
-                past.ready.append(group)
+                recovered.ready.append(group)
 
     def _path(self, group_id: int) -> Path:
         return self._folder / f"{group_id}{SUFFIX}"
 
-    def _facts(self) -> Shipped | None:
+    def _controller_state(self) -> SharedState | None:
         parts = copied_blobs_of(self._folder / "facts")
         try:
-            return None if parts is None else decode_value(parts[_HEADER].read(), Shipped)
+            return None if parts is None else decode_value(parts[_HEADER].read(), SharedState)
         except (BlobError, msgspec.MsgspecError) as error:
             log.error("the shipped history is left out: %s", error)
             return None

@@ -13,23 +13,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from moerl.config.algorithms import frozen_models
+from moerl.controller.blob_availability import BlobAvailability
+from moerl.controller.context import Context
 from moerl.data.batching import plan_batch
 from moerl.data.ref_scores import check_scores
 from moerl.errors import ProtocolError
 from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
-from moerl.rollout.context import Context
-from moerl.rollout.whereabouts import Whereabouts
 from moerl.types import BatchPlan, EpisodeGroup, FrozenScores
 
 
-class FrozenLine:
+class RefScoreQueue:
     """Scores of the groups that are ready or planned, by rollout."""
 
-    def __init__(self, context: Context, whereabouts: Whereabouts) -> None:
+    def __init__(self, context: Context, availability: BlobAvailability) -> None:
         config = context.config
         self.start = -1  # of the gang that asked last
         self._config, self._buffer, self._batches = config, context.buffer, context.batches
-        self._loops, self._holders, self._whereabouts = context.loops, context.holders, whereabouts
+        self._tasks, self._ref_counts, self._availability = (
+            context.tasks,
+            context.ref_counts,
+            availability,
+        )
         self._roles = frozen_models(config) if config.frozen.ranks == "own" else {}
         self._known: dict[str, FrozenScores] = {}
 
@@ -48,23 +52,23 @@ class FrozenLine:
                     f"{len(waiting)} groups of step {step} were not scored by the frozen ranks "
                     f"after {waited_s:.0f} s, see logs/frozen.log"
                 )
-            await self._loops.wait_change(min(1.0, timeout_s))
+            await self._tasks.wait_change(min(1.0, timeout_s))
         raise ProtocolError("another gang has taken over")
 
-    async def take(self, message: TakeRecords) -> Message:
+    async def pop(self, message: TakeRecords) -> Message:
         """Groups for the frozen gang: what it had asked for before it died is asked for again."""
         self.start, deadline = message.start, time.monotonic() + message.timeout_s
         while self._batches.done < self._config.run.steps:
             if (plan := self.next(message.dp_size)) is not None:
-                self._holders.hold(plan.groups)  # its kept sets are about to be read
+                self._ref_counts.hold(plan.groups)  # its kept sets are about to be read
                 planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]
-                if await self._whereabouts.drop_lost(ready):
+                if await self._availability.drop_lost(ready):
                     return Plan(plan)
                 continue
             if time.monotonic() > deadline:
                 return Ok()
-            await self._loops.wait_change(min(1.0, message.timeout_s))
+            await self._tasks.wait_change(min(1.0, message.timeout_s))
         return Stop(f"all {self._config.run.steps} steps are done")
 
     def waits(self, groups: Iterable[EpisodeGroup]) -> list[EpisodeGroup]:
@@ -100,8 +104,8 @@ class FrozenLine:
                 check_scores(scores, rollout, self._roles)
                 self._known[scores.rollout_id] = scores
         self._known = {name: scores for name, scores in self._known.items() if name in live}
-        self._holders.hold(())
-        self._loops.notify()
+        self._ref_counts.hold(())
+        self._tasks.notify()
 
     def with_scores(self, plan: BatchPlan) -> BatchPlan:
         """The plan with its scores by row, where there are frozen ranks."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from moerl.controller.journal import Journal
+from moerl.controller.recovered_state import RecoveredState
 from moerl.id_sets import IdSet
-from moerl.rollout.journal import Journal
-from moerl.rollout.past import Past
 from moerl.types import EpisodeGroup
 
 
@@ -20,10 +20,10 @@ class PlannedBatches:
         self.trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
         self.done = 0  # optimizer steps
 
-    def restore(self, past: Past) -> None:
+    def restore(self, recovered: RecoveredState) -> None:
         """Continue where a controller ended."""
-        self.planned, self.done = past.planned, past.facts.done
-        self.trained = {group.group_id: group for group in past.trained}
+        self.planned, self.done = recovered.planned, recovered.controller_state.done
+        self.trained = {group.group_id: group for group in recovered.trained}
 
     def groups(self) -> Iterator[EpisodeGroup]:
         for groups in self.planned.values():

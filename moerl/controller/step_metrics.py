@@ -1,6 +1,8 @@
 """What happened between two optimizer steps, as metrics; reset at every step.
 
 Sums and counts only; names are those of docs/metrics.md.
+
+What the controller says of a finished step, with text and reward of a rollout for the report.
 """
 
 from __future__ import annotations
@@ -9,10 +11,14 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from moerl.config import Config
 from moerl.messages import EngineStatus, UpdateClosed
-from moerl.types import EpisodeGroup, Finish
+from moerl.types import EpisodeGroup, Finish, PolicyVersion
 
 # of the histogram of lags, as those of the mismatch: name, first and last lag
 _LAG_BINS = (
@@ -24,7 +30,7 @@ _LAG_BINS = (
 )
 
 
-class Ledger:
+class StepMetrics:
     """Counts since the last optimizer step."""
 
     def __init__(self) -> None:
@@ -122,7 +128,7 @@ class Ledger:
         return {"perf/rollout_tokens_per_s": tokens / elapsed, "async/engine_idle_frac": idle}
 
 
-def facts_of(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
+def batch_metrics(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
     """Metrics of what one step trains; long for thousands of rollouts, any thread."""
     return _samples(groups) | _lags(groups, step) if groups else {}
 
@@ -161,3 +167,41 @@ def _lags(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
         "async/lag_mean": sum(lag * count for lag, count in lags.items()) / total,
         "async/lag_max": float(max(lags)),
     }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReport:
+    """One finished optimizer step, for metrics.jsonl, the panel and the report."""
+
+    step: int
+    version: PolicyVersion
+    metrics: dict[str, float]
+    samples: list[dict[str, object]]
+
+
+def samples_of(
+    config: Config,
+    groups: Sequence[EpisodeGroup],
+    step: int,
+    decode: Callable[[Sequence[int]], str],
+) -> list[dict[str, object]]:
+    """One rollout of a step, as long as the report has room for it."""
+    every = max(1, config.run.steps // max(1, config.observe.sample_rollouts))
+    if not config.observe.sample_rollouts or step % every:
+        return []
+    group = groups[0]
+    episode = group.episodes[0]  # not the best one: the report shows what is typical
+    rollout = episode.turns[-1].rollout
+    return [
+        {
+            "step": step,
+            "version": str(rollout.versions[-1].version),
+            "lag": step - rollout.oldest.step,
+            "prompt": group.prompt.text,
+            "response": decode(rollout.token_ids[rollout.prompt_len :].tolist()),
+            "reward": episode.score.reward if episode.score else None,
+            "group_mean": float(
+                np.mean([e.score.reward for e in group.episodes if e.score is not None])
+            ),
+        }
+    ]

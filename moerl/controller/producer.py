@@ -14,14 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from moerl.controller.context import Context
+from moerl.controller.engine_pool import CHUNK, EngineState, PrefixIndex
+from moerl.controller.generate import Replies, generate, sampling_params
+from moerl.controller.rollout_builder import PartialEpisode, blob_uris
+from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.rollout.admission import Admission
-from moerl.rollout.blob_uris import blob_uris
-from moerl.rollout.context import Context
-from moerl.rollout.episodes import PartialEpisode
-from moerl.rollout.fleet import Member
-from moerl.rollout.generate import Replies, generate, sampling_params
-from moerl.rollout.prefixes import CHUNK, Prefixes
 from moerl.types import GenerateRequest, Segment
 
 log = logging.getLogger(__name__)
@@ -32,16 +30,16 @@ Partials = list[PartialEpisode]
 class Producer:
     """Starts groups on engines; hands those that are generated, or refused, to the admission."""
 
-    def __init__(self, context: Context, admission: Admission) -> None:
+    def __init__(self, context: Context, scoring_stage: ScoringStage) -> None:
         services = context.services
         self._config, self.prompts, self._blobs = context.config, services.prompts, services.blobs
         self._sampling = sampling_params(context.config.sampling, services.model)
-        self._buffer, self._fleet, self._loops = context.buffer, context.fleet, context.loops
-        self._ledger, self._holders = context.ledger, context.holders
-        self._environment, self._admission = context.environment, admission
+        self._buffer, self._pool, self._tasks = context.buffer, context.pool, context.tasks
+        self._step_metrics, self._ref_counts = context.step_metrics, context.ref_counts
+        self._environment, self._scoring_stage = context.environment, scoring_stage
         self.life = 0  # controllers before this one: their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
-        self._prefixes = Prefixes()
+        self._prefix_index = PrefixIndex()
         self._handed: dict[int, tuple[int, Partials]] = {}  # group -> engine that knows its prompt
         self._in_flight = 0  # groups in a call
         self._calls: list[dict[int, Partials]] = []  # what each call still has
@@ -49,12 +47,12 @@ class Producer:
         self._siblings = context.config.rollout.group_size * context.config.rollout.oversample
 
     def start(self) -> None:
-        for index in self._fleet.members:
+        for index in self._pool.members:
             self.add(index)
 
     def add(self, index: int) -> None:
         """Keep an engine that joined busy, until it leaves."""
-        self._loops.spawn(self._produce(index))
+        self._tasks.spawn(self._produce(index))
 
     def partials(self) -> Iterator[PartialEpisode]:
         """Of the groups in generation."""
@@ -84,12 +82,12 @@ class Producer:
                 for i in range(rollout.groups_per_request)
                 for j in range(self._siblings)
             ]
-            replies, _ = await generate(partials, self._fleet.members[engine].engine.generate)
+            replies, _ = await generate(partials, self._pool.members[engine].engine.generate)
             for uri in blob_uris(*replies):
                 self._blobs.delete(uri)
             return sum(p.num_sampled for p in partials)
 
-        while (busy := [e for e in self._fleet.members if self._fleet.serves(e)]) and (
+        while (busy := [e for e in self._pool.members if self._pool.serves(e)]) and (
             time.monotonic() - begin < seconds
         ):
             step = rollout.groups_per_request
@@ -99,26 +97,26 @@ class Producer:
         return tokens / (time.monotonic() - begin)
 
     async def _produce(self, index: int) -> None:
-        member = self._fleet.members[index]
-        while not (self._loops.stopping or member.leaving):
+        member = self._pool.members[index]
+        while not (self._tasks.stopping or member.leaving):
             groups = self._next_groups(index)
             if groups:
                 self._in_flight += len(groups)
                 member.generating += len(groups)
-                self._loops.spawn(self._generate(index, groups))
-                self._loops.notify()  # another engine may be the least busy one now
+                self._tasks.spawn(self._generate(index, groups))
+                self._tasks.notify()  # another engine may be the least busy one now
                 await asyncio.sleep(0)  # thousands may start at once: others must get a turn
             else:
-                await self._loops.wait_change(1.0)
-        self._prefixes.forget(index)
+                await self._tasks.wait_change(1.0)
+        self._prefix_index.forget(index)
 
     def _next_groups(self, index: int) -> dict[int, Partials]:
         """Groups to send to an engine now: those that a dead engine left behind come first."""
-        if not self._fleet.serves(index):
+        if not self._pool.serves(index):
             return {}
         rollout = self._config.rollout
         room = min(rollout.groups_per_request, rollout.max_groups_in_flight - self._in_flight)
-        members = self._fleet.members
+        members = self._pool.members
         version = members[index].version
         left = [g for g, ps in self._orphans.items() if all(p.newest <= version for p in ps)]
         if left:
@@ -126,14 +124,14 @@ class Producer:
         mine = [
             group_id
             for group_id, (home, _) in self._handed.items()
-            if home == index or home not in members or not self._fleet.serves(home)
+            if home == index or home not in members or not self._pool.serves(home)
         ]
         if mine:
             return {group_id: self._handed.pop(group_id)[1] for group_id in sorted(mine)[:room]}
         wanted = self.wanted(version.step)
         if min(room, wanted) <= 0:  # looked at first: a share asks all engines, and all engines ask
             return {}
-        return self._start(index, min(room, self._fleet.share(index, wanted)))
+        return self._start(index, min(room, self._pool.share(index, wanted)))
 
     def _start(self, index: int, count: int) -> dict[int, Partials]:
         """Begin groups; those whose prompt another engine knows wait for it, the rest are ours."""
@@ -146,14 +144,14 @@ class Producer:
                 groups[group_id] = partials
             else:
                 self._handed[group_id] = home, partials
-                self._ledger.routed_groups += 1
+                self._step_metrics.routed_groups += 1
         if len(groups) < count:
-            self._loops.notify()
+            self._tasks.notify()
         return groups
 
     def _home(self, index: int, prompt: Sequence[int]) -> int:
         """The engine that knows most of a prompt; `index` when none does, or it has too much."""
-        rollout, members = self._config.rollout, self._fleet.members
+        rollout, members = self._config.rollout, self._pool.members
         slack = rollout.prefix_slack
         if slack < 0 or len(members) == 1 or rollout.fixed_lag >= 0:  # nobody waits for those
             return index
@@ -162,9 +160,9 @@ class Producer:
         for other in (index, *members):  # itself first: it keeps what it knows as well
             member = members[other]
             busier = member.generating + waiting[other] - members[index].generating
-            if not self._fleet.serves(other) or member.version < members[index].version:
+            if not self._pool.serves(other) or member.version < members[index].version:
                 continue
-            known = self._prefixes.length(other, member.version, prompt)
+            known = self._prefix_index.length(other, member.version, prompt)
             if known > best and busier <= slack:
                 best, home = known, other
         return home
@@ -176,9 +174,9 @@ class Producer:
 
     async def _generate(self, index: int, groups: dict[int, Partials]) -> None:
         """Generate groups in one engine call, resuming what a weight update interrupts."""
-        member = self._fleet.members[index]
+        member = self._pool.members[index]
         for partials in groups.values():
-            self._prefixes.sent(index, member.version, partials[0].prompt.token_ids)
+            self._prefix_index.sent(index, member.version, partials[0].prompt.token_ids)
         left = len(groups)  # of what this call counts as in flight
         self._calls.append(groups)
         try:
@@ -189,14 +187,14 @@ class Producer:
                     self._rescue(index, groups, error)
                     return
                 for group_id in refused:
-                    self._admission.refuse(group_id, groups.pop(group_id), refused[group_id])
+                    self._scoring_stage.refuse(group_id, groups.pop(group_id), refused[group_id])
                 await self._converse(groups)
                 for group_id in [g for g, partials in groups.items() if self._closes(g, partials)]:
                     groups |= self._close(group_id, groups.pop(group_id))
                 self._leave(member, left - len(groups))
                 left = len(groups)
                 if (
-                    member.leaving and self._fleet.interrupts
+                    member.leaving and self._pool.interrupts
                 ):  # what it was interrupted in goes on elsewhere
                     self._orphans |= groups
                     return
@@ -208,16 +206,16 @@ class Producer:
         """Before the replies are taken: what is fed again depends on what there was."""
         for partial, reply in zip(pending, replies, strict=True):
             if isinstance(reply, Segment):
-                self._ledger.recomputed_tokens += partial.recomputed(reply)
-                self._ledger.prompt_tokens += partial.turns[-1].num_fed
-                self._ledger.cached_tokens += reply.cached_tokens
+                self._step_metrics.recomputed_tokens += partial.recomputed(reply)
+                self._step_metrics.prompt_tokens += partial.turns[-1].num_fed
+                self._step_metrics.cached_tokens += reply.cached_tokens
 
-    def _leave(self, member: Member, count: int) -> None:
+    def _leave(self, member: EngineState, count: int) -> None:
         """Groups are no longer in a call: others may start."""
         self._in_flight -= count
         member.generating -= count
         if count:
-            self._loops.notify()
+            self._tasks.notify()
 
     def _closes(self, group_id: int, partials: Partials) -> bool:
         """A group of late siblings waits for all of them: nothing is carried twice."""
@@ -237,12 +235,12 @@ class Producer:
         carries = late and self._config.rollout.late_siblings == "carry"
         later = self._buffer.carry(group_id) if carries else None
         if later is None:
-            self._ledger.dropped_siblings += len(late)
-            self._holders.release(theirs - kept)
+            self._step_metrics.dropped_siblings += len(late)
+            self._ref_counts.release(theirs - kept)
         else:
-            self._ledger.carried_siblings += len(late)
-            self._holders.share(theirs & kept)
-        self._admission.finish(group_id, done, later)
+            self._step_metrics.carried_siblings += len(late)
+            self._ref_counts.share(theirs & kept)
+        self._scoring_stage.finish(group_id, done, later)
         return {} if later is None else {later: late}
 
     async def _ask(self, index: int, groups: dict[int, Partials]) -> dict[int, RecordError]:
@@ -251,15 +249,15 @@ class Producer:
         owners = [g for g, group in groups.items() for p in group if not p.finished]
 
         async def call(requests: Sequence[GenerateRequest]) -> Replies:
-            limit_s, release = self._config.rollout.request_timeout_s, self._holders.release
-            replies = await self._fleet.generate(index, requests, limit_s, release)
+            limit_s, release = self._config.rollout.request_timeout_s, self._ref_counts.release
+            replies = await self._pool.generate(index, requests, limit_s, release)
             self._count(pending, replies)
             return replies
 
         async with self._turn:
             await asyncio.sleep(0)
         replies, refused = await generate(pending, call)
-        self._holders.release(blob_uris(*(replies[place] for place in refused)))
+        self._ref_counts.release(blob_uris(*(replies[place] for place in refused)))
         return {owners[place]: error for place, error in refused.items()}
 
     async def _converse(self, groups: dict[int, Partials]) -> None:
@@ -270,7 +268,7 @@ class Producer:
             try:
                 await asyncio.gather(*map(self._environment.answer, listening))
             except ScoreError as error:
-                self._admission.drop_unscored(group_id, groups.pop(group_id), error)
+                self._scoring_stage.drop_unscored(group_id, groups.pop(group_id), error)
 
         await asyncio.gather(*(answer(*item) for item in list(groups.items())))
 
@@ -280,7 +278,7 @@ class Producer:
             raise error
         log.warning("engine %d failed, %d groups go on elsewhere: %s", index, len(groups), error)
         self._orphans |= groups
-        self._fleet.rest(index)
+        self._pool.rest(index)
 
     def _partials(self, group_id: int) -> Partials:
         prompt = self.prompts.prompt(group_id)

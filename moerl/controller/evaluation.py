@@ -21,11 +21,10 @@ from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 
 from moerl.config.schema import EvaluationConfig
+from moerl.controller.context import Context
+from moerl.controller.generate import Replies, generate, sampling_params
+from moerl.controller.rollout_builder import PartialEpisode, blob_uris, text_of
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.rollout.blob_uris import blob_uris
-from moerl.rollout.context import Context
-from moerl.rollout.episodes import PartialEpisode, text_of
-from moerl.rollout.generate import Replies, generate, sampling_params
 from moerl.types import (
     Episode,
     Finish,
@@ -49,7 +48,11 @@ class Evaluator:
         self._sampling = sampling_of(self._config, training)
         self._held_out, self._blobs = services.held_out, services.blobs
         self._scorer, self._decode = services.scorer, services.decode
-        self._fleet, self._ledger, self._loops = context.fleet, context.ledger, context.loops
+        self._pool, self._step_metrics, self._tasks = (
+            context.pool,
+            context.step_metrics,
+            context.tasks,
+        )
         self._environment, self._max_turns = context.environment, config.task.max_turns
         self._last_step = config.run.steps
         self._last: PolicyVersion | None = None  # begun
@@ -57,40 +60,40 @@ class Evaluator:
 
     def start(self) -> None:
         if self._config.every:
-            self._loops.spawn(self._run())
+            self._tasks.spawn(self._run())
 
     def is_done_with(self, version: PolicyVersion) -> bool:
         """Whether it was evaluated or given up, or never will be."""
         return not self._config.every or (self._ended is not None and self._ended >= version)
 
     async def _run(self) -> None:
-        while not self._loops.stopping:
+        while not self._tasks.stopping:
             index = self._due()
             if index is None:
-                await self._loops.wait_change(1.0)
+                await self._tasks.wait_change(1.0)
                 continue
-            member = self._fleet.members[index]
+            member = self._pool.members[index]
             self._last, begin = member.version, time.monotonic()
             member.held_until = begin + self._config.hold_s
             try:
                 metrics = await self._evaluate(index, member.version, member.held_until)
             except (EngineError, RecordError, ScoreError) as error:
                 log.warning("the evaluation of %s is given up: %s", self._last, error)
-                self._ledger.evaluations_given_up += 1
+                self._step_metrics.evaluations_given_up += 1
             else:
                 metrics["eval/seconds"] = time.monotonic() - begin
-                self._ledger.evaluations.append(metrics)
+                self._step_metrics.evaluations.append(metrics)
             finally:
                 member.held_until = 0.0
                 self._ended = self._last
-                self._loops.notify()
+                self._tasks.notify()
 
     def _due(self) -> int | None:
         """The engine that evaluates now."""
         able = [
             (member.generating, index)
-            for index, member in self._fleet.members.items()
-            if self._fleet.serves(index)
+            for index, member in self._pool.members.items()
+            if self._pool.serves(index)
             and self._has_turn(member.version.step)
             and (self._last is None or member.version > self._last)
         ]
@@ -151,7 +154,7 @@ class Evaluator:
 
         def call(requests: Sequence[GenerateRequest]) -> Awaitable[Replies]:
             # an update cuts it after hold_s; no call of an engine that hangs is waited for longer
-            return self._fleet.generate(index, requests, 2 * self._config.hold_s, self._delete)
+            return self._pool.generate(index, requests, 2 * self._config.hold_s, self._delete)
 
         while pending := [partial for partial in partials if not partial.finished]:
             replies, refused = await generate(pending, call)
@@ -175,8 +178,8 @@ class Evaluator:
             group = partials[begin : begin + samples]
             rollouts = [partial.turns[-1].rollout() for partial in group]
             episodes = [Episode(r.rollout_id, (Turn(r),)) for r in rollouts]
-            said = [[text_of(turn.rollout(), self._decode) for turn in p.turns] for p in group]
-            scores = await self._scorer.score(group[0].prompt, episodes, said)
+            responses = [[text_of(turn.rollout(), self._decode) for turn in p.turns] for p in group]
+            scores = await self._scorer.score(group[0].prompt, episodes, responses)
             rewards += [score.reward for score in scores]
         return rewards
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
+from moerl.controller.context import Context
+from moerl.controller.rollout_builder import PartialEpisode, blob_uris, text_of
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
-from moerl.rollout.blob_uris import blob_uris
-from moerl.rollout.context import Context
-from moerl.rollout.episodes import PartialEpisode, text_of
 from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
 
 log = logging.getLogger(__name__)
@@ -26,16 +25,16 @@ _MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
 _MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
 
 
-class Admission:
+class ScoringStage:
     """The only way into the buffer."""
 
     def __init__(self, context: Context) -> None:
         services = context.services
         self._config, self._model = context.config, services.model
         self._scorer, self._decode = services.scorer, services.decode
-        self._buffer, self._holders = context.buffer, context.holders
-        self._history, self._journal = context.history, services.journal
-        self._ledger, self._loops = context.ledger, context.loops
+        self._buffer, self._ref_counts = context.buffer, context.ref_counts
+        self._history, self._journal = context.lineage, services.journal
+        self._step_metrics, self._tasks = context.step_metrics, context.tasks
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
         self._dropped = 0  # groups of equal rewards since the last plan
         self._score_errors = 0  # in a row
@@ -62,7 +61,7 @@ class Admission:
         if later is not None:
             self._peers[later] = asyncio.get_running_loop().create_future()
         self._scoring[group_id] = partials
-        self._loops.spawn(self._finish(group_id, partials))
+        self._tasks.spawn(self._finish(group_id, partials))
 
     def planned(self) -> None:
         """A batch is complete: dropping groups of equal rewards starts from zero."""
@@ -70,31 +69,31 @@ class Admission:
 
     def refuse(self, group_id: int, partials: list[PartialEpisode], error: RecordError) -> None:
         """Count the refusal and generate the group again; three times in a row ends the run."""
-        self._ledger.refused[error.reason] += 1
+        self._step_metrics.refused[error.reason] += 1
         log.warning("group %d: %s", group_id, error)
         self._delete(partials)
         self._leave(group_id, partials)
         if group_id < 0:  # late siblings are not generated again
             self._buffer.discard(group_id)
-            self._loops.notify()
+            self._tasks.notify()
             return
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}")
         self._buffer.abandon(group_id)
-        self._loops.notify()
+        self._tasks.notify()
 
     def drop_branch(self, group: EpisodeGroup) -> None:
         """Some of its tokens are of weights that a restarted trainer gave up."""
-        self._ledger.dropped_branch += 1
-        self._holders.forget(group)
+        self._step_metrics.dropped_branch += 1
+        self._ref_counts.forget(group)
 
     async def _finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
         try:
             await self._check_and_score(group_id, partials)
         finally:
             del self._scoring[group_id]
-            self._loops.notify()
+            self._tasks.notify()
 
     async def _check_and_score(self, group_id: int, partials: list[PartialEpisode]) -> None:
         try:
@@ -106,10 +105,10 @@ class Admission:
             self.refuse(group_id, partials, error)
             return
         prompt = partials[0].prompt
-        self._holders.release(uri for partial in partials for uri in partial.wasted_uris())
-        said = [[text_of(turn.rollout, self._decode) for turn in e.turns] for e in episodes]
+        self._ref_counts.release(uri for partial in partials for uri in partial.wasted_uris())
+        responses = [[text_of(turn.rollout, self._decode) for turn in e.turns] for e in episodes]
         try:
-            scores = await self._scorer.score(prompt, episodes, said)
+            scores = await self._scorer.score(prompt, episodes, responses)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -141,7 +140,7 @@ class Admission:
     def _leave(self, group_id: int, partials: list[PartialEpisode]) -> None:
         """A group is not admitted: late siblings are told nothing, and get no second chance."""
         if group_id < 0:
-            self._ledger.dropped_siblings += len(partials)
+            self._step_metrics.dropped_siblings += len(partials)
             self._peers.pop(group_id, None)
         elif (waiting := self._peers.get(~group_id)) and not waiting.done():
             waiting.set_result(())
@@ -149,7 +148,7 @@ class Admission:
     async def _admit(self, group: EpisodeGroup) -> None:
         """Into the journal, then into the line."""
         if self._journal.is_shared:
-            await asyncio.to_thread(self._journal.ship, group)
+            await asyncio.to_thread(self._journal.share, group)
         if not self._history.holds_all(group):
             self._journal.left([group.group_id])
             self.drop_branch(group)
@@ -183,7 +182,7 @@ class Admission:
         task = self._config.task
         if task.on_score_error == "stop" or self._score_errors >= _MAX_SCORE_ERRORS:
             raise ConfigError("task.reward", task.reward or task.name, str(error)) from error
-        self._ledger.score_failures += 1
+        self._step_metrics.score_failures += 1
         log.warning("group %d is dropped: %s", group_id, error)
         self._discard(group_id, partials)
 
@@ -198,7 +197,7 @@ class Admission:
         if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
             return False
         self._dropped += 1
-        self._ledger.dropped_zero_variance += 1
+        self._step_metrics.dropped_zero_variance += 1
         return True
 
     def _resampled(self, group_id: int, episodes: list[Episode]) -> tuple[Episode, ...]:
@@ -218,7 +217,7 @@ class Admission:
             blob_uris(*(turn.rollout for episode in some for turn in episode.turns))
             for some in (episodes, chosen)
         )
-        self._holders.release(every - stays)  # siblings share the rows of their prompt
+        self._ref_counts.release(every - stays)  # siblings share the rows of their prompt
         return tuple(chosen)
 
     def _discard(self, group_id: int, partials: list[PartialEpisode]) -> None:
@@ -229,7 +228,7 @@ class Admission:
         self._buffer.discard(group_id)
 
     def _delete(self, partials: list[PartialEpisode]) -> None:
-        self._holders.release(uri for partial in partials for uri in partial.blob_uris())
+        self._ref_counts.release(uri for partial in partials for uri in partial.blob_uris())
 
 
 def place_steps(score: Score, episode: Episode, decode: Callable[[Sequence[int]], str]) -> Score:

@@ -11,6 +11,14 @@ import logging
 import time
 from collections.abc import Iterable
 
+from moerl.controller.blob_availability import BlobAvailability
+from moerl.controller.context import Context
+from moerl.controller.evaluation import Evaluator
+from moerl.controller.producer import Producer
+from moerl.controller.recovered_state import RecoveredState
+from moerl.controller.ref_score_queue import RefScoreQueue
+from moerl.controller.scoring_stage import ScoringStage
+from moerl.controller.step_metrics import StepReport, batch_metrics, samples_of
 from moerl.data.batching import plan_batch
 from moerl.errors import ProtocolError, TrainerError
 from moerl.id_sets import IdSet
@@ -34,15 +42,6 @@ from moerl.messages import (
     TakeRecords,
     VerifyUpdate,
 )
-from moerl.rollout.admission import Admission
-from moerl.rollout.context import Context
-from moerl.rollout.evaluation import Evaluator
-from moerl.rollout.frozen import FrozenLine
-from moerl.rollout.ledger import facts_of
-from moerl.rollout.past import Past
-from moerl.rollout.producer import Producer
-from moerl.rollout.samples import StepReport, samples_of
-from moerl.rollout.whereabouts import Whereabouts
 from moerl.serialization import encode_value
 from moerl.types import EpisodeGroup, PolicyVersion
 
@@ -55,27 +54,31 @@ class TrainerHandler:
     def __init__(
         self,
         context: Context,
-        admission: Admission,
+        scoring_stage: ScoringStage,
         producer: Producer,
         evaluator: Evaluator,
-        whereabouts: Whereabouts,
-        frozen: FrozenLine,
+        availability: BlobAvailability,
+        frozen: RefScoreQueue,
     ) -> None:
         self._config, self._services = context.config, context.services
-        self._fleet, self._roster = context.fleet, context.roster
+        self._pool, self._sync_targets = context.pool, context.sync_targets
         self._buffer, self._batches = context.buffer, context.batches
-        self._journal, self._history = context.services.journal, context.history
-        self._holders, self._ledger, self._loops = context.holders, context.ledger, context.loops
-        self._admission, self._producer, self._evaluator = admission, producer, evaluator
-        self._whereabouts, self._frozen = whereabouts, frozen
+        self._journal, self._history = context.services.journal, context.lineage
+        self._ref_counts, self._step_metrics, self._tasks = (
+            context.ref_counts,
+            context.step_metrics,
+            context.tasks,
+        )
+        self._scoring_stage, self._producer, self._evaluator = scoring_stage, producer, evaluator
+        self._availability, self._frozen = availability, frozen
         self.engines_up = asyncio.Event()  # the trainer's hello is answered from then on
         self.failure = ""  # what a rank of the trainer said last, when it ended
         self._dp_size = 0
         self._rows = self._config.run.steps  # of metrics, when all steps are done
 
-    def restore(self, past: Past) -> None:
+    def restore(self, recovered: RecoveredState) -> None:
         """Continue where a controller ended."""
-        self._dp_size = past.facts.dp_size
+        self._dp_size = recovered.controller_state.dp_size
 
     async def handle(self, message: Message) -> Message:
         """Answer one message of the trainer.  Raises MoerlError; the server replies Refused."""
@@ -94,9 +97,9 @@ class TrainerHandler:
                 | AbortUpdate()
                 | AskEngine()
             ):
-                return await self._fleet.session(message, self._to_come)
+                return await self._pool.session(message, self._to_come)
             case TakeRecords():
-                return await self._frozen.take(message)
+                return await self._frozen.pop(message)
             case Scored():
                 self._frozen.add(message)
                 return Ok()
@@ -107,54 +110,54 @@ class TrainerHandler:
 
     def _failed(self, message: Failed) -> Ok:
         error = TrainerError(f"{message.gang} rank {message.rank}: {message.cause}")
-        is_newest = message.incarnation in (-1, self._fleet.incarnation)
+        is_newest = message.incarnation in (-1, self._pool.incarnation)
         if message.gang == "trainer" and is_newest:
             self.failure = str(error)
         log.error("%s", error)
         if not self._config.supervision.max_restarts:
-            self._loops.fail(error)
+            self._tasks.fail(error)
         return Ok()
 
     def _to_come(self, version: PolicyVersion) -> int:
         """Groups that are being scored, or must still be started under this version."""
-        is_current = version.incarnation == self._fleet.incarnation
+        is_current = version.incarnation == self._pool.incarnation
         wanted = self._producer.wanted(version.step) if is_current else 0
-        return self._admission.finishing + wanted
+        return self._scoring_stage.finishing + wanted
 
     # --- its start ------------------------------------------------------------------------------
     async def _hello(self, message: Hello) -> Message:
         await self.engines_up.wait()
-        self._fleet.expect_no_newer(message.version.incarnation)
+        self._pool.expect_no_newer(message.version.incarnation)
         consumed = IdSet(message.consumed)
         self._journal.began(message.version, message.dp_size, consumed.parts)
         self._dp_size = message.dp_size
         self._rows = self._config.run.steps
-        self._fleet.incarnation = message.version.incarnation
+        self._pool.incarnation = message.version.incarnation
         self._history.begin(message.version)
         again, spent = self._batches.restart(message.version.step, consumed)
         spent += self._buffer.restart(message.version.step, message.consumed, again)
         self._let_go(spent)
         self._drop_branch()
         self._services.on_rewind(message.version.step)
-        self._loops.notify()
-        return self._roster.begin() or Ok()
+        self._tasks.notify()
+        return self._sync_targets.begin() or Ok()
 
     def _drop_branch(self) -> None:
         """Ready groups with tokens of weights that the trainer has not continued from."""
         branch = self._buffer.evict(lambda group: not self._history.holds_all(group))
         self._journal.left(group.group_id for group in branch)
         for group in branch:
-            self._admission.drop_branch(group)
+            self._scoring_stage.drop_branch(group)
 
     # --- plans ----------------------------------------------------------------------------------
     async def _take_plan(self, message: TakePlan) -> Message:
-        self._fleet.expect_no_newer(message.incarnation)
-        self._roster.asked()
-        self._loops.notify()
+        self._pool.expect_no_newer(message.incarnation)
+        self._sync_targets.taken_in()
+        self._tasks.notify()
         if message.step >= self._config.run.steps:
             return await self._end(message)
-        self._fleet.expect_gang()
-        if news := self._roster.news():
+        self._pool.expect_trainer()
+        if news := self._sync_targets.pending_update():
             return news
         if message.step in self._batches.planned:  # the reply was lost with a controller
             return await self._scored_plan(message)
@@ -167,31 +170,31 @@ class TrainerHandler:
         """
         if message.step != self._buffer.next_step:
             raise ProtocolError(f"plan {message.step} asked, plan {self._buffer.next_step} is next")
-        begin, incarnation = time.monotonic(), self._fleet.incarnation
+        begin, incarnation = time.monotonic(), self._pool.incarnation
         while (groups := await self._complete_batch(incarnation)) is None:
-            if news := self._roster.news():
+            if news := self._sync_targets.pending_update():
                 return news
-            if self._fleet.any_behind:
+            if self._pool.any_behind:
                 return Refresh()
             self._expect_in_time(time.monotonic() - begin, message.timeout_s)
-            await self._loops.wait_change(min(1.0, message.timeout_s))
-        self._admission.planned()
-        self._ledger.trainer_wait_s += time.monotonic() - begin
+            await self._tasks.wait_change(min(1.0, message.timeout_s))
+        self._scoring_stage.planned()
+        self._step_metrics.trainer_wait_s += time.monotonic() - begin
         self._batches.plan(message.step, groups)
-        self._loops.notify()
+        self._tasks.notify()
         return None
 
     async def _complete_batch(self, incarnation: int | None) -> list[EpisodeGroup] | None:
         """The groups of the next step, none too old and all records readable; None: not yet."""
         while True:
-            if self._fleet.incarnation != incarnation:
+            if self._pool.incarnation != incarnation:
                 raise ProtocolError("another gang has taken over")
             self._drop_stale()
             if not (due := self._buffer.due()):
                 return None
-            is_whole = await self._whereabouts.are_whole(due)
-            is_current = self._fleet.incarnation == incarnation
-            groups = self._buffer.take() if is_whole and is_current else None
+            is_whole = await self._availability.are_whole(due)
+            is_current = self._pool.incarnation == incarnation
+            groups = self._buffer.pop() if is_whole and is_current else None
             if groups is not None:
                 return groups
 
@@ -201,28 +204,28 @@ class TrainerHandler:
             raise ProtocolError(
                 f"no batch of {self._config.rollout.groups_per_step} groups after "
                 f"{waited_s:.0f} s: {self._buffer.num_ready} ready, {self._buffer.num_started} "
-                f"in generation, {self._admission.finishing} being scored; "
-                f"{self._fleet.describe()}"
+                f"in generation, {self._scoring_stage.finishing} being scored; "
+                f"{self._pool.describe()}"
             )
 
     def _drop_stale(self) -> None:
         stale = self._buffer.evict_stale()
         self._journal.left(group.group_id for group in stale)
         for group in stale:
-            self._ledger.dropped_stale += 1
-            self._holders.forget(group)
+            self._step_metrics.dropped_stale += 1
+            self._ref_counts.forget(group)
 
     async def _scored_plan(self, message: TakePlan) -> Plan:
         """The plan of a step that has its groups, once frozen ranks have scored all of them."""
-        incarnation = self._fleet.incarnation
+        incarnation = self._pool.incarnation
 
         def is_current() -> bool:
-            same = self._fleet.incarnation == incarnation
+            same = self._pool.incarnation == incarnation
             return same and message.step in self._batches.planned
 
         waited_s = await self._frozen.wait(message.step, message.timeout_s, is_current)
-        self._ledger.frozen_wait_s += waited_s
-        self._ledger.trainer_wait_s += waited_s
+        self._step_metrics.frozen_wait_s += waited_s
+        self._step_metrics.trainer_wait_s += waited_s
         return await self._plan(message.step)
 
     async def _plan(self, step: int) -> Plan:
@@ -230,7 +233,7 @@ class TrainerHandler:
         plan = await asyncio.to_thread(
             plan_batch,
             step,
-            PolicyVersion(self._fleet.incarnation or 0, step),
+            PolicyVersion(self._pool.incarnation or 0, step),
             self._batches.planned[step],
             dp_size=self._dp_size,
             max_tokens_per_microbatch=self._config.trainer.max_tokens_per_microbatch,
@@ -241,17 +244,17 @@ class TrainerHandler:
     async def _end(self, message: TakePlan) -> Message:
         """Stop; evaluations that no step's row holds, that of the last weights, get their own."""
         config, stop = self._config, Stop(f"all {self._config.run.steps} steps are done")
-        if self._fleet.incarnation is None:
+        if self._pool.incarnation is None:
             return stop
-        last, begin = PolicyVersion(self._fleet.incarnation, config.run.steps), time.monotonic()
+        last, begin = PolicyVersion(self._pool.incarnation, config.run.steps), time.monotonic()
         limit_s = min(message.timeout_s, config.evaluation.hold_s + config.sync.timeout_s)
         while not self._evaluator.is_done_with(last) and time.monotonic() - begin < limit_s:
-            if self._fleet.any_behind:
+            if self._pool.any_behind:
                 return Refresh()
-            await self._loops.wait_change(1.0)
-        while self._ledger.evaluations:
-            found = self._ledger.evaluations.popleft()
-            version = PolicyVersion(self._fleet.incarnation, int(found["eval/step"]))
+            await self._tasks.wait_change(1.0)
+        while self._step_metrics.evaluations:
+            found = self._step_metrics.evaluations.popleft()
+            version = PolicyVersion(self._pool.incarnation, int(found["eval/step"]))
             self._services.on_step(StepReport(self._rows, version, found, []))
             self._rows += 1
         return stop
@@ -259,18 +262,18 @@ class TrainerHandler:
     # --- finished steps -------------------------------------------------------------------------
     async def _step_done(self, message: StepDone) -> Message:
         planned = tuple(self._batches.planned.get(message.step, ()))
-        found = await asyncio.to_thread(facts_of, planned, message.step)
-        engines = await self._fleet.statuses()  # from here on nothing else gets between
-        self._fleet.expect_gang()
-        if message.version.incarnation != self._fleet.incarnation:
+        found = await asyncio.to_thread(batch_metrics, planned, message.step)
+        engines = await self._pool.statuses()  # from here on nothing else gets between
+        self._pool.expect_trainer()
+        if message.version.incarnation != self._pool.incarnation:
             raise ProtocolError(f"step {message.step} of {message.version}: that gang is gone")
         if message.step < self._batches.done:
             return Ok()  # said before: the reply was lost with a controller
         groups = self._batches.planned[message.step]
         metrics = dict(message.metrics)
-        metrics |= found | self._ledger.row(engines, self._buffer.ages_s)
+        metrics |= found | self._step_metrics.row(engines, self._buffer.ages_s)
         metrics["async/buffer_depth"] = float(self._buffer.num_ready)
-        metrics["async/engines"] = self._fleet.num_serving
+        metrics["async/engines"] = self._pool.num_serving
         samples = samples_of(self._config, groups, message.step, self._services.decode)
         self._services.on_step(StepReport(message.step, message.version, metrics, samples))
         self._keep_records(message.step, groups)
@@ -289,4 +292,4 @@ class TrainerHandler:
         """Trained groups leave; kept records keep their blobs.  Any thread."""
         if self._services.records is None:
             for group in groups:
-                self._holders.forget(group)
+                self._ref_counts.forget(group)

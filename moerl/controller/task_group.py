@@ -69,7 +69,7 @@ async def look_after_memory() -> None:
     await asyncio.gather(collect_rarely(), return_memory())
 
 
-class Loops:
+class TaskGroup:
     """Made inside a running event loop."""
 
     def __init__(self) -> None:
