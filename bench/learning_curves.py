@@ -32,9 +32,9 @@ import ray
 
 from moerl.config import load_config, save_config
 from moerl.data.tiny_model import make_tiny_model
-from moerl.launch.nodes.processes import become_subreaper, end_descendants
-from moerl.launch.plan import RunPlan, trainer_command, trainer_environment
+from moerl.launch.nodes.process_tree import become_subreaper, end_descendants
 from moerl.launch.prepare import prepare
+from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
 from moerl.launch.supervision.actors import ControllerActor, EngineActor, ScorerActor, place
 from moerl.observe.charts import Chart, Scale
 from moerl.observe.metrics import Row, read_rows
@@ -96,7 +96,7 @@ CHARTS: tuple[tuple[str, str, str, Scale], ...] = (
 class Bed:
     """Ray, one engine and one scorer that serve run after run."""
 
-    def __init__(self, plan: RunPlan, scratch: Path) -> None:
+    def __init__(self, plan: RunContext, scratch: Path) -> None:
         self._plan = plan
         ray.init(
             address="local",
@@ -113,7 +113,7 @@ class Bed:
         ray.get(self._engine.ask.remote("start", PolicyVersion(0, 0)))
         self._runs = 0
 
-    def train(self, plan: RunPlan) -> Iterator[Row]:
+    def train(self, plan: RunContext) -> Iterator[Row]:
         """Rows of a run as its steps are done.  Raises the run's first failure."""
         self._runs += 1
         bed = self._plan
@@ -164,7 +164,7 @@ def missing(
     ]
 
 
-def plan_of(out: Path, line: Series, seed: int, steps: int) -> RunPlan:
+def plan_of(out: Path, line: Series, seed: int, steps: int) -> RunContext:
     """The run's own folder, begun anew."""
     run = RunDir(out / line.folder(seed))
     shutil.rmtree(run.root, ignore_errors=True)

@@ -123,18 +123,18 @@ def learners(store: BlobStore) -> list[Any]:
         trainer=TrainerConfig(parallel=ParallelConfig(), max_tokens_per_microbatch=2048),
         observe=ObserveConfig(full_entropy=0),  # a metric, not part of replay
     )
-    gang = parallel.start(config.trainer.parallel, platform, timeout_s=600)
+    job = parallel.start(config.trainer.parallel, platform, timeout_s=600)
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model.gpt import build
 
     flags = (True, True, False)
-    models = [build(SPEC, config.trainer, gang, with_replay=flag) for flag in flags]
+    models = [build(SPEC, config.trainer, job, with_replay=flag) for flag in flags]
     for model in models[1:]:
         model.gpt.load_state_dict(models[0].gpt.state_dict())
     no_mask = replace(config, replay=replace(config.replay, sampling_mask=False))
     off = replace(config, replay=replace(config.replay, routing="off", sampling_mask=False))
     return [
-        Learner(model, gang, settings, store)
+        Learner(model, job, settings, store)
         for model, settings in zip(models, (config, no_mask, off), strict=True)
     ]
 

@@ -20,7 +20,7 @@ import typer
 from moerl.errors import ConfigError, MoerlError
 from moerl.launch import shapes_cli
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
-from moerl.launch.engines_cli import engines
+from moerl.launch.engine_commands import engines
 from moerl.run_dir import RunDir, find_run, read_manifest
 
 INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
@@ -104,7 +104,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
     request = {"recipe": recipe, "overrides": settings}
-    raise typer.Exit(_guarded(request, module="moerl.launch.sft"))
+    raise typer.Exit(_guarded(request, module="moerl.launch.sft_command"))
 
 
 @app.command()
@@ -200,7 +200,7 @@ def report(
       moerl report mine
     """
     from moerl.config.load import load_saved
-    from moerl.launch.nodes.desk import is_running
+    from moerl.launch.nodes.control_api import is_running
     from moerl.observe.report import write_report
 
     found = RunDir(find_run(run, "RUN"))
@@ -331,9 +331,9 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
     raise typer.Exit(_guarded(request))
 
 
-def _guarded(request: dict[str, Any], module: str = "moerl.launch.root") -> int:
+def _guarded(request: dict[str, Any], module: str = "moerl.launch.root_process") -> int:
     """Run the request in a guarded root process; its scratch folder is removed afterwards."""
-    from moerl.launch.nodes.processes import run_guarded
+    from moerl.launch.nodes.process_tree import run_guarded
 
     if importlib.util.find_spec("torch") is None:
         raise MoerlError(f"this command needs torch: {INSTALL}")

@@ -149,7 +149,7 @@ class Failed:
 
     rank: int
     cause: str
-    gang: str = "trainer"  # | frozen
+    job: str = "trainer"  # | frozen
     incarnation: int = -1  # of a trainer that knew its own
 
 

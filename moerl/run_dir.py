@@ -73,14 +73,16 @@ class RunDir:
         return self.root / "trace.json"
 
     @property
-    def board(self) -> Board:
+    def endpoints(self) -> Endpoints:
         """Where nodes of a cluster meet."""
-        return Board(self.root / "board")
+        return Endpoints(self.root / "endpoints")
 
     @property
-    def desk(self) -> Path:
-        """Requests of people to a run that goes on, and the answers (`moerl.launch.nodes.desk`)."""
-        return self.root / "desk"
+    def control_api(self) -> Path:
+        """Requests of people to a run that goes on, and the answers
+        (`moerl.launch.nodes.control_api`).
+        """
+        return self.root / "control"
 
     @property
     def report(self) -> Path:
@@ -143,7 +145,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class Endpoints:
     """A folder on the shared file system by which trainer nodes find the controller.
 
     Only its owner may read it: it holds the run's token.  `start` is the name of one opening, so
@@ -230,7 +232,9 @@ class Board:
         return self._marked("done.json") is not None
 
     def was_done(self, start: str) -> bool:
-        """Whether the gang of this opening finished the run; asked after the board was closed."""
+        """Whether the gang of this opening finished the run; asked after the endpoints folder was
+        closed.
+        """
         try:
             return bool(json.loads((self.folder / "done.json").read_text())["start"] == start)
         except FileNotFoundError:

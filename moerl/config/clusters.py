@@ -33,14 +33,14 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSeat:
+class EngineSlot:
     engine: int
     node: Node
     devices: tuple[int, ...]  # GPUs of the node; empty on a CPU
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSeat:
+class TrainerSlot:
     """One node's part of the trainer gang, or of the frozen one."""
 
     node: Node
@@ -53,19 +53,19 @@ class TrainerSeat:
 class Placement:
     nodes: tuple[Node, ...]
     controller: Node
-    engines: tuple[EngineSeat, ...]
-    trainers: tuple[TrainerSeat, ...]
-    frozen: tuple[TrainerSeat, ...] = ()  # with frozen.ranks: own
+    engines: tuple[EngineSlot, ...]
+    trainers: tuple[TrainerSlot, ...]
+    frozen: tuple[TrainerSlot, ...] = ()  # with frozen.ranks: own
 
 
 def placement(config: Config) -> Placement:
     """Who runs where.  Raises ConfigError when a role has no node or the nodes are too few."""
     found = nodes(config.cluster)
     engines = _place_engines(config, [node for node in found if node.has("engine")])
-    trainers = _place_gang("trainer", config.trainer.parallel, found, engines)
-    frozen: tuple[TrainerSeat, ...] = ()
+    trainers = _place_trainer("trainer", config.trainer.parallel, found, engines)
+    frozen: tuple[TrainerSlot, ...] = ()
     if config.frozen.ranks == "own":
-        frozen = _place_gang("frozen", config.frozen.parallel, found, (*engines, *trainers))
+        frozen = _place_trainer("frozen", config.frozen.parallel, found, (*engines, *trainers))
     return Placement(found, _controller(found), engines, trainers, frozen)
 
 
@@ -169,12 +169,12 @@ def _controller(found: tuple[Node, ...]) -> Node:
     raise ConfigError("cluster.nodes", [n.name for n in found], "one needs the role controller")
 
 
-def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSeat, ...]:
+def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSlot, ...]:
     count = config.engine.count
     if count and not found:
         raise ConfigError("cluster.nodes", "no engine", "a group needs the role engine")
     free = {node.name: list(range(node.group.devices)) for node in found}
-    seats = []
+    slots = []
     for engine, tp in config.engine.sizes.items():
         fits = [n for n in found if not n.group.devices or len(free[n.name]) >= tp]
         if not fits:
@@ -189,16 +189,16 @@ def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSeat, ...]:
         node = fits[engine % len(fits)] if bare else fits[0]
         devices = tuple(free[node.name][:tp])
         free[node.name] = free[node.name][tp:]
-        seats.append(EngineSeat(engine, node, devices))
-    return tuple(seats)
+        slots.append(EngineSlot(engine, node, devices))
+    return tuple(slots)
 
 
-def _place_gang(
+def _place_trainer(
     role: str,
     parallel: ParallelConfig,
     everywhere: tuple[Node, ...],
-    before: tuple[EngineSeat | TrainerSeat, ...],
-) -> tuple[TrainerSeat, ...]:
+    before: tuple[EngineSlot | TrainerSlot, ...],
+) -> tuple[TrainerSlot, ...]:
     """The same number of ranks on every node of the role, on GPUs that nobody before has."""
     world, field = parallel.world_size, f"{role}.parallel"
     found = [node for node in everywhere if node.has(role)]
@@ -207,9 +207,9 @@ def _place_gang(
     each, rest = divmod(world, len(found))
     if rest:
         raise ConfigError(field, world, f"its ranks must divide over {len(found)} {role} nodes")
-    seats = []
+    slots = []
     for index, node in enumerate(found):
-        taken = sum(len(seat.devices) for seat in before if seat.node is node)
+        taken = sum(len(slot.devices) for slot in before if slot.node is node)
         devices = tuple(range(node.group.devices))[taken : taken + each]
         if node.group.devices and len(devices) < each:
             raise ConfigError(
@@ -219,5 +219,5 @@ def _place_gang(
                 f"{node.name} node",
             )
         ranks = tuple(range(index * each, (index + 1) * each))
-        seats.append(TrainerSeat(node, index, ranks, devices))
-    return tuple(seats)
+        slots.append(TrainerSlot(node, index, ranks, devices))
+    return tuple(slots)

@@ -109,9 +109,9 @@ class TrainerHandler:
                 raise ProtocolError(f"{type(message).__name__} is not for the controller")
 
     def _failed(self, message: Failed) -> Ok:
-        error = TrainerError(f"{message.gang} rank {message.rank}: {message.cause}")
+        error = TrainerError(f"{message.job} rank {message.rank}: {message.cause}")
         is_newest = message.incarnation in (-1, self._pool.incarnation)
-        if message.gang == "trainer" and is_newest:
+        if message.job == "trainer" and is_newest:
             self.failure = str(error)
         log.error("%s", error)
         if not self._config.supervision.max_restarts:

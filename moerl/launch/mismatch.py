@@ -40,13 +40,13 @@ from moerl.controller.generate import generate, sampling_params
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import EngineError, MoerlError, TrainerError
-from moerl.launch.nodes.processes import (
+from moerl.launch.nodes.process_tree import (
     become_subreaper,
     die_with_parent,
     end_descendants,
     first_error,
 )
-from moerl.launch.plan import RunPlan, scoring_command, trainer_environment
+from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.observe.mismatch_page import write_page
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
@@ -93,7 +93,7 @@ def measure(
 
 
 def score(
-    plan: RunPlan,
+    plan: RunContext,
     rollouts: Sequence[Rollout],
     folder: Path,
     *,
@@ -137,7 +137,7 @@ def score(
     return job
 
 
-def _plan(config: Config, folder: Path) -> RunPlan:
+def _plan(config: Config, folder: Path) -> RunContext:
     folder.mkdir(parents=True, exist_ok=True)
     run = RunDir(folder)
     run.create()
@@ -146,7 +146,7 @@ def _plan(config: Config, folder: Path) -> RunPlan:
 
         make_tiny_model(folder / "model", config.model.tiny, config.run.seed)
         config = replace(config, model=replace(config.model, path=str(folder / "model")))
-    return RunPlan(
+    return RunContext(
         config=config,
         run=run,
         model_path=Path(config.model.path),
@@ -160,7 +160,7 @@ def _plan(config: Config, folder: Path) -> RunPlan:
     )
 
 
-async def _generate(plan: RunPlan, num_tokens: int) -> list[Rollout]:
+async def _generate(plan: RunContext, num_tokens: int) -> list[Rollout]:
     """Rollouts of fresh prompts from one engine, at least `num_tokens` sampled tokens."""
     _say("starting the engine")
     host = plan.engine_host(0, plan.config.engine.tp)
@@ -171,7 +171,7 @@ async def _generate(plan: RunPlan, num_tokens: int) -> list[Rollout]:
         await host.stop()
 
 
-async def _sample(plan: RunPlan, host: Any, num_tokens: int) -> list[Rollout]:
+async def _sample(plan: RunContext, host: Any, num_tokens: int) -> list[Rollout]:
     config, model, prompts = plan.config, plan.model_shape(), plan.prompts()
     sampling = sampling_params(config.sampling, model)
     rollouts: list[Rollout] = []
@@ -261,7 +261,7 @@ def _layers(scores: Any, dtype: str) -> list[dict[str, Any]]:
 
 
 def _compare(
-    plan: RunPlan,
+    plan: RunContext,
     scores: Any,
     rollouts: Sequence[Rollout],
     variants: Sequence[str],

@@ -1,4 +1,4 @@
-"""Before anything starts: checks, model folder, state of the run directory, the `RunPlan`."""
+"""Before anything starts: checks, model folder, state of the run directory, the `RunContext`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from moerl.config.resume import check_resume
 from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.probe import NETWORK_FILE_SYSTEMS, file_system
-from moerl.launch.plan import RunPlan
+from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
 from moerl.run_dir import RunDir, next_incarnation, read_manifest
 
 
-def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False) -> RunPlan:
+def prepare(
+    config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False
+) -> RunContext:
     """Check everything that can be checked, make the tiny model if asked, cut the metrics.
 
     reset_optimizer: with resume, begin with fresh optimizer state.
@@ -52,9 +54,9 @@ def prepare(config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool 
     if not resume:  # left by a run of this name that was removed
         for folder in (journal_dir, run.journal, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
-    run.board.close()  # of an earlier start that was killed
-    run.board.close_ray()
-    plan = RunPlan(
+    run.endpoints.close()  # of an earlier start that was killed
+    run.endpoints.close_ray()
+    plan = RunContext(
         config=config,
         run=run,
         model_path=Path(config.model.path),

@@ -18,9 +18,9 @@ from typing import IO
 
 from moerl.config import Config, save_config
 from moerl.errors import MoerlError, cause_of
-from moerl.launch.nodes.processes import end_descendants
-from moerl.launch.plan import RunPlan
+from moerl.launch.nodes.process_tree import end_descendants
 from moerl.launch.prepare import prepare
+from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.supervisor import INTERRUPT, Supervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
@@ -58,14 +58,14 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
             cause, summary = cause_of(error), {}
         else:
             cause = ""
-        run.board.close_ray()
+        run.endpoints.close_ray()
         end_descendants(grace_s=_GRACE_S)
         supervisor.close()
         kept = _tidy(supervisor.plan, is_done=not cause, has_steps=bool(read_rows(run.metrics)))
         return _close(plan, console, summary, cause, kept, err)
 
 
-def _tidy(plan: RunPlan, *, is_done: bool, has_steps: bool) -> str:
+def _tidy(plan: RunContext, *, is_done: bool, has_steps: bool) -> str:
     """Remove journal and blobs of a run that nobody will continue; else say what is kept where."""
     if plan.records is not None:
         return ""
@@ -79,7 +79,7 @@ def _tidy(plan: RunPlan, *, is_done: bool, has_steps: bool) -> str:
 
 
 def _close(
-    plan: RunPlan,
+    plan: RunContext,
     console: Console,
     numbers: dict[str, float],
     cause: str,

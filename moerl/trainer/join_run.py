@@ -1,8 +1,8 @@
 """A gang on nodes of its own finds its place: torchrun gave it the run directory and nothing else.
 
-The board of the run says where the controller is.  Rank 0 then takes the next incarnation and the
-newest checkpoint and tells the others, at every start of the gang: torchrun starts all ranks again
-when one ends or a node comes back, with the command line of the first time.
+The endpoints folder of the run says where the controller is.  Rank 0 then takes the next
+incarnation and the newest checkpoint and tells the others, at every start of the gang: torchrun
+starts all ranks again when one ends or a node comes back, with the command line of the first time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from moerl.trainer.train_loop import RankContext
 
 
 def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
-    """(post, name of this opening of the board); incarnation and checkpoint are still open.
+    """(post, name of this opening of the endpoints folder); incarnation and checkpoint are still
+    open.
 
     Raises TrainerError when no controller is posted within trainer.step_timeout_s.
     """
-    controller, token, start = run.board.read(config.trainer.step_timeout_s)
+    controller, token, start = run.endpoints.read(config.trainer.step_timeout_s)
     return RankContext(run, controller, token, -1, cluster_reader(config, run, token), None), start
 
 

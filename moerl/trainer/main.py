@@ -4,7 +4,7 @@
 
 `--frozen` makes it a rank of the other gang, reference and teacher
 (`moerl.trainer.ref_model_loop`). On nodes of its own the gang gets `--run-dir` alone and finds the
-rest on the run's board (`moerl.trainer.set_engines`).
+rest on the run's endpoints folder (`moerl.trainer.set_engines`).
 
 The gang knows nothing of Ray.  A failure on any rank is told to the controller in one sentence and
 the process ends at once: its peers may hang in a collective, torchrun ends them.
@@ -79,14 +79,16 @@ def main() -> None:
                 context = set_engines(context, ranks)
             TrainLoop(config, context, ranks, end).run()
             if start and ranks.is_first:
-                run.board.done(start)
+                run.endpoints.done(start)
         parallel.stop()
     except BaseException as error:
         end(error)
 
 
 def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[RankContext, str]:
-    """Where this gang belongs; the board's opening when it was found there, otherwise empty."""
+    """Where this gang belongs; the endpoints folder's opening when it was found there, otherwise
+    empty.
+    """
     from moerl.trainer.join_run import bind, read_endpoints
     from moerl.trainer.train_loop import RankContext
 
@@ -129,7 +131,9 @@ def _log_to(path: Path) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True, help="runs/NAME, with config.yaml")
-    parser.add_argument("--controller", default="", help="tcp://HOST:PORT; empty: see the board")
+    parser.add_argument(
+        "--controller", default="", help="tcp://HOST:PORT; empty: see the endpoints folder"
+    )
     parser.add_argument("--frozen", action="store_true", help="score with reference and teacher")
     parser.add_argument("--incarnation", type=int, default=0, help="starts before this one")
     parser.add_argument("--checkpoint", type=Path, help="continue from this folder")

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.launch.nodes.desk import ask
+from moerl.launch.nodes.control_api import request
 from tests.e2e.test_chaos import check_history, trained_groups
 from tests.helpers.train_runs import Run, start
 
@@ -55,11 +55,11 @@ def test_one_joins_and_the_first_one_leaves(
             2,
             ["moerl: ENGINE = 0 is not usable: it is the last one that works: add another first"],
         )
-        assert ask(run.dir, 60.0, do="add", tp=0) == 1
+        assert request(run.dir, 60.0, do="add", tp=0) == 1
         run.wait_for(lambda: "engine 1 has joined" in run.text())
-        run.wait_for(lambda: {row["state"] for row in ask(run.dir, 60.0, do="list")} == {"up"})
+        run.wait_for(lambda: {row["state"] for row in request(run.dir, 60.0, do="list")} == {"up"})
         assert "engine-1" in run.pids()
-        assert ask(run.dir, 60.0, do="remove", engine=0) == "leaving"
+        assert request(run.dir, 60.0, do="remove", engine=0) == "leaving"
         run.wait_for(lambda: "engine 0 has left" in run.text())
         left = len(run.rows())
         assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE

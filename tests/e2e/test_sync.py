@@ -97,13 +97,13 @@ def _meets_damage(world: World, before: PolicyVersion) -> None:
     """Another plan is refused, a bucket damaged once is sent again."""
     refused = world.publish("plan", engine=0)
     assert world.done(refused)["async/sync_engines_behind"] == 1
-    assert "transfer plan is 0123456789abcdef" in refused.gang.log(0)
-    assert re.search(rf"serves {before}\b", refused.gang.log(0))
+    assert "transfer plan is 0123456789abcdef" in refused.job.log(0)
+    assert re.search(rf"serves {before}\b", refused.job.log(0))
     damaged = world.publish("flip", engine=0)
     metrics = world.done(damaged)
     assert metrics["async/sync_engines_behind"] == 0
     assert metrics["async/sync_resent_buckets"] >= 1
-    assert "buckets arrived damaged" in damaged.gang.log(0)
+    assert "buckets arrived damaged" in damaged.job.log(0)
     world.check_serves(0, damaged.version)
 
 
@@ -118,7 +118,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.fixture
 def two(shared: World) -> World:
     """Both engines serve one version, and a trainer is there: whatever the test before left."""
-    if shared.gang is None or shared.gang.ended:
+    if shared.job is None or shared.job.ended:
         shared.start_gang()
     for engine in range(2):
         if shared.hosts[engine]._gate.ended.is_set():
@@ -128,7 +128,7 @@ def two(shared: World) -> World:
     for engine in range(2):
         shared.wait_for(engine, publish.version)
         shared.check_serves(engine, publish.version)
-    shared.logged = len(publish.gang.log(0))
+    shared.logged = len(publish.job.log(0))
     return shared
 
 
@@ -143,7 +143,7 @@ def _ends(world: World, publish: Publish, phase: str, cause: str) -> dict[str, f
 
 def _says(world: World, publish: Publish, cause: str) -> None:
     """Since the test began; the trainer looks after engines between publishes, too."""
-    log = publish.gang.log(0)[world.logged :]
+    log = publish.job.log(0)[world.logged :]
     assert re.search(rf"engine 1 stays behind \S+: {cause}", log), log[-4000:]
 
 
@@ -224,10 +224,10 @@ def test_a_trainer_killed_in_a_publish_leaves_whole_versions(two: World, whole: 
     publish = two.publish("halt", rank=1)
     two.until(publish.file("halted").exists)
     two.wait_for(0, publish.version)  # else its commit may be on the way when the trainer dies
-    gang = publish.gang
-    for rank in gang.ranks if whole else gang.ranks[1:]:
+    job = publish.job
+    for rank in job.ranks if whole else job.ranks[1:]:
         rank.kill()
-    two.until(lambda: all(rank.returncode is not None for rank in gang.ranks))
+    two.until(lambda: all(rank.returncode is not None for rank in job.ranks))
     assert not publish.file("done").exists()
     if not whole:
         _says(two, publish, r"transfer failed: .*ranks \[1\] did not send in time")

@@ -65,8 +65,8 @@ def main() -> None:
     post = RankContext(
         run, controller, "token", int(incarnation), BlobStore(run.root / "b", "n"), None
     )
-    gang = TrainLoop(config, post, here, _end)
-    assert gang.publisher is not None
+    job = TrainLoop(config, post, here, _end)
+    assert job.publisher is not None
     for number in count():
         path = run.root / "orders" / f"{incarnation}.{number}.json"
         while not path.exists():
@@ -74,16 +74,16 @@ def main() -> None:
         order = msgspec.json.decode(path.read_bytes(), type=Order)
         version = PolicyVersion(int(incarnation), order.step)
         with torch.no_grad():
-            for tensor in live_tensors(gang.model.gpt).values():
+            for tensor in live_tensors(job.model.gpt).values():
                 tensor.mul_(1 + 0.01 * order.step + 0.1 * int(incarnation))
-        tensors = gang.gather.gather()
+        tensors = job.gather.gather()
         if tensors is not None:
-            save_hf(run.root / f"hf-{version}", tensors, gang.source.path)
-        faults.arm(order, path.with_suffix(""), gang.publisher)
-        gang.publisher.publish(version)
-        metrics = gang.publisher.wait()
+            save_hf(run.root / f"hf-{version}", tensors, job.source.path)
+        faults.arm(order, path.with_suffix(""), job.publisher)
+        job.publisher.publish(version)
+        metrics = job.publisher.wait()
         faults.disarm()
-        gang.publisher.resume()
+        job.publisher.resume()
         if here.is_first:
             done = path.with_suffix(".writing")
             done.write_bytes(msgspec.json.encode(metrics))

@@ -80,15 +80,15 @@ def main() -> None:
     work = Path(sys.argv[1])
     me = int(os.environ["RANK4"])
     for stage in json.loads((work / "schedule.json").read_text()):
-        for gang in stage:
-            if me in gang["ranks"]:
+        for job in stage:
+            if me in job["ranks"]:
                 os.environ |= {
-                    "RANK": str(gang["ranks"].index(me)),
-                    "WORLD_SIZE": str(len(gang["ranks"])),
-                    "MASTER_PORT": meet(work / f"port.{gang['name']}", me == gang["ranks"][0]),
+                    "RANK": str(job["ranks"].index(me)),
+                    "WORLD_SIZE": str(len(job["ranks"])),
+                    "MASTER_PORT": meet(work / f"port.{job['name']}", me == job["ranks"][0]),
                 }
-                ranks = parallel.start(ParallelConfig(**gang["sizes"]), PLACE, timeout_s=90)
-                for case in gang["cases"]:
+                ranks = parallel.start(ParallelConfig(**job["sizes"]), PLACE, timeout_s=90)
+                for case in job["cases"]:
                     run_case(work, case, ranks)
                 dist.barrier()
                 parallel.stop()

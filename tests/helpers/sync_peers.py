@@ -156,11 +156,11 @@ class FaultyReceiver:
 
 def run_engine_rank(folder: str, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
     torch.set_num_threads(1)
-    door = ReceiverSocket(
+    controller_endpoint = ReceiverSocket(
         FaultyReceiver(rank, tp, held, flips).handle, socket_path(Path(folder), rank), TOKEN
     )
-    door.start()
-    door.join()
+    controller_endpoint.start()
+    controller_endpoint.join()
 
 
 @dataclass

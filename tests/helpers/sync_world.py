@@ -101,7 +101,7 @@ class World:
             for i, size in engine.sizes.items()
         ]
         self.known: dict[PolicyVersion, Checksums] = {}
-        self.gang: Gang | None = None
+        self.job: Gang | None = None
         self.logged = 0  # characters of rank 0's log when a test began
         self._incarnation = -1
         self._asked = 0
@@ -126,8 +126,8 @@ class World:
     def end(self) -> None:
         async def stop() -> None:
             self._serving.cancel()
-            if self.gang is not None:
-                await self.gang.end()
+            if self.job is not None:
+                await self.job.end()
             await asyncio.gather(*(host.stop() for host in self.hosts))
 
         self.run(stop())
@@ -143,25 +143,25 @@ class World:
         """New ranks, as the next incarnation, in the place of the old ones."""
 
         async def start() -> Gang:
-            if self.gang is not None:
-                await self.gang.end()
+            if self.job is not None:
+                await self.job.end()
             self._incarnation += 1
             made = Gang(self.run_dir, self.server.endpoint, self._incarnation)
             await made.start()
             return made
 
-        self.gang = self.run(start())
-        return self.gang
+        self.job = self.run(start())
+        return self.job
 
     def publish(self, fault: str = "", *, rank: int = 0, engine: int = 1) -> Publish:
         """The next version, with a fault on the way from a trainer rank to an engine."""
-        gang = self.gang if self.gang is not None else self.start_gang()
-        return gang.publish(fault, rank, engine)
+        job = self.job if self.job is not None else self.start_gang()
+        return job.publish(fault, rank, engine)
 
     def done(self, publish: Publish) -> dict[str, float]:
         """Wait for the end of a publish: its metrics."""
-        self.until(lambda: publish.file("done").exists() or publish.gang.ended)
-        assert publish.file("done").exists(), publish.gang.log(0)[-4000:]
+        self.until(lambda: publish.file("done").exists() or publish.job.ended)
+        assert publish.file("done").exists(), publish.job.log(0)[-4000:]
         return msgspec.json.decode(publish.file("done").read_bytes(), type=dict[str, float])
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -314,8 +314,8 @@ class Gang:
 class Publish:
     """One order on its way."""
 
-    def __init__(self, gang: Gang, path: Path, version: PolicyVersion) -> None:
-        self.gang, self.version = gang, version
+    def __init__(self, job: Gang, path: Path, version: PolicyVersion) -> None:
+        self.job, self.version = job, version
         self._path = path
 
     def file(self, kind: str) -> Path:

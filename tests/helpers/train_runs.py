@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from moerl.config.load import load_saved
-from moerl.launch.plan import RunPlan
+from moerl.launch.run_context import RunContext
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
 
@@ -35,10 +35,10 @@ class Run:
     def rows(self) -> list[dict]:
         return read_rows(self.dir.metrics)
 
-    def plan(self) -> RunPlan:
+    def plan(self) -> RunContext:
         """Enough of the run's plan to score its kept records."""
         config = load_saved(self.dir.config)
-        return RunPlan(
+        return RunContext(
             config=config,
             run=self.dir,
             model_path=Path(config.model.path),

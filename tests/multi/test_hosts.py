@@ -161,9 +161,9 @@ def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path:
     with cluster_run(three, tmp_path, *settings, *more) as run:
         run.wait_for(lambda: len(run.rows()) >= 3)
         members = run.members()
-        secrets = [(run.dir.board.folder / name).read_text() for name in ("token", "ray-token")]
+        secrets = [(run.dir.endpoints.folder / name).read_text() for name in ("token", "ray-token")]
         assert no_command_line_has(secrets, members)
-        assert (run.dir.board.folder.stat().st_mode & 0o777) == 0o700
+        assert (run.dir.endpoints.folder.stat().st_mode & 0o777) == 0o700
         assert "10.231.17.1:17110" in blobs_of(run), "records were read from the engine's host"
         cut_engines(run)
         members += cut_trainer(run)
@@ -174,7 +174,7 @@ def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path:
         for secret in secrets:
             assert secret not in run.text(), "a log shows a secret"
         assert not psutil_alive(members), "a process outlives the run"
-        assert not (run.dir.board.folder / "token").exists()
+        assert not (run.dir.endpoints.folder / "token").exists()
 
 
 @pytest.mark.full

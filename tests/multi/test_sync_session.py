@@ -77,9 +77,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("made", ["shm", "gloo", *ALSO], indirect=True)
 def test_every_rank_of_two_engines_takes_each_version(made: Made, tmp_path: Path) -> None:
     both = engines(made, tmp_path, 2, tp=2)
-    gang = trainer(made, both)
+    job = trainer(made, both)
     for version in (V1, V2):
-        results = gang.publish(version)
+        results = job.publish(version)
         assert all(isinstance(result, PublishResult) for result in results), results
         assert [engine.served() for engine in both] == [version, version]
         assert all(result.resent == 0 for result in results)
@@ -88,11 +88,11 @@ def test_every_rank_of_two_engines_takes_each_version(made: Made, tmp_path: Path
 def test_deltas_bring_the_same_bytes(made: Made, tmp_path: Path) -> None:
     """In full the first time and where everything changed, else what changed."""
     both = engines(made, tmp_path, 2, tp=2)
-    gang = trainer(made, both, delta=True)
+    job = trainer(made, both, delta=True)
     sent = {}
     for step in (50, 100, 101, 102):
         version = PolicyVersion(0, step)
-        results = gang.publish(version)
+        results = job.publish(version)
         assert all(isinstance(result, PublishResult) for result in results), results
         assert [engine.served() for engine in both] == [version, version]
         assert all(result.resent == 0 for result in results)
@@ -103,10 +103,10 @@ def test_deltas_bring_the_same_bytes(made: Made, tmp_path: Path) -> None:
 
 def test_a_flipped_bit_under_a_delta_is_sent_again_in_full(made: Made, tmp_path: Path) -> None:
     (engine,) = engines(made, tmp_path, 1, flips=1)
-    gang = trainer(made, [engine], delta=True)
+    job = trainer(made, [engine], delta=True)
     resent = []
     for step in (100, 101, 102):
-        (result,) = gang.publish(PolicyVersion(0, step))
+        (result,) = job.publish(PolicyVersion(0, step))
         assert isinstance(result, PublishResult), result
         assert engine.served() == PolicyVersion(0, step)
         resent.append(result.resent)
@@ -115,8 +115,8 @@ def test_a_flipped_bit_under_a_delta_is_sent_again_in_full(made: Made, tmp_path:
 
 def test_another_plan_and_a_wrong_token_are_refused(made: Made, tmp_path: Path) -> None:
     (engine,) = engines(made, tmp_path, 1)
-    gang = trainer(made, [engine], plan="0123456789abcdef")
-    (result,) = gang.publish(V1)
+    job = trainer(made, [engine], plan="0123456789abcdef")
+    (result,) = job.publish(V1)
     assert isinstance(result, PublishFailure)
     assert result.phase == "prepare"
     assert "transfer plan is 0123456789abcdef" in result.cause
@@ -135,8 +135,8 @@ def test_a_flipped_bit_is_sent_again_once(made: Made, tmp_path: Path) -> None:
 
 def test_bits_that_keep_flipping_leave_the_old_version(made: Made, tmp_path: Path) -> None:
     (engine,) = engines(made, tmp_path, 1, flips=2)
-    gang = trainer(made, [engine])
-    (result,) = gang.publish(V1)
+    job = trainer(made, [engine])
+    (result,) = job.publish(V1)
     assert isinstance(result, PublishFailure)
     assert (result.phase, "damaged twice" in result.cause) == ("verify", True), result
     # the fault is over: the engine is looked after without another publish
@@ -149,16 +149,16 @@ def test_a_killed_sender_leaves_the_old_version_and_a_new_trainer_goes_on(
 ) -> None:
     both = engines(made, tmp_path, 2)
     halt = Halt(1, 3, CONTEXT.Event(), CONTEXT.Event())
-    gang = trainer(made, both, halt=halt, timeouts=(60.0, 8.0))
-    gang.start(V1)
+    job = trainer(made, both, halt=halt, timeouts=(60.0, 8.0))
+    job.start(V1)
     assert halt.reached.wait(LATE_S)
-    gang.processes[0].kill()
-    results = [session.settle() for session in gang.sessions]
+    job.processes[0].kill()
+    results = [session.settle() for session in job.sessions]
     assert isinstance(results[1], PublishFailure)
     assert results[1].phase == "transfer"
     assert both[0].served() in (V0, V1)
     assert both[1].served() == V0
-    gang.end()
+    job.end()
     again = PolicyVersion(1, 0)
     results = trainer(made, both).publish(again)
     assert all(isinstance(result, PublishResult) for result in results), results
@@ -168,12 +168,12 @@ def test_a_killed_sender_leaves_the_old_version_and_a_new_trainer_goes_on(
 def test_a_killed_receiver_fails_alone(made: Made, tmp_path: Path) -> None:
     both = engines(made, tmp_path, 2, tp=2)
     halt = Halt(1, 3, CONTEXT.Event(), CONTEXT.Event())
-    gang = trainer(made, both, halt=halt)
-    gang.start(V1)
+    job = trainer(made, both, halt=halt)
+    job.start(V1)
     assert halt.reached.wait(LATE_S)
     both[1].end()
     halt.go_on.set()
-    results = [session.settle() for session in gang.sessions]
+    results = [session.settle() for session in job.sessions]
     assert isinstance(results[0], PublishResult), results
     assert isinstance(results[1], PublishFailure), results
     cause = results[1].cause
@@ -181,18 +181,18 @@ def test_a_killed_receiver_fails_alone(made: Made, tmp_path: Path) -> None:
     assert both[0].served() == V1
     # it comes back with the weights of the model folder, and is brought to the current version
     both[1].start(V0)
-    for session in gang.sessions:
+    for session in job.sessions:
         session.resume()
     wait_until(lambda: both[1].served() == V1)
 
 
 def test_a_stalled_engine_is_left_behind_and_caught_up(made: Made, tmp_path: Path) -> None:
     both = engines(made, tmp_path, 2)
-    gang = trainer(made, both, timeouts=(60.0, 5.0))
+    job = trainer(made, both, timeouts=(60.0, 5.0))
     os.kill(both[1].processes[0].pid, signal.SIGSTOP)
     try:
         begin = time.monotonic()
-        results = gang.publish(V1)
+        results = job.publish(V1)
         assert time.monotonic() - begin < LATE_S
         assert isinstance(results[0], PublishResult), results
         assert isinstance(results[1], PublishFailure), results
@@ -206,8 +206,8 @@ def test_a_late_joiner_is_served_without_the_others(made: Made, tmp_path: Path) 
     first = Engine(tmp_path / "e0").start()
     late = Engine(tmp_path / "e1")
     made += [first, late]
-    gang = trainer(made, [first, late])
-    results = gang.publish(V1)
+    job = trainer(made, [first, late])
+    results = job.publish(V1)
     assert isinstance(results[0], PublishResult), results
     assert isinstance(results[1], PublishFailure), results
     assert "no receiver" in results[1].cause
@@ -229,12 +229,12 @@ def test_an_older_trainer_is_refused(made: Made, tmp_path: Path) -> None:
 def test_engines_send_a_version_on(made: Made, tmp_path: Path) -> None:
     """The trainer serves one engine of three; the others copy, and are served when it is gone."""
     three = engines(made, tmp_path, 3, tp=2)
-    gang = trainer(made, three, direct=1, timeouts=(8.0, 60.0, 60.0))
-    results = gang.publish(V1)
+    job = trainer(made, three, direct=1, timeouts=(8.0, 60.0, 60.0))
+    results = job.publish(V1)
     assert [result.source for result in results] == [-1, 0, 0], results
     assert [engine.served() for engine in three] == [V1] * 3
     three[0].end()
-    results = gang.publish(V2)
+    results = job.publish(V2)
     assert isinstance(results[0], PublishFailure), results
     assert [result.source for result in results[1:]] == [-1, -1], results
     assert [engine.served() for engine in three[1:]] == [V2] * 2

@@ -164,21 +164,21 @@ def test_any_part_of_a_recipe_is_replaced_on_the_command_line() -> None:
 def test_an_engine_stays_on_one_node_and_trainer_ranks_are_even() -> None:
     config = resolve(load_config("qwen3-30b-a3b", ("engine.tp=3", "engine.args={}")))
     placed = placement(config)
-    assert [(seat.node.name, seat.devices) for seat in placed.engines] == [
+    assert [(slot.node.name, slot.devices) for slot in placed.engines] == [
         ("engine-0", (0, 1, 2)),
         ("engine-0", (3, 4, 5)),
         ("engine-1", (0, 1, 2)),
         ("engine-1", (3, 4, 5)),
     ]
-    assert [len(seat.ranks) for seat in placed.trainers] == [8, 8]
+    assert [len(slot.ranks) for slot in placed.trainers] == [8, 8]
     bare = placement(load_config("quickstart", (*HOSTS, "engine.count=3")))
-    assert [seat.node.address for seat in bare.engines] == ["10.9.0.1"] * 3
-    assert [seat.ranks for seat in bare.trainers] == [(0,), (1,)]
+    assert [slot.node.address for slot in bare.engines] == ["10.9.0.1"] * 3
+    assert [slot.ranks for slot in bare.trainers] == [(0,), (1,)]
 
 
 def test_one_node_is_divided() -> None:
     """Engines and trainer ranks never share a GPU."""
     placed = placement(load_config("quickstart", ("cluster=node8",)))
-    used = [d for seat in (*placed.engines, *placed.trainers) for d in seat.devices]
+    used = [d for slot in (*placed.engines, *placed.trainers) for d in slot.devices]
     assert sorted(used) == list(range(8))
     assert replace(placed.controller, name="all") == placed.nodes[0]

@@ -23,7 +23,7 @@ from moerl.config.schema import NodeGroup, ParallelConfig
 from moerl.config.validate import read_section
 from moerl.data import environments, rewards
 from moerl.errors import ConfigError, ModelError
-from moerl.launch.engines_cli import engines
+from moerl.launch.engine_commands import engines
 from moerl.run_dir import RunDir, read_manifest
 
 

@@ -1,4 +1,4 @@
-"""What people leave on the desk of a run never ends the run."""
+"""What people leave on the control API of a run never ends the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from moerl.launch.nodes.desk import Desk
+from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.supervision import membership
 from moerl.run_dir import RunDir
 
@@ -21,14 +21,16 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_question_that_is_taken_back_or_unreadable_is_none(run: RunDir) -> None:
-    desk = Desk(run)
-    (run.desk / "gone.question").symlink_to(run.desk / "taken-back")  # as between list and look
-    (run.desk / "torn.question").write_text('{"do": "add')
-    (run.desk / "odd.question").write_text("[1]")
-    (run.desk / "good.question").write_text('{"do": "list"}')
-    asked = dict(desk.take())
+    control_api = ControlApi(run)
+    (run.control_api / "gone.question").symlink_to(
+        run.control_api / "taken-back"
+    )  # as between list and look
+    (run.control_api / "torn.question").write_text('{"do": "add')
+    (run.control_api / "odd.question").write_text("[1]")
+    (run.control_api / "good.question").write_text('{"do": "list"}')
+    asked = dict(control_api.poll())
     assert asked == {"torn": {}, "odd": {}, "good": {"do": "list"}}
-    assert list(run.desk.glob("*.question")) == [], "nothing is asked twice"
+    assert list(run.control_api.glob("*.question")) == [], "nothing is asked twice"
 
 
 @pytest.mark.parametrize(
@@ -44,10 +46,10 @@ def test_a_question_that_makes_no_sense_is_refused(
     watcher: Any = MagicMock()
     watcher.is_down.return_value = False
     members = membership.Membership(plan, watcher)
-    members._desk = MagicMock()
-    members._desk.take.return_value = [("x", question)]
+    members._control_api = MagicMock()
+    members._control_api.poll.return_value = [("x", question)]
     members.look()
-    ((name, answer),) = [call.args for call in members._desk.answer.call_args_list]
+    ((name, answer),) = [call.args for call in members._control_api.answer.call_args_list]
     assert name == "x"
     assert set(answer) == {"refused"}
     assert members.sizes == {0: 1}

@@ -67,7 +67,7 @@ def publisher_of(engines: Engines, tmp_path: Path) -> WeightPublisher:
         sync=SyncConfig(transport="shm", timeout_s=20.0),
         supervision=SupervisionConfig(max_restarts=100),
     )
-    seat = SyncContext(
+    slot = SyncContext(
         rank=0,
         world_size=1,
         control=dist.group.WORLD,
@@ -80,7 +80,7 @@ def publisher_of(engines: Engines, tmp_path: Path) -> WeightPublisher:
         tracer=Tracer(tmp_path / "trace", "trainer-0"),
         on_failure=lambda error: None,
     )
-    return open_publisher(config, seat)
+    return open_publisher(config, slot)
 
 
 def until(what: Callable[[], bool]) -> None:

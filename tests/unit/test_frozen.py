@@ -23,7 +23,7 @@ from moerl.data.batching import plan_batch
 from moerl.data.packing import by_microbatch, by_row, version_lag
 from moerl.data.ref_scores import basis_of, received, record_digest
 from moerl.errors import ConfigError, ProtocolError, RecordError
-from moerl.launch.cluster.commands import node_commands, torchrun
+from moerl.launch.cluster.node_commands import node_commands, torchrun
 from moerl.launch.cluster.slurm_job import plan as slurm_plan
 from moerl.launch.planning.dry_run import describe, process_table
 from moerl.launch.prepare import _check_frozen
@@ -133,7 +133,7 @@ def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> Non
         config = with_frozen(tmp_path)
         controller, reports = make(tmp_path, StubEngine(), config)
 
-        async def gang() -> int:
+        async def job() -> int:
             start, plans = 0, 0
             while not isinstance(
                 reply := await controller.handle(TakeRecords(start, 1, 5.0)), Stop
@@ -145,7 +145,7 @@ def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> Non
             return plans
 
         async def work() -> None:
-            scoring = asyncio.create_task(gang())
+            scoring = asyncio.create_task(job())
             await train(controller, 4)
             assert await scoring > 1
             assert controller.status()["frozen/start"] == 1.0
@@ -269,7 +269,7 @@ def test_own_ranks_are_placed_printed_and_counted() -> None:
     config = resolve(load_config(*OWN))
     check(config)
     placed = placement(config)
-    assert [seat.ranks for seat in placed.frozen] == [(0, 1)]
+    assert [slot.ranks for slot in placed.frozen] == [(0, 1)]
     assert "reference: tp 1 pp 2" in process_table(config, placed)
     text = describe(config, ("deepseek-v32",))
     assert "moerl.trainer.main" in text
@@ -300,8 +300,8 @@ def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: P
 def test_own_ranks_get_gpus_that_nobody_has() -> None:
     settings = ("cluster=node8", "engine.tp=1", *OWN[1], "trainer.parallel={dp: 4, ep: 4}")
     placed = placement(resolve(load_config("deepseek-v32", settings)))
-    seats = (*placed.engines, *placed.trainers, *placed.frozen)
-    assert [d for seat in seats for d in seat.devices] == list(range(8))
+    slots = (*placed.engines, *placed.trainers, *placed.frozen)
+    assert [d for slot in slots for d in slot.devices] == list(range(8))
     with pytest.raises(ConfigError, match=r"frozen\.parallel"):
         placement(resolve(load_config("deepseek-v32", (*settings, "frozen.parallel.dp=2"))))
 
@@ -326,7 +326,7 @@ def test_a_cluster_starts_the_gang_on_its_own_port() -> None:
         "tools/launch/torchrun.sh /r/a 1",
         "tools/launch/torchrun.sh /r/a 1 frozen",
     ]
-    command = torchrun(config, placed, placed.frozen[1], gang="frozen")
+    command = torchrun(config, placed, placed.frozen[1], job="frozen")
     assert command[-1] == "--frozen"
     assert "10.9.0.2:17104" in command
     assert "a-frozen" in command

@@ -171,7 +171,7 @@ BAD = [
     ("codec/routing.py", "from moerl import trainer", "may not import moerl.trainer"),
     (
         "codec/routing.py",
-        "def f():\n    import moerl.launch.nodes.desk",
+        "def f():\n    import moerl.launch.nodes.control_api",
         "may not import moerl.launch",
     ),
     ("__init__.py", "from moerl.types import Rollout", "may not import moerl.types"),
@@ -216,7 +216,7 @@ BAD = [
     ("trainer/__init__.py", "import moerl.trainer.model.gpt", "above"),
     ("trainer/misc/x.py", "", "no row"),
     ("launch/plan.py", "from moerl.launch.nodes import processes", "above"),
-    ("launch/planning/dry_run.py", "from moerl.launch.nodes.desk import ask", "siblings"),
+    ("launch/planning/dry_run.py", "from moerl.launch.nodes.control_api import ask", "siblings"),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Engines that join and leave while the controller's loops run, and requests over the desk."""
+"""Engines that join and leave while the controller's loops run, and requests over the control
+API.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 from moerl.config.schema import RunConfig
 from moerl.controller.controller import Controller
 from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
-from moerl.launch.nodes.desk import Desk, ask
+from moerl.launch.nodes.control_api import ControlApi, request
 from moerl.launch.supervision.membership import check_removal
 from moerl.messages import Hello, Ok, Plan, Refresh, SetEngines, StepDone, SyncTarget, TakePlan
 from moerl.run_dir import RunDir
@@ -197,26 +199,26 @@ def test_a_removal_that_is_refused(
 def test_the_desk(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with pytest.raises(MoerlError, match="is not being trained now"):
-        ask(run, 1.0, do="list")
-    desk = Desk(run)
-    assert (run.desk.stat().st_mode & 0o777) == 0o700
+        request(run, 1.0, do="list")
+    control_api = ControlApi(run)
+    assert (run.control_api.stat().st_mode & 0o777) == 0o700
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(MoerlError, match="did not answer within"):
-            ask(run, 0.2, do="list")
-        assert not list(desk.take()), "a question that nobody waits for is taken back"
+            request(run, 0.2, do="list")
+        assert not list(control_api.poll()), "a question that nobody waits for is taken back"
 
         def serve() -> None:
             answers = [{"answer": 5}, {"refused": "no"}]
             while answers:
-                for name, question in desk.take():
+                for name, question in control_api.poll():
                     assert question["do"] == "add"
-                    desk.answer(name, answers.pop(0))
+                    control_api.answer(name, answers.pop(0))
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert ask(run, 30.0, do="add") == 5
+        assert request(run, 30.0, do="add") == 5
         with pytest.raises(MoerlError, match=r"^no$"):
-            ask(run, 30.0, do="add")
+            request(run, 30.0, do="add")
         thread.join()
-    assert not list(run.desk.iterdir()), "questions and answers do not pile up"
+    assert not list(run.control_api.iterdir()), "questions and answers do not pile up"

@@ -26,8 +26,8 @@ MIXED = ("engine.count=3", "engine.tp_each=[4,8,4]", "cluster.nodes.engine.count
 def test_each_engine_gets_the_gpus_of_its_size() -> None:
     config = resolve(load_config("qwen3-30b-a3b", MIXED))
     check(config, starts=False)
-    seats = placement(config).engines
-    assert [(seat.node.name, seat.devices) for seat in seats] == [
+    slots = placement(config).engines
+    assert [(slot.node.name, slot.devices) for slot in slots] == [
         ("engine-0", (0, 1, 2, 3)),
         ("engine-1", tuple(range(8))),
         ("engine-0", (4, 5, 6, 7)),

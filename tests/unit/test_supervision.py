@@ -17,7 +17,7 @@ import zmq
 
 from moerl.errors import ConfigError, ProtocolError, TrainerError
 from moerl.launch import prepare
-from moerl.launch.nodes.processes import first_error, last_error
+from moerl.launch.nodes.process_tree import first_error, last_error
 from moerl.launch.supervision.actors import RemoteScorer
 from moerl.messages import AskEngine, EngineHolds, Message, Ok, Refused
 from moerl.serialization import decode, encode
@@ -89,22 +89,22 @@ def test_a_request_outlives_the_controller(endpoint: str) -> None:
 
 def test_a_late_reply_never_answers_a_later_question(endpoint: str) -> None:
     answers = {0: [Ok(), Ok(), Ok()], 1: [HOLDS]}
-    door = Door(endpoint, lambda message: answers[message.engine])
+    controller_endpoint = Door(endpoint, lambda message: answers[message.engine])
     asking = ControllerClient(endpoint, "t", timeout_s=30.0)
     assert asking.ask(AskEngine(0)) == Ok()
     assert asking.ask(AskEngine(1)) == HOLDS, "one of the two that were left over came back"
     asking.close()
-    door.close()
+    controller_endpoint.close()
 
 
 def test_nobody_there_and_a_refusal_are_errors(endpoint: str) -> None:
     asking = ControllerClient(endpoint, "t", timeout_s=0.3)
     with pytest.raises(ProtocolError, match=r"did not answer AskEngine in 0\.3 s"):
         asking.ask(AskEngine(0))
-    door = Door(endpoint, lambda message: [Refused("no")])
+    controller_endpoint = Door(endpoint, lambda message: [Refused("no")])
     with pytest.raises(TrainerError, match="AskEngine was refused: no"):
         ControllerClient(endpoint, "t", timeout_s=30.0).ask(AskEngine(0))
-    door.close()
+    controller_endpoint.close()
 
 
 HANGS = """

@@ -95,12 +95,12 @@ def test_hosts_that_hang_are_waited_for_once(
 
 
 def test_a_gang_that_finished_while_it_was_given_up_is_done(supervisor: Any) -> None:
-    board = supervisor.plan.run.board
-    board.open("tcp://127.0.0.1:1", "token")
+    endpoints = supervisor.plan.run.endpoints
+    endpoints.open("tcp://127.0.0.1:1", "token")
     supervisor._trainer.exit_status.return_value = -9
-    board.done(board.start())
+    endpoints.done(endpoints.start())
     assert supervisor._look_at_trainer()
-    board.open("tcp://127.0.0.1:1", "token")
+    endpoints.open("tcp://127.0.0.1:1", "token")
     supervisor._trainer.bury.return_value = TrainerError("it made no step")
     assert not supervisor._look_at_trainer(), "control: the mark is of another opening"
     assert "trainer" in supervisor._due

@@ -103,15 +103,15 @@ def test_a_door_outlives_a_caller_that_could_not_be_taken(
         monkeypatch.setattr(socket.socket, "accept", no_descriptor)
     else:
         monkeypatch.setattr(threading.Thread, "start", no_thread)
-    door = TokenServer("127.0.0.1", lambda _caller: None)
+    controller_endpoint = TokenServer("127.0.0.1", lambda _caller: None)
     with pytest.raises(TransportError):
-        open_channel(door.place, time.monotonic() + 10)
+        open_channel(controller_endpoint.place, time.monotonic() + 10)
     assert failed.is_set()
-    again: Channel = open_channel(door.place, time.monotonic() + 20)
+    again: Channel = open_channel(controller_endpoint.place, time.monotonic() + 20)
     again.close()
-    door.close()
+    controller_endpoint.close()
     with pytest.raises(TransportError):
-        open_channel(door.place, time.monotonic() + 10)
+        open_channel(controller_endpoint.place, time.monotonic() + 10)
 
 
 @pytest.mark.parametrize("limit", ["descriptors", "threads"])

@@ -1,4 +1,4 @@
-"""A trainer node runs torchrun as long as the board asks for this gang."""
+"""A trainer node runs torchrun as long as the endpoints folder asks for this gang."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from moerl.config import load_config
 from moerl.config.clusters import placement
 from moerl.config.schema import Config
 from moerl.errors import ConfigError, TrainerError
-from moerl.launch.cluster.commands import nth, seats_of
+from moerl.launch.cluster.node_commands import nth, slots_of
 from moerl.launch.nodes import engine_node, trainer_node
 from moerl.launch.nodes.trainer_node import _torchrun
-from moerl.run_dir import Board, RunDir
+from moerl.run_dir import Endpoints, RunDir
 
 
 def posted(root: Path) -> tuple[RunDir, str]:
     run = RunDir(root / "run")
     run.create()
-    run.board.open("tcp://127.0.0.1:1", "token")
-    return run, run.board.start()
+    run.endpoints.open("tcp://127.0.0.1:1", "token")
+    return run, run.endpoints.start()
 
 
 def ended(run: RunDir, start: str, *command: str) -> int | None:
@@ -38,16 +38,16 @@ def ended(run: RunDir, start: str, *command: str) -> int | None:
 def test_a_new_opening_of_the_board_ends_the_gang(tmp_path: Path) -> None:
     """The supervisor gave it up, but its ranks live: they would train beside the next gang."""
     run, start = posted(tmp_path)
-    again = threading.Timer(0.2, run.board.open, ("tcp://127.0.0.1:1", "token"))
+    again = threading.Timer(0.2, run.endpoints.open, ("tcp://127.0.0.1:1", "token"))
     again.start()
     assert ended(run, start, "sleep", "60") is None
-    assert run.board.start() not in ("", start)
+    assert run.endpoints.start() not in ("", start)
 
 
 def test_a_closed_board_ends_the_gang(tmp_path: Path) -> None:
     """The run is over: ranks without a controller would wait for hours."""
     run, start = posted(tmp_path)
-    run.board.close()
+    run.endpoints.close()
     assert ended(run, start, "sleep", "60") is None
 
 
@@ -56,13 +56,13 @@ def test_an_open_board_leaves_the_gang_alone(tmp_path: Path, monkeypatch: Any) -
     assert ended(run, start, "sh", "-c", "sleep 1.2; exit 3") == 3
     answers = iter([start, OSError("stale file handle"), "", start])
 
-    def stumbling(_board: object) -> str:
+    def stumbling(_endpoints: object) -> str:
         answer = next(answers, start)
         if isinstance(answer, OSError):
             raise answer
         return answer
 
-    monkeypatch.setattr(Board, "start", stumbling)
+    monkeypatch.setattr(Endpoints, "start", stumbling)
     assert ended(run, start, "sh", "-c", "sleep 2.2; exit 4") == 4, "a file server stumbles"
 
 
@@ -76,17 +76,17 @@ class Node:
         self.config = load_config("quickstart", ["supervision.backoff_s=0.01"])
         monkeypatch.setattr(trainer_node, "load_saved", lambda path: self.config)
         monkeypatch.setattr(trainer_node, "placement", lambda config: config)
-        monkeypatch.setattr(trainer_node, "seats_of", lambda placed, gang: [None])
-        monkeypatch.setattr(trainer_node, "_environment", lambda config, seat: {})
+        monkeypatch.setattr(trainer_node, "seats_of", lambda placed, job: [None])
+        monkeypatch.setattr(trainer_node, "_environment", lambda config, slot: {})
         monkeypatch.setattr(trainer_node, "_command", self.command)
         monkeypatch.setattr(trainer_node, "_torchrun", lambda *_: self.codes.pop(0)())
 
-    def command(self, config: Config, _seat: None, _gang: str) -> list[str]:
+    def command(self, config: Config, _slot: None, _gang: str) -> list[str]:
         self.layouts.append(config.run.steps)
         return []
 
-    def until_done(self, gang: str = "trainer") -> int:
-        return trainer_node._until_done(self.run, gang, 0, self.start, 0.3)
+    def until_done(self, job: str = "trainer") -> int:
+        return trainer_node._until_done(self.run, job, 0, self.start, 0.3)
 
     def step(self, number: int) -> int:
         with self.run.metrics.open("a") as file:
@@ -94,7 +94,7 @@ class Node:
         return 1
 
     def reopen(self, result: int | None = None) -> int | None:
-        self.run.board.open("tcp://127.0.0.1:1", "token")
+        self.run.endpoints.open("tcp://127.0.0.1:1", "token")
         return result
 
 
@@ -104,7 +104,7 @@ def test_failures_with_steps_in_between_are_forgiven(
     node = Node(tmp_path, monkeypatch)
     node.codes = [partial(node.step, number) for number in range(8)] + [lambda: 0]
     assert node.until_done() == 0
-    assert not node.run.board.given_up()
+    assert not node.run.endpoints.given_up()
 
 
 def test_a_node_that_gave_up_serves_the_next_opening(
@@ -115,7 +115,7 @@ def test_a_node_that_gave_up_serves_the_next_opening(
     other = load_config("quickstart", ["run.steps=7"])
 
     def supervisor() -> None:
-        while not (cause := node.run.board.given_up()):
+        while not (cause := node.run.endpoints.given_up()):
             time.sleep(0.01)
         responses.append(cause)
         node.config = other
@@ -131,12 +131,12 @@ def test_a_node_that_gave_up_serves_the_next_opening(
 def test_a_node_whose_controller_is_lost_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its node: nobody closes the board, and nobody reads that this one gave up."""
+    """With its node: nobody closes the endpoints folder, and nobody reads that this one gave up."""
     node = Node(tmp_path, monkeypatch)
     node.codes = [lambda: 1] * (node.config.supervision.max_restarts + 1)
     with pytest.raises(TrainerError, match="gave up and nobody has answered"):
         node.until_done()
-    assert node.run.board.given_up()
+    assert node.run.endpoints.given_up()
 
 
 def test_the_end_of_a_gang_that_was_given_up_is_not_the_end(
@@ -156,7 +156,7 @@ def test_frozen_ranks_come_back_for_a_trainer_that_starts_again(
     monkeypatch.setattr(trainer_node, "newest_incarnation", lambda run: next(starts, 1))
 
     def scored() -> int:
-        node.run.board.done(node.start)
+        node.run.endpoints.done(node.start)
         return 0
 
     node.codes = [lambda: 0, scored]
@@ -166,34 +166,34 @@ def test_frozen_ranks_come_back_for_a_trainer_that_starts_again(
 
 def test_a_seat_has_one_process(tmp_path: Path) -> None:
     run, _ = posted(tmp_path)
-    with trainer_node._seat_taken(run, "trainer-0", 0.0):
-        with trainer_node._seat_taken(run, "trainer-1", 0.0):
+    with trainer_node._slot_taken(run, "trainer-0", 0.0):
+        with trainer_node._slot_taken(run, "trainer-1", 0.0):
             pass
         with (
             pytest.raises(TrainerError, match="trainer-0 of this run is served by process"),
-            trainer_node._seat_taken(run, "trainer-0", 0.1),
+            trainer_node._slot_taken(run, "trainer-0", 0.1),
         ):
             pass
-    with trainer_node._seat_taken(run, "trainer-0", 0.0):
+    with trainer_node._slot_taken(run, "trainer-0", 0.0):
         pass
 
 
 def test_marks_of_another_opening_count_for_nothing(tmp_path: Path) -> None:
     run, start = posted(tmp_path)
-    run.board.done(start)
-    assert run.board.is_done()
-    run.board.open("tcp://127.0.0.1:1", "token")
-    run.board.done(start)
-    assert not run.board.is_done()
+    run.endpoints.done(start)
+    assert run.endpoints.is_done()
+    run.endpoints.open("tcp://127.0.0.1:1", "token")
+    run.endpoints.done(start)
+    assert not run.endpoints.is_done()
 
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_node_that_the_run_does_not_have(index: int) -> None:
     config = load_config("qwen3-30b-a3b", ["cluster=slurm", "run.name=a"])
-    seats = seats_of(placement(config), "trainer")
-    assert nth(seats, 1, "trainer") is seats[1]
+    slots = slots_of(placement(config), "trainer")
+    assert nth(slots, 1, "trainer") is slots[1]
     with pytest.raises(ConfigError, match=rf"INDEX = {index} .*the run has 2 trainer node\(s\)"):
-        nth(seats, index, "trainer")
+        nth(slots, index, "trainer")
 
 
 @pytest.mark.parametrize("node", [trainer_node, engine_node])

@@ -16,7 +16,7 @@ from moerl.launch.supervision.trainer_ranks import TrainerRanks
 
 
 @pytest.fixture
-def gang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRanks]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRanks]:
     """A process that does nothing, and a clock that only the test moves."""
     now = SimpleNamespace(value=0.0)
     clock = SimpleNamespace(monotonic=lambda: now.value, time=time.time)
@@ -34,41 +34,41 @@ def gang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRan
     made.close()
 
 
-def ended(gang: Any) -> int:
-    return gang._process.wait(10)
+def ended(job: Any) -> int:
+    return job._process.wait(10)
 
 
-def test_a_late_gang_is_shown_once_and_then_ended(gang: Any) -> None:
-    gang.now.value = 9.0
-    assert gang.lateness() == ""
-    gang.now.value = 11.0
-    assert gang.lateness() == "no step for 11 s, trainer.step_timeout_s = 10"
-    assert gang.lateness() == ""
-    assert gang.exit_status() is None
-    gang.now.value = 21.0
-    assert gang.lateness() == ""
-    code = ended(gang)
-    assert "signal 9: it made no step for 21 s" in str(gang.bury(code))
-    assert (gang.pid, gang.exit_status(), gang.lateness()) == (None, None, "")
+def test_a_late_gang_is_shown_once_and_then_ended(job: Any) -> None:
+    job.now.value = 9.0
+    assert job.lateness() == ""
+    job.now.value = 11.0
+    assert job.lateness() == "no step for 11 s, trainer.step_timeout_s = 10"
+    assert job.lateness() == ""
+    assert job.exit_status() is None
+    job.now.value = 21.0
+    assert job.lateness() == ""
+    code = ended(job)
+    assert "signal 9: it made no step for 21 s" in str(job.bury(code))
+    assert (job.pid, job.exit_status(), job.lateness()) == (None, None, "")
 
 
 @pytest.mark.parametrize("sign", ["hello", "failure", "step"])
-def test_signs_of_life_give_it_as_long_again(gang: Any, sign: str) -> None:
+def test_signs_of_life_give_it_as_long_again(job: Any, sign: str) -> None:
     """On a cluster the ranks start again by themselves: that takes time too."""
-    gang.now.value = 19.0
-    assert gang.lateness()
+    job.now.value = 19.0
+    assert job.lateness()
     if sign == "hello":
-        assert gang.says_hello(1)
-        assert not gang.says_hello(1), "the same gang"
+        assert job.says_hello(1)
+        assert not job.says_hello(1), "the same gang"
     elif sign == "failure":
-        assert gang.fell()
-        assert not gang.fell(), "another rank of the same gang"
-        assert gang.says_hello(1)
-        assert gang.fell()
+        assert job.fell()
+        assert not job.fell(), "another rank of the same gang"
+        assert job.says_hello(1)
+        assert job.fell()
     else:
-        gang.restart_clock()
-    gang.now.value = 28.0
-    assert gang.lateness() == ""
-    gang.now.value = 30.0
-    assert "no step for 11 s" in gang.lateness()
-    assert gang.exit_status() is None, "control: without the sign it was ended at 20 s"
+        job.restart_clock()
+    job.now.value = 28.0
+    assert job.lateness() == ""
+    job.now.value = 30.0
+    assert "no step for 11 s" in job.lateness()
+    assert job.exit_status() is None, "control: without the sign it was ended at 20 s"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One more engine node of a run: joins the Ray head that the run's board names, until the run ends.
+# One more engine node of a run: joins the Ray head that the run's endpoints folder names, until the run ends.
 # usage: tools/launch/engine_node.sh RUN_DIR INDEX      (INDEX: this node among the engine nodes)
 #        tools/launch/engine_node.sh RUN_DIR --seats N [--gpus G]     a node that is not among them:
 #            N more engines join the run that goes on; told to stop, the node lets them leave first

@@ -7,7 +7,7 @@
 #
 # The run directory is on a file system that all nodes mount.  Everything else (nodes, ranks, ports,
 # interface, RDMA cards, restarts) comes from its config.yaml; the controller's address and the run's
-# token from its board, so neither is on a command line.  Ranks are started again when one ends or a
+# token from its endpoints folder, so neither is on a command line.  Ranks are started again when one ends or a
 # node comes back; this script ends when the gang is done or the run is over, and ends only what it
 # started (moerl/launch/nodes/trainer_node.py).  Ranks are bound to the cores and memory beside
 # their GPU (torchrun's --numa-binding) and to the node's RDMA cards (cluster.nodes.*.rdma).

@@ -127,9 +127,9 @@ def _request(config: Config, placed: Placement, node: Node) -> Request:
     if not is_local(config.cluster):
         if node is placed.controller:
             ports = {"controller": numbers.controller, "Ray": numbers.ray}
-        for seat in placed.engines:
-            if seat.node is node:
-                ports[f"records of engine {seat.engine}"] = numbers.blobs + seat.engine
+        for slot in placed.engines:
+            if slot.node is node:
+                ports[f"records of engine {slot.engine}"] = numbers.blobs + slot.engine
         if node is placed.trainers[0].node:
             ports["rendezvous"] = numbers.rendezvous
     return Request(config.cluster.interface, folders, ports, config.model.path)

@@ -45,17 +45,17 @@ def manifest(config: Config, recipe: Sequence[str]) -> str:
 
 def _trainer_hosts(config: Config, name: str) -> str:
     """A setting: the names that pods of the indexed Job have behind its Service."""
-    seats = placement(config).trainers
-    hosts = [f"{name}-trainer-{seat.node_rank}.{name}-trainer" for seat in seats]
-    return f"cluster.nodes.{seats[0].node.name.rpartition('-')[0]}.hosts=[{','.join(hosts)}]"
+    slots = placement(config).trainers
+    hosts = [f"{name}-trainer-{slot.node_rank}.{name}-trainer" for slot in slots]
+    return f"cluster.nodes.{slots[0].node.name.rpartition('-')[0]}.hosts=[{','.join(hosts)}]"
 
 
 def _ray_cluster(config: Config, name: str, recipe: Sequence[str]) -> Object:
     placed = placement(config)
     engines = [node for node in placed.nodes if node.has("engine")]
     head, *workers = engines
-    seats = {
-        node.name: sum(seat.node.name == node.name for seat in placed.engines) for node in engines
+    slots = {
+        node.name: sum(slot.node.name == node.name for slot in placed.engines) for node in engines
     }
     command = ["moerl", "train", *recipe]
     groups = []
@@ -66,7 +66,7 @@ def _ray_cluster(config: Config, name: str, recipe: Sequence[str]) -> Object:
                 "replicas": len(workers),
                 "minReplicas": len(workers),
                 "maxReplicas": len(workers),
-                "rayStartParams": _ray_params(seats[workers[0].name]),
+                "rayStartParams": _ray_params(slots[workers[0].name]),
                 "template": _pod(config, name, workers[0], "ray-worker"),
             }
         )
@@ -80,7 +80,7 @@ def _ray_cluster(config: Config, name: str, recipe: Sequence[str]) -> Object:
         "metadata": _metadata(config, name),
         "spec": {
             "headGroupSpec": {
-                "rayStartParams": _ray_params(seats[head.name])
+                "rayStartParams": _ray_params(slots[head.name])
                 | {"port": str(config.cluster.ports.ray), "dashboard-host": "127.0.0.1"},
                 "template": template,
             },
@@ -89,8 +89,8 @@ def _ray_cluster(config: Config, name: str, recipe: Sequence[str]) -> Object:
     }
 
 
-def _ray_params(seats: int) -> Object:
-    return {"num-cpus": "0", "resources": f'"{{\\"engine\\": {seats}}}"'}
+def _ray_params(slots: int) -> Object:
+    return {"num-cpus": "0", "resources": f'"{{\\"engine\\": {slots}}}"'}
 
 
 def _service(name: str, port: int) -> Object:

@@ -18,7 +18,7 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import Node, nodes, placement
 from moerl.config.load import load_saved
 from moerl.errors import ConfigError, MoerlError
-from moerl.launch.cluster.commands import GANGS, seats_of
+from moerl.launch.cluster.node_commands import TRAINER_JOBS, slots_of
 
 
 def main() -> int:
@@ -67,8 +67,8 @@ def plan(hosts: str, arguments: Sequence[str]) -> list[str]:
     host_of = {node.name: host for node, host in zip(order, named, strict=True)}
     lines = [f"engine={host_of[node.name]}" for node in order if node.has("engine")]
     placed = placement(config)
-    for gang in GANGS:
-        lines += [f"{gang}={host_of[seat.node.name]}" for seat in seats_of(placed, gang)]
+    for job in TRAINER_JOBS:
+        lines += [f"{job}={host_of[slot.node.name]}" for slot in slots_of(placed, job)]
     run_dir = Path(config.run.root) / name
     addresses = _addresses(config, found, host_of)
     resumes = (run_dir / "config.yaml").is_file()

@@ -1,10 +1,10 @@
 """One more engine node of a run: `python -m moerl.launch.nodes.engine_node RUN_DIR INDEX`.
 
-Waits until the run's board names Ray's head, joins it with the seats planned for this node, and
-ends what it started when the head is gone from the board or this process is told to stop.  The
-token travels in the environment of the one child that needs it.
+Waits until the run's endpoints folder names Ray's head, joins it with the seats planned for this
+node, and ends what it started when the head is gone from the endpoints folder or this process is
+told to stop.  The token travels in the environment of the one child that needs it.
 
-A node that is not among the configured ones comes with `--seats N [--gpus G]` while the run goes
+A node that is not among the configured ones comes with `--slots N [--gpus G]` while the run goes
 on: it asks for N more engines and, told to stop, lets them leave first.
 """
 
@@ -27,10 +27,10 @@ from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError
-from moerl.launch.cluster.commands import nth
-from moerl.launch.nodes.desk import ask
-from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
-from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, gpus, seats
+from moerl.launch.cluster.node_commands import nth
+from moerl.launch.nodes.control_api import request
+from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, gpus, slots
 from moerl.run_dir import RunDir
 
 _LOOK_S = 1.0
@@ -50,13 +50,13 @@ def main() -> int:
         "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
     )
     args = parser.parse_args()
-    if (args.index is None) == (args.seats < 1):
+    if (args.index is None) == (args.slots < 1):
         parser.error("give INDEX, or --seats of a node that is not configured")
     run = RunDir(args.run_dir)
     become_subreaper()
     for signum in _ENDINGS:
         signal.signal(signum, _leave)
-    print(f"moerl: waits up to {args.wait_s:g} s for {run.board.folder}", file=sys.stderr)
+    print(f"moerl: waits up to {args.wait_s:g} s for {run.endpoints.folder}", file=sys.stderr)
     try:
         return _join(run, args)
     except MoerlError as error:
@@ -66,14 +66,14 @@ def main() -> int:
 
 def _join(run: RunDir, args: argparse.Namespace) -> int:
     """Offer this node to the run's Ray until either ends.  Raises MoerlError."""
-    address, token = run.board.read_ray(args.wait_s)
+    address, token = run.endpoints.read_ray(args.wait_s)
     scratch = Path(f"/tmp/moerl-engine-{os.getpid()}")
     config, mine = load_saved(run.config), []
     node = None if args.index is None else nth(_engine_nodes(config), args.index, "engine")
     offer = (
-        ({ENGINE_SEAT: float(args.seats)}, args.gpus)
+        ({ENGINE_SLOT: float(args.slots)}, args.gpus)
         if node is None
-        else (seats(config, node), gpus(node))
+        else (slots(config, node), gpus(node))
     )
     child = subprocess.Popen(
         _command(config, offer, address, scratch),
@@ -81,9 +81,9 @@ def _join(run: RunDir, args: argparse.Namespace) -> int:
         preexec_fn=die_with_parent,
     )
     try:
-        for _ in range(args.seats):
-            mine.append(ask(run, args.wait_s, do="add", tp=0))
-        while child.poll() is None and run.board.names_ray(address, token):
+        for _ in range(args.slots):
+            mine.append(request(run, args.wait_s, do="add", tp=0))
+        while child.poll() is None and run.endpoints.names_ray(address, token):
             time.sleep(_LOOK_S)
         return 0 if child.poll() is None else 1
     finally:
@@ -103,9 +103,9 @@ def _let_go(run: RunDir, engines: list[int], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(MoerlError):
         for engine in engines:
-            ask(run, limit_s, do="remove", engine=engine)
+            request(run, limit_s, do="remove", engine=engine)
         while engines and time.monotonic() < deadline:
-            there = {row["engine"] for row in ask(run, limit_s, do="list")}
+            there = {row["engine"] for row in request(run, limit_s, do="list")}
             engines = [engine for engine in engines if engine in there]
             time.sleep(_LOOK_S)
 

@@ -2,8 +2,9 @@
 
 `moerl train` starts the head inside the run, so that it ends with the run; other engine nodes join
 it with `python -m moerl.launch.nodes.engine_node RUN_DIR` (tools/launch/engine_node.sh), which
-finds its address and token on the run's board.  Where an operator owns Ray (KubeRay), `cluster.ray`
-names the cluster to join instead.  Every node offers `engine` seats; trainer nodes have no Ray.
+finds its address and token on the run's endpoints folder.  Where an operator owns Ray (KubeRay),
+`cluster.ray` names the cluster to join instead.  Every node offers `engine` seats; trainer nodes
+have no Ray.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from moerl.config import Config
 from moerl.config.clusters import Node, is_local, placement
 from moerl.config.network import own_address
-from moerl.launch.nodes.processes import end_descendants
+from moerl.launch.nodes.process_tree import end_descendants
 from moerl.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-ENGINE_SEAT = "engine"  # a custom resource: one seat per engine that a node may hold
+ENGINE_SLOT = "engine"  # a custom resource: one seat per engine that a node may hold
 _ATTEMPTS = 4
 _GRACE_S = 2.0
 _OBJECTS = 80 * 2**20  # bytes of the object store: only messages pass through Ray
@@ -49,9 +50,9 @@ def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
     address, port = own_address(config.cluster), config.cluster.ports.ray
     os.environ["RAY_GCS_SERVER_PORT"] = str(port)
     node = placement(config).controller
-    own = {"_node_ip_address": address, "resources": seats(config, node), "num_gpus": gpus(node)}
+    own = {"_node_ip_address": address, "resources": slots(config, node), "num_gpus": gpus(node)}
     _patiently(common | own)
-    run.board.post_ray(f"{address}:{port}", os.environ["RAY_AUTH_TOKEN"])
+    run.endpoints.post_ray(f"{address}:{port}", os.environ["RAY_AUTH_TOKEN"])
 
 
 def _patiently(options: dict[str, Any]) -> None:
@@ -71,10 +72,10 @@ def _patiently(options: dict[str, Any]) -> None:
             end_descendants(_GRACE_S)  # nothing else of this run was started yet
 
 
-def seats(config: Config, node: Node) -> dict[str, float]:
+def slots(config: Config, node: Node) -> dict[str, float]:
     """The resources that a node of this kind offers: as many engines as it was planned for."""
-    count = sum(seat.node.name == node.name for seat in placement(config).engines)
-    return {ENGINE_SEAT: float(count)} if count else {}
+    count = sum(slot.node.name == node.name for slot in placement(config).engines)
+    return {ENGINE_SLOT: float(count)} if count else {}
 
 
 def gpus(node: Node) -> int:

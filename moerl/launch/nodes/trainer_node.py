@@ -1,12 +1,13 @@
-"""One trainer node of a run: `python -m moerl.launch.nodes.trainer_node RUN_DIR INDEX [GANG]`.
+"""One trainer node of a run: `python -m moerl.launch.nodes.trainer_node RUN_DIR INDEX
+[TRAINER_JOB]`.
 
 Runs this node's part of torchrun, from the run's resolved configuration, until the gang is done.
 torchrun itself starts the ranks again when one ends; when an agent of it loses the others for too
 long it ends, and is started again here, so that a node that was cut off finds back.  A new opening
-of the board asks for a new gang (the supervisor gave this one up, or the run was resumed), however
-alive the ranks are here: they are ended and started again.  The run's end is seen on the board too:
-this process waits for a controller to be posted, and ends when there is none.  It ends only what it
-started.
+of the endpoints folder asks for a new gang (the supervisor gave this one up, or the run was
+resumed), however alive the ranks are here: they are ended and started again.  The run's end is seen
+on the endpoints folder too: this process waits for a controller to be posted, and ends when there
+is none.  It ends only what it started.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from types import FrameType
 from typing import IO
 
 from moerl.config import Config
-from moerl.config.clusters import TrainerSeat, placement
+from moerl.config.clusters import TrainerSlot, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError, TrainerError
-from moerl.launch.cluster.commands import GANGS, nth, seats_of, torchrun
-from moerl.launch.nodes.processes import become_subreaper, die_with_parent, end_descendants
-from moerl.launch.plan import rank_environment
+from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
+from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.run_context import rank_environment
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir, newest_incarnation
 
@@ -45,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
     parser.add_argument("index", type=int, help="this node among those of the gang, from 0")
-    parser.add_argument("gang", nargs="?", default="trainer", choices=GANGS)
+    parser.add_argument("gang", nargs="?", default="trainer", choices=TRAINER_JOBS)
     parser.add_argument(
         "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
     )
@@ -54,11 +55,11 @@ def main() -> int:
     for signum in _ENDINGS:
         signal.signal(signum, _leave)
     run = RunDir(args.run_dir)
-    print(f"moerl: waits up to {args.wait_s:g} s for {run.board.folder}", file=sys.stderr)
+    print(f"moerl: waits up to {args.wait_s:g} s for {run.endpoints.folder}", file=sys.stderr)
     try:
-        start = run.board.read(args.wait_s)[2]
-        with _seat_taken(run, f"{args.gang}-{args.index}", args.wait_s):
-            return _until_done(run, args.gang, args.index, start, args.wait_s)
+        start = run.endpoints.read(args.wait_s)[2]
+        with _slot_taken(run, f"{args.job}-{args.index}", args.wait_s):
+            return _until_done(run, args.job, args.index, start, args.wait_s)
     except MoerlError as error:
         print(f"moerl: {error}", file=sys.stderr)
         return 1
@@ -69,13 +70,13 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _seat_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
+def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
     """One process a seat: a second torchrun for it would take the place of ranks that train.
 
     Raises TrainerError when another one keeps it for longer than wait_s.
     """
     deadline = time.monotonic() + wait_s
-    with (run.board.folder / f"{name}.lock").open("a+") as file:
+    with (run.endpoints.folder / f"{name}.lock").open("a+") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,19 +92,19 @@ def _seat_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
         yield
 
 
-def _until_done(run: RunDir, gang: str, index: int, start: str, wait_s: float) -> int:
-    """torchrun, again and again.  start: the opening of the board that asks for it."""
+def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) -> int:
+    """torchrun, again and again.  start: the opening of the endpoints folder that asks for it."""
     failures, seen = 0, _last_step(run)
     while True:
         config = load_saved(run.config)  # another opening may bring another layout
-        seat = nth(seats_of(placement(config), gang), index, gang)
-        name = f"torchrun-{index}.log" if gang == "trainer" else f"torchrun-{gang}-{index}.log"
+        slot = nth(slots_of(placement(config), job), index, job)
+        name = f"torchrun-{index}.log" if job == "trainer" else f"torchrun-{job}-{index}.log"
         with (run.logs / name).open("ab") as log:
-            command, environment = _command(config, seat, gang), _environment(config, seat)
+            command, environment = _command(config, slot, job), _environment(config, slot)
             code = _torchrun(command, environment, log, run, start)
         end_descendants(_GRACE_S)
-        is_wanted = code != 0 or (gang == "frozen" and _falls_back(run, start))
-        if (not is_wanted and _opening(run, start) in (start, "")) or run.board.was_done(start):
+        is_wanted = code != 0 or (job == "frozen" and _falls_back(run, start))
+        if (not is_wanted and _opening(run, start) in (start, "")) or run.endpoints.was_done(start):
             return 0
         if code:
             failures = 1 if _last_step(run) > seen else failures + 1
@@ -111,14 +112,17 @@ def _until_done(run: RunDir, gang: str, index: int, start: str, wait_s: float) -
             print(f"moerl: torchrun ended with {code}, failure {failures}", file=sys.stderr)
             time.sleep(config.supervision.backoff_s)
         if failures > config.supervision.max_restarts:
-            run.board.give_up(f"{gang} node {index}: torchrun ended {failures} times, see {name}")
-            _await_answer(run, f"{gang} node {index}", start, wait_s)
-        before, start = start, run.board.read(wait_s)[2]  # raises when the run is over
+            run.endpoints.give_up(
+                f"{job} node {index}: torchrun ended {failures} times, see {name}"
+            )
+            _await_answer(run, f"{job} node {index}", start, wait_s)
+        before, start = start, run.endpoints.read(wait_s)[2]  # raises when the run is over
         failures = failures if start == before else 0
 
 
 def _await_answer(run: RunDir, name: str, start: str, wait_s: float) -> None:
-    """The supervisor decides what becomes of the run; it has closed the board within seconds.
+    """The supervisor decides what becomes of the run; it has closed the endpoints folder within
+    seconds.
 
     Raises TrainerError when nobody does: its node is lost.
     """
@@ -132,7 +136,7 @@ def _await_answer(run: RunDir, name: str, start: str, wait_s: float) -> None:
 def _falls_back(run: RunDir, start: str) -> bool:
     """Whether a new trainer wants scores again, after frozen ranks were told that all are there."""
     trainer = newest_incarnation(run)
-    while _opening(run, start) == start and not run.board.was_done(start):
+    while _opening(run, start) == start and not run.endpoints.was_done(start):
         if newest_incarnation(run) != trainer:
             return True
         time.sleep(_LOOK_S)
@@ -142,9 +146,10 @@ def _falls_back(run: RunDir, start: str) -> bool:
 def _torchrun(
     command: list[str], environment: dict[str, str], log: IO[bytes], run: RunDir, start: str
 ) -> int | None:
-    """Its exit status; None, and it is told to end, when the board no longer asks for it.
+    """Its exit status; None, and it is told to end, when the endpoints folder no longer asks for
+    it.
 
-    It is told as well when this process dies: nobody would watch the board for it then.
+    It is told as well when this process dies: nobody would watch the endpoints folder for it then.
     """
     process = subprocess.Popen(
         command,
@@ -165,9 +170,11 @@ def _torchrun(
 
 
 def _opening(run: RunDir, known: str) -> str:
-    """The present opening of the board; the one known while its file system does not answer."""
+    """The present opening of the endpoints folder; the one known while its file system does not
+    answer.
+    """
     try:
-        return run.board.start()
+        return run.endpoints.start()
     except OSError:
         return known
 
@@ -177,16 +184,16 @@ def _last_step(run: RunDir) -> int:
     return rows[-1]["step"] if rows else -1
 
 
-def _command(config: Config, seat: TrainerSeat, gang: str) -> list[str]:
-    command = torchrun(config, placement(config), seat, own_address(config.cluster), gang)
+def _command(config: Config, slot: TrainerSlot, job: str) -> list[str]:
+    command = torchrun(config, placement(config), slot, own_address(config.cluster), job)
     return [sys.executable, *command[1:]]
 
 
-def _environment(config: Config, seat: TrainerSeat) -> dict[str, str]:
+def _environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     """Launcher settings of the ranks of this node, which talk to those of other nodes."""
-    env = rank_environment(config, seat) | {"NCCL_SOCKET_IFNAME": config.cluster.interface}
-    if seat.node.group.rdma:
-        env["NCCL_IB_HCA"] = ",".join(seat.node.group.rdma)
+    env = rank_environment(config, slot) | {"NCCL_SOCKET_IFNAME": config.cluster.interface}
+    if slot.node.group.rdma:
+        env["NCCL_IB_HCA"] = ",".join(slot.node.group.rdma)
     return env
 
 

@@ -2,7 +2,7 @@
 
 Needs neither torch, ray nor sglang, and reads the model's config.json only: it runs on a login
 node.  Estimates come from `moerl.layout.memory`, placement from `moerl.config.clusters`, commands
-from `moerl.launch.cluster.commands`: the same functions that a real start uses.
+from `moerl.launch.cluster.node_commands`: the same functions that a real start uses.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.algorithms import frozen_models
 from moerl.config.checks import check_model_sizes
-from moerl.config.clusters import Placement, TrainerSeat, is_local, placement
+from moerl.config.clusters import Placement, TrainerSlot, is_local, placement
 from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.engine import feature_table
 from moerl.engine.server_args import arguments
-from moerl.launch.cluster.commands import host_of, node_commands, torchrun
-from moerl.launch.plan import RunPlan, frozen_command, trainer_command
+from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.planning.sync_plan import planned_layouts
+from moerl.launch.run_context import RunContext, frozen_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.layout.check import Spread
 from moerl.layout.memory import (
@@ -98,23 +98,23 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
             ("scorer (Ray)", "", "1", "", f"rewards in {config.task.scorer_workers} worker(s)"),
         ]
-    seats = [seat for seat in placed.engines if seat.node.name == name]
-    if seats and not is_local(config.cluster):
+    slots = [slot for slot in placed.engines if slot.node.name == name]
+    if slots and not is_local(config.cluster):
         rows.append(("records (Ray)", "", "1", "", "serves sealed records by byte range"))
-    for tp in sorted({engine.sizes[seat.engine] for seat in seats}):
-        alike = [seat for seat in seats if engine.sizes[seat.engine] == tp]
-        devices = _numbers(d for seat in alike for d in seat.devices)
-        which = _numbers(seat.engine for seat in alike)
+    for tp in sorted({engine.sizes[slot.engine] for slot in slots}):
+        alike = [slot for slot in slots if engine.sizes[slot.engine] == tp]
+        devices = _numbers(d for slot in alike for d in slot.devices)
+        which = _numbers(slot.engine for slot in alike)
         what = f"tp {tp}, {engine.dtype}, host and SGLang server"
         rows.append(("engine (Ray)", which, str(len(alike)), devices, what))
-    for trainer in (seat for seat in placed.trainers if seat.node.name == name):
+    for trainer in (slot for slot in placed.trainers if slot.node.name == name):
         count, devices = str(len(trainer.ranks)), _numbers(trainer.devices)
         what = f"{_sizes(parallel)}, {config.trainer.dtype}"
         rows.append(("trainer rank", _numbers(trainer.ranks), count, devices, what))
-    for seat in (seat for seat in placed.frozen if seat.node.name == name):
-        count, devices = str(len(seat.ranks)), _numbers(seat.devices)
+    for slot in (slot for slot in placed.frozen if slot.node.name == name):
+        count, devices = str(len(slot.ranks)), _numbers(slot.devices)
         what = f"{', '.join(frozen_models(config))}: {_sizes(config.frozen.parallel)}"
-        rows.append(("frozen rank", _numbers(seat.ranks), count, devices, what))
+        rows.append(("frozen rank", _numbers(slot.ranks), count, devices, what))
     return rows
 
 
@@ -140,11 +140,11 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
     if is_local(config.cluster):
         run = RunDir(Path(config.run.root) / config.run.name)
         address = config.cluster.address
-        plan, door = _local_plan(config, run), f"tcp://{address}:PORT"
-        gang = shlex.join(trainer_command(plan, door))
-        lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {gang}"]
+        plan, controller_endpoint = _local_plan(config, run), f"tcp://{address}:PORT"
+        command = shlex.join(trainer_command(plan, controller_endpoint))
+        lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {command}"]
         if placed.frozen:
-            lines.append(f"  {shlex.join(frozen_command(plan, door, 0))}")
+            lines.append(f"  {shlex.join(frozen_command(plan, controller_endpoint, 0))}")
     elif config.cluster.launcher == "slurm":
         nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
@@ -154,8 +154,8 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
     if not is_local(config.cluster):
         for name, commands in node_commands(config, placed, recipe).items():
             lines += [f"  {name}: {command}" for command in commands]
-        gang = shlex.join(torchrun(config, placed, placed.trainers[0]))
-        lines += ["the first torchrun.sh runs:", f"  {gang}"]
+        command = shlex.join(torchrun(config, placed, placed.trainers[0]))
+        lines += ["the first torchrun.sh runs:", f"  {command}"]
     return "\n".join([*lines, *_engine_commands(config, placed)])
 
 
@@ -186,8 +186,8 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     return lines
 
 
-def _local_plan(config: Config, run: RunDir) -> RunPlan:
-    return RunPlan(
+def _local_plan(config: Config, run: RunDir) -> RunContext:
+    return RunContext(
         config=config,
         run=run,
         model_path=Path(config.model.path or run.root / "model"),
@@ -246,10 +246,10 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         frozen=[] if own else frozen,
         critic=config.algorithm.advantage == "gae",
     )
-    tables = [_gang_table("a trainer rank", ranks, placed.trainers[0])]
+    tables = [_trainer_table("a trainer rank", ranks, placed.trainers[0])]
     if own:
         alone = [frozen_memory(model, config.frozen.parallel, training) for model in frozen]
-        tables.append(_gang_table("a frozen rank", _beside(alone), placed.frozen[0]))
+        tables.append(_trainer_table("a frozen rank", _beside(alone), placed.frozen[0]))
     sizes = [
         _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
         for _, _, engines, _ in layouts
@@ -321,8 +321,8 @@ def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
     }
 
 
-def _gang_table(who: str, ranks: Sequence[TrainerMemory], seat: TrainerSeat) -> str:
-    room = seat.node.group.device_gb
+def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:
+    room = slot.node.group.device_gb
     table = Table(title=f"memory of {who}, GB" + (f" of {room:g}" if room else ""))
     columns = ["weights", "gradients", "optimizer", "activations", "logits", "replay", "others"]
     columns = [c for c in (*columns, "runtime") if any(getattr(rank, c) for rank in ranks)]
@@ -378,9 +378,9 @@ def _host_lines(
     groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
     record = tokens * routes * (config.replay.routing == "R3")
     waiting = groups * rollout.group_size * record
-    engine_nodes = {seat.node.name for seat in placed.engines}
+    engine_nodes = {slot.node.name for slot in placed.engines}
     lines = ["host memory, GB per node, at most:"]
-    each = max(len(seat.ranks) for seat in placed.trainers)
+    each = max(len(slot.ranks) for slot in placed.trainers)
     host = {size.engines.tp: size.engines.tp * size.memory.host for size in sizes}
     tp_of = config.engine.sizes
     staging = max(

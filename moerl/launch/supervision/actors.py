@@ -26,8 +26,8 @@ from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
 from moerl.controller.trainer_server import TrainerServer
-from moerl.launch.nodes.ray_nodes import ENGINE_SEAT, this_node
-from moerl.launch.plan import RunPlan
+from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
+from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
@@ -68,16 +68,16 @@ class PlacedEngine:
     """An engine host, and on a cluster the seat that it holds."""
 
     actor: ActorHandle[EngineActor]
-    seat: PlacementGroup | None
+    slot: PlacementGroup | None
 
     def give_up(self) -> None:
         """End the host and free its seat."""
         ray.kill(self.actor)
-        if self.seat is not None:
-            remove_placement_group(self.seat)
+        if self.slot is not None:
+            remove_placement_group(self.slot)
 
 
-def place_engine(plan: RunPlan, index: int, tp: int) -> PlacedEngine:
+def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
     """An engine host where its server's ranks have room: all of them on one node.
 
     Nodes offer `engine` seats and, where they have them, GPUs; a placement group takes a seat and
@@ -86,21 +86,21 @@ def place_engine(plan: RunPlan, index: int, tp: int) -> PlacedEngine:
     if is_local(plan.config.cluster):
         return PlacedEngine(place(EngineActor, plan, index, tp), None)
     actor: Any = ray.remote(EngineActor)
-    devices = tp if any(seat.devices for seat in placement(plan.config).engines) else 0
-    bundle: dict[str, float] = {ENGINE_SEAT: 1.0}
+    devices = tp if any(slot.devices for slot in placement(plan.config).engines) else 0
+    bundle: dict[str, float] = {ENGINE_SLOT: 1.0}
     if devices:
         bundle["GPU"] = devices
     group = placement_group([bundle], strategy="STRICT_PACK")
     where = PlacementGroupSchedulingStrategy(group)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64, "num_gpus": devices}
-    options |= {"resources": {ENGINE_SEAT: 1}, "scheduling_strategy": where}
+    options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
     return PlacedEngine(actor.options(**options).remote(plan, index, tp), group)
 
 
 class EngineActor(Hosted):
     """One engine host: starts its SGLang server, speaks HTTP to it, seals its records."""
 
-    def __init__(self, plan: RunPlan, index: int, tp: int) -> None:
+    def __init__(self, plan: RunContext, index: int, tp: int) -> None:
         log_to(plan.run.logs / f"engine-{index}.host.log")
         if not is_local(plan.config.cluster):
             os.environ["GLOO_SOCKET_IFNAME"] = plan.config.cluster.interface
@@ -118,7 +118,7 @@ class EngineActor(Hosted):
 class ScorerActor(Hosted):
     """Reward functions in worker processes, outside every event loop."""
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunContext) -> None:
         log_to(plan.run.logs / "scorer.log")
         log.info("the scorer is process %d", os.getpid())
         self._scorer, self._tracer = plan.scorer(), Tracer(plan.run.trace, "scorer")
@@ -169,7 +169,7 @@ class ControllerActor:
 
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RunContext,
         engines: Mapping[int, ActorHandle[EngineActor]],
         sizes: Mapping[int, int],
         scorer: ActorHandle[ScorerActor],
@@ -218,7 +218,7 @@ class ControllerActor:
             plan.config.cluster.address,
             plan.token,
             self._handle,
-            endpoint or plan.door(),
+            endpoint or plan.controller_endpoint(),
         )
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint

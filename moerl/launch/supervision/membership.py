@@ -3,7 +3,7 @@
 Numbers are given once.  An engine that joins is started beside the others and handed to the
 controller when it is up; it gets requests once it was published to.  One that leaves starts nothing
 any more; what runs on it is interrupted and goes on elsewhere, and when the trainer publishes to it
-no more its process ends.  Requests come over the run's desk (`moerl engines`).
+no more its process ends.  Requests come over the run's control API (`moerl engines`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ray.actor import ActorHandle
 
 from moerl.config.clusters import is_local
 from moerl.errors import ConfigError, EngineError, MoerlError
-from moerl.launch.nodes.desk import Desk
-from moerl.launch.plan import RunPlan
+from moerl.launch.nodes.control_api import ControlApi
+from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import EngineActor, place_engine
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class Watcher(Protocol):
 class Membership:
     """The engines of one start of a run."""
 
-    def __init__(self, plan: RunPlan, watcher: Watcher) -> None:
+    def __init__(self, plan: RunContext, watcher: Watcher) -> None:
         self.sizes = plan.config.engine.sizes
         self._placed = {index: place_engine(plan, index, tp) for index, tp in self.sizes.items()}
         self.changed = False  # since this start of the run
-        self._plan, self._watcher, self._desk = plan, watcher, Desk(plan.run)
+        self._plan, self._watcher, self._control_api = plan, watcher, ControlApi(plan.run)
         self._next = len(self.sizes)
         self._joining: set[int] = set()  # being started for the first time
         self._leaving: set[int] = set()
@@ -87,15 +87,15 @@ class Membership:
         self._placed[index].give_up()
         self._placed[index] = place_engine(self._plan, index, self.sizes[index])
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Answer what was asked, and go on with engines that leave."""
-        for name, question in self._desk.take():
+        for name, question in self._control_api.poll():
             try:
                 answer = {"answer": self._answer(question)}
             except MoerlError as error:
                 answer = {"refused": str(error)}
             log.info("asked %s, answered %s", question, answer)
-            self._desk.answer(name, answer)
+            self._control_api.answer(name, answer)
         for ref in _ready(self._draining):
             self._drained(ref, self._draining.pop(ref))
         for ref in _ready(self._ending):

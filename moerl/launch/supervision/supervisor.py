@@ -41,13 +41,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from moerl.atomic import atomic_write
 from moerl.config.clusters import is_local
 from moerl.errors import EngineError, MoerlError, TrainerError
-from moerl.launch.nodes.processes import Orphans, end_descendants, serving
+from moerl.launch.nodes.process_tree import Orphans, end_descendants, serving
 from moerl.launch.nodes.ray_nodes import start_ray
-from moerl.launch.plan import GANG, RunPlan
+from moerl.launch.run_context import TRAINER_JOB, RunContext
 from moerl.launch.supervision.actors import ControllerActor, ScorerActor, place
-from moerl.launch.supervision.frozen import FrozenRanks
 from moerl.launch.supervision.membership import Membership
 from moerl.launch.supervision.ray_proxy import own_errors
+from moerl.launch.supervision.ref_model_ranks import RefModelRanks
 from moerl.launch.supervision.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
@@ -76,10 +76,10 @@ class Late(EngineError):
 class Supervisor:
     """Starts the processes of one run and raises the first failure."""
 
-    def __init__(self, plan: RunPlan, console: Console, scratch: Path) -> None:
+    def __init__(self, plan: RunContext, console: Console, scratch: Path) -> None:
         self.plan, self.console, self.scratch = plan, console, scratch
         self._trainer = TrainerRanks(plan.run.logs, plan.config.trainer.step_timeout_s)
-        self._frozen: FrozenRanks | None = None
+        self._frozen: RefModelRanks | None = None
         self._watches: dict[Any, str] = {}  # calls that return only when their process ended
         self._starts: dict[Any, int] = {}  # engines that are being started again
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # restarts to come
@@ -110,7 +110,7 @@ class Supervisor:
         self._watches[self.controller.watch.remote()] = "controller"
         self._start_trainer()
         if plan.config.frozen.ranks == "own" and is_local(plan.config.cluster):
-            self._frozen = FrozenRanks(plan, self._endpoint)
+            self._frozen = RefModelRanks(plan, self._endpoint)
             self._start_frozen()
         self._start_engines()
         self.write_pids()
@@ -185,7 +185,7 @@ class Supervisor:
         while not trained:
             self._look_at_watches(timeout_s=_POLL_S)
             self._look_at_starts()
-            self.members.look()
+            self.members.poll()
             trained = self._look_at_trainer()
             self._restart_what_is_due()
             self._poll_controller()
@@ -355,7 +355,7 @@ class Supervisor:
         code = self._trainer.exit_status()
         if code is None or code == 0:
             return code == 0
-        if not is_local(self.plan.config.cluster) and self.plan.run.board.is_done():
+        if not is_local(self.plan.config.cluster) and self.plan.run.endpoints.is_done():
             return True  # it finished while it was being given up
         for ref, name in self._watches.items():
             if name == "controller":  # the gang may have told the controller why
@@ -370,7 +370,7 @@ class Supervisor:
         return False
 
     def _start_trainer_again(self) -> None:
-        end_descendants(_GRACE_S, mark=(GANG, str(self.plan.incarnation)))
+        end_descendants(_GRACE_S, mark=(TRAINER_JOB, str(self.plan.incarnation)))
         found = self.plan.run.latest_checkpoint()
         newest = found[1] if found else None
         self.plan = replace(

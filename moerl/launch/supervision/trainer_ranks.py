@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from moerl.errors import TrainerError
-from moerl.launch.nodes.processes import children_with, ending_of, last_error
-from moerl.launch.plan import RunPlan, trainer_command, trainer_environment
+from moerl.launch.nodes.process_tree import children_with, ending_of, last_error
+from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
 
 
 class TrainerRanks:
@@ -34,7 +34,7 @@ class TrainerRanks:
         self._fell = False  # it said so itself, after its hello
         self._most_ranks = 0  # of this gang that were alive at once
 
-    def start(self, plan: RunPlan, endpoint: str) -> None:
+    def start(self, plan: RunContext, endpoint: str) -> None:
         self.close()
         self.restart_clock()
         self._given_up, self._fell, self.rank_died, self._most_ranks = "", False, 0.0, 0

@@ -8,16 +8,22 @@ from __future__ import annotations
 import subprocess
 
 from moerl.errors import TrainerError
-from moerl.launch.nodes.processes import end_descendants, ending_of, last_error
-from moerl.launch.plan import FROZEN, GANG, RunPlan, frozen_command, frozen_environment
+from moerl.launch.nodes.process_tree import end_descendants, ending_of, last_error
+from moerl.launch.run_context import (
+    FROZEN,
+    TRAINER_JOB,
+    RunContext,
+    frozen_command,
+    frozen_environment,
+)
 
 _GRACE_S = 2.0
 
 
-class FrozenRanks:
+class RefModelRanks:
     """One torchrun gang at a time; the caller watches `death` and calls `start` again."""
 
-    def __init__(self, plan: RunPlan, endpoint: str) -> None:
+    def __init__(self, plan: RunContext, endpoint: str) -> None:
         self.starts = 0
         self._plan, self._endpoint = plan, endpoint
         self._process: subprocess.Popen[bytes] | None = None
@@ -25,7 +31,7 @@ class FrozenRanks:
     def start(self) -> None:
         """Start the gang; whatever an earlier one left is ended first."""
         if self.starts:
-            end_descendants(_GRACE_S, mark=(GANG, FROZEN))
+            end_descendants(_GRACE_S, mark=(TRAINER_JOB, FROZEN))
         plan = self._plan
         with (plan.run.logs / "frozen.log").open("ab") as log:
             self._process = subprocess.Popen(

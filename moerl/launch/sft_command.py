@@ -13,14 +13,14 @@ from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
 from moerl.errors import MoerlError, TrainerError
-from moerl.launch.nodes.processes import (
+from moerl.launch.nodes.process_tree import (
     become_subreaper,
     die_with_parent,
     end_descendants,
     first_error,
 )
-from moerl.launch.plan import RunPlan, supervised_command, trainer_environment
 from moerl.launch.prepare import prepare
+from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
 from moerl.observe.metrics import MetricsWriter
 from moerl.run_dir import RunDir
 from moerl.trainer.sft import STEP, supervised
@@ -55,7 +55,7 @@ def sft(config: Config) -> RunDir:
     return run
 
 
-def _report(plan: RunPlan, writer: MetricsWriter, metrics: dict[str, float]) -> None:
+def _report(plan: RunContext, writer: MetricsWriter, metrics: dict[str, float]) -> None:
     last = writer.last_step
     step = 0 if last is None else last + 1
     writer.write(step, f"0.{step + 1}", metrics)

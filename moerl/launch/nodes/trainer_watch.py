@@ -1,4 +1,4 @@
-"""The gang of a cluster, seen from the controller: `python -m moerl.launch.nodes.gang_watch`.
+"""The gang of a cluster, seen from the controller: `python -m moerl.launch.nodes.trainer_watch`.
 
 Trainer nodes start torchrun themselves and have no Ray; what tells them where the controller is,
 and the supervisor how the gang does, is the run directory that all nodes mount.  This process
@@ -31,19 +31,19 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")
     args = parser.parse_args()
-    board = RunDir(args.run_dir).board
+    endpoints = RunDir(args.run_dir).endpoints
     signal.signal(signal.SIGTERM, _leave)
     try:
-        board.open(args.controller, os.environ.pop("MOERL_TOKEN", ""))
+        endpoints.open(args.controller, os.environ.pop("MOERL_TOKEN", ""))
         while True:
-            if board.is_done():
+            if endpoints.is_done():
                 return 0
-            if cause := board.given_up():
+            if cause := endpoints.given_up():
                 print(f"TrainerError: {cause}", file=sys.stderr, flush=True)
                 return 1
             time.sleep(_LOOK_S)
     finally:
-        board.close()
+        endpoints.close()
 
 
 def _leave(_signum: int, _frame: FrameType | None) -> None:

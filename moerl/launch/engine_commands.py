@@ -1,4 +1,4 @@
-"""`moerl engines list | add | remove`: engines of a run that goes on, over its desk."""
+"""`moerl engines list | add | remove`: engines of a run that goes on, over its control API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moerl.launch.nodes.desk import ask
+from moerl.launch.nodes.control_api import request
 from moerl.run_dir import RunDir, find_run
 
 engines = typer.Typer(
@@ -70,4 +70,4 @@ def engines_remove(
 
 
 def _asked(run: str, **question: Any) -> Any:
-    return ask(RunDir(find_run(run, "RUN")), 60.0, **question)
+    return request(RunDir(find_run(run, "RUN")), 60.0, **question)

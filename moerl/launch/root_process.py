@@ -1,6 +1,6 @@
-"""The root process of a run: `python -m moerl.launch.root`, started by the front only.
+"""The root process of a run: `python -m moerl.launch.root_process`, started by the front only.
 
-One JSON object on the command line says what to do; see `moerl.launch.nodes.processes` for why
+One JSON object on the command line says what to do; see `moerl.launch.nodes.process_tree` for why
 there are two processes.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from moerl.config.load import load_config, load_saved
 from moerl.errors import MoerlError
-from moerl.launch.nodes.processes import become_subreaper, die_with_parent
+from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent
 
 
 def main() -> int:

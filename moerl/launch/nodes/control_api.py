@@ -19,19 +19,19 @@ from moerl.atomic import atomic_write
 from moerl.errors import MoerlError
 from moerl.run_dir import RunDir
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
-class Desk:
+class ControlApi:
     """The supervisor's side."""
 
     def __init__(self, run: RunDir) -> None:
         """Forgets what an earlier start of the run was asked."""
-        self._folder = run.desk
+        self._folder = run.control_api
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700)
 
-    def take(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def poll(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, question) of each request that has come, oldest first; {}: it is unreadable."""
         for path in sorted(self._folder.glob("*.question")):  # their names begin with the time
             try:
@@ -48,7 +48,7 @@ class Desk:
         atomic_write(self._folder / f"{name}.answer", json.dumps(answer))
 
 
-def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
+def request(run: RunDir, timeout_s: float, **question: Any) -> Any:
     """The answer of a run that goes on.
 
     Raises MoerlError: it does not, it does not answer in time, or it refuses, in a sentence.
@@ -56,14 +56,14 @@ def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
     if not is_running(run):
         raise MoerlError(f"{run.root} is not being trained now")
     name = f"{time.time():.6f}-{secrets.token_hex(4)}"
-    atomic_write(run.desk / f"{name}.question", json.dumps(question))
-    answer = run.desk / f"{name}.answer"
+    atomic_write(run.control_api / f"{name}.question", json.dumps(question))
+    answer = run.control_api / f"{name}.answer"
     deadline = time.monotonic() + timeout_s
     while not answer.exists():
         if time.monotonic() > deadline:
-            (run.desk / f"{name}.question").unlink(missing_ok=True)
+            (run.control_api / f"{name}.question").unlink(missing_ok=True)
             raise MoerlError(f"{run.root} did not answer within {timeout_s:g} s: is it starting?")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     found = json.loads(answer.read_text())
     answer.unlink()
     if "refused" in found:
@@ -72,8 +72,8 @@ def ask(run: RunDir, timeout_s: float, **question: Any) -> Any:
 
 
 def is_running(run: RunDir) -> bool:
-    """Whether a process holds the run's lock, and has begun to look at its desk."""
-    if not run.desk.is_dir():
+    """Whether a process holds the run's lock, and has begun to look at its control API."""
+    if not run.control_api.is_dir():
         return False
     with (run.root / ".lock").open("a") as lock:
         try:

@@ -1,7 +1,7 @@
 """The exact commands of a run on several nodes, one per node; `--dry-run` prints them.
 
 Every node gets the run directory and nothing else: it is on a file system that all of them mount,
-and holds the resolved configuration, where the controller listens (`board`) and, readable by
+and holds the resolved configuration, where the controller listens (`endpoints`) and, readable by
 its owner only, the run's secrets.  So no secret is ever on a command line, and a node that comes
 back finds the controller wherever it is now.
 """
@@ -12,12 +12,12 @@ import shlex
 from collections.abc import Sequence
 from typing import TypeVar
 
-from moerl.config.clusters import Node, Placement, TrainerSeat
+from moerl.config.clusters import Node, Placement, TrainerSlot
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
-GANGS = ("trainer", "frozen")
-_Seat = TypeVar("_Seat", Node, TrainerSeat)
+TRAINER_JOBS = ("trainer", "frozen")
+_Seat = TypeVar("_Seat", Node, TrainerSlot)
 
 
 def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> dict[str, list[str]]:
@@ -31,43 +31,43 @@ def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> d
             mine.append(shlex.join(["moerl", "train", *recipe]))
         elif node.has("engine"):
             mine.append(f"tools/launch/engine_node.sh {root} {engines.index(node)}")
-        for gang in GANGS:
-            for seat in seats_of(placed, gang):
-                if seat.node is node:
-                    which = "" if gang == "trainer" else f" {gang}"
-                    mine.append(f"tools/launch/torchrun.sh {root} {seat.node_rank}{which}")
+        for job in TRAINER_JOBS:
+            for slot in slots_of(placed, job):
+                if slot.node is node:
+                    which = "" if job == "trainer" else f" {job}"
+                    mine.append(f"tools/launch/torchrun.sh {root} {slot.node_rank}{which}")
         commands[node.name] = mine
     return commands
 
 
 def torchrun(
-    config: Config, placed: Placement, seat: TrainerSeat, address: str = "", gang: str = "trainer"
+    config: Config, placed: Placement, slot: TrainerSlot, address: str = "", job: str = "trainer"
 ) -> list[str]:
     """One node's part of a gang.  address: its own, where the scheduler named it.
 
     Agents of torchrun meet at the gang's first node.  A rank that ends, or a node that comes back,
     starts all ranks again: they ask the controller anew which checkpoint to continue from.
     """
-    seats, ports = seats_of(placed, gang), config.cluster.ports
-    port = ports.rendezvous if gang == "trainer" else ports.frozen
+    slots, ports = slots_of(placed, job), config.cluster.ports
+    port = ports.rendezvous if job == "trainer" else ports.frozen
     command = ["python", "-m", "torch.distributed.run"]
-    command += ["--nnodes", str(len(seats))]
-    command += ["--nproc-per-node", str(len(seat.ranks)), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", f"{host_of(seats[0].node)}:{port}"]
-    command += ["--rdzv-id", config.run.name + ("" if gang == "trainer" else f"-{gang}")]
-    command += ["--rdzv-conf", f"is_host={int(seat.node_rank == 0)},join_timeout=3600"]
+    command += ["--nnodes", str(len(slots))]
+    command += ["--nproc-per-node", str(len(slot.ranks)), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"{host_of(slots[0].node)}:{port}"]
+    command += ["--rdzv-id", config.run.name + ("" if job == "trainer" else f"-{job}")]
+    command += ["--rdzv-conf", f"is_host={int(slot.node_rank == 0)},join_timeout=3600"]
     command += ["--max-restarts", str(config.supervision.max_restarts)]
-    if seat.devices:
+    if slot.devices:
         command += ["--numa-binding", "node"]  # cores and memory beside each rank's GPU
-    if address or seat.node.address:
-        command += ["--local-addr", address or seat.node.address]
+    if address or slot.node.address:
+        command += ["--local-addr", address or slot.node.address]
     command += ["-m", "moerl.trainer.main", "--run-dir", f"{config.run.root}/{config.run.name}"]
-    return command if gang == "trainer" else [*command, f"--{gang}"]
+    return command if job == "trainer" else [*command, f"--{job}"]
 
 
-def seats_of(placed: Placement, gang: str) -> tuple[TrainerSeat, ...]:
+def slots_of(placed: Placement, job: str) -> tuple[TrainerSlot, ...]:
     """Nodes of the trainer gang, or of the frozen one."""
-    return placed.trainers if gang == "trainer" else placed.frozen
+    return placed.trainers if job == "trainer" else placed.frozen
 
 
 def nth(nodes: Sequence[_Seat], index: int, kind: str) -> _Seat:

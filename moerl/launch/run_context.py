@@ -1,6 +1,7 @@
 """What every process of one run needs to know, in one value; and the exact trainer command.
 
-A `RunPlan` is plain data and travels to the actors; its methods build the concrete objects there.
+A `RunContext` is plain data and travels to the actors; its methods build the concrete objects
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from moerl.config import Config
-from moerl.config.clusters import TrainerSeat, is_local, placement
+from moerl.config.clusters import TrainerSlot, is_local, placement
 from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
 from moerl.layout import ModelSpec, model_spec
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 
 
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for prompts that are not trained
-GANG = "MOERL_GANG"  # marks every process of one gang, for its supervisor: the incarnation, or
+TRAINER_JOB = (
+    "MOERL_GANG"  # marks every process of one gang, for its supervisor: the incarnation, or
+)
 FROZEN = "frozen"
 
 
 @dataclass(slots=True)
-class RunPlan:
+class RunContext:
     """One start of one run.  `token` is the run's random secret; it stays out of command lines."""
 
     config: Config
@@ -70,7 +73,7 @@ class RunPlan:
         server = RangeServer(folder, own_address(self.config.cluster), port, self.token)
         return ClusterBlobs(folder, server.node, self.token)
 
-    def door(self) -> str:
+    def controller_endpoint(self) -> str:
         """Where the controller listens for the gang; empty = any free port of cluster.address."""
         cluster = self.config.cluster
         if is_local(cluster):
@@ -165,13 +168,14 @@ class RunPlan:
         return ()
 
 
-def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
+def trainer_command(plan: RunContext, endpoint: str) -> list[str]:
     """The torchrun line of the trainer gang; the token travels in the environment.
 
-    On a cluster trainer nodes run torchrun (`moerl.launch.cluster.commands`) and this node watches.
+    On a cluster trainer nodes run torchrun (`moerl.launch.cluster.node_commands`) and this node
+    watches.
     """
     if not is_local(plan.config.cluster):
-        watch = [sys.executable, "-m", "moerl.launch.nodes.gang_watch"]
+        watch = [sys.executable, "-m", "moerl.launch.nodes.trainer_watch"]
         return [*watch, "--run-dir", str(plan.run.root), "--controller", endpoint]
     command = _rank(plan, plan.config.trainer.parallel, endpoint, plan.incarnation)
     if plan.checkpoint is not None:
@@ -181,55 +185,55 @@ def trainer_command(plan: RunPlan, endpoint: str) -> list[str]:
     return command
 
 
-def frozen_command(plan: RunPlan, endpoint: str, start: int) -> list[str]:
+def frozen_command(plan: RunContext, endpoint: str, start: int) -> list[str]:
     """The torchrun line of the frozen gang.  start: its starts before this one."""
     return [*_rank(plan, plan.config.frozen.parallel, endpoint, start), "--frozen"]
 
 
-def _rank(plan: RunPlan, sizes: ParallelConfig, endpoint: str, incarnation: int) -> list[str]:
+def _rank(plan: RunContext, sizes: ParallelConfig, endpoint: str, incarnation: int) -> list[str]:
     command = _torchrun(plan, sizes.world_size)
     command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
     command += ["--controller", endpoint, "--incarnation", str(incarnation)]
     return [*command, "--blob-dir", str(plan.blob_dir), "--blob-node", plan.node]
 
 
-def scoring_command(plan: RunPlan, job: Path) -> list[str]:
+def scoring_command(plan: RunContext, job: Path) -> list[str]:
     """The torchrun line of a scoring gang: data and expert parallel as in training."""
     command = _torchrun(plan, plan.config.trainer.parallel.dp)
     return [*command, "-m", "moerl.trainer.score", "--job", str(job)]
 
 
-def supervised_command(plan: RunPlan) -> list[str]:
+def supervised_command(plan: RunContext) -> list[str]:
     """The torchrun line of a supervised gang (`moerl.trainer.sft`)."""
     command = _torchrun(plan, plan.config.trainer.parallel.world_size)
     return [*command, "-m", "moerl.trainer.sft", "--run-dir", str(plan.run.root)]
 
 
-def _torchrun(plan: RunPlan, ranks: int) -> list[str]:
+def _torchrun(plan: RunContext, ranks: int) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks)]
     return [*command, "--local-addr", plan.config.cluster.address]
 
 
-def trainer_environment(plan: RunPlan) -> dict[str, str]:
+def trainer_environment(plan: RunContext) -> dict[str, str]:
     """Launcher settings of a rank."""
     return _environment(plan, placement(plan.config).trainers[0], str(plan.incarnation))
 
 
-def frozen_environment(plan: RunPlan) -> dict[str, str]:
+def frozen_environment(plan: RunContext) -> dict[str, str]:
     """The same for a rank of the frozen gang."""
     return _environment(plan, placement(plan.config).frozen[0], FROZEN)
 
 
-def _environment(plan: RunPlan, seat: TrainerSeat, mark: str) -> dict[str, str]:
-    return rank_environment(plan.config, seat) | {"MOERL_TOKEN": plan.token, GANG: mark}
+def _environment(plan: RunContext, slot: TrainerSlot, mark: str) -> dict[str, str]:
+    return rank_environment(plan.config, slot) | {"MOERL_TOKEN": plan.token, TRAINER_JOB: mark}
 
 
-def rank_environment(config: Config, seat: TrainerSeat) -> dict[str, str]:
+def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     """What ranks get on whatever node; nothing here changes what is computed."""
     env = dict(os.environ) | config.cluster.environment
-    if seat.devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.devices))
+    if slot.devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.devices))
     return env | {
         "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
         "GLOO_SOCKET_IFNAME": config.cluster.interface,
