@@ -18,7 +18,7 @@ from typing import Any
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
-from moerl.layout.check import check_layout
+from moerl.planning.layout_check import check_layout
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
-from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links, forecast
+from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Forecast, Links, forecast
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
-from moerl.layout.forecast import Links, forecast
+from moerl.planning.sync_cost import Links, forecast
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 

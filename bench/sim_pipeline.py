@@ -18,7 +18,7 @@ from pathlib import Path
 
 from async_speedup import GROUPS, ROOT, SCORERS, SIBLINGS, Result, fit_decode
 
-from moerl.launch.planning.simulate import Choice, Costs, Workload, scaled, simulate
+from moerl.planning.simulate import Choice, Costs, Workload, scaled, simulate
 
 LIMIT = 0.15
 ENGINES = 1

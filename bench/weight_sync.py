@@ -41,8 +41,8 @@ from torch import Tensor
 from moerl.config.schema import ParallelConfig
 from moerl.errors import TransportError
 from moerl.layout import model_spec
-from moerl.layout.forecast import Links, forecast
 from moerl.layout.tiles import Box
+from moerl.planning.sync_cost import Links, forecast
 from moerl.weight_sync.buckets import Piece, Region, WirePolicy, digest, seeds
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan

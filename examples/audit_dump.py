@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moerl.audit.mismatch_command import measure
 from moerl.config import load_config, resolve
 from moerl.engine import torchvision_fix
-from moerl.launch.mismatch import measure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

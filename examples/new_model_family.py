@@ -19,7 +19,6 @@ from typing import Any
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
-from moerl.layout.check import check_layout, describe
 from moerl.layout.families import (
     GQA,
     NORM_GQA,
@@ -32,6 +31,7 @@ from moerl.layout.families import (
 )
 from moerl.layout.register import register_family
 from moerl.layout.spec import Config
+from moerl.planning.layout_check import check_layout, describe
 from moerl.weight_sync.held_shards import EngineLayout
 
 ACME = Family(

@@ -18,9 +18,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from moerl.errors import ConfigError, MoerlError
-from moerl.launch import shapes_cli
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
+from moerl.planning import shape_commands
 from moerl.run_dir import RunDir, find_run, read_manifest
 
 INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
@@ -160,12 +160,12 @@ def mismatch(
         "records": str(Path(records).resolve()) if records else "",
         "page": str(Path(page).resolve()),
     }
-    raise typer.Exit(_guarded(request, module="moerl.launch.mismatch"))
+    raise typer.Exit(_guarded(request, module="moerl.audit.mismatch_command"))
 
 
-app.command("check-layout")(shapes_cli.check_layout)
-app.command("check-dump")(shapes_cli.check_dump)
-app.command()(shapes_cli.plan)
+app.command("check-layout")(shape_commands.check_layout)
+app.command("check-dump")(shape_commands.check_dump)
+app.command()(shape_commands.plan)
 
 
 @app.command()
@@ -241,7 +241,7 @@ def doctor(
     from moerl.config import load_config, resolve
     from moerl.config.checks import check
     from moerl.config.load import CONFIG_ROOT
-    from moerl.launch.cluster.doctor import describe, examine
+    from moerl.planning.doctor import describe, examine
 
     settings = list(overrides or [])
     if (CONFIG_ROOT / "clusters" / f"{cluster}.yaml").is_file():
@@ -298,7 +298,7 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         settings += _named_run(name)
     if dry_run:
-        from moerl.launch.planning.dry_run import describe
+        from moerl.planning.dry_run import describe
 
         described = replace(config, run=replace(config.run, name=name))
         typer.echo(describe(described, [recipe, *overrides, "--run", name]))
@@ -323,7 +323,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
     if newest := RunDir(folder).latest_checkpoint():
         check_resume(config, read_manifest(newest[1]), reset_optimizer=reset_optimizer)
     if dry_run:
-        from moerl.launch.planning.dry_run import describe
+        from moerl.planning.dry_run import describe
 
         typer.echo(describe(config, ["--resume", str(folder), *overrides]))
         raise typer.Exit

@@ -17,7 +17,7 @@ from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_resume
 from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
-from moerl.launch.cluster.probe import NETWORK_FILE_SYSTEMS, file_system
+from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
 from moerl.run_dir import RunDir, next_incarnation, read_manifest

@@ -200,7 +200,7 @@ def _rank(plan: RunContext, sizes: ParallelConfig, endpoint: str, incarnation: i
 def scoring_command(plan: RunContext, job: Path) -> list[str]:
     """The torchrun line of a scoring gang: data and expert parallel as in training."""
     command = _torchrun(plan, plan.config.trainer.parallel.dp)
-    return [*command, "-m", "moerl.trainer.score", "--job", str(job)]
+    return [*command, "-m", "moerl.audit.score_ranks", "--job", str(job)]
 
 
 def supervised_command(plan: RunContext) -> list[str]:

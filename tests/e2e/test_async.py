@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.launch.mismatch import score
+from moerl.audit.mismatch_command import score
 from moerl.observe.overlap import decode_overlap
 from moerl.serialization import decode_value
 from moerl.trace import read_spans

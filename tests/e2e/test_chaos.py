@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.launch.mismatch import score
+from moerl.audit.mismatch_command import score
 from moerl.serialization import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, PolicyVersion, Rollout

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from moerl.audit.segment_split import split_segments
 from moerl.config.schema import EngineConfig
 from moerl.controller.rollout_builder import PartialRollout
-from moerl.data.audit import split_segments
 from moerl.engine import in_flight
 from moerl.messages import UpdateClosed
 from moerl.records.blob_ranges import read_logprobs

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.audit.segment_split import split_segments
 from moerl.config.schema import EngineConfig
-from moerl.data.audit import split_segments
 from moerl.engine.feature_table import FEATURES
 from moerl.errors import RecordError
 from moerl.types import Rollout

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from moerl.launch.mismatch import score
+from moerl.audit.mismatch_command import score
 from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup
 from tests.e2e.test_async import difference

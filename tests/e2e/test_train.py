@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from moerl.audit.mismatch_command import measure
 from moerl.config import load_config, resolve
 from moerl.config.load import load_saved
-from moerl.launch.mismatch import measure
 from moerl.observe.metrics import undocumented
 from moerl.serialization import decode_value
 from moerl.types import Rollout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.launch.mismatch import score
+from moerl.audit.mismatch_command import score
 from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup, Rollout
 from tests.e2e.test_async import difference

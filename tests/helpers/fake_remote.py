@@ -20,22 +20,22 @@ def main() -> None:
     faults = json.loads(Path(os.environ["FAULTS"]).read_text()).get(host, {})
     if faults.get("unreachable"):
         raise SystemExit("ssh: connect to host: No route to host")
-    from moerl.launch.cluster import probe
+    from moerl.launch.cluster import node_facts
 
     if skew := faults.get("skew"):
         real = time.time
-        probe.time.time = lambda: real() + skew  # type: ignore[attr-defined]
+        node_facts.time.time = lambda: real() + skew  # type: ignore[attr-defined]
     if release := faults.get("sglang"):
-        versions = probe.versions
-        probe.versions = lambda: versions() | {"sglang": release}
+        versions = node_facts.versions
+        node_facts.versions = lambda: versions() | {"sglang": release}
     if kind := faults.get("file_system"):
-        found = probe.file_system
-        probe.file_system = lambda folder: kind if "journal" in str(folder) else found(folder)
+        found = node_facts.file_system
+        node_facts.file_system = lambda folder: kind if "journal" in str(folder) else found(folder)
     if "free" in faults:
-        probe.psutil.disk_usage = lambda _path: type("Usage", (), {"free": faults["free"]})
+        node_facts.psutil.disk_usage = lambda _path: type("Usage", (), {"free": faults["free"]})
     sys.argv = [module, *rest]
-    if module == "moerl.launch.cluster.probe":
-        probe.main()
+    if module == "moerl.launch.cluster.node_facts":
+        node_facts.main()
     else:
         runpy.run_module(module, run_name="__main__")
 

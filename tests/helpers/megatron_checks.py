@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from moerl.audit.score_job import VARIANTS, ScoreJob
 from moerl.records.blob_store import BlobStore
 from moerl.serialization import encode_value
-from moerl.trainer.score_job import VARIANTS, ScoreJob
 from tests.helpers.trainer_support import LAYERS, make_model, make_plan, torchrun
 
 
@@ -33,7 +33,7 @@ def scores_of_a_record(folder: Path, platform: str) -> list[str]:
         max_tokens_per_microbatch=64,
         version="0.0",
     ).save(folder / "job.json")
-    torchrun(1, ["-m", "moerl.trainer.score", "--job", str(folder / "job.json")], timeout_s=300)
+    torchrun(1, ["-m", "moerl.audit.score_ranks", "--job", str(folder / "job.json")], timeout_s=300)
     found = dict(np.load(folder / "found.npz"))
 
     lines = []

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from moerl.audit.score_job import ScoreJob
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.engine.host import EngineContext, EngineHost
@@ -32,7 +33,6 @@ from moerl.errors import RecordError
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
-from moerl.trainer.score_job import ScoreJob
 from moerl.types import PolicyVersion, Prompt, Rollout, RoutingBlob, SamplingParams, Segment, check
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
@@ -303,7 +303,7 @@ class Scoring:
             done = subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone"]
                 + ["--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
-                + ["-m", "moerl.trainer.score", "--job", *paths],
+                + ["-m", "moerl.audit.score_ranks", "--job", *paths],
                 env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"},
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.audit.mismatch_command import _plan, measure, score
+from moerl.audit.mismatch_page import write_page
 from moerl.config import load_config, resolve
 from moerl.errors import RecordError
-from moerl.launch.mismatch import _plan, measure, score
-from moerl.observe.mismatch_page import write_page
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.types import Rollout

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.audit.score_job import VARIANTS, ScoreJob, load_job
 from moerl.errors import ConfigError
 from moerl.records.blob_store import BlobStore
 from moerl.serialization import encode_value
-from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import LAYERS, make_model, make_plan
 
@@ -41,7 +41,7 @@ def _run(job: ScoreJob, folder: Path, ranks: int, ep: int) -> dict[str, np.ndarr
 
     out = folder / f"found{ranks}.npz"
     replace(job, out=str(out), ep=ep).save(folder / "job.json")
-    run_ranks(ranks, ["-m", "moerl.trainer.score", "--job", str(folder / "job.json")])
+    run_ranks(ranks, ["-m", "moerl.audit.score_ranks", "--job", str(folder / "job.json")])
     return dict(np.load(out))
 
 

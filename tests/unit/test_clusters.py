@@ -14,7 +14,7 @@ from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.errors import ConfigError
-from moerl.launch.planning.dry_run import describe, process_table
+from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_copies import seal
 from moerl.records.blob_store import Found
 from moerl.records.remote_blobs import cluster_reader

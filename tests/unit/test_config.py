@@ -475,7 +475,7 @@ def test_a_dry_run_of_a_resume_starts_nothing(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moerl.cli._guarded", lambda *_: pytest.fail("a process was started"))
-    monkeypatch.setattr("moerl.launch.planning.dry_run.describe", lambda config, words: f"{words}")
+    monkeypatch.setattr("moerl.planning.dry_run.describe", lambda config, words: f"{words}")
     done = CliRunner().invoke(app, ["train", "--resume", str(finished), "--dry-run"])
     assert (done.exit_code, done.output) == (0, f"['--resume', '{finished}']\n")
 

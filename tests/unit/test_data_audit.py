@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.data.audit import split_segments
+from moerl.audit.segment_split import split_segments
 from moerl.data.packing import pack_microbatch
 from moerl.errors import RecordError
 from moerl.records.blob_ranges import read_logprobs

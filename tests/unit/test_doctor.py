@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config import Config, load_config, resolve
-from moerl.launch.cluster.doctor import Finding, describe, examine
+from moerl.planning.doctor import Finding, describe, examine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ class Ward:
 def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]) -> Ward:
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
-        monkeypatch.setattr(f"moerl.launch.cluster.doctor.{limit}", 250.0)
+        monkeypatch.setattr(f"moerl.planning.doctor.{limit}", 250.0)
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "UCX_"))]:
         monkeypatch.delenv(name)
     (tmp_path / "runs-journal").mkdir()
@@ -79,7 +79,7 @@ def test_nothing_is_called_right_where_nobody_answers(ward: Ward) -> None:
 def test_a_model_without_weights_has_no_file_that_is_right(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moerl.launch.cluster.doctor._links", lambda *_: [])
+    monkeypatch.setattr("moerl.planning.doctor._links", lambda *_: [])
     for path in ward.model.iterdir():
         path.unlink()
     found = [finding for finding in ward.examine() if finding.check == "model"]
@@ -118,7 +118,7 @@ def test_injected_faults(
     what: str,
     remedy: str,
 ) -> None:
-    monkeypatch.setattr("moerl.launch.cluster.doctor._links", lambda *_: [])
+    monkeypatch.setattr("moerl.planning.doctor._links", lambda *_: [])
     wrong = ward.wrong(faults)
     assert any(
         f.check == check and f.node == node and what in f.what and remedy in f.remedy for f in wrong
@@ -127,7 +127,7 @@ def test_injected_faults(
 
 
 def test_a_blocked_port_and_a_missing_shard(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moerl.launch.cluster.doctor._links", lambda *_: [])
+    monkeypatch.setattr("moerl.planning.doctor._links", lambda *_: [])
     (ward.model / "model-1.safetensors").unlink()
     with socket.create_server(("127.0.0.1", ward.config.cluster.ports.controller)):
         wrong = ward.wrong()

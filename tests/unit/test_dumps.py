@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.data.dumps import NEWEST, read_dump
+from moerl.audit.dumps import NEWEST, read_dump
 from moerl.errors import RecordError
 from moerl.records.blob_store import BlobStore
 from moerl.types import ModelShape

@@ -22,9 +22,9 @@ from moerl.config.schema import (
     TinyModel,
 )
 from moerl.errors import TrainerError
-from moerl.launch.planning.dry_run import _tiny_shapes
 from moerl.layout import model_spec
 from moerl.messages import Message, PrepareUpdate, SyncTarget
+from moerl.planning.dry_run import _tiny_shapes
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher

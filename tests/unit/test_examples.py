@@ -19,12 +19,12 @@ from examples.turn_environment import reply
 from examples.turn_environment import reward as turn_reward
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
+from moerl.audit.dumps import model_shape, read_dump
 from moerl.config import load_config
 from moerl.config.algorithms import OBJECTIVES
 from moerl.config.checks import check
 from moerl.config.json_files import read_model_config
 from moerl.config.schema import AlgorithmConfig, TinyModel
-from moerl.data.dumps import model_shape, read_dump
 from moerl.data.tiny_model import make_tiny_model
 from moerl.errors import LayoutError
 from moerl.layout import model_spec

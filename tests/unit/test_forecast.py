@@ -12,7 +12,7 @@ import pytest
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
 from moerl.layout import model_spec
-from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Links, forecast
+from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Links, forecast
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TRAINER
@@ -149,7 +149,7 @@ def test_the_command_prints_bounds_and_refuses_in_one_sentence() -> None:
 
 def test_the_command_needs_no_heavy_package() -> None:
     code = (
-        "import sys; from moerl.launch.planning import sync_plan;"
+        "import sys; from moerl.planning import sync_plan;"
         "from moerl.layout import forecast;"
         "sys.exit(bool({'torch', 'sglang', 'ray', 'megatron'} & sys.modules.keys()))"
     )

@@ -25,10 +25,10 @@ from moerl.data.ref_scores import basis_of, received, record_digest
 from moerl.errors import ConfigError, ProtocolError, RecordError
 from moerl.launch.cluster.node_commands import node_commands, torchrun
 from moerl.launch.cluster.slurm_job import plan as slurm_plan
-from moerl.launch.planning.dry_run import describe, process_table
 from moerl.launch.prepare import _check_frozen
 from moerl.layout import model_spec
 from moerl.messages import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
+from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_store import BlobStore
 from moerl.types import BatchPlan, FrozenScores, PolicyVersion, Rollout
 from tests.helpers.random_rollouts import group, make_rollout

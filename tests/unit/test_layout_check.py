@@ -25,7 +25,7 @@ from moerl.layout import (
     shards,
     whole,
 )
-from moerl.layout.check import check_layout
+from moerl.planning.layout_check import check_layout
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan

@@ -10,7 +10,7 @@ import pytest
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import ModelSpec, hf_shapes, model_spec
-from moerl.layout.memory import Training, engine_memory, layer_activations, trainer_memory
+from moerl.planning.memory import Training, engine_memory, layer_activations, trainer_memory
 from moerl.weight_sync.held_shards import EngineLayout
 
 ROOT = Path(__file__).resolve().parents[2]

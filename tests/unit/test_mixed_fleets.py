@@ -15,8 +15,8 @@ from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.engine.server_args import server_args
 from moerl.errors import ConfigError
-from moerl.launch.planning.dry_run import describe
-from moerl.launch.planning.sync_plan import planned_layouts
+from moerl.planning.dry_run import describe
+from moerl.planning.sync_forecast import planned_layouts
 from moerl.weight_sync.publisher import engine_layout
 from moerl.weight_sync.transfer_plan import TransferPlan
 

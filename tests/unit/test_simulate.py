@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moerl.cli import app
-from moerl.launch.planning.simulate import MODES, Choice, Costs, Workload, advise, simulate
+from moerl.planning.simulate import MODES, Choice, Costs, Workload, advise, simulate
 
 WORK = Workload(groups_per_step=2, group_size=2, lengths=[100], waits_s=(0.5,))
 COSTS = Costs(

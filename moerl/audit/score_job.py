@@ -1,4 +1,6 @@
-"""What `moerl.trainer.score` is asked to do; plain data, written as JSON by whoever starts it."""
+"""What `moerl.audit.score_ranks` is asked to do; plain data, written as JSON by whoever starts
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class ScoreJob:
     rollouts: str  # file: msgpack of list[Rollout] (`wire.encode_value`)
     blob_dir: str
     blob_node: str
-    out: str  # .npz to write, see `moerl.trainer.score`
+    out: str  # .npz to write, see `moerl.audit.score_ranks`
     variants: list[str] = field(default_factory=lambda: ["none", "routing", "mask", "both"])
     dtypes: list[Precision] = field(default_factory=lambda: ["fp32"])
     ep: int = 1

@@ -1,6 +1,6 @@
 """One rank of the doctor's link check: an all-reduce, then 8 MiB to the next rank, over gloo.
 
-    python -m moerl.launch.cluster.link --rank 0 --world 3 --master 10.9.0.1:17103 --interface eth0
+    python -m moerl.planning.link_check --rank 0 --world 3 --master 10.9.0.1:17103 --interface eth0
 
 Prints {"reduce_ms", "gb_s"} as seen by this rank.  Starts no GPU: it asks whether the nodes reach
 each other on every port that gloo and NCCL would take, and how fast.

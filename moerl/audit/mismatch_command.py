@@ -24,21 +24,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moerl.algorithms.attribution import (
-    CAUSES,
-    NEEDED,
-    attribute,
-    by_lag,
-    by_position,
-    cause_of_tokens,
-)
 from moerl.algorithms.mismatch import MismatchSums
+from moerl.audit.attribution import CAUSES, NEEDED, attribute, by_lag, by_position, cause_of_tokens
+from moerl.audit.dumps import NEWEST, read_dump
+from moerl.audit.mismatch_page import write_page
+from moerl.audit.score_job import ScoreJob
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.schema import Precision
 from moerl.controller.generate import generate, sampling_params
 from moerl.controller.rollout_builder import PartialRollout
-from moerl.data.dumps import NEWEST, read_dump
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.process_tree import (
     become_subreaper,
@@ -47,10 +42,8 @@ from moerl.launch.nodes.process_tree import (
     first_error,
 )
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
-from moerl.observe.mismatch_page import write_page
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
-from moerl.trainer.score_job import ScoreJob
 from moerl.types import PolicyVersion, Rollout
 from moerl.types import check as check_rollout
 

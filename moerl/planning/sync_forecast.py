@@ -20,8 +20,8 @@ from moerl.config.mesh import check_mesh
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
 from moerl.layout import ModelSpec, model_spec
-from moerl.layout.check import Spread
-from moerl.layout.forecast import PUBLISHED_EFFICIENCY, Forecast, Links
+from moerl.planning.layout_check import Spread
+from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Forecast, Links
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TRAINER

@@ -1,6 +1,6 @@
 """Score kept rollouts with the trainer's own forward pass: the numbers behind `moerl mismatch`.
 
-    torchrun --nproc-per-node N -m moerl.trainer.score --job FILE...
+    torchrun --nproc-per-node N -m moerl.audit.score_ranks --job FILE...
 
 The same model, replay and log-probability code as training.  Written to `job.out` (.npz), tokens in
 the order of the rollouts file:
@@ -43,8 +43,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.audit.score_job import VARIANTS, ScoreJob, load_job
+from moerl.audit.segment_split import split_segments
 from moerl.config.schema import ParallelConfig, Precision, TrainerConfig
-from moerl.data.audit import split_segments
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.errors import MoerlError, RecordError
@@ -54,7 +55,6 @@ from moerl.serialization import decode_value
 from moerl.trainer.model.platform import prepare
 from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes.route_agreement import downstream
-from moerl.trainer.score_job import VARIANTS, ScoreJob, load_job
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _CORRUPTED_FRAC = 0.01
 
 
 @dataclass(slots=True)
-class Tally:
+class ScoreTally:
     """What one precision found on one rank; joined over ranks by `merge`."""
 
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: defaultdict(dict))
@@ -78,7 +78,7 @@ class Tally:
     moved: dict[str, np.ndarray] = field(default_factory=dict)  # by rollout id
     kept: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: ScoreTally) -> None:
         for variant, found in other.logprobs.items():
             self.logprobs[variant] |= found
         for name, count in other.counts.items():
@@ -153,7 +153,7 @@ def _plan(rollouts: list[Rollout], job: ScoreJob, dp_size: int) -> BatchPlan:
 @torch.no_grad()
 def _score_dtype(
     job: ScoreJob, dtype: Precision, plan: BatchPlan, store: BlobStore, ranks: Parallel
-) -> Tally:
+) -> ScoreTally:
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.model.gpt import build, live_tensors
 
@@ -164,7 +164,7 @@ def _score_dtype(
     model = build(folder.spec, trainer, ranks, with_replay=True)
     load_hf(live_tensors(model.gpt), model.tiles, folder)
     model.module.eval()
-    totals = Tally()
+    totals = ScoreTally()
     for index in range(plan.num_microbatches):
         batch = pack_microbatch(plan, ranks.dp_rank, index, store)
         _Scorer(model, batch, index, ranks, totals).run(job.variants)
@@ -175,7 +175,7 @@ class _Scorer:
     """All variants of one microbatch; forwards are shared by variants with the same routes."""
 
     def __init__(
-        self, model: Model, batch: Microbatch, index: int, ranks: Parallel, totals: Tally
+        self, model: Model, batch: Microbatch, index: int, ranks: Parallel, totals: ScoreTally
     ) -> None:
         assert model.replay is not None, "the model was built with replay"
         self.model, self.batch, self.index, self.ranks = model, batch, index, ranks
@@ -345,7 +345,7 @@ def _prompt_rows(batch: Microbatch) -> Tensor:
 
 
 def _write(
-    job: ScoreJob, rollouts: list[Rollout], every: list[dict[str, Tally]], store: BlobStore
+    job: ScoreJob, rollouts: list[Rollout], every: list[dict[str, ScoreTally]], store: BlobStore
 ) -> None:
     arrays: dict[str, Any] = {
         "rollout_ids": np.array([rollout.rollout_id for rollout in rollouts]),
@@ -353,7 +353,7 @@ def _write(
         "engine": np.concatenate([read_logprobs(store, rollout) for rollout in rollouts]),
     }
     for dtype in job.dtypes:
-        totals = Tally()
+        totals = ScoreTally()
         for found in every:
             totals.merge(found[dtype])
         for variant, by_id in totals.logprobs.items():

@@ -58,27 +58,27 @@ def plan(
       moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.launch.planning import pace_plan, sync_plan
-    from moerl.layout.forecast import Links, forecast
+    from moerl.planning import pace_forecast, sync_forecast
+    from moerl.planning.sync_cost import Links, forecast
 
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
     config = resolve(load_config(recipe, list(overrides or [])))
     links = Links(nic_gb_s, ranks_per_node)
     reports, texts, slowest_s = [], [], 0.0
-    for layouts in sync_plan.planned_layouts(config):
+    for layouts in sync_forecast.planned_layouts(config):
         found = forecast(*layouts, links, direct=direct)
         slowest_s = max(slowest_s, found.planned_s)
-        reports.append(sync_plan.as_json(found, links, efficiency))
-        texts.append(sync_plan.describe(found, links, layouts, efficiency))
+        reports.append(sync_forecast.as_json(found, links, efficiency))
+        texts.append(sync_forecast.describe(found, links, layouts, efficiency))
     text, report = "\n\n".join(texts), reports[0]
     if len(reports) > 1:
         report = {"sizes": reports}
     if costs:
-        named = _named("--costs", costs, list(pace_plan.NAMES))
-        advice = pace_plan.pace(config, named, slowest_s / (efficiency or 1.0))
-        report["pace"] = pace_plan.as_json(advice)
-        text += "\n" + pace_plan.describe(advice, config)
+        named = _named("--costs", costs, list(pace_forecast.NAMES))
+        advice = pace_forecast.pace(config, named, slowest_s / (efficiency or 1.0))
+        report["pace"] = pace_forecast.as_json(advice)
+        text += "\n" + pace_forecast.describe(advice, config)
     typer.echo(json.dumps(report) if as_json else text)
 
 
@@ -119,8 +119,8 @@ def check_layout(
     """
     from moerl.engine.weight_layout import stated_layout
     from moerl.layout import model_spec
-    from moerl.layout.check import check_layout as check
-    from moerl.layout.check import describe
+    from moerl.planning.layout_check import check_layout as check
+    from moerl.planning.layout_check import describe
     from moerl.weight_sync.held_shards import EngineLayout
 
     config = read_model_config(model)
@@ -156,7 +156,7 @@ def check_dump(
 
       moerl check-dump dump.jsonl configs/models/qwen3-30b-a3b
     """
-    from moerl.data.dumps import describe, model_shape, read_dump
+    from moerl.audit.dumps import describe, model_shape, read_dump
     from moerl.layout import model_spec
     from moerl.records.blob_store import BlobStore
 

@@ -32,9 +32,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moerl.config.schema import ParallelConfig
-from moerl.layout.check import ITEMSIZE, stage_bytes
 from moerl.layout.shards import chunk_layers
 from moerl.layout.spec import ModelSpec, padded_vocab
+from moerl.planning.layout_check import ITEMSIZE, stage_bytes
 from moerl.weight_sync.held_shards import EngineLayout
 
 Recompute = Literal["none", "selective", "full"]

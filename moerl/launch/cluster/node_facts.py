@@ -1,4 +1,5 @@
-"""What one node says about itself: `python -m moerl.launch.cluster.probe REQUEST`, JSON in and out.
+"""What one node says about itself: `python -m moerl.launch.cluster.node_facts REQUEST`, JSON in and
+out.
 
 `moerl doctor` runs it on every node.  It reads and measures, changes nothing, imports neither torch
 nor Ray, and needs about a second: versions are those of the installed distributions, a model's
@@ -42,7 +43,7 @@ class Request:
 
 
 @dataclass
-class Disk:
+class DiskFacts:
     path: str
     kind: str  # of the file system: ext4, nfs4, tmpfs
     free: int  # bytes; -1 = the folder cannot be made or written
@@ -50,7 +51,7 @@ class Disk:
 
 
 @dataclass
-class Facts:
+class NodeFacts:
     """Answer of one node."""
 
     time_s: float
@@ -61,12 +62,12 @@ class Facts:
     environment: dict[str, str]  # NCCL_*, UCX_*, GLOO_*
     memory_free: int
     locked_memory: int  # ulimit -l, bytes; -1 = unlimited
-    disks: dict[str, Disk] = field(default_factory=dict)
+    disks: dict[str, DiskFacts] = field(default_factory=dict)
     ports_taken: dict[str, str] = field(default_factory=dict)  # purpose: why
     model: dict[str, str] = field(default_factory=dict)  # file: checksum, or missing
 
 
-def look(request: Request) -> Facts:
+def look(request: Request) -> NodeFacts:
     """Everything, on this node."""
     import resource
 
@@ -77,7 +78,7 @@ def look(request: Request) -> Facts:
         for entry in entries
         if entry.family == socket.AF_INET
     }
-    return Facts(
+    return NodeFacts(
         time_s=time.time(),
         versions=versions(),
         addresses=addresses,
@@ -106,13 +107,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def disk(folder: Path) -> Disk:
+def disk(folder: Path) -> DiskFacts:
     """Kind and room of the file system under a folder, which need not exist yet."""
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     kind = file_system(there)
     if not os.access(there, os.W_OK):
-        return Disk(str(folder), kind, -1, f"{there} is not writable")
-    return Disk(str(folder), kind, psutil.disk_usage(str(there)).free)
+        return DiskFacts(str(folder), kind, -1, f"{there} is not writable")
+    return DiskFacts(str(folder), kind, psutil.disk_usage(str(there)).free)
 
 
 def file_system(folder: Path) -> str:
@@ -171,9 +172,9 @@ def _line(port: Path) -> str:
     return state.read_text().strip() if state.is_file() else "unknown"
 
 
-def read_facts(data: dict[str, Any]) -> Facts:
-    disks = {name: Disk(**value) for name, value in data.pop("disks").items()}
-    return Facts(**data, disks=disks)
+def read_facts(data: dict[str, Any]) -> NodeFacts:
+    disks = {name: DiskFacts(**value) for name, value in data.pop("disks").items()}
+    return NodeFacts(**data, disks=disks)
 
 
 def main() -> None:

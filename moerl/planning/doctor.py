@@ -1,8 +1,8 @@
 """`moerl doctor [CLUSTER]`: looks at every node before a run does, and says what to do.
 
-Each node answers `moerl.launch.cluster.probe`; this file compares the answers with each other and
-with the configuration, one rule per function, then sends bytes along every link
-(`moerl.launch.cluster.link`).  A node is reached by `cluster.remote` ("ssh {host}", "srun ...
+Each node answers `moerl.launch.cluster.node_facts`; this file compares the answers with each other
+and with the configuration, one rule per function, then sends bytes along every link
+(`moerl.planning.link_check`).  A node is reached by `cluster.remote` ("ssh {host}", "srun ...
 --nodelist={host}"), which is also what tests replace.  All nodes are asked at once, each with a
 deadline, so the whole takes less than a minute however many there are.
 
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.clusters import Node, Placement, is_local, placement
-from moerl.launch.cluster.probe import NETWORK_FILE_SYSTEMS, Facts, Request, read_facts
+from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, NodeFacts, Request, read_facts
 
 _ANSWER_S = 25.0
 _LINK_S = 25.0
@@ -51,7 +51,7 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Answer:
     node: Node
-    facts: Facts | None
+    facts: NodeFacts | None
     error: str  # why there are none
     skew_s: float  # its clock less ours, beyond what the call took
 
@@ -91,7 +91,7 @@ def _ask(config: Config, placed: Placement, node: Node) -> Answer:
     begin = time.time()
     try:
         done = subprocess.run(
-            on_node(config, node, ["-m", "moerl.launch.cluster.probe", request]),
+            on_node(config, node, ["-m", "moerl.launch.cluster.node_facts", request]),
             capture_output=True,
             text=True,
             timeout=_ANSWER_S,
@@ -353,7 +353,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _present(answers: Sequence[Answer]) -> dict[str, Facts]:
+def _present(answers: Sequence[Answer]) -> dict[str, NodeFacts]:
     return {answer.node.name: answer.facts for answer in answers if answer.facts is not None}
 
 
@@ -371,7 +371,7 @@ def _links(config: Config, placed: Placement, answers: Sequence[Answer]) -> list
     nodes = [answer.node for answer in answers]
     command = [
         "-m",
-        "moerl.launch.cluster.link",
+        "moerl.planning.link_check",
         "--world",
         str(len(nodes)),
         "--interface",

@@ -1,7 +1,7 @@
 """`moerl train RECIPE --dry-run`: what would start where, without starting it.
 
 Needs neither torch, ray nor sglang, and reads the model's config.json only: it runs on a login
-node.  Estimates come from `moerl.layout.memory`, placement from `moerl.config.clusters`, commands
+node.  Estimates come from `moerl.planning.memory`, placement from `moerl.config.clusters`, commands
 from `moerl.launch.cluster.node_commands`: the same functions that a real start uses.
 """
 
@@ -30,11 +30,10 @@ from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.engine import feature_table
 from moerl.engine.server_args import arguments
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
-from moerl.launch.planning.sync_plan import planned_layouts
 from moerl.launch.run_context import RunContext, frozen_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
-from moerl.layout.check import Spread
-from moerl.layout.memory import (
+from moerl.planning.layout_check import Spread
+from moerl.planning.memory import (
     Recompute,
     TrainerMemory,
     Training,
@@ -42,6 +41,7 @@ from moerl.layout.memory import (
     frozen_memory,
     trainer_memory,
 )
+from moerl.planning.sync_forecast import planned_layouts
 from moerl.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals

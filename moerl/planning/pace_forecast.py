@@ -1,6 +1,6 @@
 """`moerl plan RECIPE --costs ...`: how many engines, what buffer depth and which in-flight mode.
 
-The answer is the simulation's (`moerl.launch.planning.simulate`) for stated or measured service
+The answer is the simulation's (`moerl.planning.simulate`) for stated or measured service
 times of this model on this hardware; the seconds of a publish come from the transfer forecast.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config import Config
 from moerl.errors import ConfigError
-from moerl.launch.planning.simulate import Advice, Choice, Costs, Outcome, Workload, advise
+from moerl.planning.simulate import Advice, Choice, Costs, Outcome, Workload, advise
 
 NAMES = {
     "train_s": "an optimizer step of the gang",

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout.check import ITEMSIZE as MODEL_ITEMSIZE
-from moerl.layout.check import Spread, trainer_bytes
 from moerl.layout.shards import hf_shapes
 from moerl.layout.spec import ModelSpec
+from moerl.planning.layout_check import ITEMSIZE as MODEL_ITEMSIZE
+from moerl.planning.layout_check import Spread, trainer_bytes
 from moerl.weight_sync.buckets import WirePolicy, wire_bytes
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import Hop, TransferPlan, num_rounds, relay_schedule
