@@ -2,9 +2,9 @@
 
     python bench/controller_load.py [--episodes 20000] [--seconds 300] [--quick]
 
-The real controller with its buffer, admission, batching and ledger, in one process and one event
-loop.  Engines and scorer are stubs that wait like real ones (heavy-tailed answer times) and give
-records of random tokens; requests, replies and plans go through the same encoding as between
+The real controller with its buffer, admission, batching and step metrics, in one process and one
+event loop.  Engines and scorer are stubs that wait like real ones (heavy-tailed answer times) and
+give records of random tokens; requests, replies and plans go through the same encoding as between
 processes (pickle to the engines as Ray does, msgpack to the trainer), whose cost falls on this
 loop.  A trainer takes plans, waits, publishes (which interrupts every running call), reports and
 saves.

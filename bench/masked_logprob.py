@@ -38,7 +38,7 @@ Score = Callable[[Tensor, "Record"], Tensor]
 
 
 class Record:
-    """Sampled tokens and kept sets of geometric size, as truncated sampling leaves them."""
+    """Sampled tokens and sampling masks of geometric size, as truncated sampling leaves them."""
 
     def __init__(self, rows: int, kept: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ ARMS: dict[str, Score] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=512, help="sampled tokens")
-    parser.add_argument("--kept", type=int, default=64, help="mean size of a kept set")
+    parser.add_argument("--kept", type=int, default=64, help="mean size of a sampling mask")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -2,11 +2,12 @@
 
     python bench/replay_overhead.py [--pairs 24] [--tokens 4096]
 
-Three learners with the same weights train the same tokens: `both` replays recorded routes and kept
-sets read from sealed blobs, `routing` replays routes alone, `none` routes live and scores the full
-vocabulary.  Steps are interleaved in rotating order, so that a noisy machine hits all alike; ratios
-are taken within a round.  `routing` against `none` is the cost of Keep Routing alone; `both` also
-swaps a log-softmax over the vocabulary for one over the kept sets, which is cheaper.
+Three learners with the same weights train the same tokens: `both` replays recorded routes and
+sampling masks read from sealed blobs, `routing` replays routes alone, `none` routes live and scores
+the full vocabulary.  Steps are interleaved in rotating order, so that a noisy machine hits all
+alike; ratios are taken within a round.  `routing` against `none` is the cost of Keep Routing alone;
+`both` also swaps a log-softmax over the vocabulary for one over the sampling masks, which is
+cheaper.
 
 The bound: replay saves the top-k and adds reads of rows x layers x K bytes plus a gather of the
 kept logits; nothing of it grows with parameters, so the share falls with model size.

@@ -234,12 +234,13 @@ class Bench:
     def __init__(self, pipe: Connection, folder: str) -> None:
         self.pipe, self.folder = pipe, folder
         self.plans = plans()
-        self.frozen = [
+        self.ref_models = [
             [fill(region.num_bytes, 100 * plan.rank + region.src) for region in plan.regions]
             for plan in self.plans
         ]
         self.wanted = [
-            region_digests(plan, data) for plan, data in zip(self.plans, self.frozen, strict=True)
+            region_digests(plan, data)
+            for plan, data in zip(self.plans, self.ref_models, strict=True)
         ]
         self.links: dict[str, list[Link]] = {}
         self.num_bytes = sum(plan.num_bytes for plan in self.plans)
@@ -251,7 +252,7 @@ class Bench:
         self.tensors = local([piece for region, _ in mine for piece in region.pieces], source=True)
 
     def regions(self) -> Iterator[tuple[Region, Tensor]]:
-        for plan, data in zip(self.plans, self.frozen, strict=True):
+        for plan, data in zip(self.plans, self.ref_models, strict=True):
             yield from zip(plan.regions, data, strict=True)
 
     def ask(self, command: str, *arguments: object) -> Any:
@@ -269,7 +270,7 @@ class Bench:
     def send(self, name: str) -> None:
         """All regions to all engine ranks."""
         num_bytes = 0
-        for plan, data, link in zip(self.plans, self.frozen, self.links[name], strict=True):
+        for plan, data, link in zip(self.plans, self.ref_models, self.links[name], strict=True):
             for start, region, raw in zip(plan.starts, plan.regions, data, strict=True):
                 for bucket in region.buckets:
                     piece = raw[bucket.offset : bucket.offset + bucket.num_bytes]

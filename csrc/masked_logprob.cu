@@ -1,4 +1,4 @@
-// CUDA build of csrc/masked_logprob.h: one warp per row.  Kept sets have tens to hundreds of ids, so
+// CUDA build of csrc/masked_logprob.h: one warp per row.  Sampling masks have tens to hundreds of ids, so
 // a warp fills itself and no shared memory is needed; a row of the whole vocabulary works and is
 // slower than a block per row would be.  Lanes take ids in strides of 32 and reduce in a fixed
 // butterfly, so the result does not depend on the grid.  No torch header is included: pointers and

@@ -60,7 +60,7 @@ class EngineError(MoerlError):
 
 
 class TrainerError(MoerlError):
-    """The trainer gang failed; carries the first rank's cause."""
+    """The trainer failed; carries the first rank's cause."""
 
 
 class ScoreError(MoerlError):

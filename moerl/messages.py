@@ -1,6 +1,6 @@
 """Seams between components, and the typed messages between trainer and controller.
 
-The trainer is a plain torchrun gang that knows nothing of Ray: its rank 0 speaks these messages
+The trainer is a plain torchrun trainer that knows nothing of Ray: its rank 0 speaks these messages
 over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses one socket for the
 training loop and one for each publish session, so a publish never delays a plan.
 
@@ -18,10 +18,10 @@ from moerl.id_sets import Ranges
 from moerl.types import (
     BatchPlan,
     Episode,
-    FrozenScores,
     GenerateRequest,
     PolicyVersion,
     Prompt,
+    RefScores,
     Score,
     Segment,
 )
@@ -30,16 +30,17 @@ from moerl.types import (
 # --- trainer -> controller ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a gang.  Reply: Ok; SetEngines when other engines than configured are there.
+    """First message of a trainer.  Reply: Ok; SetEngines when other engines than configured are
+    there.
 
-    consumed: group ids whose training is part of the checkpoint the gang started from; the
+    consumed: group ids whose training is part of the checkpoint the trainer started from; the
     controller never plans them again.
     """
 
     token: str  # the run's random token
     world_size: int
     dp_size: int
-    version: PolicyVersion  # weights the gang holds now
+    version: PolicyVersion  # weights the trainer holds now
     consumed: Ranges
 
 
@@ -145,7 +146,7 @@ class AskEngine:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The gang is about to die of this cause.  Reply: Ok."""
+    """The trainer is about to die of this cause.  Reply: Ok."""
 
     rank: int
     cause: str
@@ -153,24 +154,25 @@ class Failed:
     incarnation: int = -1  # of a trainer that knew its own
 
 
-# --- frozen gang (reference, teacher) -> controller ----------------------------------------------
+# --- reference ranks (reference, teacher) -> controller
+# ----------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TakeRecords:
-    """Ask for groups that the frozen policies have not scored yet, those that train next first.
+    """Ask for groups that the reference models have not scored yet, those that train next first.
 
     Reply: Plan; Ok when there was none in time (ask again); Stop when the run is over.
     """
 
-    start: int  # starts of this gang before this one
+    start: int  # starts of this trainer before this one
     dp_size: int
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the frozen policies say of every row of the plan asked last.  Reply: Ok."""
+    """What the reference models say of every row of the plan asked last.  Reply: Ok."""
 
-    scores: tuple[FrozenScores, ...]
+    scores: tuple[RefScores, ...]
 
 
 # --- controller -> trainer (replies) -------------------------------------------------------------
@@ -181,7 +183,7 @@ class Ok:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request cannot be served; `cause` is one sentence.  The gang stops."""
+    """The request cannot be served; `cause` is one sentence.  The trainer stops."""
 
     cause: str
 

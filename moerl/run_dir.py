@@ -225,15 +225,15 @@ class Endpoints:
         return found["start"]
 
     def done(self, start: str) -> None:
-        """The gang trained the last step and saved the model."""
+        """The trainer trained the last step and saved the model."""
         atomic_write(self.folder / "done.json", json.dumps({"start": start}))
 
     def is_done(self) -> bool:
         return self._marked("done.json") is not None
 
     def was_done(self, start: str) -> bool:
-        """Whether the gang of this opening finished the run; asked after the endpoints folder was
-        closed.
+        """Whether the trainer of this opening finished the run; asked after the endpoints folder
+        was closed.
         """
         try:
             return bool(json.loads((self.folder / "done.json").read_text())["start"] == start)

@@ -63,8 +63,8 @@ class Finish(StrEnum):
 class SamplingParams:
     """Every parameter a request carries; an engine default is never relied on.
 
-    Kept set (SGLang, `pytorch` sampling backend): rank < top_k and cumulative probability BEFORE
-    the token <= top_p, both on the temperature-scaled full distribution.
+    Sampling mask (SGLang, `pytorch` sampling backend): rank < top_k and cumulative probability
+    BEFORE the token <= top_p, both on the temperature-scaled full distribution.
     """
 
     max_new_tokens: int
@@ -369,10 +369,10 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FrozenScores:
-    """What frozen policies (reference, teacher) say of one rollout, scored on ranks of their own.
+class RefScores:
+    """What reference models (reference, teacher) say of one rollout, scored on ranks of their own.
 
-    At the student's temperature and over the student's recorded kept sets.
+    At the student's temperature and over the student's recorded sampling masks.
     """
 
     rollout_id: str
@@ -393,7 +393,7 @@ class BatchPlan:
     groups: tuple[EpisodeGroup, ...]
     rows: tuple[PlanRow, ...]
     num_microbatches: int
-    frozen: tuple[FrozenScores, ...] = ()  # by row; empty where the trainer scores for itself
+    ref_models: tuple[RefScores, ...] = ()  # by row; empty where the trainer scores for itself
 
     def rollouts(self) -> list[Rollout]:
         """By row."""

@@ -15,7 +15,7 @@ tests/unit/test_algorithms_exact.py:
 r = theta / mu stays IN the graph: detaching it keeps the value and turns the gradient by 54% in
 the test.  r is over the policy the token was drawn from, so mu is the engine.
 
-Under a replayed sampling mask both policies must be scored over the same kept set: then k3 is
+Under a replayed sampling mask both policies must be scored over the same sampling mask: then k3 is
 KL(theta^S, ref^S) exactly, while a reference scored over the full vocabulary makes it too low by
 the mass it leaves outside.  k1 and k2 may be negative or biased on samples; see the table.
 Estimators: joschu.net/blog/kl-approx.html; k3_plus: verl's straight-through; unbiased:

@@ -90,7 +90,7 @@ def distillation(t: Tokens) -> Tensor:
     With an importance ratio its policy gradient is exactly that of -KL(theta, teacher), the reverse
     KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
     on-policy-distillation).  Trap: as a plain loss, theta - teacher has no gradient at all in
-    expectation; it has to be an advantage.  The teacher is scored over the student's kept set.
+    expectation; it has to be an advantage.  The teacher is scored over the student's sampling mask.
     """
     assert t.teacher is not None, "distillation needs log-probabilities of the teacher"
     return (t.teacher - t.logprob).detach()

@@ -1,9 +1,9 @@
 """Log-probability of sampled tokens under the distribution they were really sampled from.
 
 Keep Sampling Mask: the engine recorded which vocabulary entries its truncation kept; the trainer
-scores `z_a / tau - logsumexp over the kept set of z_j / tau`, never a set derived again from its
-own logits.  The kept set is CSR (one row per sampled token), the vocabulary may be sharded over a
-tensor-parallel group, and a shard may keep nothing of a row.
+scores `z_a / tau - logsumexp over the sampling mask of z_j / tau`, never a set derived again from
+its own logits.  The sampling mask is CSR (one row per sampled token), the vocabulary may be sharded
+over a tensor-parallel group, and a shard may keep nothing of a row.
 
 Each function is one explicit autograd.Function, so that what is saved is what is stated: the
 masked one keeps O(kept entries), the full one the logits it was given and two numbers per row.
@@ -56,7 +56,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
-    """The recorded kept set of each sampled token, as CSR."""
+    """The recorded sampling mask of each sampled token, as CSR."""
 
     offsets: Tensor  # [S + 1] i64, rising from 0 to nnz
     ids: Tensor  # [nnz] i64 or i32, global vocabulary ids, ascending in a row
@@ -81,7 +81,7 @@ def kept_logprobs(
     full_entropy_of: int | None = None,
     implementation: Implementation = "auto",
 ) -> Scores:
-    """Log-probability and entropy of each sampled token over its recorded kept set.
+    """Log-probability and entropy of each sampled token over its recorded sampling mask.
 
     logits_RV: [..., V] bf16, fp32 or fp64, this rank's entries of the vocabulary.
     sampled_S: [S] i64 global ids.  temperature_S: [S].  rows_S: [S] i64, the (flattened) logit row

@@ -58,7 +58,7 @@ class Sequences:
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """Sampled tokens of one microbatch; log-probabilities in nats, at the sampling temperature and
-    over the recorded kept set on both sides."""
+    over the recorded sampling mask on both sides."""
 
     logprob: Tensor  # [N] current policy theta, in the graph
     engine: Tensor  # [N] behaviour policy mu: what the engine recorded when it sampled

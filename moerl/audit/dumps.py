@@ -97,7 +97,7 @@ def describe(rollouts: list[Rollout], shape: ModelShape) -> str:
         f"good: {len(rollouts):,} rollouts, {tokens:,} tokens, {sampled:,} of them sampled, "
         f"lag {min(lags)} to {max(lags)}\n"
         f"routes of {len(shape.moe_layers)} MoE layers, {shape.top_k} of {shape.num_experts} "
-        f"experts for each token fed in; kept sets: {kept}"
+        f"experts for each token fed in; sampling masks: {kept}"
     )
 
 

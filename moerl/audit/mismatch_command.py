@@ -1,7 +1,7 @@
 """`moerl mismatch`: score rollouts with {none, routing, mask, both} replayed; find where they part.
 
 They are fresh, at lag 0, or those of a file that any system may have written (docs/dumps.md).
-No Ray and no training: one engine host in this process, then one scoring gang through torchrun.
+No Ray and no training: one engine host in this process, then one scoring trainer through torchrun.
 Engine and trainer are the classes that training uses.  A pairing of equal precision on equal
 kernels has nothing for replay to close, so the trainer scores in bf16 as well as in fp32.
 """
@@ -95,7 +95,7 @@ def score(
     model: Path | None = None,
     version: str = "",
 ) -> ScoreJob:
-    """Run the scoring gang over `rollouts` (or, with `version`, over their segments of it)."""
+    """Run the scoring trainer over `rollouts` (or, with `version`, over their segments of it)."""
     records = folder / "rollouts.msgpack"
     records.write_bytes(encode_value(list(rollouts)))
     trainer = plan.config.trainer

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from moerl.config.schema import Dispatcher, Precision
 from moerl.errors import ConfigError
 
-# name: (routes of the forward pass, recorded kept sets used)
+# name: (routes of the forward pass, recorded sampling masks used)
 VARIANTS: dict[str, tuple[str, bool]] = {
     "none": ("live", False),
     "mask": ("live", True),

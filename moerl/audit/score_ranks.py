@@ -16,7 +16,7 @@ the order of the rollouts file:
     DTYPE/layer_pairs [L, 4]            pairs, agreeing, clean, clean that differ; per layer
     DTYPE/layer_margin [L, 3]           5, 50, 95 % quantile of the live margin, all real tokens
     DTYPE/moved [S]                     a route differs at or before the token's logit row
-    kept [S]                            size of the kept set, 0 without one
+    kept [S]                            size of the sampling mask, 0 without one
     DTYPE/executed                      pairs whose executed experts equal the record (all of them)
 
 Executed experts are read from the map that the dispatcher acts on, not from what replay returned; a
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _score(jobs: list[ScoreJob]) -> None:
-    """All jobs in one gang, started as the first one says."""
+    """All jobs in one trainer, started as the first one says."""
     platform = prepare(jobs[0].platform, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     from moerl.trainer.model import parallel
 

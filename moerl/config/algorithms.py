@@ -139,8 +139,8 @@ def needed(a: AlgorithmConfig) -> set[str]:
     return {need for line in _chosen(a) for need in line.needs} | in_reward
 
 
-def frozen_models(config: Config) -> dict[str, str]:
-    """Hugging Face folder of each frozen policy that the algorithm needs, by role."""
+def ref_models_of(config: Config) -> dict[str, str]:
+    """Hugging Face folder of each reference model that the algorithm needs, by role."""
     algorithm, found = config.algorithm, {}
     if "reference" in needed(algorithm):
         found["reference"] = algorithm.reference or config.model.path

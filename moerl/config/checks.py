@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, frozen_models
+from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster
 from moerl.config.json_files import read_model_config
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
-from moerl.config.schema import Config, FrozenConfig, ParallelConfig, RolloutConfig
+from moerl.config.schema import Config, ParallelConfig, RefModelsConfig, RolloutConfig
 from moerl.config.validate import either, validate
 from moerl.errors import ConfigError, ModelError
 
@@ -44,7 +44,7 @@ def check(config: Config, *, starts: bool = True) -> None:
         )
     _check_sampling(config)
     _check_parallel(TRAINER, config.trainer.parallel)
-    _check_frozen(config)
+    _check_ref_models(config)
     _check_replay(config)
     _check_minibatches(config)
     _check_task(config)
@@ -77,10 +77,10 @@ def check_model(config: Config) -> dict[str, Any]:
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_model_sizes(config.trainer.parallel, tp, hf)
-    if config.frozen.ranks == "own":
-        for path in frozen_models(config).values():
+    if config.ref_models.placement == "separate":
+        for path in ref_models_of(config).values():
             other = read_model_config(Path(path))
-            check_model_sizes(config.frozen.parallel, 1, other, field="frozen.parallel")
+            check_model_sizes(config.ref_models.parallel, 1, other, field="ref_models.parallel")
     return hf
 
 
@@ -230,21 +230,23 @@ def _check_late_siblings(config: Config) -> None:
             raise ConfigError("rollout.late_siblings", "carry", f"{reason}; use drop")
 
 
-def _check_frozen(config: Config) -> None:
-    frozen, default = config.frozen, FrozenConfig()
-    if frozen.ranks == "trainer":
-        if frozen != default:
+def _check_ref_models(config: Config) -> None:
+    ref_models, default = config.ref_models, RefModelsConfig()
+    if ref_models.placement == "trainer":
+        if ref_models != default:
             raise ConfigError(
-                "frozen.parallel",
-                frozen.parallel,
-                "only frozen.ranks = own has one",
+                "ref_models.parallel",
+                ref_models.parallel,
+                "only ref_models.placement = own has one",
             )
         return
-    if not frozen_models(config):
+    if not ref_models_of(config):
         raise ConfigError(
-            "frozen.ranks", "own", "the algorithm reads neither a reference nor a teacher"
+            "ref_models.placement",
+            "separate",
+            "the algorithm reads neither a reference nor a teacher",
         )
-    _check_parallel("frozen.parallel", frozen.parallel)
+    _check_parallel("ref_models.parallel", ref_models.parallel)
 
 
 def _check_parallel(field: str, p: ParallelConfig) -> None:

@@ -7,7 +7,7 @@ asked for exactly it, and torchrun's ranks follow from it.
   have GPUs, and take turns where they have none.
 - Trainer ranks are spread evenly: the same number on every trainer node, as torchrun wants it.
 - Where a node has several roles, engines take its first GPUs, the trainer the next ones, and the
-  frozen gang (`frozen.ranks: own`) those after.
+  reference ranks (`ref_models.placement: separate`) those after.
 
 Rejected: leaving placement to Ray's scheduler (the printed table could differ from the run's, and
 trainer nodes have no Ray).
@@ -41,7 +41,7 @@ class EngineSlot:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSlot:
-    """One node's part of the trainer gang, or of the frozen one."""
+    """One node's part of the trainer, or of the reference ranks."""
 
     node: Node
     node_rank: int  # torchrun's
@@ -55,7 +55,7 @@ class Placement:
     controller: Node
     engines: tuple[EngineSlot, ...]
     trainers: tuple[TrainerSlot, ...]
-    frozen: tuple[TrainerSlot, ...] = ()  # with frozen.ranks: own
+    ref_models: tuple[TrainerSlot, ...] = ()  # with ref_models.placement: separate
 
 
 def placement(config: Config) -> Placement:
@@ -63,10 +63,12 @@ def placement(config: Config) -> Placement:
     found = nodes(config.cluster)
     engines = _place_engines(config, [node for node in found if node.has("engine")])
     trainers = _place_trainer("trainer", config.trainer.parallel, found, engines)
-    frozen: tuple[TrainerSlot, ...] = ()
-    if config.frozen.ranks == "own":
-        frozen = _place_trainer("frozen", config.frozen.parallel, found, (*engines, *trainers))
-    return Placement(found, _controller(found), engines, trainers, frozen)
+    ref_models: tuple[TrainerSlot, ...] = ()
+    if config.ref_models.placement == "separate":
+        ref_models = _place_trainer(
+            "ref_models", config.ref_models.parallel, found, (*engines, *trainers)
+        )
+    return Placement(found, _controller(found), engines, trainers, ref_models)
 
 
 def nodes(cluster: ClusterConfig) -> tuple[Node, ...]:
@@ -143,10 +145,12 @@ def _check_network(config: Config) -> None:
         "ray": ports.ray,
         "rendezvous": ports.rendezvous,
     }
-    if config.frozen.ranks == "own":
-        numbers["frozen"] = ports.frozen
+    if config.ref_models.placement == "separate":
+        numbers["ref_models"] = ports.ref_models
         if cluster.launcher == "kuberay":
-            raise ConfigError("frozen.ranks", "own", "moerl manifest starts one gang: use trainer")
+            raise ConfigError(
+                "ref_models.placement", "separate", "moerl manifest starts one trainer: use trainer"
+            )
     for name, port in numbers.items():
         taken = [other for other, used in numbers.items() if used == port and other != name]
         if not 1024 <= port <= 65535 or taken:

@@ -24,7 +24,7 @@ from moerl.config.bounds import (
     UnitInterval,
 )
 
-Role = Literal["controller", "engine", "trainer", "frozen"]
+Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
 
@@ -262,11 +262,11 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
-class FrozenConfig:
+class RefModelsConfig:
     """Where the models that only score run: algorithm.reference, algorithm.teacher."""
 
-    # trainer: on its ranks, before each step; own: a gang beside it
-    ranks: Literal["trainer", "own"] = "trainer"
+    # trainer: on its ranks, before each step; own: a trainer beside it
+    placement: Literal["trainer", "separate"] = "trainer"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: its layout
 
 
@@ -349,7 +349,9 @@ class PortConfig:
     blobs: int = 0  # trainer ranks -> records on an engine node
     ray: int = 0  # engine nodes -> Ray's head
     rendezvous: int = 0  # torchrun of the trainer nodes
-    frozen: int = 0  # torchrun of the frozen gang's nodes, with frozen.ranks: own
+    ref_models: int = (
+        0  # torchrun of the reference ranks's nodes, with ref_models.placement: separate
+    )
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    frozen: FrozenConfig = field(default_factory=FrozenConfig)
+    ref_models: RefModelsConfig = field(default_factory=RefModelsConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -49,14 +49,14 @@ class Controller:
         self.producer = Producer(context, self.scoring_stage)
         self._evaluator = Evaluator(context)
         self._availability = BlobAvailability(context, self.producer, self.scoring_stage)
-        self._frozen = RefScoreQueue(context, self._availability)
+        self._ref_models = RefScoreQueue(context, self._availability)
         self.trainer = TrainerHandler(
             context,
             self.scoring_stage,
             self.producer,
             self._evaluator,
             self._availability,
-            self._frozen,
+            self._ref_models,
         )
         self._restore(services.journal.load(), trainer_alive)
 
@@ -64,8 +64,8 @@ class Controller:
     def _restore(self, recovered: RecoveredState, trainer_alive: bool) -> None:
         """Take over what the journal holds.
 
-        Beside a living gang plans stay planned.  A journal that lost anything cannot say what that
-        gang has trained: it is refused until it started again from its checkpoint.
+        Beside a living trainer plans stay planned.  A journal that lost anything cannot say what
+        that trainer has trained: it is refused until it started again from its checkpoint.
         """
         context, services, state = self.context, self.context.services, recovered.controller_state
         for version in state.begins:
@@ -129,7 +129,7 @@ class Controller:
             "async/engines": pool.num_serving,
             "async/in_flight": float(buffer.num_started * siblings),
             "trainer/incarnation": float(incarnation),
-            "frozen/start": float(self._frozen.start),
+            "ref_models/start": float(self._ref_models.start),
         } | {
             f"refused/{reason}": float(n) for reason, n in self.context.step_metrics.refused.items()
         }

@@ -13,9 +13,9 @@ Whether an engine that is up also serves weights of the surviving history is ask
 
 Which engines the trainer publishes to: what it was told last, and what it must be told next.
 
-A gang opens its publisher for the configured engines.  Where others are in the run, it is told with
-its hello or instead of its next plan (`SetEngines`), and has taken that in when it asks again; an
-engine that leaves is not ended before.
+A trainer opens its publisher for the configured engines.  Where others are in the run, it is told
+with its hello or instead of its next plan (`SetEngines`), and has taken that in when it asks again;
+an engine that leaves is not ended before.
 
 Which engine has a prompt's leading tokens in its prefix cache, as far as anyone can tell here.
 
@@ -163,17 +163,17 @@ class EnginePool:
         return any(member.behind for member in self.members.values())
 
     def expect_trainer(self) -> None:
-        """Raises ProtocolError when no gang has said hello."""
+        """Raises ProtocolError when no trainer has said hello."""
         if self.incarnation is None:
             raise ProtocolError(
-                "the journal lost what this gang has trained: it has to start from its checkpoint"
+                "the journal lost what this trainer has trained: it has to start from its checkpoint"
             )
 
     def expect_no_newer(self, incarnation: int) -> None:
-        """Raises ProtocolError: a gang that was cut off may live on beside its successor."""
+        """Raises ProtocolError: a trainer that was cut off may live on beside its successor."""
         if self.incarnation is not None and incarnation < self.incarnation:
             raise ProtocolError(
-                f"gang {incarnation} was replaced: {self.incarnation} is the newest one"
+                f"trainer {incarnation} was replaced: {self.incarnation} is the newest one"
             )
 
     async def poll(
@@ -424,12 +424,13 @@ class SyncTargets:
     def __init__(self, config: EngineConfig, sizes: Mapping[int, int], *, changed: bool) -> None:
         """sizes: tensor-parallel ranks by engine.
 
-        changed: the gang that lives may have been told of other engines by an earlier controller.
+        changed: the trainer that lives may have been told of other engines by an earlier
+        controller.
         """
         self._configured = engines_of(config.sizes)
         self._sizes = dict(sizes)
         self._published_to: Engines | None = None if changed else self._configured
-        self._taken: Engines | None = self._published_to  # what the gang has taken in
+        self._taken: Engines | None = self._published_to  # what the trainer has taken in
 
     def join(self, engine: int, tp: int) -> None:
         self._sizes[engine] = tp
@@ -442,16 +443,16 @@ class SyncTargets:
         return self._taken is not None and all(one.engine != engine for one in self._taken)
 
     def begin(self) -> SetEngines | None:
-        """A gang says hello: what it must be told, if anything."""
+        """A trainer says hello: what it must be told, if anything."""
         self._published_to = self._taken = self._configured
         return self.pending_update()
 
     def taken_in(self) -> None:
-        """The gang asks for a plan: it has taken in what it was told last."""
+        """The trainer asks for a plan: it has taken in what it was told last."""
         self._taken = self._published_to
 
     def pending_update(self) -> SetEngines | None:
-        """What the gang must be told before its next plan, once."""
+        """What the trainer must be told before its next plan, once."""
         now = engines_of(self._sizes)
         if now == self._published_to:
             return None

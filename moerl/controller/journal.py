@@ -148,7 +148,7 @@ class Journal:
 
     # --- written before the effect can be seen ------------------------------------------------
     def began(self, version: PolicyVersion, dp_size: int, consumed: Ranges) -> None:
-        """A gang starts with these weights; groups of steps it does not hold are ready again."""
+        """A trainer starts with these weights; groups of steps it does not hold are ready again."""
         spent, controller_state = IdSet(consumed), self._controller_state
         begins = (
             controller_state.begins

@@ -20,8 +20,8 @@ from moerl.types import EpisodeGroup, PolicyVersion
 class ControllerState:
     """The small part."""
 
-    begins: tuple[PolicyVersion, ...] = ()  # first weights of each gang
-    dp_size: int = 0  # of the newest gang
+    begins: tuple[PolicyVersion, ...] = ()  # first weights of each trainer
+    dp_size: int = 0  # of the newest trainer
     done: int = 0  # optimizer steps finished in this history
     lives: int = 0  # controllers so far; names what they generate
     settings: str = ""  # fingerprint of what the groups were made with
@@ -29,7 +29,9 @@ class ControllerState:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What of it is in the run directory, with durability `shared`, since the newest gang began."""
+    """What of it is in the run directory, with durability `shared`, since the newest trainer
+    began.
+    """
 
     controller_state: ControllerState
     consumed: Ranges
@@ -67,12 +69,12 @@ class Lineage:
         self._begins: list[PolicyVersion] = []
 
     def begin(self, version: PolicyVersion) -> None:
-        """A gang starts with these weights; saying so again changes nothing."""
+        """A trainer starts with these weights; saying so again changes nothing."""
         if version not in self._begins:
             self._begins.append(version)
 
     def knows(self, version: PolicyVersion, newest_step: int) -> bool:
-        """Whether some gang may have published this version, given-up branches included."""
+        """Whether some trainer may have published this version, given-up branches included."""
         return any(
             begin.incarnation == version.incarnation
             and begin.step <= version.step

@@ -2,8 +2,8 @@
 
 Scores depend on a record and on weight snapshot, not on the policy's version, so a group is scored
 as soon as it is ready, while the trainer steps on an earlier batch; a plan leaves the controller
-when all of its rows are scored.  Nothing of this is journalled: a controller or a gang that starts
-again scores once more, to the same numbers.
+when all of its rows are scored.  Nothing of this is journalled: a controller or a trainer that
+starts again scores once more, to the same numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from moerl.config.algorithms import frozen_models
+from moerl.config.algorithms import ref_models_of
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
 from moerl.data.batching import plan_batch
 from moerl.data.ref_scores import check_scores
 from moerl.errors import ProtocolError
 from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
-from moerl.types import BatchPlan, EpisodeGroup, FrozenScores
+from moerl.types import BatchPlan, EpisodeGroup, RefScores
 
 
 class RefScoreQueue:
@@ -27,20 +27,20 @@ class RefScoreQueue:
 
     def __init__(self, context: Context, availability: BlobAvailability) -> None:
         config = context.config
-        self.start = -1  # of the gang that asked last
+        self.start = -1  # of the trainer that asked last
         self._config, self._buffer, self._batches = config, context.buffer, context.batches
         self._tasks, self._ref_counts, self._availability = (
             context.tasks,
             context.ref_counts,
             availability,
         )
-        self._roles = frozen_models(config) if config.frozen.ranks == "own" else {}
-        self._known: dict[str, FrozenScores] = {}
+        self._roles = ref_models_of(config) if config.ref_models.placement == "separate" else {}
+        self._known: dict[str, RefScores] = {}
 
     async def wait(self, step: int, timeout_s: float, is_current: Callable[[], bool]) -> float:
         """Until the groups of a planned step are scored; returns the seconds.
 
-        Raises ProtocolError when that takes too long, or the gang that asks is not current.
+        Raises ProtocolError when that takes too long, or the trainer that asks is not current.
         """
         begin = time.monotonic()
         while is_current():
@@ -49,18 +49,20 @@ class RefScoreQueue:
                 return waited_s
             if waited_s > timeout_s:
                 raise ProtocolError(
-                    f"{len(waiting)} groups of step {step} were not scored by the frozen ranks "
-                    f"after {waited_s:.0f} s, see logs/frozen.log"
+                    f"{len(waiting)} groups of step {step} were not scored by the reference ranks "
+                    f"after {waited_s:.0f} s, see logs/ref_models.log"
                 )
             await self._tasks.wait_change(min(1.0, timeout_s))
-        raise ProtocolError("another gang has taken over")
+        raise ProtocolError("another trainer has taken over")
 
     async def pop(self, message: TakeRecords) -> Message:
-        """Groups for the frozen gang: what it had asked for before it died is asked for again."""
+        """Groups for the reference ranks: what it had asked for before it died is asked for
+        again.
+        """
         self.start, deadline = message.start, time.monotonic() + message.timeout_s
         while self._batches.done < self._config.run.steps:
             if (plan := self.next(message.dp_size)) is not None:
-                self._ref_counts.hold(plan.groups)  # its kept sets are about to be read
+                self._ref_counts.hold(plan.groups)  # its sampling masks are about to be read
                 planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]
                 if await self._availability.drop_lost(ready):
@@ -108,10 +110,10 @@ class RefScoreQueue:
         self._tasks.notify()
 
     def with_scores(self, plan: BatchPlan) -> BatchPlan:
-        """The plan with its scores by row, where there are frozen ranks."""
+        """The plan with its scores by row, where there are reference ranks."""
         if not self._roles:
             return plan
-        return replace(plan, frozen=tuple(self._known[r.rollout_id] for r in plan.rollouts()))
+        return replace(plan, ref_models=tuple(self._known[r.rollout_id] for r in plan.rollouts()))
 
     def _live(self) -> Sequence[EpisodeGroup]:
         planned = sorted(self._batches.planned.items())

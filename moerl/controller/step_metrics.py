@@ -42,7 +42,7 @@ class StepMetrics:
 
     def _reset(self) -> None:
         self.trainer_wait_s = 0.0
-        self.frozen_wait_s = 0.0
+        self.ref_wait_s = 0.0
         self.interrupts = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0  # of all requests that were answered
@@ -95,8 +95,8 @@ class StepMetrics:
             "journal/adopted_groups": float(self.journal_adopted),
             "journal/lost_groups": float(self.journal_lost),
         }
-        if self.frozen_wait_s:
-            row["frozen/wait_s"] = self.frozen_wait_s
+        if self.ref_wait_s:
+            row["ref_models/wait_s"] = self.ref_wait_s
         row |= self.evaluations.popleft() if self.evaluations else {}
         if self.evaluations_given_up:
             row["eval/given_up"] = float(self.evaluations_given_up)

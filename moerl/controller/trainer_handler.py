@@ -58,7 +58,7 @@ class TrainerHandler:
         producer: Producer,
         evaluator: Evaluator,
         availability: BlobAvailability,
-        frozen: RefScoreQueue,
+        ref_models: RefScoreQueue,
     ) -> None:
         self._config, self._services = context.config, context.services
         self._pool, self._sync_targets = context.pool, context.sync_targets
@@ -70,7 +70,7 @@ class TrainerHandler:
             context.tasks,
         )
         self._scoring_stage, self._producer, self._evaluator = scoring_stage, producer, evaluator
-        self._availability, self._frozen = availability, frozen
+        self._availability, self._ref_models = availability, ref_models
         self.engines_up = asyncio.Event()  # the trainer's hello is answered from then on
         self.failure = ""  # what a rank of the trainer said last, when it ended
         self._dp_size = 0
@@ -99,9 +99,9 @@ class TrainerHandler:
             ):
                 return await self._pool.session(message, self._to_come)
             case TakeRecords():
-                return await self._frozen.pop(message)
+                return await self._ref_models.pop(message)
             case Scored():
-                self._frozen.add(message)
+                self._ref_models.add(message)
                 return Ok()
             case Failed():
                 return self._failed(message)
@@ -188,7 +188,7 @@ class TrainerHandler:
         """The groups of the next step, none too old and all records readable; None: not yet."""
         while True:
             if self._pool.incarnation != incarnation:
-                raise ProtocolError("another gang has taken over")
+                raise ProtocolError("another trainer has taken over")
             self._drop_stale()
             if not (due := self._buffer.due()):
                 return None
@@ -216,15 +216,15 @@ class TrainerHandler:
             self._ref_counts.forget(group)
 
     async def _scored_plan(self, message: TakePlan) -> Plan:
-        """The plan of a step that has its groups, once frozen ranks have scored all of them."""
+        """The plan of a step that has its groups, once reference ranks have scored all of them."""
         incarnation = self._pool.incarnation
 
         def is_current() -> bool:
             same = self._pool.incarnation == incarnation
             return same and message.step in self._batches.planned
 
-        waited_s = await self._frozen.wait(message.step, message.timeout_s, is_current)
-        self._step_metrics.frozen_wait_s += waited_s
+        waited_s = await self._ref_models.wait(message.step, message.timeout_s, is_current)
+        self._step_metrics.ref_wait_s += waited_s
         self._step_metrics.trainer_wait_s += waited_s
         return await self._plan(message.step)
 
@@ -239,7 +239,7 @@ class TrainerHandler:
             max_tokens_per_microbatch=self._config.trainer.max_tokens_per_microbatch,
             packed=self._config.trainer.packing,
         )
-        return Plan(self._frozen.with_scores(plan))
+        return Plan(self._ref_models.with_scores(plan))
 
     async def _end(self, message: TakePlan) -> Message:
         """Stop; evaluations that no step's row holds, that of the last weights, get their own."""
@@ -266,7 +266,7 @@ class TrainerHandler:
         engines = await self._pool.statuses()  # from here on nothing else gets between
         self._pool.expect_trainer()
         if message.version.incarnation != self._pool.incarnation:
-            raise ProtocolError(f"step {message.step} of {message.version}: that gang is gone")
+            raise ProtocolError(f"step {message.step} of {message.version}: that trainer is gone")
         if message.step < self._batches.done:
             return Ok()  # said before: the reply was lost with a controller
         groups = self._batches.planned[message.step]

@@ -1,13 +1,13 @@
-"""Log-probabilities of frozen policies (reference, teacher) that were scored elsewhere: whose are
+"""Log-probabilities of reference models (reference, teacher) that were scored elsewhere: whose are
 they, and of what?
 
 Ranks of their own score a batch while the trainer steps on the one before, and their numbers come
 with the plan, one set per row.  A number beside the wrong token trains silently wrong, so each set
 carries a digest of everything it depends on, and the trainer computes the same digest from its own
-copy of the record: the ids, which of them were sampled, the temperature, the kept sets, and of each
-model its folder, its configuration (the router list among it) and its precision.
+copy of the record: the ids, which of them were sampled, the temperature, the sampling masks, and of
+each model its folder, its configuration (the router list among it) and its precision.
 
-Rejected: scores in blobs beside the records (the gang would have to outlive its scores, and a
+Rejected: scores in blobs beside the records (the trainer would have to outlive its scores, and a
 controller that restarts would sweep them; four bytes per token and role pass through it instead).
 """
 
@@ -21,18 +21,18 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from moerl.config.algorithms import frozen_models
+from moerl.config.algorithms import ref_models_of
 from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config
 from moerl.errors import RecordError
 from moerl.layout import model_spec
-from moerl.types import Array, BatchPlan, FrozenScores, Rollout
+from moerl.types import Array, BatchPlan, RefScores, Rollout
 
 
 def basis_of(config: Config) -> str:
     """Digest of the models that score, and of how: equal on every process of a run."""
     return _basis(
-        tuple(frozen_models(config).items()), config.trainer.dtype, config.replay.sampling_mask
+        tuple(ref_models_of(config).items()), config.trainer.dtype, config.replay.sampling_mask
     )
 
 
@@ -57,22 +57,24 @@ def record_digest(rollout: Rollout, basis: str) -> str:
     return digest.hexdigest()
 
 
-def check_scores(scores: FrozenScores, rollout: Rollout, roles: Mapping[str, str]) -> None:
+def check_scores(scores: RefScores, rollout: Rollout, roles: Mapping[str, str]) -> None:
     """Raises RecordError (`frozen_...`): roles, length or numbers are not those of this rollout."""
     name = rollout.rollout_id
     if set(scores.logprobs) != set(roles):
         raise RecordError(
-            "frozen_roles", f"{name}: scores of {sorted(scores.logprobs)}, want {sorted(roles)}"
+            "ref_scores_roles", f"{name}: scores of {sorted(scores.logprobs)}, want {sorted(roles)}"
         )
     for role, values in scores.logprobs.items():
         if values.dtype != np.float32 or values.shape != (rollout.num_sampled,):
             raise RecordError(
-                "frozen_length",
+                "ref_scores_length",
                 f"{name}: {role} gives {values.dtype} of shape {values.shape} for "
                 f"{rollout.num_sampled} sampled tokens",
             )
         if not np.isfinite(values).all():
-            raise RecordError("frozen_finite", f"{name}: a {role} log-probability is not finite")
+            raise RecordError(
+                "ref_scores_finite", f"{name}: a {role} log-probability is not finite"
+            )
 
 
 def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
@@ -80,19 +82,19 @@ def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
 
     Raises RecordError (`frozen_...`) for a row without scores, or with those of another record.
     """
-    roles, basis = frozen_models(config), basis_of(config)
-    if len(plan.frozen) != len(plan.rows):
+    roles, basis = ref_models_of(config), basis_of(config)
+    if len(plan.ref_models) != len(plan.rows):
         raise RecordError(
-            "frozen_rows",
-            f"step {plan.step}: scores of {len(plan.frozen)} rows, the plan has {len(plan.rows)}",
+            "ref_scores_rows",
+            f"step {plan.step}: scores of {len(plan.ref_models)} rows, the plan has {len(plan.rows)}",
         )
-    for rollout, scores in zip(plan.rollouts(), plan.frozen, strict=True):
+    for rollout, scores in zip(plan.rollouts(), plan.ref_models, strict=True):
         want = record_digest(rollout, basis)
         if (scores.rollout_id, scores.record) != (rollout.rollout_id, want):
             raise RecordError(
-                "frozen_record",
+                "ref_scores_record",
                 f"{rollout.rollout_id} {want}: scores are of {scores.rollout_id} {scores.record}; "
-                "ids, temperature, kept sets and models must be those that were scored",
+                "ids, temperature, sampling masks and models must be those that were scored",
             )
         check_scores(scores, rollout, roles)
-    return {role: [scores.logprobs[role] for scores in plan.frozen] for role in roles}
+    return {role: [scores.logprobs[role] for scores in plan.ref_models] for role in roles}

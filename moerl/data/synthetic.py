@@ -1,7 +1,7 @@
 """Rollouts of random content with valid records, sealed in a real blob store.
 
 For tests and benchmarks that need records but no engine: random tokens, routes of distinct experts,
-kept sets that hold their sampled token.  Equal seeds give equal rollouts in every process.
+sampling masks that hold their sampled token.  Equal seeds give equal rollouts in every process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RolloutSpec:
 
     shape: ModelShape
     num_sampled: int
-    sampling: SamplingParams  # kept sets are recorded where it truncates
+    sampling: SamplingParams  # sampling masks are recorded where it truncates
     cuts: Sequence[int] = ()  # numbers of sampled tokens at which a new segment begins
     versions: Sequence[PolicyVersion] = (PolicyVersion(0, 0),)  # of each segment
-    kept_mean: float = 3.0  # mean size of a kept set, geometric and at most sampling.top_k
+    kept_mean: float = 3.0  # mean size of a sampling mask, geometric and at most sampling.top_k
     unused_expert: int | None = None  # that no route names
 
 
@@ -96,7 +96,7 @@ def _routes(rng: np.random.Generator, spec: RolloutSpec, rows: int) -> Array:
 
 
 def _kept(rng: np.random.Generator, spec: RolloutSpec, sampled: Array) -> list[Array]:
-    """Offsets and ids of one kept set per sampled token."""
+    """Offsets and ids of one sampling mask per sampled token."""
     vocab_size, top_k = spec.shape.vocab_size, spec.sampling.top_k
     largest = min(top_k, vocab_size) - 1 if top_k > 0 else vocab_size - 1
     sizes = np.minimum(rng.geometric(1 / spec.kept_mean, len(sampled)) - 1, largest)

@@ -6,7 +6,7 @@ There is no fourth case: a feature whose records were not compared is refused.
 
 `check` reads the table when a server's arguments are made; `python -m moerl.engine.feature_table`
 prints it as docs/replay-support.md.  Rejected: a list of allowed arguments (SGLang has 546, most of
-them harmless); the table has the arguments that change routing rows, kept sets or
+them harmless); the table has the arguments that change routing rows, sampling masks or
 log-probabilities.
 """
 
@@ -141,7 +141,7 @@ FEATURES = (
         "beam search, penalties, logit bias, grammar, custom logit processors of a request",
         Verdict.NEVER,
         "no recipe can ask for them: the host sends each sampling parameter, all neutral but those "
-        "whose kept set is recorded",
+        "whose sampling mask is recorded",
         proof="tests/unit/test_engine_support.py::test_requests_carry_nothing_that_is_not_recorded",
     ),
     Feature(
@@ -153,7 +153,7 @@ FEATURES = (
     Feature(
         "custom logit processors",
         Verdict.NEVER,
-        "they change the distribution behind the recorded kept set",
+        "they change the distribution behind the recorded sampling mask",
         {"enable_custom_logit_processor": _OFF},
     ),
     Feature(
@@ -185,7 +185,7 @@ FEATURES = (
         {"json_model_override_args": ("{}",)},
     ),
     Feature(
-        "largest kept set",
+        "largest sampling mask",
         Verdict.NEVER,
         "a smaller limit aborts requests that the recipe allows",
         {"sampling_mask_max_tokens": (4096,)},

@@ -5,7 +5,7 @@ docs/alignment.md first: routing rows belong to fed-in tokens (T' + n - 1 of the
 token is never fed), log-probabilities and mask rows to produced tokens (n).
 
 The behaviour log-probability of truncated sampling is SGLang's `output_token_sampling_logprobs`
-(renormalised over the kept set); `output_token_logprobs` is the one before truncation.
+(renormalised over the sampling mask); `output_token_logprobs` is the one before truncation.
 
 A request whose weights changed while it ran (rollout.in_flight_mode in_place or retract) comes back
 as one reply of several versions; `cut` makes it several, each as if it had been a call of its own.

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from moerl.config import Config, resolve
-from moerl.config.algorithms import frozen_models
+from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local
 from moerl.config.json_files import read_model_config
@@ -36,7 +36,7 @@ def prepare(
     check_args(config.engine.args, replay=config.replay.routing == "R3")
     if reset_optimizer and not is_local(config.cluster):
         raise ConfigError(
-            "--reset-optimizer", True, "a gang on nodes of its own does not learn of it yet"
+            "--reset-optimizer", True, "a trainer on nodes of its own does not learn of it yet"
         )
     config = _with_model(config, run)
     hf_config = check_model(config)
@@ -71,15 +71,15 @@ def prepare(
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
     spec = plan.spec()  # refuses an unknown family before anything starts
-    for role, path in frozen_models(plan.config).items():
-        _check_frozen(f"algorithm.{role}", path, spec)
+    for role, path in ref_models_of(plan.config).items():
+        _check_ref_models(f"algorithm.{role}", path, spec)
     plan.prompts().prompt(0)  # and a task that cannot give a prompt
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)
     return plan
 
 
-def _check_frozen(field: str, folder: str, student: ModelSpec) -> None:
+def _check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
     """A reference or teacher must be a model that is known, over the student's vocabulary."""
     try:
         other = model_spec(read_model_config(Path(folder)))

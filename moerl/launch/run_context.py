@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for prompts that are not trained
 TRAINER_JOB = (
-    "MOERL_GANG"  # marks every process of one gang, for its supervisor: the incarnation, or
+    "MOERL_GANG"  # marks every process of one trainer, for its supervisor: the incarnation, or
 )
-FROZEN = "frozen"
+REF_MODELS = "ref_models"
 
 
 @dataclass(slots=True)
@@ -74,7 +74,9 @@ class RunContext:
         return ClusterBlobs(folder, server.node, self.token)
 
     def controller_endpoint(self) -> str:
-        """Where the controller listens for the gang; empty = any free port of cluster.address."""
+        """Where the controller listens for the trainer; empty = any free port of
+        cluster.address.
+        """
         cluster = self.config.cluster
         if is_local(cluster):
             return ""
@@ -169,7 +171,7 @@ class RunContext:
 
 
 def trainer_command(plan: RunContext, endpoint: str) -> list[str]:
-    """The torchrun line of the trainer gang; the token travels in the environment.
+    """The torchrun line of the trainer; the token travels in the environment.
 
     On a cluster trainer nodes run torchrun (`moerl.launch.cluster.node_commands`) and this node
     watches.
@@ -185,9 +187,9 @@ def trainer_command(plan: RunContext, endpoint: str) -> list[str]:
     return command
 
 
-def frozen_command(plan: RunContext, endpoint: str, start: int) -> list[str]:
-    """The torchrun line of the frozen gang.  start: its starts before this one."""
-    return [*_rank(plan, plan.config.frozen.parallel, endpoint, start), "--frozen"]
+def ref_model_command(plan: RunContext, endpoint: str, start: int) -> list[str]:
+    """The torchrun line of the reference ranks.  start: its starts before this one."""
+    return [*_rank(plan, plan.config.ref_models.parallel, endpoint, start), "--ref-models"]
 
 
 def _rank(plan: RunContext, sizes: ParallelConfig, endpoint: str, incarnation: int) -> list[str]:
@@ -198,13 +200,13 @@ def _rank(plan: RunContext, sizes: ParallelConfig, endpoint: str, incarnation: i
 
 
 def scoring_command(plan: RunContext, job: Path) -> list[str]:
-    """The torchrun line of a scoring gang: data and expert parallel as in training."""
+    """The torchrun line of a scoring trainer: data and expert parallel as in training."""
     command = _torchrun(plan, plan.config.trainer.parallel.dp)
     return [*command, "-m", "moerl.audit.score_ranks", "--job", str(job)]
 
 
 def supervised_command(plan: RunContext) -> list[str]:
-    """The torchrun line of a supervised gang (`moerl.trainer.sft`)."""
+    """The torchrun line of a supervised trainer (`moerl.trainer.sft`)."""
     command = _torchrun(plan, plan.config.trainer.parallel.world_size)
     return [*command, "-m", "moerl.trainer.sft", "--run-dir", str(plan.run.root)]
 
@@ -220,9 +222,9 @@ def trainer_environment(plan: RunContext) -> dict[str, str]:
     return _environment(plan, placement(plan.config).trainers[0], str(plan.incarnation))
 
 
-def frozen_environment(plan: RunContext) -> dict[str, str]:
-    """The same for a rank of the frozen gang."""
-    return _environment(plan, placement(plan.config).frozen[0], FROZEN)
+def ref_model_environment(plan: RunContext) -> dict[str, str]:
+    """The same for a rank of the reference ranks."""
+    return _environment(plan, placement(plan.config).ref_models[0], REF_MODELS)
 
 
 def _environment(plan: RunContext, slot: TrainerSlot, mark: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """`moerl sft`: supervised training on a task's answers, for a warm start.
 
-No Ray, no engine: one gang through torchrun, whose steps become rows of metrics.jsonl.
+No Ray, no engine: one trainer through torchrun, whose steps become rows of metrics.jsonl.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _track_order(track: str) -> tuple[int, list[tuple[int, str]]]:
-    """Sort key: engines, trainers, frozen policies, then others; engine2 before engine10."""
-    first = ("engine", "trainer", "frozen")
+    """Sort key: engines, trainers, reference models, then others; engine2 before engine10."""
+    first = ("engine", "trainer", "ref_models")
     group = next((i for i, head in enumerate(first) if track.startswith(head)), len(first))
     parts = re.findall(r"\d+|\D+", track)
     return group, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

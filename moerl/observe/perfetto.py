@@ -21,7 +21,7 @@ from moerl.run_dir import RunDir
 from moerl.trace import read_counters, read_spans
 
 MAX_EVENTS = 500_000  # the newest are kept; viewers are slow with more
-_ORDER = ("controller", "engine", "scorer", "trainer", "frozen")  # processes, top to bottom
+_ORDER = ("controller", "engine", "scorer", "trainer", "ref_models")  # processes, top to bottom
 _SPAN_KEYS = ("process", "name", "start_s", "end_s")
 
 Event = dict[str, Any]

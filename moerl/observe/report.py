@@ -54,7 +54,7 @@ WINDOW_STEPS = 6  # trainer steps in the timeline window
 # ("publish commit", ...) lie inside it and are not drawn.
 _THREADS = {"publish": "publish", "checkpoint write": "checkpoint"}
 _PART = "publish "
-_WORKERS = ("engine", "trainer", "frozen")  # processes whose kinds of work get colours first
+_WORKERS = ("engine", "trainer", "ref_models")  # processes whose kinds of work get colours first
 WINDOW_S = 20.0  # length of the window without a trainer step
 MAX_PROCESSES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
 _Work = dict[tuple[str, str], list[Interval]]  # (process or track, kind of work) -> when

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.config import Config
-from moerl.config.algorithms import frozen_models
+from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement
 from moerl.config.json_files import read_model_config
@@ -30,7 +30,7 @@ from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.engine import feature_table
 from moerl.engine.server_args import arguments
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
-from moerl.launch.run_context import RunContext, frozen_command, trainer_command
+from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
@@ -38,7 +38,7 @@ from moerl.planning.memory import (
     TrainerMemory,
     Training,
     engine_memory,
-    frozen_memory,
+    ref_model_memory,
     trainer_memory,
 )
 from moerl.planning.sync_forecast import planned_layouts
@@ -111,10 +111,10 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
         count, devices = str(len(trainer.ranks)), _numbers(trainer.devices)
         what = f"{_sizes(parallel)}, {config.trainer.dtype}"
         rows.append(("trainer rank", _numbers(trainer.ranks), count, devices, what))
-    for slot in (slot for slot in placed.frozen if slot.node.name == name):
+    for slot in (slot for slot in placed.ref_models if slot.node.name == name):
         count, devices = str(len(slot.ranks)), _numbers(slot.devices)
-        what = f"{', '.join(frozen_models(config))}: {_sizes(config.frozen.parallel)}"
-        rows.append(("frozen rank", _numbers(slot.ranks), count, devices, what))
+        what = f"{', '.join(ref_models_of(config))}: {_sizes(config.ref_models.parallel)}"
+        rows.append(("reference rank", _numbers(slot.ranks), count, devices, what))
     return rows
 
 
@@ -143,8 +143,8 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
         plan, controller_endpoint = _local_plan(config, run), f"tcp://{address}:PORT"
         command = shlex.join(trainer_command(plan, controller_endpoint))
         lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {command}"]
-        if placed.frozen:
-            lines.append(f"  {shlex.join(frozen_command(plan, controller_endpoint, 0))}")
+        if placed.ref_models:
+            lines.append(f"  {shlex.join(ref_model_command(plan, controller_endpoint, 0))}")
     elif config.cluster.launcher == "slurm":
         nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
@@ -215,11 +215,11 @@ def _ports(config: Config, placed: Placement) -> str:
     table.add_row(str(ports.ray), f"Ray's head on {head}", "engine nodes")
     table.add_row(str(ports.blobs), "records, each engine node", "trainer ranks, controller")
     table.add_row(str(ports.rendezvous), f"torchrun on {first}", "trainer nodes")
-    if placed.frozen:
-        where = f"torchrun on {host_of(placed.frozen[0].node)}"
-        table.add_row(str(ports.frozen), where, "frozen nodes")
+    if placed.ref_models:
+        where = f"torchrun on {host_of(placed.ref_models[0].node)}"
+        table.add_row(str(ports.ref_models), where, "reference nodes")
     table.add_row("free", f"{config.sync.transport} stagings, each engine rank", "trainer ranks")
-    table.add_row("free", "NCCL or gloo of the gang, trainer nodes", "trainer ranks")
+    table.add_row("free", "NCCL or gloo of the trainer, trainer nodes", "trainer ranks")
     return _rendered(table)
 
 
@@ -237,19 +237,21 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         distributed_optimizer=config.trainer.optimizer.distributed,
         gpu=gpu,
     )
-    frozen = _frozen_shapes(config)
-    own = config.frozen.ranks == "own"
+    ref_models = _ref_model_shapes(config)
+    own = config.ref_models.placement == "separate"
     ranks = trainer_memory(
         spec,
         trainer,
         training,
-        frozen=[] if own else frozen,
+        ref_models=[] if own else ref_models,
         critic=config.algorithm.advantage == "gae",
     )
     tables = [_trainer_table("a trainer rank", ranks, placed.trainers[0])]
     if own:
-        alone = [frozen_memory(model, config.frozen.parallel, training) for model in frozen]
-        tables.append(_trainer_table("a frozen rank", _beside(alone), placed.frozen[0]))
+        alone = [
+            ref_model_memory(model, config.ref_models.parallel, training) for model in ref_models
+        ]
+        tables.append(_trainer_table("a reference rank", _beside(alone), placed.ref_models[0]))
     sizes = [
         _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
         for _, _, engines, _ in layouts
@@ -264,7 +266,7 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
 
 
 def _beside(models: Sequence[Sequence[TrainerMemory]]) -> list[TrainerMemory]:
-    """The first frozen model of a gang, with the weights of the others beside it."""
+    """The first reference model of a trainer, with the weights of the others beside it."""
     return [
         replace(stages[0], others=sum(other.weights for other in stages[1:]))
         for stages in zip(*models, strict=True)
@@ -293,11 +295,11 @@ def _shapes_of(name: str) -> dict[str, Any]:
     return read_model_config(path)
 
 
-def _frozen_shapes(config: Config) -> list[ModelSpec]:
+def _ref_model_shapes(config: Config) -> list[ModelSpec]:
     """Of reference and teacher; one that is not there yet is taken to be like the student."""
     return [
         model_spec(_shapes_of(path) if path and Path(path).exists() else _shapes(config))
-        for path in frozen_models(config).values()
+        for path in ref_models_of(config).values()
     ]
 
 

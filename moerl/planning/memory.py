@@ -100,7 +100,7 @@ def trainer_memory(
     layout: ParallelConfig,
     training: Training,
     *,
-    frozen: Sequence[ModelSpec] = (),
+    ref_models: Sequence[ModelSpec] = (),
     critic: bool = False,
 ) -> tuple[TrainerMemory, ...]:
     """The largest rank of every pipeline stage.
@@ -114,7 +114,7 @@ def trainer_memory(
         _stage(spec, layout, training, p, max(dense[p]) // itemsize, max(expert[p]) // itemsize)
         for p in range(layout.pp)
     ]
-    beside = [frozen_memory(other, layout, training) for other in frozen]
+    beside = [ref_model_memory(other, layout, training) for other in ref_models]
     return tuple(
         replace(
             rank,
@@ -124,7 +124,7 @@ def trainer_memory(
     )
 
 
-def frozen_memory(
+def ref_model_memory(
     spec: ModelSpec, layout: ParallelConfig, training: Training
 ) -> tuple[TrainerMemory, ...]:
     """The same of a model that only scores: weights, one layer's inside, the logits.

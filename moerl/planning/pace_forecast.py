@@ -16,7 +16,7 @@ from moerl.errors import ConfigError
 from moerl.planning.simulate import Advice, Choice, Costs, Outcome, Workload, advise
 
 NAMES = {
-    "train_s": "an optimizer step of the gang",
+    "train_s": "an optimizer step of the trainer",
     "token_s": "a decode step of one engine, whatever it runs",
     "request_token_s": "added to it by each running request (0)",
     "prefill_token_s": "prefill of one token (0)",

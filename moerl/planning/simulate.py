@@ -306,9 +306,9 @@ class _Run:
         elif self._publishing:
             self._to_freeze, self._idle_since = True, self.now_s
         else:
-            self._after(self.costs.freeze_s, self._frozen)
+            self._after(self.costs.freeze_s, self._ref_models)
 
-    def _frozen(self) -> None:
+    def _ref_models(self) -> None:
         self._training, self._idle_since = False, self.now_s
         self._publishing = len(self.engines)
         version = self._next_step
@@ -348,7 +348,7 @@ class _Run:
         if not self._publishing and self._to_freeze:
             self._to_freeze = False
             self._idle_s += self.now_s - self._idle_since
-            self._after(self.costs.freeze_s, self._frozen)
+            self._after(self.costs.freeze_s, self._ref_models)
 
 
 # --- choosing ------------------------------------------------------------------------------------

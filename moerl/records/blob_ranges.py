@@ -73,7 +73,8 @@ def read_routes(
 def read_mask(
     store: BlobStore, parts: Sequence[MaskBlob], *, tokens: Sequence[Interval] | None = None
 ) -> tuple[Array, Array]:
-    """Kept sets of some sampled tokens of one rollout, CSR: offsets [n + 1] i64, ids [nnz] i32.
+    """Sampling masks of some sampled tokens of one rollout, CSR: offsets [n + 1] i64, ids [nnz]
+    i32.
 
     parts: the rollout's `sampling_mask`, in order.  tokens: intervals of sampled-token indices
     (0..S-1), ascending and apart; None = all.
@@ -150,7 +151,7 @@ def _read_part(
 
 
 def _read_kept(store: BlobStore, part: MaskBlob, rows: Sequence[Interval]) -> tuple[Array, Array]:
-    """Lengths and ids of some kept sets of one part; rows counted from the part's first."""
+    """Lengths and ids of some sampling masks of one part; rows counted from the part's first."""
     if part.offsets.shape != (part.num_tokens + 1,):
         raise RecordError(
             "mask_rows", f"{part.offsets.uri}: offsets {part.offsets.shape} of {part.num_tokens}"

@@ -1,1 +1,1 @@
-"""Megatron-core: the ranks of a gang, trained, frozen, supervised or scoring."""
+"""Megatron-core: the ranks of a trainer, trained, scoring, supervised or scoring."""

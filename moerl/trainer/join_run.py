@@ -1,7 +1,8 @@
-"""A gang on nodes of its own finds its place: torchrun gave it the run directory and nothing else.
+"""A trainer on nodes of its own finds its place: torchrun gave it the run directory and nothing
+else.
 
 The endpoints folder of the run says where the controller is.  Rank 0 then takes the next
-incarnation and the newest checkpoint and tells the others, at every start of the gang: torchrun
+incarnation and the newest checkpoint and tells the others, at every start of the trainer: torchrun
 starts all ranks again when one ends or a node comes back, with the command line of the first time.
 """
 

@@ -1,13 +1,13 @@
-"""One rank of the trainer gang, started by torchrun:
+"""One rank of the trainer, started by torchrun:
 
     torchrun ... -m moerl.trainer.main --run-dir runs/X --controller tcp://127.0.0.1:PORT ...
 
-`--frozen` makes it a rank of the other gang, reference and teacher
-(`moerl.trainer.ref_model_loop`). On nodes of its own the gang gets `--run-dir` alone and finds the
-rest on the run's endpoints folder (`moerl.trainer.set_engines`).
+`--ref_models` makes it a rank of the other trainer, reference and teacher
+(`moerl.trainer.ref_model_loop`). On nodes of its own the trainer gets `--run-dir` alone and finds
+the rest on the run's endpoints folder (`moerl.trainer.set_engines`).
 
-The gang knows nothing of Ray.  A failure on any rank is told to the controller in one sentence and
-the process ends at once: its peers may hang in a collective, torchrun ends them.
+The trainer knows nothing of Ray.  A failure on any rank is told to the controller in one sentence
+and the process ends at once: its peers may hang in a collective, torchrun ends them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     """Train as one rank until the controller says stop."""
     args = _arguments()
     run = RunDir(args.run_dir)
-    job = "frozen" if args.frozen else "trainer"
+    job = "ref_models" if args.ref_models else "trainer"
     _log_to(run.logs / f"{job}-{os.environ.get('RANK', '0')}.log")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also inside a wait for a peer that never comes
     config = here(load_saved(run.config))
@@ -61,7 +61,7 @@ def main() -> None:
     from moerl.trainer.ref_model_loop import RefModelLoop, own_layout
     from moerl.trainer.train_loop import TrainLoop
 
-    config = own_layout(config) if args.frozen else config
+    config = own_layout(config) if args.ref_models else config
     context, start = _find_post(args, run, config)
 
     def end(error: BaseException) -> None:
@@ -72,7 +72,7 @@ def main() -> None:
         ranks = parallel.start(
             config.trainer.parallel, place, timeout_s=config.trainer.step_timeout_s
         )
-        if args.frozen:
+        if args.ref_models:
             RefModelLoop(config, context, ranks).run()
         else:
             if start:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[RankContext, str]:
-    """Where this gang belongs; the endpoints folder's opening when it was found there, otherwise
+    """Where this trainer belongs; the endpoints folder's opening when it was found there, otherwise
     empty.
     """
     from moerl.trainer.join_run import bind, read_endpoints
@@ -134,7 +134,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--controller", default="", help="tcp://HOST:PORT; empty: see the endpoints folder"
     )
-    parser.add_argument("--frozen", action="store_true", help="score with reference and teacher")
+    parser.add_argument(
+        "--ref-models", action="store_true", help="score with reference and teacher"
+    )
     parser.add_argument("--incarnation", type=int, default=0, help="starts before this one")
     parser.add_argument("--checkpoint", type=Path, help="continue from this folder")
     parser.add_argument(

@@ -1,11 +1,11 @@
 """Reference and teacher on ranks of their own: take records, score them, say so, until the end.
 
-A second gang beside the trainer's, with a layout of its own (`frozen.parallel`).  It asks the
-controller for groups that are finished and not scored, the next to be trained first, so that the
-batch after the one in training is scored when the trainer asks for it.  It holds no state: killed
-and started again, it asks for what is still missing.
+A second trainer beside the trainer's, with a layout of its own (`ref_models.parallel`).  It asks
+the controller for groups that are finished and not scored, the next to be trained first, so that
+the batch after the one in training is scored when the trainer asks for it.  It holds no state:
+killed and started again, it asks for what is still missing.
 
-Models, packing and the replay of kept sets are those of the form inside the trainer
+Models, packing and the replay of sampling masks are those of the form inside the trainer
 (`moerl.trainer.learner.ref_model`), so both give equal numbers.  Each set of scores carries the
 digest of its record (`moerl.data.ref_scores`).
 """
@@ -29,23 +29,23 @@ from moerl.trainer.learner.ref_model import open_ref_models
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.schedule import Batches
 from moerl.trainer.train_loop import REPLY_SLACK_S, RankContext
-from moerl.types import Array, BatchPlan, FrozenScores
+from moerl.types import Array, BatchPlan, RefScores
 
 _ASK_S = 20.0  # longest wait for records in one question
 
 
 def own_layout(config: Config) -> Config:
-    """The configuration as the frozen gang builds and packs with it."""
-    return replace(config, trainer=replace(config.trainer, parallel=config.frozen.parallel))
+    """The configuration as the reference ranks builds and packs with it."""
+    return replace(config, trainer=replace(config.trainer, parallel=config.ref_models.parallel))
 
 
 class RefModelLoop:
-    """One rank of the gang."""
+    """One rank of the trainer."""
 
     def __init__(self, config: Config, context: RankContext, parallel: Parallel) -> None:
         """config: `own_layout`.  Raises ConfigError when a model cannot be built."""
         self.config, self.context, self.parallel = config, context, parallel
-        self.tracer = Tracer(context.run.trace, f"frozen-{parallel.rank}")
+        self.tracer = Tracer(context.run.trace, f"ref_models-{parallel.rank}")
         vocab_size = HfFolder(config.model.path).spec.vocab_size
         with self.tracer.span("load"):
             self.policies = open_ref_models(config, vocab_size, parallel)
@@ -65,7 +65,7 @@ class RefModelLoop:
                 self.client.expect(scored, Ok)
         dist.barrier(self.parallel.control)
 
-    def score(self, plan: BatchPlan) -> list[FrozenScores]:
+    def score(self, plan: BatchPlan) -> list[RefScores]:
         """One set of scores per row of the plan, collective; on the first rank."""
         batches = Batches(plan, self.config, self.parallel, self.context.blobs)
         mine = {
@@ -82,7 +82,7 @@ class RefModelLoop:
             for role in self.policies
         }
         return [
-            FrozenScores(
+            RefScores(
                 rollout.rollout_id,
                 record_digest(rollout, self.basis),
                 {role: values[idx] for role, values in found.items()},

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.load import load_saved
-from moerl.config.schema import AlgorithmConfig, Config, FrozenConfig, ReplayConfig
+from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, ReplayConfig
 from moerl.data.demonstrations import demonstration_plan
 from moerl.data.tasks import PromptStream, load_tokenizer
 from moerl.errors import ConfigError, MoerlError
@@ -39,8 +39,8 @@ def supervised(config: Config) -> Config:
     algorithm = AlgorithmConfig(advantage="reward", objective="reinforce", aggregation="token_mean")
     off = ReplayConfig(routing="off", sampling_mask=False)
     trainer = replace(config.trainer, minibatches=1)  # a batch is one optimizer step
-    frozen = FrozenConfig()  # neither a reference nor a teacher is read
-    return replace(config, algorithm=algorithm, replay=off, trainer=trainer, frozen=frozen)
+    ref_models = RefModelsConfig()  # neither a reference nor a teacher is read
+    return replace(config, algorithm=algorithm, replay=off, trainer=trainer, ref_models=ref_models)
 
 
 def main() -> None:

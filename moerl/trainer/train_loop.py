@@ -1,4 +1,4 @@
-"""The trainer gang: take a plan, train it, publish the weights, say so; until there is no plan.
+"""The trainer: take a plan, train it, publish the weights, say so; until there is no plan.
 
 Every rank runs this loop; rank 0 alone speaks to the controller and passes plans on as bytes.
 After an optimizer step the weights are copied (frozen) and published by background threads while
@@ -63,7 +63,7 @@ REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Where this gang belongs: set by the launcher, the same on all ranks."""
+    """Where this trainer belongs: set by the launcher, the same on all ranks."""
 
     run: RunDir
     controller: str  # tcp://HOST:PORT
@@ -75,7 +75,7 @@ class RankContext:
 
 
 class TrainLoop:
-    """One rank of the gang."""
+    """One rank of the trainer."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class TrainLoop:
         if plan.version != self.version or plan.step != self.version.step:
             raise TrainerError(
                 f"plan of step {plan.step} starts from {plan.version}, "
-                f"the gang is at {self.version}"
+                f"the trainer is at {self.version}"
             )
         return plan
 

@@ -388,7 +388,7 @@ class SharedSnapshot:
         with self.changed:
             if not self.changed.wait_for(lambda: self.weights.version == version, timeout_s):
                 raise TransportError(
-                    "deadline", f"version {version} is not frozen, {self.weights.version} is"
+                    "deadline", f"version {version} is not stored, {self.weights.version} is"
                 )
 
 

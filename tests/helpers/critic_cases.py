@@ -53,7 +53,7 @@ def critic_step(
     found["gradients"] = _gradients(critic, learner.parallel)
     if case.get("resume"):
         found["resumed"] = _resumed(root, learner, again, plan)
-    if left := case.get("continues"):  # another gang's checkpoint, of another layout
+    if left := case.get("continues"):  # another trainer's checkpoint, of another layout
         other = again()
         path = RunDir(root.with_name(f"run.{left}")).checkpoint(1)
         checkpoint.load(path, other, learner.parallel)

@@ -32,7 +32,7 @@ Csr = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Logits, their kept sets and sampled tokens, on one device."""
+    """Logits, their sampling masks and sampled tokens, on one device."""
 
     logits: Tensor  # [N, V]
     offsets: Tensor
@@ -58,7 +58,7 @@ class Case:
 def make_case(
     device: str, dtype: torch.dtype, id_dtype: torch.dtype, rows: int, vocab: int, kept: int
 ) -> Case:
-    """Uneven kept sets: the first row keeps one id, the last the whole vocabulary."""
+    """Uneven sampling masks: the first row keeps one id, the last the whole vocabulary."""
     generator = torch.Generator().manual_seed(rows * 7919 + vocab)
     sizes = torch.empty(rows).exponential_(1 / kept, generator=generator).long() + 1
     sets = [torch.randint(0, vocab, (int(n),), generator=generator).unique() for n in sizes]
@@ -252,7 +252,7 @@ class Recorded:
 
 
 def record(model: ToyMoe, device: str) -> Recorded:
-    """bf16, live routes; kept sets by top-p 0.7 of its own logits, sampled from them."""
+    """bf16, live routes; sampling masks by top-p 0.7 of its own logits, sampled from them."""
     generator = torch.Generator().manual_seed(11)
     tokens = torch.randint(0, V, (TOKENS,), generator=generator).to(device)
     replay = fresh_replay()

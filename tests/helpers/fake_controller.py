@@ -1,4 +1,4 @@
-"""A controller and engines for the trainer gang, without Ray and without SGLang.
+"""A controller and engines for the trainer, without Ray and without SGLang.
 
 The controller serves plans made of synthetic records; an engine is a bare receiver of publish
 sessions, so a test can compare what it serves with the trainer's own weights.
@@ -94,7 +94,7 @@ class FakeEngine:
 
 
 class FakeController:
-    """Answers the gang from a thread; `plans(step)` gives a plan or None for Stop.
+    """Answers the trainer from a thread; `plans(step)` gives a plan or None for Stop.
 
     fleets: by step, the engines that there are from its plan on, which is given once those before
     took its version; model: of the engines.
@@ -112,7 +112,7 @@ class FakeController:
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
         self.failed: list[Failed] = []
-        self.records: list[BatchPlan] = []  # for the frozen gang, each asked for once
+        self.records: list[BatchPlan] = []  # for the reference ranks, each asked for once
         self.scored: list[Scored] = []
         self._answers: dict[bytes, bytes] = {}  # by name of the request
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)

@@ -1,5 +1,5 @@
 """Worker of test_frozen_gang: one plan trained with reference and teacher inside the trainer, and
-with the scores that a frozen gang of another layout gave; rank 0 prints what both found.
+with the scores that a reference ranks of another layout gave; rank 0 prints what both found.
 
 torchrun ... frozen_ranks.py --run-dir RUN --scored FILE --work DIR
 """
@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from moerl.config.load import load_saved  # noqa: E402
-from moerl.config.schema import Config, FrozenConfig  # noqa: E402
+from moerl.config.schema import Config, RefModelsConfig  # noqa: E402
 from moerl.data.packing import by_row  # noqa: E402
 from moerl.errors import RecordError  # noqa: E402
 from moerl.messages import Scored  # noqa: E402
@@ -49,7 +49,7 @@ def main() -> None:
     assert isinstance(scored, Scored)
     plan = make_plan(store, dp_size=ranks.dp_size)
     by_id = {scores.rollout_id: scores for scores in scored.scores}
-    plan = replace(plan, frozen=tuple(by_id[r.rollout_id] for r in plan.rollouts()))
+    plan = replace(plan, ref_models=tuple(by_id[r.rollout_id] for r in plan.rollouts()))
 
     def learner(config: Config) -> Learner:
         folder = HfFolder(config.model.path)
@@ -57,17 +57,17 @@ def main() -> None:
         load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
         return Learner(model, ranks, config, store)
 
-    inside = learner(replace(config, frozen=FrozenConfig()))
+    inside = learner(replace(config, ref_models=RefModelsConfig()))
     gaps = {}
     batches = Batches(plan, config, ranks, store)
-    for role, policy in inside.frozen.items():
+    for role, policy in inside.ref_models.items():
         for idx, values in by_row(plan, ranks.dp_rank, policy.logprobs(batches)).items():
-            for other in inside.frozen:
-                gap = float(np.abs(plan.frozen[idx].logprobs[other] - values).max())
+            for other in inside.ref_models:
+                gap = float(np.abs(plan.ref_models[idx].logprobs[other] - values).max())
                 name = f"{role}/{other}"
                 gaps[name] = max(gaps.get(name, 0.0), gap)
     outside = learner(config)
-    assert not outside.frozen, "no second model on the trainer's ranks"
+    assert not outside.ref_models, "no second model on the trainer's ranks"
     every: list[dict[str, float]] = [{} for _ in range(ranks.world_size)]
     dist.all_gather_object(every, gaps, group=ranks.control)
     found = {
@@ -87,11 +87,11 @@ def _picked(row: dict[str, float]) -> dict[str, float]:
 
 def _refused(learner: Learner, plan: BatchPlan) -> dict[str, str]:
     """What is said of scores that are not of this plan's records."""
-    first, second, *rest = plan.frozen
+    first, second, *rest = plan.ref_models
     other = replace(learner.config.algorithm, reference=learner.config.algorithm.teacher)
     cases = {
-        "swapped": (replace(plan, frozen=(second, first, *rest)), learner.config),
-        "absent": (replace(plan, frozen=()), learner.config),
+        "swapped": (replace(plan, ref_models=(second, first, *rest)), learner.config),
+        "absent": (replace(plan, ref_models=()), learner.config),
         "other model": (plan, replace(learner.config, algorithm=other)),
     }
     found = {}

@@ -67,7 +67,9 @@ def main() -> None:
         load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
         learner = Learner(model, ranks, config, store)
         rows = [learner.step(plan) for plan in plans]
-        assert not any(p.requires_grad for p in learner.frozen["teacher"].model.gpt.parameters())
+        assert not any(
+            p.requires_grad for p in learner.ref_models["teacher"].model.gpt.parameters()
+        )
         found[case] = [{name: row[name] for name in NAMES} for row in rows]
     if ranks.is_first:
         print("FOUND", json.dumps(found))

@@ -1,8 +1,8 @@
 """Worker of test_replay_matrix: many layouts, models and settings in one start of four processes.
 
-Starting a process costs more than a case, so a worker lives through several gangs.  Stages run one
-after the other: one-rank references, then gangs of two, then one gang of four; `SCHEDULE` says who
-belongs where.  Every case writes NAME.pt (rank 0 of its gang); the test compares.
+Starting a process costs more than a case, so a worker lives through several trainers.  Stages run
+one after the other: one-rank references, then trainers of two, then one trainer of four; `SCHEDULE`
+says who belongs where.  Every case writes NAME.pt (rank 0 of its trainer); the test compares.
 
     RANK4=0 python replay_matrix_ranks.py WORK          (four of them, RANK4 = 0..3)
 """
@@ -95,7 +95,9 @@ def main() -> None:
 
 
 def meet(file: Path, first: bool) -> str:
-    """A free port, chosen by the gang's first rank when the gang starts, told through a file."""
+    """A free port, chosen by the trainer's first rank when the trainer starts, told through a
+    file.
+    """
     if first:
         fresh = file.with_suffix(".new")
         fresh.write_text(str(listenable_port()))
@@ -540,7 +542,7 @@ def replayed(learner: Learner, batch: Microbatch, index: int, routes: Rows) -> t
 
 
 def colder(batch: Microbatch, logits: torch.Tensor) -> Microbatch:
-    """What top-p 0.8 would leave of the recorded kept sets at a third of the temperature."""
+    """What top-p 0.8 would leave of the recorded sampling masks at a third of the temperature."""
     assert batch.mask_offsets is not None
     assert batch.mask_ids is not None
     flat = logits.flatten(0, 1)[batch.sampled_rows]

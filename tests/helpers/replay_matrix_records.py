@@ -1,4 +1,4 @@
-"""Records of the replay matrix: random rollouts whose routes and kept sets stay at hand.
+"""Records of the replay matrix: random rollouts whose routes and sampling masks stay at hand.
 
 Equal on every rank (everything comes from one seed).  Routes are random valid choices, also across
 the groups of a grouped router, so a forward that fell back to live routing could not pass.

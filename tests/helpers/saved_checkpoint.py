@@ -1,4 +1,4 @@
-"""One checkpoint of a gang's worker, written to its end; imported after the platform is set."""
+"""One checkpoint of a trainer's worker, written to its end; imported after the platform is set."""
 
 from __future__ import annotations
 

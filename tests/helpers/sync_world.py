@@ -308,7 +308,7 @@ class Gang:
         return self._log(rank).read_text(errors="replace")
 
     def _log(self, rank: int) -> Path:
-        return self.run_dir.root / f"gang-{self.incarnation}-{rank}.log"
+        return self.run_dir.root / f"trainer-{self.incarnation}-{rank}.log"
 
 
 class Publish:

@@ -1,8 +1,9 @@
-"""Worker of test_resume_layouts: one gang takes several layouts in turn, phases from a JSON file.
+"""Worker of test_resume_layouts: one trainer takes several layouts in turn, phases from a JSON
+file.
 
     torchrun ... trainer_resume_ranks.py --model DIR --work DIR --phases FILE
 
-A phase builds the gang anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
+A phase builds the trainer anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
 "reset": false, "until": 2, "save": true, "out": FILE or "", "optimizer": {...}}.  It trains the
 steps from where it stands up to `until`; `out` gets loss, gradient norm and rates of the last step
 and the weights after it, in Hugging Face coordinates.
@@ -62,14 +63,14 @@ def main() -> None:
 
 
 def _meet_apart(prefix: str) -> None:
-    """The gang's next rendezvous must not find the addresses of the one before in its store."""
+    """The trainer's next rendezvous must not find the addresses of the one before in its store."""
     rendezvous._create_c10d_store = lambda *args, **kwargs: dist.PrefixStore(
         prefix, _MEET(*args, **kwargs)
     )
 
 
 def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: parallel.Parallel) -> None:
-    """One gang: load, train, save."""
+    """One trainer: load, train, save."""
     # eps far above the gradients would hide the moments: a small one, as in real runs
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay_style="linear", decay_steps=4)
     optimizer = replace(optimizer, distributed=phase["distributed"], eps=1e-4)

@@ -1,7 +1,7 @@
 """Material for the trainer tests: a tiny random Qwen3-MoE folder and records that fit it.
 
-Records are synthetic: random tokens, random valid routes, random kept sets.  Everything is made
-from a seed, so each process of a gang can make the same plan by itself.
+Records are synthetic: random tokens, random valid routes, random sampling masks.  Everything is
+made from a seed, so each process of a trainer can make the same plan by itself.
 """
 
 from __future__ import annotations

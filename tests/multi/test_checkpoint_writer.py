@@ -232,7 +232,7 @@ def test_a_gang_that_was_replaced_publishes_nothing(run: RunDir) -> None:
     old.finish()
     assert next_incarnation(run, resume=True) == 1
     old.save(2, _state(torch.full((1000,), 2.0), 2), {})
-    with pytest.raises(TrainerError, match="gang 0 was replaced by 1"):
+    with pytest.raises(TrainerError, match="trainer 0 was replaced by 1"):
         old.finish()
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
 

@@ -1,4 +1,4 @@
-"""The two tools as people run them: torchrun one way, another layout and gang size back."""
+"""The two tools as people run them: torchrun one way, another layout and trainer size back."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from moerl.config.load import save_config
 from moerl.config.schema import (
     AlgorithmConfig,
     Config,
-    FrozenConfig,
     ModelConfig,
     ParallelConfig,
+    RefModelsConfig,
     ReplayConfig,
     TrainerConfig,
 )
@@ -37,7 +37,7 @@ LAYOUTS = {
 
 
 def _scored(root: Path, models: list[Path], layout: ParallelConfig) -> tuple[RunDir, Scored]:
-    """What a frozen gang of this layout says of a plan that is cut for it."""
+    """What a reference ranks of this layout says of a plan that is cut for it."""
     student, reference, teacher = map(str, models)
     run = RunDir(root / "run")
     run.create()
@@ -53,13 +53,13 @@ def _scored(root: Path, models: list[Path], layout: ParallelConfig) -> tuple[Run
             distill_coef=1.0,
             teacher=teacher,
         ),
-        frozen=FrozenConfig(ranks="own", parallel=layout),
+        ref_models=RefModelsConfig(placement="separate", parallel=layout),
     )
     save_config(config, run.config)
     store = BlobStore(root / "blobs", "n0")
     controller = FakeController("token", lambda step: None)
     controller.records = [make_plan(store, dp_size=layout.dp)]
-    done = run_gang(controller, run, store, layout.world_size, "--frozen")
+    done = run_gang(controller, run, store, layout.world_size, "--ref-models")
     assert done.returncode == 0, done.stderr[-4000:]
     (scored,) = controller.scored
     return run, scored
@@ -76,7 +76,7 @@ def _compared(root: Path, models: list[Path], layout: ParallelConfig) -> dict[st
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("frozen")
+    root = tmp_path_factory.mktemp("ref_models")
     return [make_model(root / f"model{seed}", seed=seed) for seed in range(3)]
 
 
@@ -101,9 +101,9 @@ def test_own_ranks_give_the_numbers_of_the_trainers(found: dict[str, Any]) -> No
 
 def test_scores_of_another_record_or_model_are_refused(found: dict[str, Any]) -> None:
     assert found["refused"] == {
-        "swapped": "frozen_record",
-        "absent": "frozen_rows",
-        "other model": "frozen_record",
+        "swapped": "ref_scores_record",
+        "absent": "ref_scores_rows",
+        "other model": "ref_scores_record",
     }
 
 

@@ -2,8 +2,8 @@
 
 The hosts are network namespaces of this machine with addresses of their own
 (`tests/helpers/network_hosts`); everything else is real: SGLang, Ray's head, torchrun with its
-rendezvous, gloo across hosts for the gang and for the weights, records read from the engine's host
-by byte range.
+rendezvous, gloo across hosts for the trainer and for the weights, records read from the engine's
+host by byte range.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ClusterRun:
         recipe: str = "quickstart",
     ) -> None:
         """engines: hosts that are engine nodes, the first ones; the rest are trainer nodes, which
-        frozen.ranks=own gives a second gang."""
+        ref_models.placement=own gives a second trainer."""
         self.hosts, self.dir = made, RunDir(root / "run")
         self.output = root / "output.txt"
         nodes, trainers = made[:engines], made[engines:]
@@ -77,10 +77,10 @@ class ClusterRun:
             self.start(host, "tools/launch/engine_node.sh", str(self.dir.root), str(index))
             for index, host in enumerate(nodes[1:], 1)
         ]
-        if "frozen.ranks=own" in settings:
+        if "ref_models.placement=own" in settings:
             self.trainers += [
                 self.start(
-                    host, "tools/launch/torchrun.sh", str(self.dir.root), str(index), "frozen"
+                    host, "tools/launch/torchrun.sh", str(self.dir.root), str(index), "ref_models"
                 )
                 for index, host in enumerate(trainers)
             ]
@@ -217,7 +217,7 @@ def cut_engines(run: ClusterRun) -> None:
 
 
 def cut_trainer(run: ClusterRun) -> list[psutil.Process]:
-    """The last host is away until its gang fell or was given up; returns the next processes."""
+    """The last host is away until its trainer fell or was given up; returns the next processes."""
     before = incarnation(run)
     run.hosts[2].cut()
     run.wait_for(lambda: gang_fell(run) or "trainer died" in run.output.read_text())
@@ -240,20 +240,22 @@ def check_rows(run: ClusterRun) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_reference_ranks_over_two_hosts(three: list[Host], tmp_path: Path) -> None:
-    """A second torchrun gang beside the trainer's, with a rendezvous of its own."""
-    settings = ("run.steps=3", "frozen.ranks=own", "frozen.parallel.pp=2")
+    """A second torchrun trainer beside the trainer's, with a rendezvous of its own."""
+    settings = ("run.steps=3", "ref_models.placement=own", "ref_models.parallel.pp=2")
     with cluster_run(three, tmp_path, *settings, recipe="deepseek-v32") as run:
         run.finish()
         rows = run.rows()
         assert [row["step"] for row in rows] == [0, 1, 2]
         assert abs(rows[0]["loss/kl_ref_k3"]) < 1e-3, "the student starts as its reference"
         assert rows[2]["loss/kl_ref_k3"] != rows[0]["loss/kl_ref_k3"]
-        assert (run.dir.logs / "frozen-1.log").is_file()
-        assert "10.231.17.1:17110" in (run.dir.logs / "frozen-1.log").read_text(), "kept sets"
+        assert (run.dir.logs / "ref_models-1.log").is_file()
+        assert "10.231.17.1:17110" in (run.dir.logs / "ref_models-1.log").read_text(), (
+            "sampling masks"
+        )
 
 
 def incarnation(run: ClusterRun) -> int:
-    """Of the gang that made the newest step."""
+    """Of the trainer that made the newest step."""
     return int(run.rows()[-1]["version"].split(".")[0])
 
 

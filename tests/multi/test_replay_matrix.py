@@ -209,7 +209,7 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
         chosen = [c for c in cases if c["layout"] == layout]
         world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
         stage = stages[1 if world == 2 else 2]
-        pair = len(stage) % 2 * 2  # gangs of two work side by side
+        pair = len(stage) % 2 * 2  # trainers of two work side by side
         ranks = list(range(4)) if world == 4 else [pair, pair + 1]
         if chosen:
             stage.append({"name": layout, "ranks": ranks, "sizes": sizes, "cases": chosen})
@@ -295,7 +295,7 @@ def compare(found: Found, alone: Found, recomputed: bool) -> None:
 
 
 def check_counts(found: Found) -> None:
-    """Every token, row, kept entry and byte once over the gang."""
+    """Every token, row, kept entry and byte once over the trainer."""
     counts, recorded = found["counts"], found["recorded"]
     assert counts["fed_rows"] == counts["replayed_rows"] > 0, "coverage is 1"
     assert counts["routing_bytes"] == recorded["routing_bytes"], "u8, each row read by one rank"

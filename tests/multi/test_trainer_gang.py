@@ -1,4 +1,4 @@
-"""The whole gang under torchrun: plans in; steps, publishes, checkpoints, an HF folder out."""
+"""The whole trainer under torchrun: plans in; steps, publishes, checkpoints, an HF folder out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Bench:
         spoil: int = -1,
         fleets: Mapping[int, SetEngines] | None = None,
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
-        """Run the gang until `until`; the plan of step `spoil` has a missing blob."""
+        """Run the trainer until `until`; the plan of step `spoil` has a missing blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
         controller = FakeController(TOKEN, plans, fleets, Path(self.config.model.path))
         arguments = ["--incarnation", str(incarnation)]
@@ -78,7 +78,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("gang") / "model")
+    return make_model(tmp_path_factory.mktemp("trainer") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ class Mesh(NamedTuple):
 
 
 def mesh_of(tp: int, pp: int, ep: int, etp: int) -> Mesh:
-    """The smallest gang with these axes."""
+    """The smallest trainer with these axes."""
     return Mesh(tp, pp, ep, etp, math.lcm(tp, ep * etp) // tp)
 
 

@@ -53,7 +53,7 @@ DENSE = ("llama", "qwen3")
 
 
 def layout_of(tp: int, pp: int, vpp: int, ep: int, etp: int) -> ParallelConfig:
-    """The smallest gang with these axes."""
+    """The smallest trainer with these axes."""
     dp = math.lcm(tp, ep * etp) // tp
     return ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=dp, vocab_divisible_by=16)
 

@@ -87,7 +87,9 @@ def _compare(packed: Microbatch, store: BlobStore) -> None:
 def test_ranks_of_a_sequence_hold_every_token_once(
     shape: list[tuple[int, int, tuple[int, ...]]], cp_size: int, tp_size: int, packed: bool
 ) -> None:
-    """Context-parallel ranks and slices: every token, route, sampled token and kept set once."""
+    """Context-parallel ranks and slices: every token, route, sampled token and sampling mask
+    once.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = BlobStore(Path(folder), "n")
         rollouts = sealed(store, shape)

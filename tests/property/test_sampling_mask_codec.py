@@ -1,4 +1,4 @@
-"""Kept sets to CSR against a loop over rows; every broken input is refused with its reason."""
+"""Sampling masks to CSR against a loop over rows; every broken input is refused with its reason."""
 
 from __future__ import annotations
 

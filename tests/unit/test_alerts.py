@@ -67,9 +67,9 @@ def test_resumed_rollouts_are_no_sign_of_broken_replay() -> None:
     """Their prefix rows are of older weights: bin 0 is not the engine's mismatch alone."""
     mixed = {"mismatch/extreme_frac_2/lag_0": 9e-3, "mismatch/ratio_mean/lag_0": 1.2}
     judged = Alerts(CONFIG).look(HEALTHY | mixed | {"async/partial_frac": 0.0})
-    assert alerts(judged) == ["alert/keep_set", "alert/replay_extreme"]
+    assert alerts(judged) == ["alert/sampling_mask", "alert/replay_extreme"]
     unknown = Alerts(CONFIG).look(HEALTHY | mixed | {"async/partial_frac": 0.01})
-    assert not {"alert/keep_set", "alert/replay_extreme"} & unknown.keys(), "absent, not 0"
+    assert not {"alert/sampling_mask", "alert/replay_extreme"} & unknown.keys(), "absent, not 0"
 
 
 def test_silence_has_to_last() -> None:

@@ -21,8 +21,8 @@ from moerl.config.algorithms import (
     OBJECTIVES,
     PROCESS_REWARDS,
     check_algorithm,
-    frozen_models,
     needed,
+    ref_models_of,
 )
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.config.validate import validate
@@ -206,7 +206,7 @@ def test_a_kl_inside_the_reward_needs_a_reference_and_a_pass_before_the_step() -
     assert needed(AlgorithmConfig(advantage="reinforce_pp")) == set()
     inside = AlgorithmConfig(advantage="reinforce_pp", reward_kl_coef=0.1)
     assert needed(inside) == {"reference", "proximal_pass"}
-    assert frozen_models(replace(config(), algorithm=inside)) == {"reference": ""}
+    assert ref_models_of(replace(config(), algorithm=inside)) == {"reference": ""}
     check_algorithm(replace(config(), algorithm=inside))
     with pytest.raises(ConfigError, match=r"reward_kl_coef .*gae, reinforce_pp would"):
         check_algorithm(config(advantage="grpo_mean", reward_kl_coef=0.1))

@@ -1,8 +1,8 @@
 """Finite differences in fp64 for every objective, correction, KL and aggregation of the tables.
 
-A stop-gradient makes plain finite differences disagree with autograd by design.  `frozen` records
-what each detach returned at the point of interest and returns just that at every other point, so
-the function that is differentiated numerically is the one autograd differentiates.
+A stop-gradient makes plain finite differences disagree with autograd by design.  `ref_models`
+records what each detach returned at the point of interest and returns just that at every other
+point, so the function that is differentiated numerically is the one autograd differentiates.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def inputs(seed: int) -> tuple[Tensor, Callable[[Tensor], Tokens]]:
     return leaf.requires_grad_(), tokens
 
 
-def frozen(function: Callable[[Tensor], Tensor], point: Tensor) -> Callable[[Tensor], Tensor]:
+def ref_models(function: Callable[[Tensor], Tensor], point: Tensor) -> Callable[[Tensor], Tensor]:
     """`function` with the value of every detach held at what it was at `point`."""
     kept: list[Tensor] = []
     original = Tensor.detach
@@ -87,7 +87,7 @@ def agrees(function: Callable[[Tensor], Tensor], leaf: Tensor) -> bool:
 def check(config: AlgorithmConfig, seed: int) -> bool:
     leaf, tokens = inputs(seed)
     point = leaf.detach().clone().requires_grad_()
-    return agrees(frozen(lambda x: loss(config, tokens(x)), point), point)
+    return agrees(ref_models(lambda x: loss(config, tokens(x)), point), point)
 
 
 @pytest.mark.parametrize("ratio", ["engine", "proximal"])

@@ -211,7 +211,10 @@ NUMBERS = [name for name, _, default in SETTINGS if type(default) in (int, float
 UNBOUNDED = {  # rules about several settings bound these
     *("sampling.top_k", "sampling.mask_top_k", "evaluation.top_k", "algorithm.dual_clip"),
     *(f"algorithm.{name}_low" for name in ("icepop", "mis_token", "mis_sequence", "mis_geometric")),
-    *(f"cluster.ports.{name}" for name in ("controller", "blobs", "ray", "rendezvous", "frozen")),
+    *(
+        f"cluster.ports.{name}"
+        for name in ("controller", "blobs", "ray", "rendezvous", "ref_models")
+    ),
 }
 INFINITE = {  # infinity: no limit
     f"algorithm.{name}_high" for name in ("icepop", "mis_token", "mis_sequence", "mis_geometric")
@@ -308,13 +311,19 @@ def test_yaml_is_read_as_it_is_meant(tmp_path: Path) -> None:
 def test_an_old_key_is_refused_with_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = {"seeds.one": "run.seed", "fixed": "frozen", "rollout.selection=newest": "freshest"}
+    table = {"seeds.one": "run.seed", "fixed": "ref_models", "rollout.selection=newest": "freshest"}
     monkeypatch.setattr("moerl.config.renamed.RENAMED", table)
     monkeypatch.setattr("moerl.config.renamed.REMOVED", {"sync.link=pigeon": "it flew; use gloo"})
     for item, says in (
         ("seeds.one=3", "seeds.one = 3 is not usable: it is called run.seed now"),
-        ("fixed.ranks=own", "fixed.ranks = 'own' is not usable: it is called frozen.ranks now"),
-        ("fixed.parallel.tp=2", "fixed.parallel.tp = 2 is not usable: it is called frozen.paral"),
+        (
+            "fixed.ranks=own",
+            "fixed.ranks = 'own' is not usable: it is called ref_models.placement now",
+        ),
+        (
+            "fixed.parallel.tp=2",
+            "fixed.parallel.tp = 2 is not usable: it is called ref_models.paral",
+        ),
         ("rollout.selection=newest", "rollout.selection = 'newest' is not usable: it is called f"),
         ("sync.link=pigeon", "sync.link = 'pigeon' is not usable: it flew; use gloo"),
         ("sync.link=wire", "sync.link = 'wire' is not usable: unknown key; sync has"),
@@ -324,7 +333,7 @@ def test_an_old_key_is_refused_with_the_new_one(
         assert str(error.value).startswith(says)
     saved = tmp_path / "config.yaml"
     saved.write_text("fixed: {ranks: own}\nseeds: {one: 3}\n")
-    with pytest.raises(ConfigError, match=r"frozen.ranks now \(old keys, too: seeds.one\)"):
+    with pytest.raises(ConfigError, match=r"ref_models.placement now \(old keys, too: seeds.one\)"):
         load_saved(saved)
 
 

@@ -502,16 +502,16 @@ def test_a_plan_that_a_dead_gang_waits_for_takes_no_groups(tmp_path: Path) -> No
             await asyncio.sleep(0.01)
             await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
             engine.open.set()
-            with pytest.raises(ProtocolError, match="another gang has taken over"):
+            with pytest.raises(ProtocolError, match="another trainer has taken over"):
                 await waiting
-            replaced = "gang 0 was replaced: 1 is the newest one"
+            replaced = "trainer 0 was replaced: 1 is the newest one"
             with pytest.raises(ProtocolError, match=replaced):
                 await controller.handle(TakePlan(0, 60.0, 0))
             with pytest.raises(ProtocolError, match=replaced):
                 await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
             await controller.handle(Failed(0, "its peers are gone", incarnation=0))
             assert controller.trainer.failure == "", (
-                "what an old gang dies of says nothing of the new one"
+                "what an old trainer dies of says nothing of the new one"
             )
             await controller.handle(Failed(1, "no memory", incarnation=1))
             assert controller.trainer.failure == "trainer rank 1: no memory"

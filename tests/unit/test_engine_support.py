@@ -94,7 +94,9 @@ def test_environment_that_changes_reports_is_refused(
 
 
 def test_requests_carry_nothing_that_is_not_recorded(tmp_path: Path) -> None:
-    """Every parameter that shapes a distribution is sent, neutral if no kept set tells of it."""
+    """Every parameter that shapes a distribution is sent, neutral if no sampling mask tells of
+    it.
+    """
     shape = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
     context = EngineContext(tmp_path, shape, ReplayConfig(), RunDir(tmp_path), "t")
     host = EngineHost(0, EngineConfig(), context, BlobStore(tmp_path, "n"))

@@ -51,7 +51,7 @@ class Engines:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A gang of this process only."""
+    """A trainer of this process only."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0,
                             world_size=1)  # fmt: skip
     yield
@@ -110,7 +110,7 @@ def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
     assert threads.names("session") == ["session-0", "session-1"]
     publisher.set_engines([SyncTarget(1, 1), SyncTarget(7, 2)])
     until(lambda: threads.are(["session-1", "session-7"], 2))
-    assert not engines.asked, "nothing is frozen yet"
+    assert not engines.asked, "nothing is ref_models yet"
     publisher.publish(V1)
     until(lambda: engines.of(V1) == {1, 7})
     publisher.set_engines([SyncTarget(1, 1), SyncTarget(7, 2), SyncTarget(8, 1)])

@@ -16,7 +16,7 @@ import torch
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
-from moerl.config.schema import AlgorithmConfig, Config, FrozenConfig, ModelConfig
+from moerl.config.schema import AlgorithmConfig, Config, ModelConfig, RefModelsConfig
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.ref_score_queue import RefScoreQueue
 from moerl.data.batching import plan_batch
@@ -25,23 +25,23 @@ from moerl.data.ref_scores import basis_of, received, record_digest
 from moerl.errors import ConfigError, ProtocolError, RecordError
 from moerl.launch.cluster.node_commands import node_commands, torchrun
 from moerl.launch.cluster.slurm_job import plan as slurm_plan
-from moerl.launch.prepare import _check_frozen
+from moerl.launch.prepare import _check_ref_models
 from moerl.layout import model_spec
 from moerl.messages import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
 from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_store import BlobStore
-from moerl.types import BatchPlan, FrozenScores, PolicyVersion, Rollout
+from moerl.types import BatchPlan, PolicyVersion, RefScores, Rollout
 from tests.helpers.random_rollouts import group, make_rollout
 from tests.unit.test_controller import CONFIG, StubEngine, make, publish, running, train
 
 OWN = (
     "deepseek-v32",
-    ("frozen.ranks=own", "frozen.parallel.pp=2"),
+    ("ref_models.placement=own", "ref_models.parallel.pp=2"),
 )
 
 
 # --- the controller ------------------------------------------------------------------------------
-def with_frozen(tmp_path: Path) -> Config:
+def with_ref_models(tmp_path: Path) -> Config:
     model = tmp_path / "model"
     model.mkdir()
     shape = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
@@ -53,16 +53,16 @@ def with_frozen(tmp_path: Path) -> Config:
         CONFIG,
         model=ModelConfig(path=str(model)),
         algorithm=AlgorithmConfig(kl="k3", kl_coef=0.1),
-        frozen=FrozenConfig(ranks="own"),
+        ref_models=RefModelsConfig(placement="separate"),
     )
 
 
 def scores_of(plan: BatchPlan, config: Config) -> Scored:
-    """As a frozen gang answers: each number says which rollout it belongs to."""
+    """As a reference ranks answers: each number says which rollout it belongs to."""
     basis = basis_of(config)
     return Scored(
         tuple(
-            FrozenScores(
+            RefScores(
                 rollout.rollout_id,
                 record_digest(rollout, basis),
                 {"reference": _numbers(rollout)},
@@ -79,7 +79,7 @@ def _numbers(rollout: Rollout) -> np.ndarray:
 
 def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
     async def body() -> None:
-        config = with_frozen(tmp_path)
+        config = with_ref_models(tmp_path)
         controller, _ = make(tmp_path, StubEngine(), config)
 
         async def score() -> list[int]:
@@ -105,7 +105,7 @@ def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
             assert not set(ahead) & set(ids)
             await controller.handle(StepDone(0, PolicyVersion(0, 1), {}, ""))
             await publish(controller, PolicyVersion(0, 1))
-            while controller._frozen.waits(controller._frozen._live()):
+            while controller._ref_models.waits(controller._ref_models._live()):
                 await score()
             second = await controller.handle(TakePlan(1, 60.0, 0))
             assert isinstance(second, Plan)
@@ -121,7 +121,7 @@ def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> No
     rollout = make_rollout(BlobStore(tmp_path / "blobs", "n"), "4.0", 3, 5, versions=(restarted,))
     rules = GroupBuffer(groups_per_step=1, depth=1, max_lag=8)
     batches = Mock(planned={0: [group(4, [rollout], [1.0])]})
-    context = Mock(config=with_frozen(tmp_path), buffer=rules, batches=batches)
+    context = Mock(config=with_ref_models(tmp_path), buffer=rules, batches=batches)
     line = RefScoreQueue(context, Mock())
     plan = line.next(1)
     assert plan is not None
@@ -130,7 +130,7 @@ def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> No
 
 def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> None:
     async def body() -> None:
-        config = with_frozen(tmp_path)
+        config = with_ref_models(tmp_path)
         controller, reports = make(tmp_path, StubEngine(), config)
 
         async def job() -> int:
@@ -148,11 +148,11 @@ def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> Non
             scoring = asyncio.create_task(job())
             await train(controller, 4)
             assert await scoring > 1
-            assert controller.status()["frozen/start"] == 1.0
+            assert controller.status()["ref_models/start"] == 1.0
 
         await running(controller, work())
         assert len(reports) == 4
-        assert all(report.metrics["frozen/wait_s"] >= 0 for report in reports)
+        assert all(report.metrics["ref_models/wait_s"] >= 0 for report in reports)
 
     asyncio.run(body())
 
@@ -160,18 +160,18 @@ def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda values: {"reference": values[:-1]}, "frozen_length"),
-        (lambda values: {"reference": values.astype(np.float64)}, "frozen_length"),
-        (lambda values: {"reference": values * np.nan}, "frozen_finite"),
-        (lambda values: {"teacher": values}, "frozen_roles"),
-        (lambda values: {}, "frozen_roles"),
+        (lambda values: {"reference": values[:-1]}, "ref_scores_length"),
+        (lambda values: {"reference": values.astype(np.float64)}, "ref_scores_length"),
+        (lambda values: {"reference": values * np.nan}, "ref_scores_finite"),
+        (lambda values: {"teacher": values}, "ref_scores_roles"),
+        (lambda values: {}, "ref_scores_roles"),
     ],
 )
 def test_scores_that_do_not_fit_are_refused(
     tmp_path: Path, spoil: Callable[[np.ndarray], dict[str, np.ndarray]], reason: str
 ) -> None:
     async def body() -> None:
-        config = with_frozen(tmp_path)
+        config = with_ref_models(tmp_path)
         controller, _ = make(tmp_path, StubEngine(), config)
 
         async def work() -> None:
@@ -191,11 +191,11 @@ def test_scores_that_do_not_fit_are_refused(
 
 def test_a_plan_that_nobody_scores_is_an_error_in_time(tmp_path: Path) -> None:
     async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine(), with_frozen(tmp_path))
+        controller, _ = make(tmp_path, StubEngine(), with_ref_models(tmp_path))
 
         async def work() -> None:
             await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
-            with pytest.raises(ProtocolError, match="not scored by the frozen ranks"):
+            with pytest.raises(ProtocolError, match="not scored by the reference ranks"):
                 await controller.handle(TakePlan(0, 0.3, 0))
 
         await running(controller, work())
@@ -220,7 +220,7 @@ def a_plan(root: Path, *, dp_size: int = 1) -> BatchPlan:
 def test_the_digest_covers_everything_that_scores_depend_on(tmp_path: Path) -> None:
     plan = a_plan(tmp_path)
     rollout = plan.rollouts()[0]
-    config = with_frozen(tmp_path)
+    config = with_ref_models(tmp_path)
     want = record_digest(rollout, basis_of(config))
     ids, mask = rollout.token_ids.copy(), rollout.loss_mask.copy()
     ids[-1] += 1
@@ -269,22 +269,22 @@ def test_own_ranks_are_placed_printed_and_counted() -> None:
     config = resolve(load_config(*OWN))
     check(config)
     placed = placement(config)
-    assert [slot.ranks for slot in placed.frozen] == [(0, 1)]
+    assert [slot.ranks for slot in placed.ref_models] == [(0, 1)]
     assert "reference: tp 1 pp 2" in process_table(config, placed)
     text = describe(config, ("deepseek-v32",))
     assert "moerl.trainer.main" in text
-    assert "--frozen" in text
-    assert "memory of a frozen rank" in text
+    assert "--ref-models" in text
+    assert "memory of a reference rank" in text
     plain = resolve(load_config("deepseek-v32"))
-    assert not placement(plain).frozen
+    assert not placement(plain).ref_models
     assert "others" in describe(plain, ()), "the reference on the trainer's ranks is counted"
     assert "others" not in describe(resolve(load_config("grpo")), ())
 
 
 def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with_frozen(tmp_path)  # leaves a model folder
+    with_ref_models(tmp_path)  # leaves a model folder
     student = model_spec(json.loads((tmp_path / "model" / "config.json").read_text()))
-    _check_frozen("algorithm.teacher", str(tmp_path / "model"), student)
+    _check_ref_models("algorithm.teacher", str(tmp_path / "model"), student)
     for name, change, responses in (
         ("unknown", {"model_type": "mamba"}, "known families"),
         ("foreign", {"vocab_size": 11}, "must share a tokenizer"),
@@ -294,16 +294,16 @@ def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: P
         shape = json.loads((tmp_path / "model" / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(shape | change))
         with pytest.raises(ConfigError, match=rf"algorithm\.teacher .*{responses}"):
-            _check_frozen("algorithm.teacher", str(folder), student)
+            _check_ref_models("algorithm.teacher", str(folder), student)
 
 
 def test_own_ranks_get_gpus_that_nobody_has() -> None:
     settings = ("cluster=node8", "engine.tp=1", *OWN[1], "trainer.parallel={dp: 4, ep: 4}")
     placed = placement(resolve(load_config("deepseek-v32", settings)))
-    slots = (*placed.engines, *placed.trainers, *placed.frozen)
+    slots = (*placed.engines, *placed.trainers, *placed.ref_models)
     assert [d for slot in slots for d in slot.devices] == list(range(8))
-    with pytest.raises(ConfigError, match=r"frozen\.parallel"):
-        placement(resolve(load_config("deepseek-v32", (*settings, "frozen.parallel.dp=2"))))
+    with pytest.raises(ConfigError, match=r"ref_models\.parallel"):
+        placement(resolve(load_config("deepseek-v32", (*settings, "ref_models.parallel.dp=2"))))
 
 
 def test_a_cluster_starts_the_gang_on_its_own_port() -> None:
@@ -317,55 +317,66 @@ def test_a_cluster_starts_the_gang_on_its_own_port() -> None:
     config = resolve(load_config("deepseek-v32", (*hosts, *OWN[1])))
     check(config)
     placed = placement(config)
-    assert [(s.node.address, s.ranks) for s in placed.frozen] == [
+    assert [(s.node.address, s.ranks) for s in placed.ref_models] == [
         ("10.9.0.2", (0,)),
         ("10.9.0.3", (1,)),
     ]
     lines = node_commands(config, placed, ())
     assert lines["trainer-1"] == [
         "tools/launch/torchrun.sh /r/a 1",
-        "tools/launch/torchrun.sh /r/a 1 frozen",
+        "tools/launch/torchrun.sh /r/a 1 ref_models",
     ]
-    command = torchrun(config, placed, placed.frozen[1], job="frozen")
-    assert command[-1] == "--frozen"
+    command = torchrun(config, placed, placed.ref_models[1], job="ref_models")
+    assert command[-1] == "--ref-models"
     assert "10.9.0.2:17104" in command
-    assert "a-frozen" in command
+    assert "a-ref_models" in command
     trainer = torchrun(config, placed, placed.trainers[1])
     assert "10.9.0.2:17103" in trainer
-    assert "--frozen" not in trainer
+    assert "--ref-models" not in trainer
 
 
 def test_slurm_gives_the_gang_its_nodes() -> None:
     settings = ["deepseek-v32", "cluster=slurm", "model.path=configs/models/qwen3-30b-a3b"]
-    settings += ["frozen.ranks=own", "cluster.nodes.trainer.roles=[trainer]", "run.name=a"]
-    settings += ["cluster.nodes.engine.roles=[controller,engine,frozen]"]
-    settings += ["frozen.parallel={dp: 2, ep: 2}", "trainer.parallel={dp: 4, ep: 4}"]
+    settings += ["ref_models.placement=own", "cluster.nodes.trainer.roles=[trainer]", "run.name=a"]
+    settings += ["cluster.nodes.engine.roles=[controller,engine,ref_models]"]
+    settings += ["ref_models.parallel={dp: 2, ep: 2}", "trainer.parallel={dp: 4, ep: 4}"]
     lines = slurm_plan("n1,n2,n3,n4", [*settings, "run.root=/r", "--run", "a"])
     assert [line for line in lines if line.startswith("trainer=")] == ["trainer=n3", "trainer=n4"]
-    assert [line for line in lines if line.startswith("frozen=")] == ["frozen=n1", "frozen=n2"]
+    assert [line for line in lines if line.startswith("ref_models=")] == [
+        "ref_models=n1",
+        "ref_models=n2",
+    ]
 
 
 @pytest.mark.parametrize(
     ("recipe", "settings", "field"),
     [
-        ("grpo", ("frozen.ranks=own",), "frozen.ranks"),
-        ("deepseek-v32", ("frozen.ranks=elsewhere",), "frozen.ranks"),
-        ("deepseek-v32", ("frozen.parallel.tp=2",), "frozen.parallel"),
-        ("deepseek-v32", ("frozen.ranks=own", "frozen.parallel.tp=2"), "frozen.parallel.etp"),
-        ("deepseek-v32", ("frozen.ranks=own", "frozen.parallel.dp=0"), "frozen.parallel.dp"),
+        ("grpo", ("ref_models.placement=own",), "ref_models.placement"),
+        ("deepseek-v32", ("ref_models.placement=elsewhere",), "ref_models.placement"),
+        ("deepseek-v32", ("ref_models.parallel.tp=2",), "ref_models.parallel"),
         (
             "deepseek-v32",
-            ("frozen.ranks=own", "cluster.nodes.all.roles=[controller,engine,trainer]"),
+            ("ref_models.placement=own", "ref_models.parallel.tp=2"),
+            "ref_models.parallel.etp",
+        ),
+        (
+            "deepseek-v32",
+            ("ref_models.placement=own", "ref_models.parallel.dp=0"),
+            "ref_models.parallel.dp",
+        ),
+        (
+            "deepseek-v32",
+            ("ref_models.placement=own", "cluster.nodes.all.roles=[controller,engine,trainer]"),
             "cluster.nodes",
         ),
         (
             "deepseek-v32",
-            (*OWN[1], "cluster=hosts", "cluster.ports.frozen=0")
+            (*OWN[1], "cluster=hosts", "cluster.ports.ref_models=0")
             + ("cluster.nodes.engine.hosts=[10.9.0.1]",)
             + ("cluster.nodes.trainer.hosts=[10.9.0.2,10.9.0.3]",),
-            "cluster.ports.frozen",
+            "cluster.ports.ref_models",
         ),
-        ("deepseek-v32", (*OWN[1], "cluster=kuberay"), "frozen.ranks"),
+        ("deepseek-v32", (*OWN[1], "cluster=kuberay"), "ref_models.placement"),
     ],
 )
 def test_what_cannot_score_is_refused(recipe: str, settings: tuple[str, ...], field: str) -> None:

@@ -159,7 +159,7 @@ GOOD = {
     "trainer/model/gpt.py": "from . import parallel\nfrom moerl.trainer.model import replay",
     "trainer/learner/step.py": "import megatron.core\nfrom moerl import trace\n"
     "from moerl.trainer.passes import forward\nfrom moerl.trainer.model.gpt import build",
-    "trainer/main.py": "import moerl\nfrom . import gang\nfrom moerl.trainer.learner import step",
+    "trainer/main.py": "import moerl\nfrom . import trainer\nfrom moerl.trainer.learner import step",
     "trainer/gang.py": "from moerl.weight_sync.publisher import ShardOutlet",
     "engine/receiver.py": "from moerl.weight_sync.session import Terms",
     "launch/supervision/actors.py": "import ray\nfrom moerl.trainer.learner.step import run",
@@ -182,10 +182,14 @@ BAD = [
         "may not import moerl.engine",
     ),
     ("codec/routing.py", "import moerl.layout.tiles", "may not import moerl.layout"),
-    ("sync/shards.py", "from moerl.trainer.train_loop import Gang", "may not import moerl.trainer"),
+    (
+        "sync/shards.py",
+        "from moerl.trainer.train_loop import Trainer",
+        "may not import moerl.trainer",
+    ),
     (
         "sync/session.py",
-        "from moerl.weight_sync.receiver import Seat",
+        "from moerl.weight_sync.receiver import Slot",
         "may not import moerl.engine",
     ),
     (
@@ -195,7 +199,7 @@ BAD = [
     ),
     (
         "launch/plan.py",
-        "from moerl.weight_sync.publisher import Seat",
+        "from moerl.weight_sync.publisher import Slot",
         "may not import moerl.weight_sync",
     ),
     ("rollout/loop.py", "if True:\n    from megatron.core import x", "moerl.trainer only"),
@@ -210,8 +214,8 @@ BAD = [
     ("config/schema.py", "from torch import Tensor", "torch-free"),
     ("helpers/misc.py", "", "no row"),
     ("trainer/passes/forward.py", "from ..learner import step", "above"),
-    ("trainer/passes/forward.py", "from moerl.trainer.train_loop import Gang", "above"),
-    ("trainer/passes/forward.py", "from moerl.trainer import gang", "above"),
+    ("trainer/passes/forward.py", "from moerl.trainer.train_loop import Trainer", "above"),
+    ("trainer/passes/forward.py", "from moerl.trainer import trainer", "above"),
     ("trainer/model/gpt.py", "from moerl.trainer.hf_io import hf_folder", "siblings"),
     ("trainer/__init__.py", "import moerl.trainer.model.gpt", "above"),
     ("trainer/misc/x.py", "", "no row"),

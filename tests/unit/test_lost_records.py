@@ -26,7 +26,7 @@ from moerl.messages import Plan, TakeRecords
 from moerl.records.remote_blobs import ClusterBlobs, RangeServer
 from moerl.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
-from tests.unit.test_frozen import with_frozen
+from tests.unit.test_frozen import with_ref_models
 from tests.unit.test_membership import Trainer
 
 LOST_S = 0.3
@@ -170,7 +170,7 @@ def test_reference_ranks_are_not_given_what_is_lost(
     lost, kept = stores
 
     async def body() -> None:
-        config = replace(with_frozen(tmp_path), sync=SyncConfig(timeout_s=LOST_S))
+        config = replace(with_ref_models(tmp_path), sync=SyncConfig(timeout_s=LOST_S))
         reader = ClusterBlobs(tmp_path / "none", "", "t")
         more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
         controller, _ = make(tmp_path, lost, config, **more)

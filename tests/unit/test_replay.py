@@ -256,7 +256,8 @@ def test_a_layer_of_another_chunk_is_refused() -> None:
         _call(replay, 5, torch.randn(N, E))
 
 
-# --- gradients, fp64, through a replayed choice and a recorded kept set ---------------------------
+# --- gradients, fp64, through a replayed choice and a recorded sampling mask
+# ---------------------------
 def _policy(router: torch.Tensor, experts: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """Log-probability of 5 sampled tokens; one routed layer, K of E experts, 7 entries."""
     generator = torch.Generator().manual_seed(3)

@@ -35,7 +35,7 @@ def supervisor(tmp_path: Path) -> Any:
 
 
 def test_steps_that_are_trained_again_are_life_but_no_pardon(supervisor: Any) -> None:
-    """Else a gang whose checkpoint is far back would be ended for making no step."""
+    """Else a trainer whose checkpoint is far back would be ended for making no step."""
     supervisor._count({"step": 21})
     supervisor._trainer.restart_clock.assert_called_once()
     assert supervisor._restarts == {"trainer": 1}

@@ -1,4 +1,4 @@
-"""A trainer node runs torchrun as long as the endpoints folder asks for this gang."""
+"""A trainer node runs torchrun as long as the endpoints folder asks for this trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ended(run: RunDir, start: str, *command: str) -> int | None:
 
 
 def test_a_new_opening_of_the_board_ends_the_gang(tmp_path: Path) -> None:
-    """The supervisor gave it up, but its ranks live: they would train beside the next gang."""
+    """The supervisor gave it up, but its ranks live: they would train beside the next trainer."""
     run, start = posted(tmp_path)
     again = threading.Timer(0.2, run.endpoints.open, ("tcp://127.0.0.1:1", "token"))
     again.start()
@@ -67,7 +67,7 @@ def test_an_open_board_leaves_the_gang_alone(tmp_path: Path, monkeypatch: Any) -
 
 
 class Node:
-    """`_until_done` of one seat, with a torchrun that ends as the test says."""
+    """`_until_done` of one slot, with a torchrun that ends as the test says."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.start = posted(root)
@@ -160,7 +160,7 @@ def test_frozen_ranks_come_back_for_a_trainer_that_starts_again(
         return 0
 
     node.codes = [lambda: 0, scored]
-    assert node.until_done("frozen") == 0
+    assert node.until_done("ref_models") == 0
     assert not node.codes, "told to stop, asked again"
 
 

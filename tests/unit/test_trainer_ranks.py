@@ -1,4 +1,4 @@
-"""The clock of a trainer gang: what is shown, what is ended, and what starts it anew."""
+"""The clock of a trainer: what is shown, what is ended, and what starts it anew."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_signs_of_life_give_it_as_long_again(job: Any, sign: str) -> None:
     assert job.lateness()
     if sign == "hello":
         assert job.says_hello(1)
-        assert not job.says_hello(1), "the same gang"
+        assert not job.says_hello(1), "the same trainer"
     elif sign == "failure":
         assert job.fell()
-        assert not job.fell(), "another rank of the same gang"
+        assert not job.fell(), "another rank of the same trainer"
         assert job.says_hello(1)
         assert job.fell()
     else:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # One trainer node of a run: torchrun with this cluster's rendezvous, devices and network cards.
 #
-# usage: tools/launch/torchrun.sh RUN_DIR INDEX [GANG]
-#   INDEX: this node among those of the gang; GANG: trainer (default), or frozen: reference and
+# usage: tools/launch/torchrun.sh RUN_DIR INDEX [Trainer]
+#   INDEX: this node among those of the trainer; Trainer: trainer (default), or ref_models: reference and
 #   teacher on ranks of their own
 #
 # The run directory is on a file system that all nodes mount.  Everything else (nodes, ranks, ports,
 # interface, RDMA cards, restarts) comes from its config.yaml; the controller's address and the run's
 # token from its endpoints folder, so neither is on a command line.  Ranks are started again when one ends or a
-# node comes back; this script ends when the gang is done or the run is over, and ends only what it
+# node comes back; this script ends when the trainer is done or the run is over, and ends only what it
 # started (moerl/launch/nodes/trainer_node.py).  Ranks are bound to the cores and memory beside
 # their GPU (torchrun's --numa-binding) and to the node's RDMA cards (cluster.nodes.*.rdma).
 set -euo pipefail

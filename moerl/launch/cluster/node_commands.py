@@ -16,7 +16,7 @@ from moerl.config.clusters import Node, Placement, TrainerSlot
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
-TRAINER_JOBS = ("trainer", "frozen")
+TRAINER_JOBS = ("trainer", "ref_models")
 _Seat = TypeVar("_Seat", Node, TrainerSlot)
 
 
@@ -43,13 +43,13 @@ def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> d
 def torchrun(
     config: Config, placed: Placement, slot: TrainerSlot, address: str = "", job: str = "trainer"
 ) -> list[str]:
-    """One node's part of a gang.  address: its own, where the scheduler named it.
+    """One node's part of a trainer.  address: its own, where the scheduler named it.
 
-    Agents of torchrun meet at the gang's first node.  A rank that ends, or a node that comes back,
-    starts all ranks again: they ask the controller anew which checkpoint to continue from.
+    Agents of torchrun meet at the trainer's first node.  A rank that ends, or a node that comes
+    back, starts all ranks again: they ask the controller anew which checkpoint to continue from.
     """
     slots, ports = slots_of(placed, job), config.cluster.ports
-    port = ports.rendezvous if job == "trainer" else ports.frozen
+    port = ports.rendezvous if job == "trainer" else ports.ref_models
     command = ["python", "-m", "torch.distributed.run"]
     command += ["--nnodes", str(len(slots))]
     command += ["--nproc-per-node", str(len(slot.ranks)), "--rdzv-backend", "c10d"]
@@ -66,8 +66,8 @@ def torchrun(
 
 
 def slots_of(placed: Placement, job: str) -> tuple[TrainerSlot, ...]:
-    """Nodes of the trainer gang, or of the frozen one."""
-    return placed.trainers if job == "trainer" else placed.frozen
+    """Nodes of the trainer, or of the reference ranks."""
+    return placed.trainers if job == "trainer" else placed.ref_models
 
 
 def nth(nodes: Sequence[_Seat], index: int, kind: str) -> _Seat:

@@ -52,7 +52,7 @@ def options(arguments: Sequence[str]) -> list[str]:
 
 
 def plan(hosts: str, arguments: Sequence[str]) -> list[str]:
-    """`engine=HOST`, `trainer=HOST`, `frozen=HOST`, `setting=ARGUMENT of moerl train` and
+    """`engine=HOST`, `trainer=HOST`, `ref_models=HOST`, `setting=ARGUMENT of moerl train` and
     `run_dir=PATH` lines.
 
     Raises ConfigError when the allocation has another number of nodes than the cluster.

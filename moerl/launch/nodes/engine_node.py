@@ -1,6 +1,6 @@
 """One more engine node of a run: `python -m moerl.launch.nodes.engine_node RUN_DIR INDEX`.
 
-Waits until the run's endpoints folder names Ray's head, joins it with the seats planned for this
+Waits until the run's endpoints folder names Ray's head, joins it with the slots planned for this
 node, and ends what it started when the head is gone from the endpoints folder or this process is
 told to stop.  The token travels in the environment of the one child that needs it.
 

@@ -124,7 +124,8 @@ def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int
 
 
 def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
-    """(pid, log) of what a gang may be waiting for: controller, engine hosts, SGLang's processes.
+    """(pid, log) of what a trainer may be waiting for: controller, engine hosts, SGLang's
+    processes.
 
     pids: as in `pids.json`, of this machine.
     """
@@ -159,7 +160,7 @@ def ending_of(code: int) -> str:
 
 
 def last_error(path: Path) -> str:
-    """The last error that a gang's log names, else its last line."""
+    """The last error that a trainer's log names, else its last line."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     lines = [line.strip() for line in lines if line.strip()]
     causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]

@@ -3,7 +3,7 @@
 `moerl train` starts the head inside the run, so that it ends with the run; other engine nodes join
 it with `python -m moerl.launch.nodes.engine_node RUN_DIR` (tools/launch/engine_node.sh), which
 finds its address and token on the run's endpoints folder.  Where an operator owns Ray (KubeRay),
-`cluster.ray` names the cluster to join instead.  Every node offers `engine` seats; trainer nodes
+`cluster.ray` names the cluster to join instead.  Every node offers `engine` slots; trainer nodes
 have no Ray.
 """
 
@@ -25,7 +25,7 @@ from moerl.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-ENGINE_SLOT = "engine"  # a custom resource: one seat per engine that a node may hold
+ENGINE_SLOT = "engine"  # a custom resource: one slot per engine that a node may hold
 _ATTEMPTS = 4
 _GRACE_S = 2.0
 _OBJECTS = 80 * 2**20  # bytes of the object store: only messages pass through Ray

@@ -1,10 +1,10 @@
 """One trainer node of a run: `python -m moerl.launch.nodes.trainer_node RUN_DIR INDEX
 [TRAINER_JOB]`.
 
-Runs this node's part of torchrun, from the run's resolved configuration, until the gang is done.
+Runs this node's part of torchrun, from the run's resolved configuration, until the trainer is done.
 torchrun itself starts the ranks again when one ends; when an agent of it loses the others for too
 long it ends, and is started again here, so that a node that was cut off finds back.  A new opening
-of the endpoints folder asks for a new gang (the supervisor gave this one up, or the run was
+of the endpoints folder asks for a new trainer (the supervisor gave this one up, or the run was
 resumed), however alive the ranks are here: they are ended and started again.  The run's end is seen
 on the endpoints folder too: this process waits for a controller to be posted, and ends when there
 is none.  It ends only what it started.
@@ -42,11 +42,11 @@ _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
-    """Exit status: 0 when the gang is done or the run is over, 1 when this node gave up."""
+    """Exit status: 0 when the trainer is done or the run is over, 1 when this node gave up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
-    parser.add_argument("index", type=int, help="this node among those of the gang, from 0")
-    parser.add_argument("gang", nargs="?", default="trainer", choices=TRAINER_JOBS)
+    parser.add_argument("index", type=int, help="this node among those of the trainer, from 0")
+    parser.add_argument("trainer", nargs="?", default="trainer", choices=TRAINER_JOBS)
     parser.add_argument(
         "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
     )
@@ -71,7 +71,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
-    """One process a seat: a second torchrun for it would take the place of ranks that train.
+    """One process a slot: a second torchrun for it would take the place of ranks that train.
 
     Raises TrainerError when another one keeps it for longer than wait_s.
     """
@@ -103,7 +103,7 @@ def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) ->
             command, environment = _command(config, slot, job), _environment(config, slot)
             code = _torchrun(command, environment, log, run, start)
         end_descendants(_GRACE_S)
-        is_wanted = code != 0 or (job == "frozen" and _falls_back(run, start))
+        is_wanted = code != 0 or (job == "ref_models" and _falls_back(run, start))
         if (not is_wanted and _opening(run, start) in (start, "")) or run.endpoints.was_done(start):
             return 0
         if code:
@@ -134,7 +134,9 @@ def _await_answer(run: RunDir, name: str, start: str, wait_s: float) -> None:
 
 
 def _falls_back(run: RunDir, start: str) -> bool:
-    """Whether a new trainer wants scores again, after frozen ranks were told that all are there."""
+    """Whether a new trainer wants scores again, after reference ranks were told that all are
+    there.
+    """
     trainer = newest_incarnation(run)
     while _opening(run, start) == start and not run.endpoints.was_done(start):
         if newest_incarnation(run) != trainer:

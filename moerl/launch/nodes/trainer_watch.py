@@ -1,13 +1,13 @@
-"""The gang of a cluster, seen from the controller: `python -m moerl.launch.nodes.trainer_watch`.
+"""The trainer of a cluster, seen from the controller: `python -m moerl.launch.nodes.trainer_watch`.
 
 Trainer nodes start torchrun themselves and have no Ray; what tells them where the controller is,
-and the supervisor how the gang does, is the run directory that all nodes mount.  This process
-stands for the gang on the controller's node: it posts the endpoint and the token, ends well when
-the gang has left its mark, and ends with a cause when the trainer nodes gave up.  The supervisor
+and the supervisor how the trainer does, is the run directory that all nodes mount.  This process
+stands for the trainer on the controller's node: it posts the endpoint and the token, ends well when
+the trainer has left its mark, and ends with a cause when the trainer nodes gave up.  The supervisor
 treats it exactly like a local torchrun.
 
-Rejected: a state for the gang inside the controller (it would have to survive the controller's own
-restart, and a file on the run's own file system already does).
+Rejected: a state for the trainer inside the controller (it would have to survive the controller's
+own restart, and a file on the run's own file system already does).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S = 0.5
 
 
 def main() -> int:
-    """Exit status: 0 when the gang is done, 1 when the trainer nodes gave up."""
+    """Exit status: 0 when the trainer is done, 1 when the trainer nodes gave up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")

@@ -1,1 +1,3 @@
-"""The processes of one run: actors, gangs and engines, watched and started again when they die."""
+"""The processes of one run: actors, trainers and engines, watched and started again when they
+die.
+"""

@@ -65,13 +65,13 @@ def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plai
 
 @dataclass(frozen=True, slots=True)
 class PlacedEngine:
-    """An engine host, and on a cluster the seat that it holds."""
+    """An engine host, and on a cluster the slot that it holds."""
 
     actor: ActorHandle[EngineActor]
     slot: PlacementGroup | None
 
     def give_up(self) -> None:
-        """End the host and free its seat."""
+        """End the host and free its slot."""
         ray.kill(self.actor)
         if self.slot is not None:
             remove_placement_group(self.slot)
@@ -80,7 +80,7 @@ class PlacedEngine:
 def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
     """An engine host where its server's ranks have room: all of them on one node.
 
-    Nodes offer `engine` seats and, where they have them, GPUs; a placement group takes a seat and
+    Nodes offer `engine` slots and, where they have them, GPUs; a placement group takes a slot and
     all GPUs of one engine together, from one node.
     """
     if is_local(plan.config.cluster):

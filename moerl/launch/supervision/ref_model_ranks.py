@@ -1,4 +1,4 @@
-"""The frozen gang (reference and teacher on ranks of their own) as its supervisor sees it.
+"""The reference ranks (reference and teacher on ranks of their own) as its supervisor sees it.
 
 It has no state, so it is simply started again: what it owed is asked for once more.
 """
@@ -10,18 +10,18 @@ import subprocess
 from moerl.errors import TrainerError
 from moerl.launch.nodes.process_tree import end_descendants, ending_of, last_error
 from moerl.launch.run_context import (
-    FROZEN,
+    REF_MODELS,
     TRAINER_JOB,
     RunContext,
-    frozen_command,
-    frozen_environment,
+    ref_model_command,
+    ref_model_environment,
 )
 
 _GRACE_S = 2.0
 
 
 class RefModelRanks:
-    """One torchrun gang at a time; the caller watches `death` and calls `start` again."""
+    """One torchrun trainer at a time; the caller watches `death` and calls `start` again."""
 
     def __init__(self, plan: RunContext, endpoint: str) -> None:
         self.starts = 0
@@ -29,14 +29,14 @@ class RefModelRanks:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the gang; whatever an earlier one left is ended first."""
+        """Start the trainer; whatever an earlier one left is ended first."""
         if self.starts:
-            end_descendants(_GRACE_S, mark=(TRAINER_JOB, FROZEN))
+            end_descendants(_GRACE_S, mark=(TRAINER_JOB, REF_MODELS))
         plan = self._plan
-        with (plan.run.logs / "frozen.log").open("ab") as log:
+        with (plan.run.logs / "ref_models.log").open("ab") as log:
             self._process = subprocess.Popen(
-                frozen_command(plan, self._endpoint, self.starts),
-                env=frozen_environment(plan),
+                ref_model_command(plan, self._endpoint, self.starts),
+                env=ref_model_environment(plan),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -53,10 +53,10 @@ class RefModelRanks:
         return self._process is not None and self._process.poll() == 0
 
     def death(self) -> TrainerError | None:
-        """Why the gang died, said once; None while it works and after it ended well."""
+        """Why the trainer died, said once; None while it works and after it ended well."""
         code = None if self._process is None else self._process.poll()
         if not code:
             return None
         self._process = None
-        cause = last_error(self._plan.run.logs / "frozen.log")
-        return TrainerError(f"the frozen gang ended with {ending_of(code)}: {cause}")
+        cause = last_error(self._plan.run.logs / "ref_models.log")
+        return TrainerError(f"the reference ranks ended with {ending_of(code)}: {cause}")

@@ -1,6 +1,6 @@
 """Starts the processes of one run, watches them, and starts again what dies.
 
-The root process starts Ray (engines, scorer, controller), then the trainer gang through torchrun,
+The root process starts Ray (engines, scorer, controller), then the trainer through torchrun,
 and looks at all of them twice a second.
 
 - An engine that dies is started again beside the others; what it had finished of its requests goes
@@ -10,7 +10,8 @@ and looks at all of them twice a second.
   finished rollouts stay, the steps after the checkpoint are trained again.
 - A controller that dies is started again at its endpoint and goes on from its journal; trainer and
   engines stay, requests are repeated.
-- The frozen gang (reference and teacher on ranks of their own) has no state and is started again.
+- The reference ranks (reference and teacher on ranks of their own) has no state and is started
+  again.
 - The scorer has no state: Ray starts it again and repeats what it owed.
 - What answers too late is named with what it was asked and the stacks of its threads, then ended,
   which starts it again: the controller after a minute, the trainer when no step came for twice
@@ -79,7 +80,7 @@ class Supervisor:
     def __init__(self, plan: RunContext, console: Console, scratch: Path) -> None:
         self.plan, self.console, self.scratch = plan, console, scratch
         self._trainer = TrainerRanks(plan.run.logs, plan.config.trainer.step_timeout_s)
-        self._frozen: RefModelRanks | None = None
+        self._ref_models: RefModelRanks | None = None
         self._watches: dict[Any, str] = {}  # calls that return only when their process ended
         self._starts: dict[Any, int] = {}  # engines that are being started again
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # restarts to come
@@ -109,9 +110,9 @@ class Supervisor:
         self._endpoint = self.get(self.controller.open.remote(), "controller", _START_S)
         self._watches[self.controller.watch.remote()] = "controller"
         self._start_trainer()
-        if plan.config.frozen.ranks == "own" and is_local(plan.config.cluster):
-            self._frozen = RefModelRanks(plan, self._endpoint)
-            self._start_frozen()
+        if plan.config.ref_models.placement == "separate" and is_local(plan.config.cluster):
+            self._ref_models = RefModelRanks(plan, self._endpoint)
+            self._start_ref_models()
         self._start_engines()
         self.write_pids()
         self._watch_until_trained()
@@ -130,11 +131,11 @@ class Supervisor:
         self.console.wait("trainer")
         self._trainer.start(self.plan, self._endpoint)
 
-    def _start_frozen(self) -> None:
-        assert self._frozen is not None, "there is a frozen gang"
-        self.console.wait("frozen")
-        self._frozen.start()
-        if self._frozen.starts > 1:
+    def _start_ref_models(self) -> None:
+        assert self._ref_models is not None, "there is a reference ranks"
+        self.console.wait("ref_models")
+        self._ref_models.start()
+        if self._ref_models.starts > 1:
             self.write_pids()
 
     def _start_engines(self) -> None:
@@ -174,7 +175,10 @@ class Supervisor:
             with contextlib.suppress(EngineError):  # it just died
                 found = self.get(ref, name, timeout_s=_ANSWER_S)
                 pids[name] = found.pid if name in servers else found
-        gangs = {"trainer": self._trainer.pid, "frozen": self._frozen and self._frozen.pid}
+        gangs = {
+            "trainer": self._trainer.pid,
+            "ref_models": self._ref_models and self._ref_models.pid,
+        }
         pids |= {name: pid for name, pid in gangs.items() if pid is not None}
         self._pids = pids
         atomic_write(self.plan.run.root / "pids.json", json.dumps(pids))
@@ -201,9 +205,15 @@ class Supervisor:
                 self._fell(failure)
             if self._trainer.says_hello(int(status["trainer/incarnation"])):
                 self._is_back("trainer")
-            frozen = self._frozen  # one that is dead has no pid; its number is still the last
-            if frozen and frozen.pid and status["frozen/start"] == frozen.starts - 1:
-                self._is_back("frozen")
+            ref_models = (
+                self._ref_models
+            )  # one that is dead has no pid; its number is still the last
+            if (
+                ref_models
+                and ref_models.pid
+                and status["ref_models/start"] == ref_models.starts - 1
+            ):
+                self._is_back("ref_models")
             for row in rows:
                 self._count(row)
 
@@ -230,7 +240,7 @@ class Supervisor:
         """Nodes start their ranks again by themselves; how often without a step is decided here."""
         self._count_restart("trainer", TrainerError(cause))
         self._restarted["trainer"] = time.time()
-        self.console.event(f"trainer: the nodes start the gang again: {cause.splitlines()[0]}")
+        self.console.event(f"trainer: the nodes start the trainer again: {cause.splitlines()[0]}")
 
     def _look_at_the_clock(self) -> None:
         """A trainer that makes no step is shown, and ended when it makes none for as long again."""
@@ -344,21 +354,21 @@ class Supervisor:
         return index in self._starts.values() or f"engine {index}" in self._due
 
     def _look_at_trainer(self) -> bool:
-        """True when the gang ended well; raises TrainerError when its end is the run's.
+        """True when the trainer ended well; raises TrainerError when its end is the run's.
 
         Every loop that waits comes by here, so an interrupt is noticed here too.
         """
         if self._interrupted:
             raise Interrupted(INTERRUPT)
-        if self._frozen is not None and (error := self._frozen.death()) is not None:
-            self._schedule("frozen", error, self._start_frozen)
+        if self._ref_models is not None and (error := self._ref_models.death()) is not None:
+            self._schedule("ref_models", error, self._start_ref_models)
         code = self._trainer.exit_status()
         if code is None or code == 0:
             return code == 0
         if not is_local(self.plan.config.cluster) and self.plan.run.endpoints.is_done():
             return True  # it finished while it was being given up
         for ref, name in self._watches.items():
-            if name == "controller":  # the gang may have told the controller why
+            if name == "controller":  # the trainer may have told the controller why
                 try:
                     self.get(ref, name, timeout_s=1.0)
                 except Late:
@@ -381,8 +391,8 @@ class Supervisor:
             reset_optimizer=self.plan.reset_optimizer and newest == self.plan.checkpoint,
         )
         self._start_trainer()
-        if self._frozen is not None and self._frozen.is_through():
-            self._start_frozen()  # steps that are trained again want their scores
+        if self._ref_models is not None and self._ref_models.is_through():
+            self._start_ref_models()  # steps that are trained again want their scores
         self.write_pids()
 
     def _schedule(self, name: str, error: MoerlError, restart: Callable[[], None]) -> None:

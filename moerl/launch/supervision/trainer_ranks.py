@@ -1,4 +1,4 @@
-"""The trainer gang as its supervisor sees it: one process, its ranks, and a clock.
+"""The trainer as its supervisor sees it: one process, its ranks, and a clock.
 
 The process is torchrun, or on a cluster what stands for the nodes that run it (`gang_watch`).
 There the ranks start again by themselves when one of them ends; the controller hears of it
@@ -19,20 +19,20 @@ from moerl.launch.run_context import RunContext, trainer_command, trainer_enviro
 
 
 class TrainerRanks:
-    """One gang at a time; the caller asks for its `end` and calls `start` again."""
+    """One trainer at a time; the caller asks for its `end` and calls `start` again."""
 
     def __init__(self, logs: Path, limit_s: float) -> None:
         """limit_s: the longest time between two steps, `trainer.step_timeout_s`."""
-        self.rank_died = 0.0  # unix time at which one of this gang was seen dead; 0 = none
+        self.rank_died = 0.0  # unix time at which one of this trainer was seen dead; 0 = none
         self._logs, self._limit_s = logs, limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self._since = time.monotonic()  # the last step, or start
         self._is_late = False  # and its lateness was shown
-        self._given_up = ""  # why this gang was ended from here
+        self._given_up = ""  # why this trainer was ended from here
         self._incarnation = -1  # that said hello last
         self._fell = False  # it said so itself, after its hello
-        self._most_ranks = 0  # of this gang that were alive at once
+        self._most_ranks = 0  # of this trainer that were alive at once
 
     def start(self, plan: RunContext, endpoint: str) -> None:
         self.close()
@@ -53,7 +53,7 @@ class TrainerRanks:
 
     @property
     def pid(self) -> int | None:
-        """None while there is no gang: its restart is due soon."""
+        """None while there is no trainer: its restart is due soon."""
         return None if self._process is None else self._process.pid
 
     def exit_status(self) -> int | None:
@@ -69,7 +69,7 @@ class TrainerRanks:
         return code
 
     def bury(self, code: int) -> TrainerError:
-        """Why it ended with this status; there is no gang from here on."""
+        """Why it ended with this status; there is no trainer from here on."""
         self._process = None
         cause = self._given_up or last_error(self._logs / "trainer.log")
         return TrainerError(f"the trainer ended with {ending_of(code)}: {cause}")
@@ -91,7 +91,9 @@ class TrainerRanks:
         self._since = math.inf
 
     def says_hello(self, incarnation: int) -> bool:
-        """Whether this gang has not been seen before.  Nodes of a cluster choose their number."""
+        """Whether this trainer has not been seen before.  Nodes of a cluster choose their
+        number.
+        """
         if self._process is None or incarnation <= self._incarnation:
             return False
         self._incarnation, self._fell = incarnation, False
@@ -99,7 +101,7 @@ class TrainerRanks:
         return True
 
     def fell(self) -> bool:
-        """A rank said why it ends; whether it is the first of its gang, which starts again."""
+        """A rank said why it ends; whether it is the first of its trainer, which starts again."""
         if self._fell or self._process is None:
             return False
         self._fell = True
@@ -107,7 +109,7 @@ class TrainerRanks:
         return True
 
     def lateness(self) -> str:
-        """What to show of a gang that makes no step, once; after as long again it is ended."""
+        """What to show of a trainer that makes no step, once; after as long again it is ended."""
         waited_s = time.monotonic() - self._since
         if self._process is None or waited_s < self._limit_s:
             return ""

@@ -51,11 +51,11 @@ class CheckpointStore:
     def publish(self, step: int, manifest: dict[str, Any]) -> None:
         """Make the hidden folder a checkpoint, and remove those that are not kept.
 
-        Raises TrainerError when another gang has started: the folder is that one's.
+        Raises TrainerError when another trainer has started: the folder is that one's.
         """
         if (newest := newest_incarnation(self.run)) > self.incarnation:
             raise TrainerError(
-                f"checkpoint of step {step}: gang {self.incarnation} was replaced by {newest}"
+                f"checkpoint of step {step}: trainer {self.incarnation} was replaced by {newest}"
             )
         hidden, target = self.hidden(step), self.run.checkpoint(step)
         save_config(CheckpointingConfig(BACKEND, FORMAT), str(hidden))

@@ -61,7 +61,7 @@ METADATA = {  # the optimizer state is cut independently of the layout; megatron
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one gang; every rank has one, all calls are collective."""
+    """Writes the checkpoints of one trainer; every rank has one, all calls are collective."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class CheckpointWriter:
         tracer: Tracer,
         incarnation: int,
     ) -> None:
-        """incarnation: of this gang; one that was replaced publishes no checkpoint."""
+        """incarnation: of this trainer; one that was replaced publishes no checkpoint."""
         self._store = CheckpointStore(run, config, incarnation)
         self._parallel, self._tracer = parallel, tracer
         self._group = dist.new_group(backend="gloo", timeout=parallel.timeout)
@@ -148,7 +148,7 @@ class CheckpointWriter:
             results = cause_of(error)
         try:
             self._error = self._commit(step, strategy, manifest, results)
-        except Exception as error:  # a peer is gone: the gang ends, the older checkpoint stays
+        except Exception as error:  # a peer is gone: the trainer ends, the older checkpoint stays
             log.exception("the checkpoint of step %d", step)
             self._error = cause_of(error)
         end = time.time()

@@ -10,7 +10,7 @@ A checkpoint is a folder:
     rank-00003/model.safetensors      the rank's tensors under their local Megatron names
     rank-00003/checksums.json         per tensor: xxh3-64 of its bytes, and of each of its tiles
 
-Ranks are those of the smallest gang with the layout's axes; a data-parallel or context-parallel
+Ranks are those of the smallest trainer with the layout's axes; a data-parallel or context-parallel
 replica loads the file of the rank that shares its (tp, pp, ep, etp).  A tensor is made from tiles,
 written and dropped, so peak memory is the largest local tensor plus FILL_BYTES and what the
 source maps, whatever the size of the model.
@@ -201,7 +201,7 @@ def convert_to_megatron(
     dtype: torch.dtype | None = None,
     replace: bool = False,
 ) -> None:
-    """Write a checkpoint of `layout`.  Collective over the gang.
+    """Write a checkpoint of `layout`.  Collective over the trainer.
 
     dtype: of the parameters; None keeps the source's.  Tensors that the layout pins (the float32
     expert bias) keep their own.
@@ -252,7 +252,7 @@ def convert_to_hf(
     max_shard_bytes: int = 4 * 2**30,
     replace: bool = False,
 ) -> None:
-    """Write a folder that transformers and SGLang open.  Collective over the gang.
+    """Write a folder that transformers and SGLang open.  Collective over the trainer.
 
     dtype: None gives every tensor the dtype it had before it became a checkpoint.
     """

@@ -132,7 +132,7 @@ def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> 
 
 
 def smallest_layout(args: argparse.Namespace, **more: int) -> ParallelConfig:
-    """The smallest gang with the axes asked for: experts may need more ranks than tp has."""
+    """The smallest trainer with the axes asked for: experts may need more ranks than tp has."""
     axes = {axis: getattr(args, axis) or 1 for axis in AXES}
     for axis, size in axes.items():
         if size < 1:

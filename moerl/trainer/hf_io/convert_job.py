@@ -148,7 +148,7 @@ class _Run:
 
 
 def run_job(job: Job, ranks: ConversionRanks, progress: ConversionProgress) -> None:
-    """Write, verify and publish.  Collective over the gang.
+    """Write, verify and publish.  Collective over the trainer.
 
     Raises ModelError naming the tensor for a failed read or write, a full disk included, and for
     bytes that do not read back.

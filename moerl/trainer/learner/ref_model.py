@@ -2,19 +2,19 @@
 
 A model of its own, with its own routers (always live: the recorded routes are the student's) and
 its own weights.  It scores the student's tokens at the student's temperature and over the
-student's recorded kept sets, so that both distributions have the same support; an engine's prompt
-log-probabilities would be at temperature 1 over the whole vocabulary.
+student's recorded sampling masks, so that both distributions have the same support; an engine's
+prompt log-probabilities would be at temperature 1 over the whole vocabulary.
 
-`frozen.ranks: trainer` keeps it on the ranks and in the layout of the student: one more forward
-pass without gradient over the batch, before its first optimizer step.  With `own` it lives in a
-gang of its own (`moerl.trainer.ref_model_loop`), beside the step before.
+`ref_models.placement: trainer` keeps it on the ranks and in the layout of the student: one more
+forward pass without gradient over the batch, before its first optimizer step.  With `own` it lives
+in a trainer of its own (`moerl.trainer.ref_model_loop`), beside the step before.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from moerl.config.algorithms import frozen_models
+from moerl.config.algorithms import ref_models_of
 from moerl.config.schema import Config, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
@@ -26,10 +26,10 @@ from moerl.trainer.passes.schedule import Batches, score
 
 
 def open_ref_models(config: Config, vocab_size: int, parallel: Parallel) -> dict[str, RefModel]:
-    """Every frozen policy that the algorithm needs, by role.  vocab_size: of the student."""
+    """Every reference model that the algorithm needs, by role.  vocab_size: of the student."""
     return {
         role: RefModel(f"algorithm.{role}", folder, vocab_size, config.trainer, parallel)
-        for role, folder in frozen_models(config).items()
+        for role, folder in ref_models_of(config).items()
     }
 
 

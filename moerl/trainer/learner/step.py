@@ -10,7 +10,7 @@ token count; its finaliser is called without one, so gradients stay sums and the
 them.
 
 Masks and losses belong to the last stage, routes to the stage that owns the layer; what ranks count
-is summed over the whole gang, each token and each row once.
+is summed over the whole trainer, each token and each row once.
 
 Legend: N sampled tokens of a microbatch.
 """
@@ -104,9 +104,11 @@ class Learner:
             self.ddp, optimizer, config.trainer.dtype
         )
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
-        self.frozen: dict[str, RefModel] = {}  # by role; elsewhere with frozen.ranks: own
-        if config.frozen.ranks == "trainer":
-            self.frozen = open_ref_models(config, model.spec.vocab_size, parallel)
+        self.ref_models: dict[
+            str, RefModel
+        ] = {}  # by role; elsewhere with ref_models.placement: separate
+        if config.ref_models.placement == "trainer":
+            self.ref_models = open_ref_models(config, model.spec.vocab_size, parallel)
         self.watches_routers = bool(model.spec.moe_layers) and not optimizer.distributed
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
@@ -149,16 +151,16 @@ class Learner:
         return self._accumulate(part, advantages, known, _Times())
 
     def _know(self, plan: BatchPlan, parts: Sequence[Minibatch]) -> list[Known]:
-        """Forward passes over the whole batch, before anything is trained; what frozen ranks found
-        came with the plan."""
+        """Forward passes over the whole batch, before anything is trained; what reference ranks
+        found came with the plan."""
         config, known = self.config, []
-        came = received(plan, config) if config.frozen.ranks == "own" else {}
+        came = received(plan, config) if config.ref_models.placement == "separate" else {}
         for part in parts:
             batches = Batches(part.plan, config, self.parallel, self.store)
             scores = Known()
             if proximal.is_needed(config):
                 scores = proximal.proximal_pass(self.model, config, batches)
-            for role, policy in self.frozen.items():
+            for role, policy in self.ref_models.items():
                 scores.logprobs[role] = policy.logprobs(batches)
             for role, values in came.items():
                 scores.logprobs[role] = batches.by_microbatch(part.of(values))

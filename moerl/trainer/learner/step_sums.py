@@ -1,4 +1,4 @@
-"""What a training pass adds up on each rank, joined over the gang once, and the metrics of it.
+"""What a training pass adds up on each rank, joined over the trainer once, and the metrics of it.
 
 Each token and each row is counted by one rank: ranks that compute the same (tensor parallel peers,
 or context parallel ones after the join of log-probabilities) leave it to the first of them.
@@ -25,8 +25,8 @@ _COUNTS = (
     "routing_bytes",
     "sampled",
     "sampled_truncated",  # sampled under a truncating recipe
-    "masked",  # sampled tokens with a recorded kept set
-    "kept",  # entries of all kept sets
+    "masked",  # sampled tokens with a recorded sampling mask
+    "kept",  # entries of all sampling masks
     "kept_singleton",
     "mask_bytes",
     "entropy",

@@ -1,4 +1,4 @@
-"""Process groups of the trainer gang, as one value that is handed down.
+"""Process groups of the trainer, as one value that is handed down.
 
 megatron-core reads groups from its own module global, which cannot be avoided; our code never does:
 it takes a `Parallel`.  Rank order is Megatron's default, tp-cp-ep-dp-pp, so tensor-parallel peers
@@ -25,7 +25,7 @@ _CONTROL_SLACK = timedelta(seconds=60)  # rank 0 waits for the controller, the o
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """This rank's place in the gang.  Set once by `start`."""
+    """This rank's place in the trainer.  Set once by `start`."""
 
     sizes: ParallelConfig
     platform: Platform
@@ -78,10 +78,10 @@ class Parallel:
 
 
 def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Parallel:
-    """Join the gang described by torchrun's environment and build Megatron's groups.
+    """Join the trainer described by torchrun's environment and build Megatron's groups.
 
-    Raises TrainerError outside torchrun, ConfigError when the gang has another size.  Layouts that
-    train wrong or are not proven with replay are refused earlier, by `moerl.config.checks`.
+    Raises TrainerError outside torchrun, ConfigError when the trainer has another size.  Layouts
+    that train wrong or are not proven with replay are refused earlier, by `moerl.config.checks`.
     """
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -128,7 +128,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
 
 
 def stop() -> None:
-    """Leave the gang."""
+    """Leave the trainer."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

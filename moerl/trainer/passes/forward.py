@@ -132,8 +132,9 @@ def sampled_logprobs(
 ) -> Scores:
     """Log-probability and entropy of each sampled token, [N] fp32 each, equal on all tp, cp ranks.
 
-    Over the recorded kept set when the microbatch carries one, over the vocabulary otherwise.
-    full_entropy: also the entropy over the vocabulary (beside kept sets, a pass over all logits).
+    Over the recorded sampling mask when the microbatch carries one, over the vocabulary otherwise.
+    full_entropy: also the entropy over the vocabulary (beside sampling masks, a pass over all
+    logits).
     """
     device = logits_BSV.device
     held = batch.held.to(device)

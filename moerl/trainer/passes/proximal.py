@@ -3,8 +3,8 @@
 The weights a batch starts from are the proximal policy of decoupled PPO (arXiv 2110.00641).  With
 one optimizer step they are the weights of every forward, and no further pass is needed.  With more,
 or where something has to be known of the whole batch first, each minibatch goes through the model
-once before any is trained: with the routes, kept sets and microbatches that its training will use,
-so that in the first optimizer step theta / prox is exactly 1.
+once before any is trained: with the routes, sampling masks and microbatches that its training will
+use, so that in the first optimizer step theta / prox is exactly 1.
 
 `replay.routing: R2` takes the live routes of this pass for the training passes, as published under
 that name (arXiv 2512.01374; the older "routing replay" of GSPO, 2507.18071): routes of the proximal

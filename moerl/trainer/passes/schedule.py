@@ -58,8 +58,8 @@ class Batches:
         with_masks: bool = True,
         only: int | None = None,
     ) -> None:
-        """loss: None = for scoring only.  with_masks: read kept sets, where the last stage needs
-        them.  only: this microbatch alone, as number 0."""
+        """loss: None = for scoring only.  with_masks: read sampling masks, where the last stage
+        needs them.  only: this microbatch alone, as number 0."""
         self.plan, self.parallel = plan, parallel
         self._config, self._store = config, store
         self._read_mask = with_masks and config.replay.sampling_mask and parallel.is_last_stage
