@@ -53,14 +53,14 @@ _LAYOUTS = (
 _TRAINER = (
     "tests/multi/test_checkpoint_writer.py",
     "tests/multi/test_critic.py",
-    "tests/multi/test_frozen_gang.py",
+    "tests/multi/test_ref_model_ranks.py",
     "tests/multi/test_minibatch_training.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",
     "tests/multi/test_replay_matrix.py",
     "tests/multi/test_resume_layouts.py",
     "tests/multi/test_second_model.py",
-    "tests/multi/test_trainer_gang.py",
+    "tests/multi/test_train_loop.py",
     "tests/multi/test_trainer_model.py",
     "tests/multi/test_trainer_parity.py",
     "tests/multi/test_trainer_probe.py",
@@ -70,7 +70,7 @@ _SYNC = (
     "tests/multi/test_sync_session.py",
     "tests/multi/test_transports.py",
     "tests/e2e/test_delta.py",
-    "tests/e2e/test_mixed_fleet.py",
+    "tests/e2e/test_mixed_engines_run.py",
     "tests/e2e/test_sync.py",
 )
 _ENGINE = (
@@ -88,7 +88,7 @@ _FAULTS = (
     "tests/e2e/test_async.py",
     "tests/e2e/test_chaos.py",
     "tests/e2e/test_failure.py",
-    "tests/e2e/test_frozen.py",
+    "tests/e2e/test_ref_models_run.py",
     "tests/e2e/test_membership_e2e.py",
     "tests/e2e/test_stragglers.py",
 )

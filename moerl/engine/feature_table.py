@@ -142,7 +142,7 @@ FEATURES = (
         Verdict.NEVER,
         "no recipe can ask for them: the host sends each sampling parameter, all neutral but those "
         "whose sampling mask is recorded",
-        proof="tests/unit/test_engine_support.py::test_requests_carry_nothing_that_is_not_recorded",
+        proof="tests/unit/test_feature_table.py::test_requests_carry_nothing_that_is_not_recorded",
     ),
     Feature(
         "greedy sampling for training",

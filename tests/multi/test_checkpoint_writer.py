@@ -78,7 +78,7 @@ class _Gate:
         monkeypatch.setattr(checkpoint_writer._Writer, "write", write)
 
 
-def test_what_is_written_is_what_was_frozen(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_what_was_copied(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, writer = _Gate(monkeypatch), _writer(run)
     weights = torch.arange(1000.0)
     writer.save(4, _state(weights, 4), {"step": 4})
@@ -224,7 +224,7 @@ def test_what_cannot_be_scored_is_said_to_all_ranks(
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_a_gang_that_was_replaced_publishes_nothing(run: RunDir) -> None:
+def test_a_trainer_that_was_replaced_publishes_nothing(run: RunDir) -> None:
     """It was cut off and lives on: the folder is its successor's, whose step has the same name."""
     assert next_incarnation(run, resume=True) == 0
     old = _writer(run)
@@ -275,7 +275,7 @@ def test_the_newest_are_kept_and_the_best(run: RunDir, best_is: str, best: int) 
     assert "reward/mean" not in read_manifest(run.checkpoint(10))
 
 
-def test_a_gang_that_started_again_ranks_as_the_one_before(run: RunDir) -> None:
+def test_a_trainer_that_started_again_ranks_as_the_one_before(run: RunDir) -> None:
     for step, reward in ((1, 0.2), (2, 0.9), (3, 0.5)):
         writer = _writer(run, keep=1, best="reward/mean")  # it has read nothing yet
         _add_rows(run, {"step": step - 1, "reward/mean": reward})

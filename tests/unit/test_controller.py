@@ -490,7 +490,7 @@ def test_a_restarted_trainer_makes_one_history(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_plan_that_a_dead_gang_waits_for_takes_no_groups(tmp_path: Path) -> None:
+def test_a_plan_that_a_dead_trainer_waits_for_takes_no_groups(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
         controller, _ = make(tmp_path, engine)

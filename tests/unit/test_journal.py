@@ -125,7 +125,7 @@ def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
     assert world.blobs.load(one.routing[0].ids)[0, 0, 0] == 6
 
 
-def test_a_new_gang_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
+def test_a_new_trainer_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
     world = World(tmp_path)
     some_history(world)
     world.journal.began(PolicyVersion(1, 0), 2, ())

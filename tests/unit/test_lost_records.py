@@ -26,8 +26,8 @@ from moerl.messages import Plan, TakeRecords
 from moerl.records.remote_blobs import ClusterBlobs, RangeServer
 from moerl.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
-from tests.unit.test_frozen import with_ref_models
 from tests.unit.test_membership import Trainer
+from tests.unit.test_ref_models import with_ref_models
 
 LOST_S = 0.3
 

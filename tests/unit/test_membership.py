@@ -163,7 +163,7 @@ def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_gang_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
+def test_a_trainer_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine())
 
@@ -196,7 +196,7 @@ def test_a_removal_that_is_refused(
     check_removal(1, (0, 1), idle, ())
 
 
-def test_the_desk(tmp_path: Path) -> None:
+def test_the_control_api(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with pytest.raises(MoerlError, match="is not being trained now"):
         request(run, 1.0, do="list")

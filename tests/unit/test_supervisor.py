@@ -46,7 +46,7 @@ def test_steps_that_are_trained_again_are_life_but_no_pardon(supervisor: Any) ->
     supervisor._trainer.stop_clock.assert_called_once()
 
 
-def test_gangs_that_fall_without_a_step_end_the_run(supervisor: Any) -> None:
+def test_trainers_that_fall_without_a_step_end_the_run(supervisor: Any) -> None:
     """Their nodes start them again by themselves, which no exit status here tells of."""
     for _ in range(2):
         supervisor._fell("trainer rank 0: no memory")
@@ -94,7 +94,7 @@ def test_hosts_that_hang_are_waited_for_once(
     assert set(supervisor._pids) == {"root", "scorer", "controller", "trainer"}
 
 
-def test_a_gang_that_finished_while_it_was_given_up_is_done(supervisor: Any) -> None:
+def test_a_trainer_that_finished_while_it_was_given_up_is_done(supervisor: Any) -> None:
     endpoints = supervisor.plan.run.endpoints
     endpoints.open("tcp://127.0.0.1:1", "token")
     supervisor._trainer.exit_status.return_value = -9

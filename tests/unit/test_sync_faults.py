@@ -209,7 +209,7 @@ def _is_sent_away(endpoint: str, frames: list[bytes]) -> bool:
     return sent_away
 
 
-def test_a_line_takes_no_message_that_no_courier_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_takes_no_message_that_no_sender_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message is read whole before its token is looked at."""
     monkeypatch.setattr("moerl.weight_sync.sender._MAX_MESSAGE", 1000)
     line = SenderChannel("127.0.0.1", "token", 1)

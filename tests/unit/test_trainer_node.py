@@ -35,7 +35,7 @@ def ended(run: RunDir, start: str, *command: str) -> int | None:
         return _torchrun(list(command), dict(os.environ), log, run, start)
 
 
-def test_a_new_opening_of_the_board_ends_the_gang(tmp_path: Path) -> None:
+def test_a_new_opening_of_the_endpoints_ends_the_trainer(tmp_path: Path) -> None:
     """The supervisor gave it up, but its ranks live: they would train beside the next trainer."""
     run, start = posted(tmp_path)
     again = threading.Timer(0.2, run.endpoints.open, ("tcp://127.0.0.1:1", "token"))
@@ -44,14 +44,14 @@ def test_a_new_opening_of_the_board_ends_the_gang(tmp_path: Path) -> None:
     assert run.endpoints.start() not in ("", start)
 
 
-def test_a_closed_board_ends_the_gang(tmp_path: Path) -> None:
+def test_a_closed_endpoints_ends_the_trainer(tmp_path: Path) -> None:
     """The run is over: ranks without a controller would wait for hours."""
     run, start = posted(tmp_path)
     run.endpoints.close()
     assert ended(run, start, "sleep", "60") is None
 
 
-def test_an_open_board_leaves_the_gang_alone(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_open_endpoints_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: Any) -> None:
     run, start = posted(tmp_path)
     assert ended(run, start, "sh", "-c", "sleep 1.2; exit 3") == 3
     answers = iter([start, OSError("stale file handle"), "", start])
@@ -139,7 +139,7 @@ def test_a_node_whose_controller_is_lost_ends(
     assert node.run.endpoints.given_up()
 
 
-def test_the_end_of_a_gang_that_was_given_up_is_not_the_end(
+def test_the_end_of_a_trainer_that_was_given_up_is_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path, monkeypatch)
@@ -148,7 +148,7 @@ def test_the_end_of_a_gang_that_was_given_up_is_not_the_end(
     assert not node.codes, "the new opening was served"
 
 
-def test_frozen_ranks_come_back_for_a_trainer_that_starts_again(
+def test_reference_ranks_come_back_for_a_trainer_that_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path, monkeypatch)
@@ -164,7 +164,7 @@ def test_frozen_ranks_come_back_for_a_trainer_that_starts_again(
     assert not node.codes, "told to stop, asked again"
 
 
-def test_a_seat_has_one_process(tmp_path: Path) -> None:
+def test_a_slot_has_one_process(tmp_path: Path) -> None:
     run, _ = posted(tmp_path)
     with trainer_node._slot_taken(run, "trainer-0", 0.0):
         with trainer_node._slot_taken(run, "trainer-1", 0.0):

@@ -38,7 +38,7 @@ def ended(job: Any) -> int:
     return job._process.wait(10)
 
 
-def test_a_late_gang_is_shown_once_and_then_ended(job: Any) -> None:
+def test_a_late_trainer_is_shown_once_and_then_ended(job: Any) -> None:
     job.now.value = 9.0
     assert job.lateness() == ""
     job.now.value = 11.0

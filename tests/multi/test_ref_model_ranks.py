@@ -109,5 +109,7 @@ def test_scores_of_another_record_or_model_are_refused(found: dict[str, Any]) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "stages"])
-def test_every_layout_of_the_gang_gives_them(name: str, tmp_path: Path, models: list[Path]) -> None:
+def test_every_layout_of_the_trainer_gives_them(
+    name: str, tmp_path: Path, models: list[Path]
+) -> None:
     _check_equal(_compared(tmp_path, models, LAYOUTS[name]))

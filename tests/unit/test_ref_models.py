@@ -128,7 +128,7 @@ def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> No
     assert version_lag(plan.version, restarted) == 0, "its tokens are of no future version"
 
 
-def test_a_gang_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> None:
+def test_a_trainer_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> None:
     async def body() -> None:
         config = with_ref_models(tmp_path)
         controller, reports = make(tmp_path, StubEngine(), config)
@@ -306,7 +306,7 @@ def test_own_ranks_get_gpus_that_nobody_has() -> None:
         placement(resolve(load_config("deepseek-v32", (*settings, "ref_models.parallel.dp=2"))))
 
 
-def test_a_cluster_starts_the_gang_on_its_own_port() -> None:
+def test_a_cluster_starts_the_trainer_on_its_own_port() -> None:
     hosts = (
         "cluster=hosts",
         "cluster.nodes.engine.hosts=[10.9.0.1]",
@@ -335,7 +335,7 @@ def test_a_cluster_starts_the_gang_on_its_own_port() -> None:
     assert "--ref-models" not in trainer
 
 
-def test_slurm_gives_the_gang_its_nodes() -> None:
+def test_slurm_gives_the_trainer_its_nodes() -> None:
     settings = ["deepseek-v32", "cluster=slurm", "model.path=configs/models/qwen3-30b-a3b"]
     settings += ["ref_models.placement=own", "cluster.nodes.trainer.roles=[trainer]", "run.name=a"]
     settings += ["cluster.nodes.engine.roles=[controller,engine,ref_models]"]

@@ -114,7 +114,7 @@ def test_engine_holds_the_published_weights_bitwise(straight: tuple) -> None:
     assert any(not torch.equal(other[name], engine.weights[name]) for name in other)
 
 
-def test_an_engine_that_joins_gets_the_frozen_version_at_once(straight: tuple) -> None:
+def test_an_engine_that_joins_gets_the_snapshot_at_once(straight: tuple) -> None:
     from safetensors.torch import load_file
 
     bench, controller = straight
@@ -155,7 +155,7 @@ def test_resume_continues_exactly_and_publishes_first(
     assert whole.steps[0].metrics["loss/pg"] != whole.steps[2].metrics["loss/pg"]
 
 
-def test_a_failing_rank_ends_the_gang_with_its_cause(tmp_path: Path, model: Path) -> None:
+def test_a_failing_rank_ends_the_trainer_with_its_cause(tmp_path: Path, model: Path) -> None:
     bench = Bench(tmp_path, model, every=0, keep=1)
     done, controller = bench.train(spoil=1)
     assert done.returncode != 0

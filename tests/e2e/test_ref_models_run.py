@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 OWN = ["ref_models.placement=own", "trainer.parallel={dp: 1, ep: 1}", "supervision.backoff_s=0.5"]
 
 
-def test_a_killed_gang_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_trainer_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     run = start(tmp_path, "deepseek-v32", *SMALL, *ENOUGH, *OWN, "run.steps=12", name="x")
     try:
         run.wait_for(lambda: len(run.rows()) >= 3)
@@ -51,7 +51,7 @@ def test_a_killed_gang_is_started_again_and_the_run_goes_on(tmp_path: Path) -> N
     assert len(of["score"]) >= 2
 
 
-def test_a_gang_that_is_not_started_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+def test_a_trainer_that_is_not_started_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     settings = [*SMALL, *ENOUGH, *OWN, "run.steps=50", "supervision.max_restarts=0"]
     run = start(tmp_path, "deepseek-v32", *settings, name="x")
     try:
