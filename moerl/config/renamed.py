@@ -10,7 +10,13 @@ from typing import Any
 
 from moerl.errors import ConfigError
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "frozen.ranks=own": "ref_models.placement=separate",
+    "frozen.ranks=trainer": "ref_models.placement=trainer",
+    "frozen.ranks": "ref_models.placement",
+    "frozen": "ref_models",
+    "cluster.ports.frozen": "cluster.ports.ref_models",
+}
 """Old key -> new key.  A section stands for all fields in it, a value for a value."""
 
 REMOVED: dict[str, str] = {

@@ -166,7 +166,8 @@ class EnginePool:
         """Raises ProtocolError when no trainer has said hello."""
         if self.incarnation is None:
             raise ProtocolError(
-                "the journal lost what this trainer has trained: it has to start from its checkpoint"
+                "the journal lost what this trainer has trained: "
+                "it has to start from its checkpoint"
             )
 
     def expect_no_newer(self, incarnation: int) -> None:

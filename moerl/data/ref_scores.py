@@ -86,7 +86,8 @@ def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
     if len(plan.ref_models) != len(plan.rows):
         raise RecordError(
             "ref_scores_rows",
-            f"step {plan.step}: scores of {len(plan.ref_models)} rows, the plan has {len(plan.rows)}",
+            f"step {plan.step}: scores of {len(plan.ref_models)} rows, "
+            f"the plan has {len(plan.rows)}",
         )
     for rollout, scores in zip(plan.rollouts(), plan.ref_models, strict=True):
         want = record_digest(rollout, basis)

@@ -348,9 +348,10 @@ def markdown() -> str:
     lines = [
         "# Deployment features and replay",
         "",
-        "Made from `moerl/engine/feature_table.py` by `python -m moerl.engine.feature_table`; a test keeps",
-        "them equal. *Proven* means that a test compares the records with another implementation;",
-        "anything else is refused when the engine's arguments are made, in one sentence.",
+        "Made from `moerl/engine/feature_table.py` by `python -m moerl.engine.feature_table`;",
+        "a test keeps them equal. *Proven* means that a test compares the records with another",
+        "implementation; anything else is refused, in one sentence, when the engine's arguments are",
+        "made.",
         "",
         "| feature | verdict | why | server arguments | test |",
         "|---|---|---|---|---|",
