@@ -245,7 +245,7 @@ def megatron_places(
     """(prefix of local names, place) of each model chunk of a trainer rank; see megatron_tiles."""
     check_parallel(spec, layout)
     if layer_spec not in ("local", "te"):
-        raise LayoutError(f"flavor = {layer_spec!r} is unknown; use local or te")
+        raise LayoutError(f"layer_spec = {layer_spec!r} is unknown; use local or te")
     where = coords_of(layout, rank)
     for chunk in range(layout.vpp):
         place = Place(

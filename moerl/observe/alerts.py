@@ -83,7 +83,7 @@ def _policies(row: Mapping[str, float]) -> dict[str, bool]:
     found = {}
     if f"mismatch/ratio_se/{_BIN}" in row and _is_pure(row):
         gap = abs(row[f"mismatch/ratio_mean/{_BIN}"] - 1.0)
-        found["keep_set"] = gap > max(_SE * row[f"mismatch/ratio_se/{_BIN}"], _SE_FLOOR)
+        found["sampling_mask"] = gap > max(_SE * row[f"mismatch/ratio_se/{_BIN}"], _SE_FLOOR)
     if "mismatch/ess_seq_frac" in row:
         found["collapse"] = row["mismatch/ess_seq_frac"] < _ESS_FRAC
     return found

@@ -121,7 +121,7 @@ class TransferPlan:
             "engine": asdict(replace(self.engine, num=1)),
             "engine_id": self.engine_id,
             "policy": asdict(self.policy),
-            "flavor": self.layer_spec,
+            "layer_spec": self.layer_spec,
         }
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 

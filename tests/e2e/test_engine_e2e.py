@@ -326,7 +326,7 @@ def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
         running = asyncio.create_task(host.generate(asks))
         await prefilled(world, seen)
         committing = asyncio.create_task(publisher.commit(V1))
-        while host._gate.admit.is_set():
+        while host._health.admit.is_set():
             await asyncio.sleep(0)
         held = asyncio.create_task(host.generate([request("held.0", 9, TRUNCATED)]))
         return await committing, await running, await held

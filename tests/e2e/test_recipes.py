@@ -57,7 +57,7 @@ CHANGED = {  # recipe, settings, what it must have measured
     ),
     "own-reference": (
         "deepseek-v32",
-        ("ref_models.placement=own", "ref_models.parallel={tp: 2, etp: 2}"),
+        ("ref_models.placement=separate", "ref_models.parallel={tp: 2, etp: 2}"),
         ("loss/kl_ref_k3", "loss/grad_norm_router"),
     ),
 }

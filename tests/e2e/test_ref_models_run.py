@@ -17,7 +17,11 @@ from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
-OWN = ["ref_models.placement=own", "trainer.parallel={dp: 1, ep: 1}", "supervision.backoff_s=0.5"]
+OWN = [
+    "ref_models.placement=separate",
+    "trainer.parallel={dp: 1, ep: 1}",
+    "supervision.backoff_s=0.5",
+]
 
 
 def test_a_killed_trainer_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def two(shared: World) -> World:
     if shared.job is None or shared.job.ended:
         shared.start_gang()
     for engine in range(2):
-        if shared.hosts[engine]._gate.ended.is_set():
+        if shared.hosts[engine]._health.ended.is_set():
             shared.restart_engine(engine)
     publish = shared.publish()
     shared.done(publish)

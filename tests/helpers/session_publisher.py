@@ -65,7 +65,7 @@ class Publisher:
         )
         prepared = await self._host.session(prepare)
         assert isinstance(prepared, UpdatePrepared)
-        self._shard.freeze(self._tensors(version), version)
+        self._shard.store(self._tensors(version), version)
         destinations = {
             rank: Destination(endpoint, prepared.starts[rank][0])
             for rank, endpoint in enumerate(prepared.endpoints)

@@ -282,12 +282,12 @@ def run_trainer_rank(
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
-        sender = WeightSender(plan, offer.shard, mover, delta=delta)
+        sender = WeightSender(plan, offer.weights, mover, delta=delta)
         SenderThread(endpoint, TOKEN, rank, sender, offer).start()
     while True:
         version = versions.get()  # type: ignore[attr-defined]
         with offer.changed:
-            offer.shard.freeze(local_tensors(named, version), version)
+            offer.weights.store(local_tensors(named, version), version)
             offer.changed.notify_all()
 
 

@@ -56,7 +56,7 @@ class ClusterRun:
         recipe: str = "quickstart",
     ) -> None:
         """engines: hosts that are engine nodes, the first ones; the rest are trainer nodes, which
-        ref_models.placement=own gives a second trainer."""
+        ref_models.placement=separate gives a second trainer."""
         self.hosts, self.dir = made, RunDir(root / "run")
         self.output = root / "output.txt"
         nodes, trainers = made[:engines], made[engines:]
@@ -77,7 +77,7 @@ class ClusterRun:
             self.start(host, "tools/launch/engine_node.sh", str(self.dir.root), str(index))
             for index, host in enumerate(nodes[1:], 1)
         ]
-        if "ref_models.placement=own" in settings:
+        if "ref_models.placement=separate" in settings:
             self.trainers += [
                 self.start(
                     host, "tools/launch/torchrun.sh", str(self.dir.root), str(index), "ref_models"
@@ -241,7 +241,7 @@ def check_rows(run: ClusterRun) -> None:
 @pytest.mark.timeout(900)
 def test_reference_ranks_over_two_hosts(three: list[Host], tmp_path: Path) -> None:
     """A second torchrun trainer beside the trainer's, with a rendezvous of its own."""
-    settings = ("run.steps=3", "ref_models.placement=own", "ref_models.parallel.pp=2")
+    settings = ("run.steps=3", "ref_models.placement=separate", "ref_models.parallel.pp=2")
     with cluster_run(three, tmp_path, *settings, recipe="deepseek-v32") as run:
         run.finish()
         rows = run.rows()

@@ -40,9 +40,9 @@ def test_ranks_meet_again_and_again(program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "says"),
     [("fail", "rank 1 has a reason"), ("raise", "OSError: in both"), ("hang", "codes .-9, -9")],
 )
-def test_failures_are_reported(program: str, what: str, responses: str) -> None:
-    with pytest.raises(AssertionError, match=responses):
+def test_failures_are_reported(program: str, what: str, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
         run_ranks(2, [program, what], timeout_s=20.0 if what != "hang" else 3.0)

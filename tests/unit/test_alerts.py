@@ -41,8 +41,8 @@ def test_a_healthy_run_raises_none() -> None:
         ("replay_cover", {"routing/fallback_rows": 1.0}),
         ("replay_extreme", {"mismatch/extreme_frac_2/lag_0": 6e-4}),
         ("mask_cover", {"keep/cover_frac": 0.99}),
-        ("keep_set", {"mismatch/ratio_mean/lag_0": 0.972}),  # the full vocabulary at top-p .95
-        ("keep_set", {"mismatch/ratio_mean/lag_0": 1.01}),
+        ("sampling_mask", {"mismatch/ratio_mean/lag_0": 0.972}),  # the full vocabulary at top-p .95
+        ("sampling_mask", {"mismatch/ratio_mean/lag_0": 1.01}),
         ("collapse", {"mismatch/ess_seq_frac": 0.2}),
         ("stale", {"async/lag_max": 5.0}),
         ("scorer", {"scorer/failed": 2.0}),
@@ -67,7 +67,7 @@ def test_resumed_rollouts_are_no_sign_of_broken_replay() -> None:
     """Their prefix rows are of older weights: bin 0 is not the engine's mismatch alone."""
     mixed = {"mismatch/extreme_frac_2/lag_0": 9e-3, "mismatch/ratio_mean/lag_0": 1.2}
     judged = Alerts(CONFIG).look(HEALTHY | mixed | {"async/partial_frac": 0.0})
-    assert alerts(judged) == ["alert/sampling_mask", "alert/replay_extreme"]
+    assert alerts(judged) == ["alert/replay_extreme", "alert/sampling_mask"]
     unknown = Alerts(CONFIG).look(HEALTHY | mixed | {"async/partial_frac": 0.01})
     assert not {"alert/sampling_mask", "alert/replay_extreme"} & unknown.keys(), "absent, not 0"
 

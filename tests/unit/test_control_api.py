@@ -48,7 +48,7 @@ def test_a_question_that_makes_no_sense_is_refused(
     members = membership.Membership(plan, watcher)
     members._control_api = MagicMock()
     members._control_api.poll.return_value = [("x", question)]
-    members.look()
+    members.poll()
     ((name, answer),) = [call.args for call in members._control_api.answer.call_args_list]
     assert name == "x"
     assert set(answer) == {"refused"}

@@ -190,7 +190,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     controller = Controller(
         replace(config, engine=EngineConfig(count=len(engines))),
         services,
-        trainer_alive=kwargs.get("gang_lives", False),
+        trainer_alive=kwargs.get("trainer_alive", False),
     )
     controller.engines_started()
     return controller, reports

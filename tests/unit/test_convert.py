@@ -433,12 +433,12 @@ import os, signal
 from moerl.config.schema import ParallelConfig
 from moerl.layout import hf_shapes, model_spec
 from moerl.trainer.hf_io.convert import convert_to_megatron, open_source
-from moerl.trainer.hf_io.convert_job import Trainer
+from moerl.trainer.hf_io.convert_job import ConversionRanks
 def kill(stage, done, total):
     if done > 100_000:
         os.kill(os.getpid(), signal.SIGKILL)
 source, out = open_source({str(model)!r}), {str(tmp_path / "out")!r}
-convert_to_megatron(source, out, ParallelConfig(pp=2), "local", Trainer(), kill)
+convert_to_megatron(source, out, ParallelConfig(pp=2), "local", ConversionRanks(), kill)
 """
     ended = subprocess.run([sys.executable, "-c", code], timeout=100, cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL
@@ -500,7 +500,7 @@ import torch
 from moerl.config.schema import ParallelConfig
 from moerl.trainer.hf_io.convert import MegatronFolder, convert_to_hf
 from moerl.trainer.hf_io.convert import convert_to_megatron, open_source
-from moerl.trainer.hf_io.convert_job import Trainer
+from moerl.trainer.hf_io.convert_job import ConversionRanks
 source, a, hf = sys.argv[1:]
 def peak():  # not ru_maxrss: that begins at the peak of the process which started this one
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -508,8 +508,8 @@ torch.zeros(1).bfloat16()
 start = peak()
 quiet = lambda stage, done, total: None
 layout = ParallelConfig(tp=2, ep=8, dp=4)
-convert_to_megatron(open_source(source), a, layout, "local", Trainer(), quiet)
-convert_to_hf(MegatronFolder(a), hf, Trainer(), quiet)
+convert_to_megatron(open_source(source), a, layout, "local", ConversionRanks(), quiet)
+convert_to_hf(MegatronFolder(a), hf, ConversionRanks(), quiet)
 print(peak() - start)
 folder = open_source(source)
 whole = [folder.read(name).clone() for name in folder.names]

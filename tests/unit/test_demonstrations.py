@@ -75,6 +75,6 @@ def test_supervised_settings_replace_the_algorithm_and_replay() -> None:
 
 
 def test_a_recipe_whose_teacher_has_ranks_of_its_own_can_be_warmed_up() -> None:
-    own = load_config("on-policy-distillation", ["ref_models.placement=own"])
+    own = load_config("on-policy-distillation", ["ref_models.placement=separate"])
     check(supervised(own), starts=False)
     assert supervised(own).ref_models.placement == "trainer"

@@ -169,7 +169,7 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "says"),
     [
         (b"[{}]", "1 for 2 requests"),
         (b"{}", "dict for 2 requests"),
@@ -177,7 +177,7 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
         (b'[{"output_ids": [1', "the answer is no JSON"),
     ],
 )
-def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, responses: str) -> None:
+def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> None:
     """Over a real socket: nothing of it is taken for a reply."""
 
     async def body() -> None:
@@ -190,7 +190,7 @@ def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, responses: str)
         port = server.sockets[0].getsockname()[1]
         client = EngineClient(f"http://127.0.0.1:{port}", "t")
         try:
-            with pytest.raises(EngineError, match=responses):
+            with pytest.raises(EngineError, match=says):
                 await client.generate({"rid": ["a", "b"]})
         finally:
             await client.close()
@@ -356,12 +356,12 @@ def test_a_new_controller_finds_no_calls_and_no_records_of_the_one_before(play: 
         script(host).slow = True
         late = asyncio.create_task(host.generate([ask("3.0")]))
         await asyncio.sleep(0.02)
-        host._gate.admit.clear()
+        host._health.admit.clear()
         waits = asyncio.create_task(host.generate([ask("4.0")]))  # for an update to end
         await asyncio.sleep(0.02)
         kept = known.routing.ids.uri
         await host.forget([kept, "blob://elsewhere/5.0"])
-        host._gate.admit.set()
+        host._health.admit.set()
         for call in (late, waits):
             with pytest.raises(EngineError, match="its controller is gone"):
                 await asyncio.wait_for(call, 5)

@@ -149,8 +149,8 @@ def test_the_command_prints_bounds_and_refuses_in_one_sentence() -> None:
 
 def test_the_command_needs_no_heavy_package() -> None:
     code = (
-        "import sys; from moerl.planning import sync_plan;"
-        "from moerl.layout import forecast;"
+        "import sys; from moerl.planning import sync_forecast;"
+        "from moerl.planning import sync_cost;"
         "sys.exit(bool({'torch', 'sglang', 'ray', 'megatron'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

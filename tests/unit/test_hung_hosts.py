@@ -97,7 +97,7 @@ def test_a_new_controller_does_not_wait_for_a_host_that_hangs(tmp_path: Path) ->
         hung.hangs = True
         controller, _ = make(tmp_path, StubEngine(), more_engines=(hung,), trainer_alive=True)
         await asyncio.wait_for(controller.rejoin(()), 5.0)
-        assert controller.context.pool.members[1].state == engine_pool.EnginePhase.RESTING
+        assert controller.context.pool.members[1].phase == engine_pool.EnginePhase.RESTING
         await controller.stop()
 
     asyncio.run(body())

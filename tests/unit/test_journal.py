@@ -73,7 +73,7 @@ class World:
     def admit(self, *group_ids: int) -> None:
         for group_id in group_ids:
             group = group_of(group_id, self.blobs)
-            self.journal.ship(group)
+            self.journal.share(group)
             self.journal.admitted(group)
 
     @property
@@ -300,7 +300,7 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
     journal.began(START, 2, ())
     groups = {group_id: group_of(group_id, engine) for group_id in (4, 5)}
     for group in groups.values():
-        journal.ship(group)
+        journal.share(group)
         journal.admitted(group)
     journal.planned(0, [4])
     expected = {i: engine.read(uri) for i, group in groups.items() for uri in group_uris(group)}
@@ -334,13 +334,13 @@ def test_shipped_files_go_with_their_groups(tmp_path: Path) -> None:
     world.journal.left([6])
     world.journal.done(2, kept=[4])
     assert world.segments.held() == {4}
-    world.journal.ship(group_of(9, world.blobs))  # it was killed before it was admitted
+    world.journal.share(group_of(9, world.blobs))  # it was killed before it was admitted
     (tmp_path / "run" / ".10.group").write_bytes(b"half")
     world.admit(11)
     world.open()
     assert world.segments.held() == {4, 11}
     assert not (tmp_path / "run" / ".10.group").exists()
-    world.journal.ship(group_of(12, world.blobs))
+    world.journal.share(group_of(12, world.blobs))
     world.journal.dropped(12)
     world.journal.began(PolicyVersion(1, 0), 2, ((4, 5),))
     assert world.segments.held() == {11}
@@ -376,10 +376,10 @@ def test_a_group_that_cannot_be_shipped_leaves_nothing(tmp_path: Path) -> None:
     world = World(tmp_path, shared=True)
     assert world.segments is not None
     group = group_of(0, world.blobs)
-    world.journal.ship(group)
+    world.journal.share(group)
     world.blobs.delete(*group_uris(group))
     with pytest.raises(JournalError, match="group 0 was not shipped"):
-        world.journal.ship(group)
+        world.journal.share(group)
     assert world.segments.held() == set()
 
 

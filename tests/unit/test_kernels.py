@@ -118,12 +118,12 @@ def test_the_real_sources_build_once_for_two_processes(
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(35, "CUDA error 35; .* remove /x/cuda.so"), (-1, "type")]
+    ("code", "says"), [(35, "CUDA error 35; .* remove /x/cuda.so"), (-1, "type")]
 )
-def test_a_launch_that_fails_names_its_cause(code: int, responses: str) -> None:
+def test_a_launch_that_fails_names_its_cause(code: int, says: str) -> None:
     class Failing(dict):
         _name = "/x/cuda.so"
 
     lib = Failing(moerl_kept_sums=lambda call: code)
-    with pytest.raises(KernelError, match=responses):
+    with pytest.raises(KernelError, match=says):
         run(lib, "sums", KeptCall())

@@ -127,7 +127,7 @@ def test_tied_head_lives_once_per_stage_that_needs_it() -> None:
     assert {tile.hf for tile in last.tiles} == {"model.embed_tokens.weight"}
 
 
-def test_te_flavor_renames_and_moves_nothing() -> None:
+def test_te_layer_spec_renames_and_moves_nothing() -> None:
     spec, layout = model_spec(CONFIG), ParallelConfig(ep=2, dp=2)
     local = megatron_tiles(spec, layout, 1, "local")
     te = megatron_tiles(spec, layout, 1, "te")
@@ -137,7 +137,7 @@ def test_te_flavor_renames_and_moves_nothing() -> None:
     assert prefix + "pre_mlp_layernorm.weight" in te
     fc2 = te[prefix + "mlp.experts.linear_fc2.weight1"].tiles
     assert [tile.hf for tile in fc2] == ["model.layers.1.mlp.experts.3.down_proj.weight"]
-    with pytest.raises(LayoutError, match="flavor = 'TE' is unknown"):
+    with pytest.raises(LayoutError, match="layer_spec = 'TE' is unknown"):
         megatron_tiles(spec, layout, 1, "TE")  # type: ignore[arg-type]
 
 

@@ -36,7 +36,7 @@ from tests.unit.test_controller import CONFIG, StubEngine, make, publish, runnin
 
 OWN = (
     "deepseek-v32",
-    ("ref_models.placement=own", "ref_models.parallel.pp=2"),
+    ("ref_models.placement=separate", "ref_models.parallel.pp=2"),
 )
 
 
@@ -337,7 +337,11 @@ def test_a_cluster_starts_the_trainer_on_its_own_port() -> None:
 
 def test_slurm_gives_the_trainer_its_nodes() -> None:
     settings = ["deepseek-v32", "cluster=slurm", "model.path=configs/models/qwen3-30b-a3b"]
-    settings += ["ref_models.placement=own", "cluster.nodes.trainer.roles=[trainer]", "run.name=a"]
+    settings += [
+        "ref_models.placement=separate",
+        "cluster.nodes.trainer.roles=[trainer]",
+        "run.name=a",
+    ]
     settings += ["cluster.nodes.engine.roles=[controller,engine,ref_models]"]
     settings += ["ref_models.parallel={dp: 2, ep: 2}", "trainer.parallel={dp: 4, ep: 4}"]
     lines = slurm_plan("n1,n2,n3,n4", [*settings, "run.root=/r", "--run", "a"])
@@ -351,22 +355,25 @@ def test_slurm_gives_the_trainer_its_nodes() -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "field"),
     [
-        ("grpo", ("ref_models.placement=own",), "ref_models.placement"),
+        ("grpo", ("ref_models.placement=separate",), "ref_models.placement"),
         ("deepseek-v32", ("ref_models.placement=elsewhere",), "ref_models.placement"),
         ("deepseek-v32", ("ref_models.parallel.tp=2",), "ref_models.parallel"),
         (
             "deepseek-v32",
-            ("ref_models.placement=own", "ref_models.parallel.tp=2"),
+            ("ref_models.placement=separate", "ref_models.parallel.tp=2"),
             "ref_models.parallel.etp",
         ),
         (
             "deepseek-v32",
-            ("ref_models.placement=own", "ref_models.parallel.dp=0"),
+            ("ref_models.placement=separate", "ref_models.parallel.dp=0"),
             "ref_models.parallel.dp",
         ),
         (
             "deepseek-v32",
-            ("ref_models.placement=own", "cluster.nodes.all.roles=[controller,engine,trainer]"),
+            (
+                "ref_models.placement=separate",
+                "cluster.nodes.all.roles=[controller,engine,trainer]",
+            ),
             "cluster.nodes",
         ),
         (

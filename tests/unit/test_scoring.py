@@ -90,7 +90,7 @@ def test_rewards_of_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "says"),
     [
         ("nan", "non-finite reward (nan)"),
         ("-inf", "non-finite reward (-inf)"),
@@ -102,12 +102,12 @@ def test_rewards_of_turns() -> None:
     ],
 )
 def test_a_failure_is_an_error_of_that_response_alone(
-    scorer: ProcessScorer, text: str, responses: str
+    scorer: ProcessScorer, text: str, says: str
 ) -> None:
     before, failed, after = score_each(scorer, "1", text, "2")
     assert (before, after) == (Score(1.25), Score(2.25))
     assert isinstance(failed, ScoreError)
-    assert responses in str(failed)
+    assert says in str(failed)
     assert "for prompt 4" in str(failed)
     assert "\n" not in str(failed)
 

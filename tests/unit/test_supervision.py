@@ -91,8 +91,8 @@ def test_a_late_reply_never_answers_a_later_question(endpoint: str) -> None:
     answers = {0: [Ok(), Ok(), Ok()], 1: [HOLDS]}
     controller_endpoint = Door(endpoint, lambda message: answers[message.engine])
     asking = ControllerClient(endpoint, "t", timeout_s=30.0)
-    assert asking.ask(AskEngine(0)) == Ok()
-    assert asking.ask(AskEngine(1)) == HOLDS, "one of the two that were left over came back"
+    assert asking.request(AskEngine(0)) == Ok()
+    assert asking.request(AskEngine(1)) == HOLDS, "one of the two that were left over came back"
     asking.close()
     controller_endpoint.close()
 
@@ -100,10 +100,10 @@ def test_a_late_reply_never_answers_a_later_question(endpoint: str) -> None:
 def test_nobody_there_and_a_refusal_are_errors(endpoint: str) -> None:
     asking = ControllerClient(endpoint, "t", timeout_s=0.3)
     with pytest.raises(ProtocolError, match=r"did not answer AskEngine in 0\.3 s"):
-        asking.ask(AskEngine(0))
+        asking.request(AskEngine(0))
     controller_endpoint = Door(endpoint, lambda message: [Refused("no")])
     with pytest.raises(TrainerError, match="AskEngine was refused: no"):
-        ControllerClient(endpoint, "t", timeout_s=30.0).ask(AskEngine(0))
+        ControllerClient(endpoint, "t", timeout_s=30.0).request(AskEngine(0))
     controller_endpoint.close()
 
 

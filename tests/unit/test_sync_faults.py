@@ -67,7 +67,7 @@ def test_buckets_sent_again_do_not_overwrite_each_other(again: tuple[int, ...]) 
     )
     buckets = tuple(Bucket(size * i, size, i, i + 1) for i in range(4))
     shard, link = WeightSnapshot(), LateLink(4 * size)
-    shard.freeze({f"s{i}": torch.full((8,), i + 1.0) for i in range(4)}, V1)
+    shard.store({f"s{i}": torch.full((8,), i + 1.0) for i in range(4)}, V1)
     lane = _RegionSender(Region(0, 0, pieces, buckets, 4 * size), 0, link, shard, delta=False)  # type: ignore[arg-type]
     lane.send(range(4), 0.0)
     whole = link.memory.clone()
@@ -103,15 +103,15 @@ def test_a_door_outlives_a_caller_that_could_not_be_taken(
         monkeypatch.setattr(socket.socket, "accept", no_descriptor)
     else:
         monkeypatch.setattr(threading.Thread, "start", no_thread)
-    controller_endpoint = TokenServer("127.0.0.1", lambda _caller: None)
+    server = TokenServer("127.0.0.1", lambda _caller: None)
     with pytest.raises(TransportError):
-        open_channel(controller_endpoint.place, time.monotonic() + 10)
+        open_channel(server.server_address, time.monotonic() + 10)
     assert failed.is_set()
-    again: Channel = open_channel(controller_endpoint.place, time.monotonic() + 20)
+    again: Channel = open_channel(server.server_address, time.monotonic() + 20)
     again.close()
-    controller_endpoint.close()
+    server.close()
     with pytest.raises(TransportError):
-        open_channel(controller_endpoint.place, time.monotonic() + 10)
+        open_channel(server.server_address, time.monotonic() + 10)
 
 
 @pytest.mark.parametrize("limit", ["descriptors", "threads"])
@@ -299,22 +299,22 @@ def test_an_engine_that_prepares_slowly_is_probed_as_long_as_it_needs(
 
         def close(self) -> None: ...
 
-    line: Any = SimpleNamespace(
+    channel: Any = SimpleNamespace(
         wait_for_senders=lambda _deadline: None,
-        ask=lambda _questions, _deadline: {},
+        request=lambda _requests, _deadline: {},
         tell=lambda _message: None,
         close=lambda: None,
     )
-    terms = session.SessionSpec(
+    spec = session.SessionSpec(
         0, 0, "plan", "shm", ParallelConfig(), WirePolicy("bfloat16"), "local", 30.0, 0.0
     )
-    one = session.EngineSession(terms, line, Control, None)
+    one = session.EngineSession(spec, channel, Control, None)
     one.start()
     one.publish(V1)
     assert isinstance(one.settle(), PublishFailure)
     one.resume()
     assert looked.wait(20)
-    one.leave()
+    one.remove()
     one.join(20)
     assert limits[0] == pytest.approx(30.0, abs=1.0)
     assert 0.2 <= limits[1] < 30.0

@@ -58,10 +58,12 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
     context = EngineContext(tmp_path, shape, ReplayConfig(), run, "token")
     host = EngineHost(0, EngineConfig(), context, store)
     client = ScriptedClient()
-    server: Any = SimpleNamespace(doors=[socket_path(tmp_path, 0)], death=lambda: None, pid=1)
+    server: Any = SimpleNamespace(
+        receiver_sockets=[socket_path(tmp_path, 0)], death=lambda: None, pid=1
+    )
     host._updates.attach(server, client, V0)  # type: ignore[arg-type]
     host._client = client  # type: ignore[assignment]
-    host._gate.open()
+    host._health.open()
     return host, client
 
 
@@ -73,7 +75,7 @@ def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Pa
         with pytest.raises(BadRequest):
             await host.session(COMMIT)
         assert await host.session(AskEngine(0)) == EngineHolds(V0, "")
-        assert host._gate.admit.is_set()
+        assert host._health.admit.is_set()
         client.error = EngineError("the connection broke")
         with pytest.raises(EngineError, match=r"the commit of 0\.1 failed"):
             await host.session(COMMIT)
@@ -139,7 +141,7 @@ def test_a_server_that_dies_as_it_commits_is_not_taken_for_alive(tmp_path: Path)
         host, client = make_host(tmp_path)
 
         async def commit(_version: str, _mode: str = "") -> Committed:
-            host._gate.close("it was killed")  # by the watch of its process
+            host._health.close("it was killed")  # by the watch of its process
             return Committed(0.0)
 
         client.commit = commit  # type: ignore[method-assign]
@@ -189,9 +191,9 @@ def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path
 
     async def work() -> None:
         host, _ = make_host(tmp_path)
-        doors = [socket_path(tmp_path, rank) for rank in range(2)]
-        host._updates._server.doors[:] = doors  # type: ignore[union-attr]
-        ReceiverSocket(hang, doors[0], "token").start()
+        sockets = [socket_path(tmp_path, rank) for rank in range(2)]
+        host._updates._server.receiver_sockets[:] = sockets  # type: ignore[union-attr]
+        ReceiverSocket(hang, sockets[0], "token").start()
         for _ in range(3):
             with pytest.raises(EngineError, match="has no receiver"):
                 await host.session(AbortUpdate(0, V1, "x", 30.0))

@@ -103,7 +103,7 @@ def test_the_chat_template_is_applied_on_request(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "says"),
     [
         ("{not json", "line 2 is not JSON"),
         ('"text"', "line 2 is not an object"),
@@ -113,11 +113,11 @@ def test_the_chat_template_is_applied_on_request(tokenizer: Any) -> None:
         ('{"messages": [{"role": "user"}]}', 'line 2 has "messages"'),
     ],
 )
-def test_a_bad_line_is_named(line: str, responses: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_bad_line_is_named(line: str, says: str, tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "a", "answer": 1}, line)
     with pytest.raises(ConfigError, match=r"task\.path = ") as caught:
         PromptStream(TaskConfig(name="jsonl", path=path, reward="exact_match"), tokenizer, 0)
-    assert responses in str(caught.value)
+    assert says in str(caught.value)
     assert one_sentence(caught.value)
 
 

@@ -76,7 +76,7 @@ class Node:
         self.config = load_config("quickstart", ["supervision.backoff_s=0.01"])
         monkeypatch.setattr(trainer_node, "load_saved", lambda path: self.config)
         monkeypatch.setattr(trainer_node, "placement", lambda config: config)
-        monkeypatch.setattr(trainer_node, "seats_of", lambda placed, job: [None])
+        monkeypatch.setattr(trainer_node, "slots_of", lambda placed, job: [None])
         monkeypatch.setattr(trainer_node, "_environment", lambda config, slot: {})
         monkeypatch.setattr(trainer_node, "_command", self.command)
         monkeypatch.setattr(trainer_node, "_torchrun", lambda *_: self.codes.pop(0)())
@@ -206,5 +206,5 @@ def test_a_node_says_what_it_waits_for_and_gives_up_in_a_sentence(
     monkeypatch.setattr(trainer_node, "end_descendants", lambda _: 0)
     assert node.main() == 1
     waits, gives_up = capsys.readouterr().err.splitlines()
-    assert waits == f"moerl: waits up to 0 s for {tmp_path}/board"
+    assert waits == f"moerl: waits up to 0 s for {tmp_path}/endpoints"
     assert "after 0 s" in gives_up

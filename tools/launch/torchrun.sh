@@ -2,7 +2,7 @@
 # One trainer node of a run: torchrun with this cluster's rendezvous, devices and network cards.
 #
 # usage: tools/launch/torchrun.sh RUN_DIR INDEX [Trainer]
-#   INDEX: this node among those of the trainer; Trainer: trainer (default), or ref_models: reference and
+#   INDEX: this node among those of the job; JOB: trainer (default), or ref_models: reference and
 #   teacher on ranks of their own
 #
 # The run directory is on a file system that all nodes mount.  Everything else (nodes, ranks, ports,

@@ -62,7 +62,7 @@ def torchrun(
     if address or slot.node.address:
         command += ["--local-addr", address or slot.node.address]
     command += ["-m", "moerl.trainer.main", "--run-dir", f"{config.run.root}/{config.run.name}"]
-    return command if job == "trainer" else [*command, f"--{job}"]
+    return command if job == "trainer" else [*command, f"--{job.replace('_', '-')}"]
 
 
 def slots_of(placed: Placement, job: str) -> tuple[TrainerSlot, ...]:

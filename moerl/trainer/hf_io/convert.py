@@ -6,7 +6,7 @@
 
 A checkpoint is a folder:
 
-    manifest.json                     family, layout, flavor, vocabulary rows, dtypes, HF config
+    manifest.json                     family, layout, layer spec, vocabulary rows, dtypes, HF config
     rank-00003/model.safetensors      the rank's tensors under their local Megatron names
     rank-00003/checksums.json         per tensor: xxh3-64 of its bytes, and of each of its tiles
 
@@ -101,7 +101,7 @@ class MegatronFolder:
         self.spec: ModelSpec = model_spec(self.config)
         self.layout = ParallelConfig(**manifest["layout"])
         check_mesh(self.layout)
-        self.layer_spec: LayerSpec = manifest["flavor"]
+        self.layer_spec: LayerSpec = manifest["layer_spec"]
         self._dtype, self._dtype_of = manifest["dtype"], manifest["dtype_of"]
         self._shapes = hf_shapes(self.spec)
         self._files = MappedFiles(self.path)
@@ -219,7 +219,7 @@ def convert_to_megatron(
         "kind": FORMAT,
         "source": _fingerprint(source.path),
         "layout": asdict(layout),
-        "flavor": layer_spec,
+        "layer_spec": layer_spec,
         "dtype": str(dtype),
     }
 
@@ -230,7 +230,7 @@ def convert_to_megatron(
             "format": FORMAT,
             "family": spec.family,
             "layout": asdict(layout),
-            "flavor": layer_spec,
+            "layer_spec": layer_spec,
             "vocab_rows": padded_vocab(spec, layout.tp, layout.vocab_divisible_by),
             "dtype": _name(common),
             "dtype_of": {name: _name(kind) for name, kind in dtypes.items() if kind != common},

@@ -56,7 +56,7 @@ def hf_to_megatron(description: str | None) -> int:
     )
     _add_axes(parser, default=1)
     parser.add_argument(
-        "--flavor",
+        "--layer-spec",
         choices=("local", "te"),
         default="local",
         help="parameter names of megatron-core's own layers, or of Transformer Engine's "
