@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One trainer node of a run: torchrun with this cluster's rendezvous, devices and network cards.
 #
-# usage: tools/launch/torchrun.sh RUN_DIR INDEX [Trainer]
+# usage: tools/launch/torchrun.sh RUN_DIR INDEX [JOB]
 #   INDEX: this node among those of the job; JOB: trainer (default), or ref_models: reference and
 #   teacher on ranks of their own
 #
