@@ -249,8 +249,3 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(f"model.path {folder} has no usable tokenizer: {first}") from error
-
-
-def response_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """Text of sampled tokens for the reward and for people; end and padding tokens left out."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -17,9 +17,9 @@ import torch
 from moerl.audit.mismatch_command import measure
 from moerl.config import load_config, resolve
 from moerl.config.load import load_saved
-from moerl.observe.metrics import undocumented
 from moerl.serialization import decode_value
 from moerl.types import Rollout
+from tests.helpers.documented_metrics import undocumented
 from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

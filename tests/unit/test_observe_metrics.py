@@ -18,10 +18,10 @@ from moerl.observe.metrics import (
     open_sinks,
     read_rows,
     truncate_after,
-    undocumented,
 )
 from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
+from tests.helpers.documented_metrics import undocumented
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 
