@@ -70,7 +70,7 @@ def _compared(root: Path, models: list[Path], layout: ParallelConfig) -> dict[st
     path = root / "scored.msgpack"
     path.write_bytes(encode(scored))
     arguments = [f"--run-dir={run.root}", f"--scored={path}", f"--work={root / 'work'}"]
-    output = run_ranks(2, [str(ROOT / "tests" / "helpers" / "frozen_ranks.py"), *arguments])
+    output = run_ranks(2, [str(ROOT / "tests" / "helpers" / "ref_model_loop_ranks.py"), *arguments])
     return json.loads(output.split("FOUND ")[1].splitlines()[0])
 
 
