@@ -379,17 +379,17 @@ def leftovers(folder: Path) -> list[str]:
 # --- particular transports ------------------------------------------------------------------------
 @pytest.mark.parametrize("listening", marked("gloo", "mooncake"))
 def test_a_listening_socket_wants_the_token(listening: str, missing: dict[str, str]) -> None:
-    """Nothing is said to a stranger, and a wrong token makes no link; the right one does."""
+    """An unauthenticated peer hears nothing, a wrong token makes no link; the right one does."""
     if missing.get(listening):
         pytest.skip(missing[listening])
     transport = make(listening, address="127.0.0.1")
     staging = transport.open(MIB)
     told = json.loads(staging.endpoint)
-    place = told["place"]
-    with socket.create_connection(("127.0.0.1", place["port"]), timeout=10) as stranger:
-        stranger.sendall(b"x" * len(place["token"]))
-        assert stranger.recv(100) == b""
-    forged = told | {"place": place | {"token": "0" * len(place["token"])}}
+    server = told["server_address"]
+    with socket.create_connection(("127.0.0.1", server["port"]), timeout=10) as peer:
+        peer.sendall(b"x" * len(server["token"]))
+        assert peer.recv(100) == b""
+    forged = told | {"server_address": server | {"token": "0" * len(server["token"])}}
     connecting = partial(transport.connect, json.dumps(forged).encode(), soon())
     assert raised(connecting).reason == "refused"
     transport.connect(staging.endpoint, soon()).close()
@@ -398,7 +398,7 @@ def test_a_listening_socket_wants_the_token(listening: str, missing: dict[str, s
 
 def test_gloo_binds_to_the_given_address_only() -> None:
     staging = make("gloo", address="127.0.0.2").open(8)
-    port = json.loads(staging.endpoint)["place"]["port"]
+    port = json.loads(staging.endpoint)["server_address"]["port"]
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=10)
     staging.close()
