@@ -13,8 +13,6 @@ engine's reply is refused as `known_rows` and the turn is asked for once more, w
 Rejected: one rollout with gaps in its loss mask (a turn under newer weights has prefix rows of its
 own, for which one row per token leaves no place).
 
-One engine call: the next request of each rollout out, its reply taken in.
-
 Which blobs records name.
 """
 
@@ -381,7 +379,10 @@ class Partial(Protocol):
 async def generate(
     partials: Sequence[Partial], call: EngineCall
 ) -> tuple[Replies, dict[int, RecordError]]:
-    """Returns the replies, and by index those that the engine or the rollout refused."""
+    """One engine call: send the next request of each rollout, add its reply.
+
+    Returns the replies, and the errors of refused records by index.
+    """
     replies = await call([partial.request() for partial in partials])
     refused: dict[int, RecordError] = {}
     for index, (partial, reply) in enumerate(zip(partials, replies, strict=True)):

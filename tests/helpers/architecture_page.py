@@ -43,7 +43,9 @@ def hops_of(seen: Iterable[Passed]) -> list[tuple[str, str]]:
     found = [(p.file, p.function) for p in seen if p.kind == "control" and p.file != _CODEC]
     classes = [(file, name.partition(".")[0]) for file, name in found if "." in name]
     files = {file for file, _ in classes}
-    classes += [one for one in found if one[0] not in files]  # functions that hand on by themselves
+    classes += [
+        one for one in found if one[0] not in files
+    ]  # functions of files without such classes
     return list(dict.fromkeys(classes))
 
 

@@ -108,9 +108,14 @@ class _Finder(PathFinder):
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Compiled here every time: no changed code gets into a cache."""
-        tree = ast.parse(self.get_data(self.path), self.path)
-        tree = ast.fix_missing_locations(_Calls(_below_moerl(self.path)).visit(tree))
+        tree = with_calls(self.get_data(self.path).decode(), _below_moerl(self.path))
         return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+def with_calls(source: str, file: str) -> ast.Module:
+    """The module with a call of `__moerl_takes__` or `__moerl_gives__` wherever one is due."""
+    tree: ast.Module = _Calls(file).visit(ast.parse(source))
+    return ast.fix_missing_locations(tree)
 
 
 class _Calls(ast.NodeTransformer):
@@ -180,12 +185,12 @@ class _Tracer:
 
     def takes(self, file: str, function: str, values: Sequence[object]) -> None:
         if self._is_due(file, function, True):
-            found = {kind for value in values for kind in _kinds_in([value], _DEPTH)}
+            found = kinds_in(values)
             self._note(file, function, found, sys._getframe(1))
 
     def gives(self, file: str, function: str, value: Any) -> Any:
         if self._is_due(file, function, False):
-            found = set(_kinds_in([value], _DEPTH))
+            found = kinds_in([value])
             frame = sys._getframe(1)
             if file == _DECODES and "control" in found and frame.f_back is not None:
                 asker = frame.f_back.f_code  # who got the message as bytes
@@ -236,7 +241,11 @@ def _is_below(frame: FrameType | None, wanted: Any) -> bool:
     return False
 
 
-def _kinds_in(values: Iterable[object], depth: int) -> Iterable[str]:
+def kinds_in(values: Iterable[object]) -> set[str]:
+    return {kind for value in values for kind in _search([value], _DEPTH)}
+
+
+def _search(values: Iterable[object], depth: int) -> Iterable[str]:
     for value, _ in zip(values, range(_ITEMS), strict=False):
         kind = type(value)
         if kind in (str, int, float, bytes, bool):
@@ -247,7 +256,7 @@ def _kinds_in(values: Iterable[object], depth: int) -> Iterable[str]:
             if kind.__name__ in types.get(kind.__module__, ()):
                 yield name
         if depth and isinstance(value, list | tuple | set | dict):
-            yield from _kinds_in(value.values() if isinstance(value, dict) else value, depth - 1)
+            yield from _search(value.values() if isinstance(value, dict) else value, depth - 1)
 
 
 def _start(folder: Path) -> None:

@@ -5,6 +5,14 @@ What a run passes is compared in tests/e2e/test_architecture.py.
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any, TypeVar
+
+import numpy as np
+
+from moerl.layout.tiles import Tile
+from moerl.messages import CommitUpdate, Ok
+from moerl.types import PolicyVersion, Prompt
 from tests.helpers.architecture_page import (
     PACKAGES,
     PAGE,
@@ -14,8 +22,10 @@ from tests.helpers.architecture_page import (
     names,
     rows,
 )
-from tests.helpers.path_trace import Passed
+from tests.helpers.path_trace import Passed, kinds_in, with_calls
 from tests.unit.test_imports import ALLOWED, BASE, ROOT
+
+T = TypeVar("T")
 
 
 def edges(page: str) -> dict[str, set[str]]:
@@ -63,3 +73,62 @@ def test_hops_are_classes_in_the_order_of_time() -> None:
         ("weight_sync/receiver.py", "Receiver"),
         ("engine/update_hooks.py", "hand_on"),
     ]
+
+
+# --- the tracer -----------------------------------------------------------------------------------
+MODULE = '''
+"""A module."""
+from __future__ import annotations
+
+class Queue:
+    """A class."""
+    def put(self, item, *rest, limit=3, **others):
+        """Text."""
+        self.items = [item, *rest]
+        return len(self.items)
+
+    async def take(self):
+        return self.items.pop()
+
+def pairs(n):
+    yield from ((i, i) for i in range(n))
+    yield n
+
+double = lambda n: 2 * n
+'''
+
+
+def test_a_traced_module_works_as_before_and_is_seen() -> None:
+    calls: list[tuple[str, object]] = []
+
+    def takes(_file: str, function: str, values: object) -> None:
+        calls.append((function, values))
+
+    def gives(_file: str, function: str, value: T) -> T:
+        calls.append((function, value))
+        return value
+
+    made: dict[str, Any] = {"__moerl_takes__": takes, "__moerl_gives__": gives}
+    exec(compile(with_calls(MODULE, "q.py"), "q.py", "exec", dont_inherit=True), made)
+    queue = made["Queue"]()
+    assert (queue.put(1, 2, others=5), queue.put.__doc__) == (2, "Text.")
+    assert asyncio.run(queue.take()) == 2
+    assert ([*made["pairs"](1)], made["double"](3)) == ([(0, 0), 1], 6)
+    assert calls == [
+        ("Queue.put", (1, 3, (2,), {"others": 5})),
+        ("Queue.put", 2),
+        ("Queue.take", ()),
+        ("Queue.take", 2),
+        ("pairs", (1,)),
+        ("pairs", 1),
+        ("<lambda>", 6),
+    ]
+
+
+def test_records_are_found_in_containers_and_nothing_else_is() -> None:
+    prompt = Prompt(0, (1, 2), "", None, {})
+    assert kinds_in([{"a": [prompt]}]) == {"token"}
+    assert kinds_in([Tile("w", (), ())]) == {"weight"}
+    assert kinds_in([CommitUpdate(0, PolicyVersion(0, 1), 1.0)]) == {"control"}
+    assert kinds_in([np.zeros(2)]) == {"tensor"}
+    assert kinds_in(["w", 1, None, PolicyVersion(0, 0), Ok(), [[[[prompt]]]]]) == set()
