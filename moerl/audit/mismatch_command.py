@@ -32,8 +32,7 @@ from moerl.audit.score_job import ScoreJob
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.schema import Precision
-from moerl.controller.generate import generate, sampling_params
-from moerl.controller.rollout_builder import PartialRollout
+from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.process_tree import (
     become_subreaper,

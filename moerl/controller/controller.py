@@ -23,7 +23,7 @@ from moerl.controller.rollout_builder import group_uris
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.controller.task_group import look_after_memory
 from moerl.controller.trainer_handler import TrainerHandler
-from moerl.messages import Engine, Message
+from moerl.messages import Engine
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Controller:
             self._availability,
             self._ref_models,
         )
+        self.handle = self.trainer.handle  # one message of the trainer
         self._restore(services.journal.load(), trainer_alive)
 
     # --- life -------------------------------------------------------------------------------
@@ -109,10 +110,6 @@ class Controller:
         self.producer.start()
         self._evaluator.start()
         await self.context.tasks.failure
-
-    async def handle(self, message: Message) -> Message:
-        """Answer one message of the trainer.  Raises MoerlError."""
-        return await self.trainer.handle(message)
 
     async def stop(self) -> None:
         await self.context.tasks.stop()

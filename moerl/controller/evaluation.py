@@ -22,8 +22,14 @@ from dataclasses import replace
 
 from moerl.config.schema import EvaluationConfig
 from moerl.controller.context import Context
-from moerl.controller.generate import Replies, generate, sampling_params
-from moerl.controller.rollout_builder import PartialEpisode, blob_uris, text_of
+from moerl.controller.rollout_builder import (
+    PartialEpisode,
+    Replies,
+    blob_uris,
+    generate,
+    sampling_params,
+    text_of,
+)
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.types import (
     Episode,

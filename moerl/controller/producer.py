@@ -16,8 +16,13 @@ import numpy as np
 
 from moerl.controller.context import Context
 from moerl.controller.engine_pool import CHUNK, EngineState, PrefixIndex
-from moerl.controller.generate import Replies, generate, sampling_params
-from moerl.controller.rollout_builder import PartialEpisode, blob_uris
+from moerl.controller.rollout_builder import (
+    PartialEpisode,
+    Replies,
+    blob_uris,
+    generate,
+    sampling_params,
+)
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.types import GenerateRequest, Segment

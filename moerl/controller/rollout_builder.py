@@ -18,12 +18,13 @@ Which blobs records name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
+from moerl.config.schema import SamplingConfig
 from moerl.errors import RecordError
 from moerl.messages import Scorer
 from moerl.types import (
@@ -34,6 +35,7 @@ from moerl.types import (
     GenerateRequest,
     LogprobBlob,
     MaskBlob,
+    ModelShape,
     PolicyVersion,
     Prompt,
     Rollout,
@@ -44,6 +46,8 @@ from moerl.types import (
 )
 
 Blob = TypeVar("Blob", MaskBlob, LogprobBlob)
+Replies = Sequence[Segment | RecordError]
+EngineCall = Callable[[Sequence[GenerateRequest]], Awaitable[Replies]]
 
 
 class PartialRollout:
@@ -360,6 +364,48 @@ class Environment:
 def text_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
     """What the policy said in one turn."""
     return decode(rollout.token_ids[rollout.prompt_len :].tolist())
+
+
+class Partial(Protocol):
+    """A rollout or an episode that is being sampled."""
+
+    def request(self) -> GenerateRequest: ...
+
+    def add(self, segment: Segment) -> None:
+        """Raises RecordError when the segment does not continue the rollout."""
+        ...
+
+
+async def generate(
+    partials: Sequence[Partial], call: EngineCall
+) -> tuple[Replies, dict[int, RecordError]]:
+    """One engine call: send the next request of each rollout, add its reply.
+
+    Returns the replies, and the errors of refused records by index.
+    """
+    replies = await call([partial.request() for partial in partials])
+    refused: dict[int, RecordError] = {}
+    for index, (partial, reply) in enumerate(zip(partials, replies, strict=True)):
+        try:
+            if isinstance(reply, RecordError):
+                raise reply
+            partial.add(reply)
+        except RecordError as error:
+            refused[index] = error
+    return replies, refused
+
+
+def sampling_params(config: SamplingConfig, model: ModelShape) -> SamplingParams:
+    """Every parameter of a request, from the settings and the model's stop tokens."""
+    return SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop_token_ids=model.eos_token_ids,
+        ignore_eos=config.ignore_eos,
+    )
 
 
 def blob_uris(*records: Rollout | Segment | RecordError) -> set[str]:

@@ -6,14 +6,28 @@ There are as many bins as data-parallel ranks x microbatches; the largest bin is
 can be, and bins of one microbatch have like cost, because ranks of an expert-parallel exchange wait
 for each other.
 Rejected: best-fit by token count (it ignores padding, which dominates with padded rows).
+
+One batch may become several optimizer steps: whole groups in each, one plan per step.  How many is
+the trainer's own matter, so the split is made on every rank from the plan and the seed, and no
+message knows of it.  Each part is planned like a batch of its own: global denominators, microbatch
+numbers and shapes follow from it, alike on all data-parallel ranks.  Groups are dealt by chance in
+each batch: their order in the plan is that of their age.
+Rejected: splitting rollouts (siblings of a group would meet different weights), shuffling tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+
+from moerl.config.schema import TrainerConfig
+from moerl.errors import ConfigError
 from moerl.types import BatchPlan, EpisodeGroup, PlanRow, PolicyVersion
 
+T = TypeVar("T")
 _Place = tuple[int, int, int]  # group, episode, turn
 _Item = tuple[int, _Place]  # fed-in tokens, place
 
@@ -83,3 +97,57 @@ def _smallest(items: Sequence[_Item], num_bins: int, cap: int, packed: bool) -> 
         else:
             low = middle + 1
     return _cut(items, cap, packed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Minibatch:
+    """What one optimizer step trains."""
+
+    plan: BatchPlan  # its groups, under the batch's step and version
+    rows: tuple[int, ...]  # for each row of `plan`, its number among the rows of the batch
+
+    @classmethod
+    def whole(cls, plan: BatchPlan) -> Minibatch:
+        """One optimizer step for the batch."""
+        return cls(plan, tuple(range(len(plan.rows))))
+
+    def of(self, values: Sequence[T]) -> list[T]:
+        """The values of this minibatch's rows, from values by row of the batch."""
+        return [values[row] for row in self.rows]
+
+
+def split_plan(plan: BatchPlan, trainer: TrainerConfig, *, seed: int) -> tuple[Minibatch, ...]:
+    """`trainer.minibatches` parts with equal numbers of groups, in the order they are trained.
+
+    Deterministic in plan and seed; one part is the plan itself.
+    Raises ConfigError when the groups do not divide.
+    """
+    count, groups = trainer.minibatches, len(plan.groups)
+    if count == 1:
+        return (Minibatch.whole(plan),)
+    if groups % count:
+        raise ConfigError("trainer.minibatches", count, f"it must divide the {groups} groups")
+    order = np.random.default_rng([seed, plan.step]).permutation(groups)
+    number = {(r.group, r.episode, r.turn): index for index, r in enumerate(plan.rows)}
+    return tuple(
+        _part(plan, sorted(chosen.tolist()), number, trainer)
+        for chosen in order.reshape(count, groups // count)
+    )
+
+
+def _part(
+    plan: BatchPlan,
+    chosen: Sequence[int],
+    number: dict[tuple[int, int, int], int],
+    trainer: TrainerConfig,
+) -> Minibatch:
+    part = plan_batch(
+        plan.step,
+        plan.version,
+        [plan.groups[group] for group in chosen],
+        dp_size=trainer.parallel.dp,
+        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+        packed=trainer.packing,
+    )
+    rows = tuple(number[chosen[row.group], row.episode, row.turn] for row in part.rows)
+    return Minibatch(part, rows)

@@ -29,7 +29,7 @@ from moerl.engine.sglang_client import BadRequest, EngineClient
 from moerl.engine.sglang_server import EngineServer
 from moerl.engine.weight_updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
-from moerl.messages import EngineStatus, Message, SessionMessage
+from moerl.messages import EngineStatus
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
@@ -80,6 +80,7 @@ class EngineHost:
         self._mode = modes.get(context.in_flight_mode, "")
         self._health = EngineHealth(index)
         self._updates = Updates(self._health, self._tracer, context.token, mode=self._mode)
+        self.session = self._updates.session  # of a publish
         self._layout = ""
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
@@ -382,10 +383,6 @@ class EngineHost:
     async def interrupt(self) -> None:
         """End the running requests: each returns what it has, to be gone on with elsewhere."""
         await self._health.guard(self._alive().abort_all())
-
-    # --- weight updates --------------------------------------------------------------------------
-    async def session(self, message: SessionMessage) -> Message:
-        return await self._updates.session(message)
 
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer) -> None:

@@ -31,7 +31,7 @@ from moerl.config.schema import (  # noqa: E402
     ReplayConfig,
     TrainerConfig,
 )
-from moerl.data.minibatches import split_plan  # noqa: E402
+from moerl.data.batching import split_plan  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402

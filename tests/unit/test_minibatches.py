@@ -9,8 +9,7 @@ import pytest
 
 from moerl.algorithms.aggregation import plan_weights
 from moerl.config.schema import AlgorithmConfig, ParallelConfig, TrainerConfig
-from moerl.data.batching import plan_batch
-from moerl.data.minibatches import split_plan
+from moerl.data.batching import plan_batch, split_plan
 from moerl.errors import ConfigError
 from moerl.records.blob_store import BlobStore
 from moerl.types import BatchPlan, PolicyVersion

@@ -33,7 +33,7 @@ from moerl.algorithms.advantages import plan_gae
 from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.value_loss import value_loss
 from moerl.config.schema import Config
-from moerl.data.minibatches import Minibatch
+from moerl.data.batching import Minibatch
 from moerl.data.packing import LossInputs, Microbatch, by_row
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf

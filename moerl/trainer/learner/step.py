@@ -1,6 +1,6 @@
 """One batch of rollouts from its plan: what must be known first, then its optimizer steps.
 
-A batch is one optimizer step, or `trainer.minibatches` of them (`moerl.data.minibatches`); each has
+A batch is one optimizer step, or `trainer.minibatches` of them (`moerl.data.batching`); each has
 the global denominators of its own groups.  What has to be known before the first of them, such as
 the proximal policy, is found by forward passes without gradient (`moerl.trainer.passes.proximal`).
 
@@ -36,7 +36,7 @@ from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.schema import Config
-from moerl.data.minibatches import Minibatch, split_plan
+from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import received
 from moerl.errors import TrainerError

@@ -30,7 +30,7 @@ from torch import Tensor
 from moerl.algorithms.corrections import m2_bound
 from moerl.config.algorithms import needed
 from moerl.config.schema import Config
-from moerl.data.minibatches import Minibatch
+from moerl.data.batching import Minibatch
 from moerl.data.packing import Microbatch, by_row, rollout_at
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore

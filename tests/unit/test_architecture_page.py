@@ -1,0 +1,134 @@
+"""docs/architecture.md: its table of imports is the one that is enforced, its files exist.
+
+What a run passes is compared in tests/e2e/test_architecture.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import numpy as np
+
+from moerl.layout.tiles import Tile
+from moerl.messages import CommitUpdate, Ok
+from moerl.types import PolicyVersion, Prompt
+from tests.helpers.architecture_page import (
+    PACKAGES,
+    PAGE,
+    hops_of,
+    listed_files,
+    listed_hops,
+    names,
+    rows,
+)
+from tests.helpers.path_trace import Passed, kinds_in, with_calls
+from tests.unit.test_imports import ALLOWED, BASE, ROOT
+
+T = TypeVar("T")
+
+
+def edges(page: str) -> dict[str, set[str]]:
+    return {names(row[0])[0]: set(names(row[1])) for row in rows(page, PACKAGES)}
+
+
+def test_the_table_of_imports_is_the_enforced_one() -> None:
+    page = PAGE.read_text()
+    assert edges(page) == ALLOWED
+    every = page.split(f"## {PACKAGES}\n")[1].partition("Besides:")[0]
+    assert set(names(every)) == BASE
+
+
+def test_another_table_of_imports_is_noticed() -> None:
+    """Negative control."""
+    page = PAGE.read_text()
+    assert (
+        edges(page.replace("| `data` | `records`, `layout` |", "| `data` | `records` |")) != ALLOWED
+    )
+    assert edges(page.replace("| `observe` | - |\n", "")) != ALLOWED
+
+
+def test_each_file_is_listed_once_and_exists() -> None:
+    page = PAGE.read_text()
+    for kind in ("token", "weight"):
+        files = listed_files(page, kind)
+        assert len(files) == len(set(files))
+        assert [file for file in files if not (ROOT / "moerl" / file).is_file()] == []
+    for file, name in listed_hops(page):
+        assert f"class {name}" in (ROOT / "moerl" / file).read_text()
+
+
+def test_hops_are_classes_in_the_order_of_time() -> None:
+    seen = [
+        Passed("control", "trainer/controller_client.py", "ControllerClient.expect", 1),
+        Passed("token", "types.py", "check", 2),
+        Passed("control", "serialization.py", "encode", 3),
+        Passed("control", "weight_sync/receiver.py", "Receiver.handle", 4),
+        Passed("control", "weight_sync/receiver.py", "_starts", 5),
+        Passed("control", "trainer/controller_client.py", "ControllerClient.request", 6),
+        Passed("control", "engine/update_hooks.py", "hand_on", 7),
+    ]
+    assert hops_of(seen) == [
+        ("trainer/controller_client.py", "ControllerClient"),
+        ("weight_sync/receiver.py", "Receiver"),
+        ("engine/update_hooks.py", "hand_on"),
+    ]
+
+
+# --- the tracer -----------------------------------------------------------------------------------
+MODULE = '''
+"""A module."""
+from __future__ import annotations
+
+class Queue:
+    """A class."""
+    def put(self, item, *rest, limit=3, **others):
+        """Text."""
+        self.items = [item, *rest]
+        return len(self.items)
+
+    async def take(self):
+        return self.items.pop()
+
+def pairs(n):
+    yield from ((i, i) for i in range(n))
+    yield n
+
+double = lambda n: 2 * n
+'''
+
+
+def test_a_traced_module_works_as_before_and_is_seen() -> None:
+    calls: list[tuple[str, object]] = []
+
+    def takes(_file: str, function: str, values: object) -> None:
+        calls.append((function, values))
+
+    def gives(_file: str, function: str, value: T) -> T:
+        calls.append((function, value))
+        return value
+
+    made: dict[str, Any] = {"__moerl_takes__": takes, "__moerl_gives__": gives}
+    exec(compile(with_calls(MODULE, "q.py"), "q.py", "exec", dont_inherit=True), made)
+    queue = made["Queue"]()
+    assert (queue.put(1, 2, others=5), queue.put.__doc__) == (2, "Text.")
+    assert asyncio.run(queue.take()) == 2
+    assert ([*made["pairs"](1)], made["double"](3)) == ([(0, 0), 1], 6)
+    assert calls == [
+        ("Queue.put", (1, 3, (2,), {"others": 5})),
+        ("Queue.put", 2),
+        ("Queue.take", ()),
+        ("Queue.take", 2),
+        ("pairs", (1,)),
+        ("pairs", 1),
+        ("<lambda>", 6),
+    ]
+
+
+def test_records_are_found_in_containers_and_nothing_else_is() -> None:
+    prompt = Prompt(0, (1, 2), "", None, {})
+    assert kinds_in([{"a": [prompt]}]) == {"token"}
+    assert kinds_in([Tile("w", (), ())]) == {"weight"}
+    assert kinds_in([CommitUpdate(0, PolicyVersion(0, 1), 1.0)]) == {"control"}
+    assert kinds_in([np.zeros(2)]) == {"tensor"}
+    assert kinds_in(["w", 1, None, PolicyVersion(0, 0), Ok(), [[[[prompt]]]]]) == set()
