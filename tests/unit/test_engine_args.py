@@ -25,7 +25,7 @@ def built(config: EngineConfig, routing: bool = True) -> dict[str, Any]:
 
 
 def test_cpu_arguments() -> None:
-    got = built(EngineConfig(platform="cpu", tp=2, server_args={"chunked_prefill_size": 64}))
+    got = built(EngineConfig(platform="cpu", tp=2, args={"chunked_prefill_size": 64}))
     assert got["device"] == "cpu"
     assert got["attention_backend"] == "torch_native"
     assert (got["tp_size"], got["weight_version"], got["chunked_prefill_size"]) == (2, "0.3", 64)
@@ -58,7 +58,7 @@ def test_large_recipes_replay_the_routes_of_quantised_experts_on_many_ranks() ->
 
 
 def test_user_arguments_replace_defaults_we_do_not_own() -> None:
-    config = EngineConfig(platform="cpu", server_args={"attention_backend": "intel_amx"})
+    config = EngineConfig(platform="cpu", args={"attention_backend": "intel_amx"})
     assert built(config)["attention_backend"] == "intel_amx"
 
 
@@ -68,13 +68,13 @@ def test_our_tables_name_existing_arguments() -> None:
 
 def test_unknown_name_suggests_close_ones() -> None:
     with pytest.raises(ConfigError, match=r"engine.args.chunked_prefil_size = 64.*chunked_prefill"):
-        built(EngineConfig(server_args={"chunked_prefil_size": 64}))
+        built(EngineConfig(args={"chunked_prefil_size": 64}))
 
 
 @pytest.mark.parametrize("name", ["port", "model_path", "enable_return_routed_experts", "api_key"])
 def test_arguments_we_own_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"engine.args.{name}"):
-        built(EngineConfig(server_args={name: 1}))
+        built(EngineConfig(args={name: 1}))
 
 
 def test_platform_is_checked() -> None:

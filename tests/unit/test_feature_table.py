@@ -37,7 +37,7 @@ def other(allowed: tuple[Any, ...]) -> Any:
 
 
 def built(name: str, value: Any, *, routing: bool) -> dict[str, Any]:
-    config = EngineConfig(platform="cpu", server_args={name: value})
+    config = EngineConfig(platform="cpu", args={name: value})
     return server_args.server_args(
         config, Path("model"), routing=routing, version="0.3", port=1, nccl_port=2
     )
