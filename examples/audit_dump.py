@@ -4,9 +4,9 @@
 
 The other stack is transformers here: it samples from a Qwen3-MoE folder (the quickstart leaves one
 in runs/NAME/hf) and keeps, for every token, the log-probability at which it was sampled and the
-experts that served it.  Replace `sample` by a reader of what your stack logs; docs/dumps.md has the
-fields.  `moerl check-dump FILE MODEL` is the check alone and needs no torch; `moerl mismatch RECIPE
---records FILE` adds a page that says where the gap comes from.
+experts that served it.  Replace `sample` by a reader of what your stack logs; docs/formats.md has
+the fields.  `moerl check-dump FILE MODEL` is the check alone and needs no torch; `moerl mismatch
+RECIPE --records FILE` adds a page that says where the gap comes from.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def mismatch(
     records: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="Score this .jsonl or .npz instead (docs/dumps.md); no engine."
+            metavar="FILE", help="Score this .jsonl or .npz instead (docs/formats.md); no engine."
         ),
     ] = "",
     page: Annotated[

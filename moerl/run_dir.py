@@ -137,7 +137,7 @@ def find_run(name: str, option: str) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: layout, version, time, score (docs/operations.md).
+    """What a checkpoint says of itself: layout, version, time, score (docs/fault-tolerance.md).
 
     Raises ModelError when that is missing or damaged.
     """

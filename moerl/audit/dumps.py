@@ -1,6 +1,6 @@
 """Recorded rollouts of any system, from JSONL or npz, as records that the trainer can score.
 
-docs/dumps.md is the schema.  A dump is foreign: every field is checked, and a bad one is refused
+docs/formats.md is the schema.  A dump is foreign: every field is checked, and a bad one is refused
 with its name and its line (JSONL) or rollout (npz).  Nothing is repaired: a record with one routing
 row too many is exactly what an audit is for.
 

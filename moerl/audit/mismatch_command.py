@@ -1,6 +1,6 @@
 """`moerl mismatch`: score rollouts with {none, routing, mask, both} replayed; find where they part.
 
-They are fresh, at lag 0, or those of a file that any system may have written (docs/dumps.md).
+They are fresh, at lag 0, or those of a file that any system may have written (docs/formats.md).
 No Ray and no training: one engine host in this process, then one scoring trainer through torchrun.
 Engine and trainer are the classes that training uses.  A pairing of equal precision on equal
 kernels has nothing for replay to close, so the trainer scores in bf16 as well as in fp32.

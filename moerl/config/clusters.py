@@ -93,7 +93,7 @@ def default_transport(config: Config) -> Literal["shm", "gloo"]:
     """What `sync.transport: auto` stands for: memory on one machine, else the network.
 
     Rejected: nccl between GPUs of several nodes; it has not run on hardware, and it does not
-    promise to notice a dead peer (`docs/operations.md`).
+    promise to notice a dead peer (`docs/weight-sync.md`).
     """
     return "shm" if is_local(config.cluster) else "gloo"
 

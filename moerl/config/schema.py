@@ -97,7 +97,7 @@ class RolloutConfig:
     # A prompt goes to the engine that knows at least half of it (and 64 tokens), unless that has
     # more than so many groups more than the least busy one; -1 = always to the least busy one
     prefix_slack: Annotated[int, Meta(ge=-1)] = 2
-    # What a publish does to running requests (docs/operations.md): with drain it waits for them,
+    # What a publish does to running requests (docs/tuning.md): with drain it waits for them,
     # in_place keeps their old KV cache, retract has the engine compute it again
     in_flight_mode: Literal["abort_resume", "drain", "in_place", "retract"] = "abort_resume"
     # What a step trains; strict: in the order of the prompts
@@ -357,7 +357,7 @@ class PortConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     name: str = "laptop"
-    # local: one machine (docs/operations.md)
+    # local: one machine (docs/clusters.md)
     launcher: Literal["local", "hosts", "slurm", "kuberay"] = "local"
     interface: str = "lo"  # network interface of trainer, engines and sync groups, on every node
     address: str = "127.0.0.1"  # what a process binds to; empty: its node's on `interface`

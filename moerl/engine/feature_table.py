@@ -264,7 +264,7 @@ FEATURES = (
     Feature(
         "LoRA",
         Verdict.WITHOUT_REPLAY,
-        "adapters are merged by the trainer; the engine serves whole weights",
+        "the trainer has no adapters; a publish replaces whole weights",
         {"enable_lora": (None, False), "lora_paths": _NONE},
     ),
     Feature(
@@ -350,7 +350,7 @@ def markdown() -> str:
         "",
         "Made from `moerl/engine/feature_table.py` by `python -m moerl.engine.feature_table`;",
         "a test keeps them equal. *Proven* means that a test compares the records with another",
-        "implementation; anything else is refused in one sentence before the engine starts.",
+        "implementation; everything else is refused with one sentence before the engine starts.",
         "",
         "| feature | verdict | why | server arguments | test |",
         "|---|---|---|---|---|",

@@ -39,7 +39,7 @@ def engines_add(
 ) -> None:
     """Start one more engine beside the others; it is brought to the newest weights, then works.
 
-    On a cluster it goes where a slot is free: tools/launch/engine_node.sh RUN_DIR --seats N brings
+    On a cluster it goes where a slot is free: tools/launch/engine_node.sh RUN_DIR --slots N brings
     a node with N of them.
 
     Example:

@@ -203,7 +203,7 @@ def _local_plan(config: Config, run: RunDir) -> RunContext:
 
 def _ports(config: Config, placed: Placement) -> str:
     if is_local(config.cluster):
-        return f"ports: free ones on {config.cluster.address} (docs/operations.md lists them)"
+        return f"ports: free ones on {config.cluster.address} (docs/clusters.md lists them)"
     ports, head = config.cluster.ports, host_of(placed.controller)
     first = host_of(placed.trainers[0].node)
     table = Table(

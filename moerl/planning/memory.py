@@ -18,7 +18,7 @@ Legend (of one rank; bytes unless said otherwise)
 
 An expert's rows are counted as if all experts were as popular: s K rows arrive at each rank.  The
 most popular rank of a batch may need several times as much, which is what the rest of the GPU is
-for.  `tests/unit/test_memory.py` holds published figures and their errors, docs/operations.md says
+for.  `tests/unit/test_memory.py` holds published figures and their errors, docs/clusters.md says
 what they are.
 
 Source of the byte model: that of Megatron's own report (6 + 12 / shard bytes per parameter).

@@ -40,7 +40,7 @@ def plan(
         typer.Option(
             metavar="train_s=..,token_s=..",
             help="Measured or guessed seconds of the run's parts; their names are in "
-            "docs/operations.md.",
+            "docs/tuning.md.",
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -142,7 +142,9 @@ def check_layout(
 
 
 def check_dump(
-    dump: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .npz (docs/dumps.md).")],
+    dump: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .jsonl or .npz (docs/formats.md).")
+    ],
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Its model's folder, or a config.json.")
     ],

@@ -26,7 +26,7 @@ too.  Whoever is refused asks for the full bytes.
 The loop over all words is in csrc/delta.cpp, with numpy in its place where that is not built.
 Rejected: xor of old and new (compresses better, but applying it twice undoes it), deltas of fp32
 masters (the wire bytes are what must be equal, and quantised ones have no other source).
-Idea: sparse weight updates of PULSE (arXiv 2602.03839); measured ratios are in docs/operations.md.
+Idea: sparse weight updates of PULSE (arXiv 2602.03839); measured ratios are in docs/weight-sync.md.
 """
 
 from __future__ import annotations

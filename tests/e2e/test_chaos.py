@@ -166,7 +166,7 @@ def gap(run: Run, rollouts: list[Rollout], version: PolicyVersion, folder: Path)
 
 
 def say_downtimes(run: Run, killed: list[tuple[str, float]]) -> None:
-    """Figures for docs/operations.md; pytest shows them with -s."""
+    """Figures for docs/fault-tolerance.md; pytest shows them with -s."""
     downs = [span for span in read_spans(run.dir.trace) if span["process"] == "supervisor"]
     for victim, when in killed:
         kind = victim.split()[0].replace("-host", "").replace("-", " ")

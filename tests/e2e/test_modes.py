@@ -310,7 +310,7 @@ def test_no_prefix_of_older_weights_is_read(played: Played) -> None:
 
 
 def test_cost_of_an_update(played: Played) -> None:
-    """Printed for docs/operations.md: tokens lost are counted, not timed."""
+    """Printed for docs/tuning.md: tokens lost are counted, not timed."""
     for mode, closed in played.closed.items():
         pauses = [f"{c.pause_s * 1e3:.0f} ms ({c.commit_s * 1e3:.1f} copying)" for c in closed]
         print(f"{mode}: pause {pauses}, interrupted {[c.aborted for c in closed]}")

@@ -247,13 +247,13 @@ def test_enough_is_looked_at() -> None:
     ("text", "wrong"),
     [
         ("[a](docs/none.md)", "docs/none.md: no such file"),
-        ("[a](docs/sync.md#none)", "docs/sync.md#none: no such heading"),
+        ("[a](docs/weight-sync.md#none)", "docs/weight-sync.md#none: no such heading"),
         ("[a](#none)\n# Some", "#none: no such heading"),
     ],
 )
 def test_broken_links_are_found(text: str, wrong: str) -> None:
     assert broken_links(text, ROOT / "README.md") == [wrong]
-    good = "[a](docs/sync.md#the-plan) [b](#a-b-c) [c](https://example.org/x#y)\n## A `b`, c"
+    good = "[a](docs/weight-sync.md#the-plan) [b](#a-b-c) [c](https://example.org/x#y)\n## A `b`, c"
     assert broken_links(good, ROOT / "README.md") == []
 
 

@@ -44,14 +44,14 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
     parser.add_argument("index", type=int, nargs="?", help="this one among the engine nodes")
     parser.add_argument("--slots", type=int, default=0, help="not among them: engines it brings")
-    parser.add_argument("--gpus", type=int, default=0, help="with --seats")
+    parser.add_argument("--gpus", type=int, default=0, help="with --slots")
     parser.add_argument("--leave-s", type=float, default=120.0, help="seconds for engines to leave")
     parser.add_argument(
         "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
     )
     args = parser.parse_args()
     if (args.index is None) == (args.slots < 1):
-        parser.error("give INDEX, or --seats of a node that is not configured")
+        parser.error("give INDEX, or --slots of a node that is not configured")
     run = RunDir(args.run_dir)
     become_subreaper()
     for signum in _ENDINGS:

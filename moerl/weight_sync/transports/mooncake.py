@@ -6,7 +6,7 @@ memory that its sender never registered, which over RDMA fails, so a test withou
 would not find the mistake (seen with mooncake 0.3.13).
 
 The library has no token: whoever reaches its ports and knows an address can write to registered
-memory.  It belongs on an interface that nobody else reaches (docs/operations.md).  The library's
+memory.  It belongs on an interface that nobody else reaches (docs/clusters.md).  The library's
 handshake waits a minute for a process that is stopped and holds Python's lock meanwhile; `connect`
 therefore knocks first at a door of ours, which knows a token and a deadline.
 
