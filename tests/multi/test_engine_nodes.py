@@ -67,7 +67,7 @@ def test_engine_nodes_come_and_go(
         run.wait_for(lambda: f"reads blobs of node {second.address}" in trainer_log(run))
 
         gate.touch()
-        joining = run.start(late, "tools/launch/engine_node.sh", folder, "--seats", "1")
+        joining = run.start(late, "tools/launch/engine_node.sh", folder, "--slots", "1")
         run.wait_for(lambda: responses(run, "engine 2 has joined"))
         gate.unlink()
         run.wait_for(lambda: f"reads blobs of node {late.address}" in trainer_log(run))
