@@ -1,1 +1,1 @@
-"""Starts a run: Ray actors, torchrun, supervision. The only package that imports ray."""
+"""Starts a run: Ray actors, torchrun, supervision.  The only package that imports ray."""

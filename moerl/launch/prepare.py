@@ -28,7 +28,7 @@ def prepare(
 ) -> RunContext:
     """Run every check that needs no process, make the tiny model if asked, clear old files.
 
-    reset_optimizer: with resume, start from fresh optimizer state. Raises ConfigError before any
+    reset_optimizer: with resume, start from fresh optimizer state.  Raises ConfigError before any
     process is started.
     """
     config = resolve(config)

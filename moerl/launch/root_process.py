@@ -1,6 +1,6 @@
 """Root process of a run: `python -m moerl.launch.root_process REQUEST`, started by `moerl train`.
 
-REQUEST is a JSON object. `moerl.launch.nodes.process_tree` says why there are two processes.
+REQUEST is a JSON object.  `moerl.launch.nodes.process_tree` says why there are two processes.
 """
 
 from __future__ import annotations

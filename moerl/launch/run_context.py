@@ -40,7 +40,7 @@ REF_MODELS = "ref_models"
 
 @dataclass(slots=True)
 class RunContext:
-    """One start of one run. `token` is the run's random secret; it is never on a command line."""
+    """One start of one run.  `token` is the run's random secret; it is never on a command line."""
 
     config: Config
     run: RunDir
@@ -186,7 +186,7 @@ def trainer_command(plan: RunContext, endpoint: str) -> list[str]:
 
 
 def ref_model_command(plan: RunContext, endpoint: str, start: int) -> list[str]:
-    """The torchrun command of the reference ranks. start: number of earlier starts."""
+    """The torchrun command of the reference ranks.  start: number of earlier starts."""
     return [*_rank(plan, plan.config.ref_models.parallel, endpoint, start), "--ref-models"]
 
 

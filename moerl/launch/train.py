@@ -1,6 +1,6 @@
 """`moerl train` on one machine: prepare, run under a supervisor, report how it ended.
 
-One process at a time writes a run directory. The report is written after failures too, and no
+One process at a time writes a run directory.  The report is written after failures too, and no
 process outlives the run.
 """
 
@@ -34,7 +34,7 @@ _GRACE_S = 2.0
 
 
 def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool = False) -> int:
-    """Run to the last step; returns the exit status. Prints the cause of a failure last.
+    """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
     scratch: folder of this start for Ray's sockets; the caller removes it.
     """
@@ -86,7 +86,7 @@ def _close(
     kept: str,
     err: IO[str],
 ) -> int:
-    """Write the report and print the summary. kept: a sentence about what a resume would use."""
+    """Write the report and print the summary.  kept: a sentence about what a resume would use."""
     run = plan.run
     write_report(run, plan.config, numbers)
     write_trace(run)
@@ -114,7 +114,7 @@ def _close(
 
 @contextlib.contextmanager
 def _only_one(run: RunDir) -> Iterator[None]:
-    """Lock the run directory. Raises MoerlError when another process holds it."""
+    """Lock the run directory.  Raises MoerlError when another process holds it."""
     with (run.root / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@
 - A headless Service names the trainer's first pod for the rendezvous.
 - A claim on a shared file system holds the run directories.
 
-Ray's token authentication is on; the user creates its Secret separately. YAML is printed, nothing
+Ray's token authentication is on; the user creates its Secret separately.  YAML is printed, nothing
 is applied.
 """
 

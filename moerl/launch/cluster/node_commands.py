@@ -1,6 +1,6 @@
 """The commands of a run on several nodes, one list per node; `--dry-run` prints them.
 
-Every node mounts the run directory. It holds the resolved configuration, the controller's address
+Every node mounts the run directory.  It holds the resolved configuration, the controller's address
 (`endpoints`), and, readable by its owner only, the run's secrets: so no secret is on a command
 line, and a node that reconnects finds the controller's current address.
 """
@@ -42,9 +42,9 @@ def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> d
 def torchrun(
     config: Config, placed: Placement, slot: TrainerSlot, address: str = "", job: str = "trainer"
 ) -> list[str]:
-    """torchrun command of one trainer node. address: of this node, if the scheduler names it.
+    """torchrun command of one trainer node.  address: of this node, if the scheduler names it.
 
-    torchrun agents rendezvous at the trainer's first node. When a rank ends or a node returns, all
+    torchrun agents rendezvous at the trainer's first node.  When a rank ends or a node returns, all
     ranks restart and ask the controller for the checkpoint to load.
     """
     slots, ports = slots_of(placed, job), config.cluster.ports
@@ -70,7 +70,7 @@ def slots_of(placed: Placement, job: str) -> tuple[TrainerSlot, ...]:
 
 
 def nth(nodes: Sequence[_Seat], index: int, kind: str) -> _Seat:
-    """Node `index` of `kind`, from 0. Raises ConfigError."""
+    """Node `index` of `kind`, from 0.  Raises ConfigError."""
     if not 0 <= index < len(nodes):
         raise ConfigError("INDEX", index, f"the run has {len(nodes)} {kind} node(s), from 0 on")
     return nodes[index]

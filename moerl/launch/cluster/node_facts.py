@@ -1,7 +1,7 @@
 """Facts about one node: `python -m moerl.launch.cluster.node_facts REQUEST`, JSON in and out.
 
-`moerl doctor` runs it on every node. It changes nothing, imports neither torch nor Ray, and takes
-about a second. Versions come from the installed distributions, model shards are compared by size
+`moerl doctor` runs it on every node.  It changes nothing, imports neither torch nor Ray, and takes
+about a second.  Versions come from the installed distributions, model shards are compared by size
 and by their first and last MiB, a port is tested by binding it.
 """
 

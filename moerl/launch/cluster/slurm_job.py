@@ -3,7 +3,7 @@
     python -m moerl.launch.cluster.slurm_job options RECIPE [key=value ...] --run NAME
     python -m moerl.launch.cluster.slurm_job plan --hosts a,b,c -- RECIPE [key=value ...] --run NAME
 
-Prints one answer per line, so that the script needs no parser. An existing run is resumed, as a
+Prints one answer per line, so that the script needs no parser.  An existing run is resumed, as a
 requeued job requires.
 """
 
@@ -54,7 +54,7 @@ def options(arguments: Sequence[str]) -> list[str]:
 def plan(hosts: str, arguments: Sequence[str]) -> list[str]:
     """`engine=HOST`, `trainer=HOST`, `ref_models=HOST`, `setting=ARGUMENT`, `run_dir=PATH` lines.
 
-    A setting is an argument of `moerl train`. Raises ConfigError when the allocation's number of
+    A setting is an argument of `moerl train`.  Raises ConfigError when the allocation's number of
     nodes differs from the cluster's.
     """
     config, name = _read(arguments)

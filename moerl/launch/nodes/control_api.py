@@ -1,6 +1,6 @@
 """Control API of a running run: request and answer files below the run directory.
 
-`moerl engines` writes a question and waits for its answer; the supervisor polls twice a second. It
+`moerl engines` writes a question and waits for its answer; the supervisor polls twice a second.  It
 works from any node that mounts the run directory; the folder's mode (0700) is the permission check.
 """
 

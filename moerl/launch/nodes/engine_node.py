@@ -1,8 +1,8 @@
 """Engine node of a run: `python -m moerl.launch.nodes.engine_node RUN_DIR INDEX`.
 
 Waits until the run's endpoints folder names Ray's head, joins it with the slots planned for this
-node, and ends its processes when the head's address is removed or this process is told to stop. The
-token is passed in the environment of the one child that needs it.
+node, and ends its processes when the head's address is removed or this process gets SIGTERM.
+The token is passed in the environment of the one child that needs it.
 
 A node outside the configuration joins a running run with `--slots N [--gpus G]`: it requests N
 engines, and removes them before it stops.
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _join(run: RunDir, args: argparse.Namespace) -> int:
-    """Offer this node to the run's Ray until either ends. Raises MoerlError."""
+    """Offer this node to the run's Ray until either ends.  Raises MoerlError."""
     address, token = run.endpoints.read_ray(args.wait_s)
     scratch = Path(f"/tmp/moerl-engine-{os.getpid()}")
     config, mine = load_saved(run.config), []
@@ -113,7 +113,7 @@ def _let_go(run: RunDir, engines: list[int], limit_s: float) -> None:
 def _command(
     config: Config, offer: tuple[dict[str, float], int], address: str, scratch: Path
 ) -> list[str]:
-    """`ray start` command. offer: (resources, GPUs)."""
+    """`ray start` command.  offer: (resources, GPUs)."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
     command += [f"--node-ip-address={own_address(config.cluster)}", "--num-cpus=0"]
     command += [f"--num-gpus={offer[1]}", f"--resources={json.dumps(offer[0])}"]

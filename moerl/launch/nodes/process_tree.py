@@ -1,7 +1,7 @@
 """Guarantees that no process outlives a run: two nested subreapers end all descendants.
 
 `moerl train` is a thin front that starts one root process in its own session; the root starts
-everything else. Both are child subreapers (prctl), so an orphan becomes a child of the root, or of
+everything else.  Both are child subreapers (prctl), so an orphan becomes a child of the root, or of
 the front if the root has ended.
 
 - The front dies (SIGKILL included): the kernel sends the root SIGTERM (parent-death signal), and
@@ -73,7 +73,7 @@ def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
 class Orphans:
     """Collects zombies that this subreaper adopted.
 
-    The starter of a process polls its exit status soon after its end (`Popen.poll`). A child that
+    The starter of a process polls its exit status soon after its end (`Popen.poll`).  A child that
     stays a zombie for `patience_s` is an orphan: two for each killed server or torchrun.
     """
 
@@ -83,7 +83,7 @@ class Orphans:
         self._due = 0.0
 
     def collect(self) -> int:
-        """Collect old zombies; returns how many. Call often."""
+        """Collect old zombies; returns how many.  Call often."""
         now = time.monotonic()
         if now < self._due:
             return 0

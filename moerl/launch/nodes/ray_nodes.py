@@ -2,8 +2,8 @@
 
 `moerl train` starts the head as its child, so that it ends with the run; engine nodes join it with
 `python -m moerl.launch.nodes.engine_node RUN_DIR` (tools/launch/engine_node.sh) and read its
-address and token from the run's endpoints folder. With KubeRay, `cluster.ray` names the cluster to
-join instead. Every node offers `engine` slots; trainer nodes have no Ray.
+address and token from the run's endpoints folder.  With KubeRay, `cluster.ray` names the cluster to
+join instead.  Every node offers `engine` slots; trainer nodes have no Ray.
 """
 
 from __future__ import annotations

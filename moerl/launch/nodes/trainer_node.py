@@ -93,7 +93,7 @@ def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
 
 
 def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) -> int:
-    """Restart torchrun until the trainer is done. start: opening of the endpoints folder."""
+    """Restart torchrun until the trainer is done.  start: opening of the endpoints folder."""
     failures, seen = 0, _last_step(run)
     while True:
         config = load_saved(run.config)  # another opening may have another layout

@@ -1,9 +1,9 @@
 """Stand-in for a cluster's trainer: `python -m moerl.launch.nodes.trainer_watch`.
 
-Trainer nodes start torchrun themselves and have no Ray. This process runs on the controller's node:
-it writes the controller's endpoint and token to the endpoints folder, exits 0 when the trainer has
-written its done file, and exits 1 with a cause when the trainer nodes failed. The supervisor treats
-it like a local torchrun.
+Trainer nodes start torchrun themselves and have no Ray.  This process runs on the controller's
+node: it writes the controller's endpoint and token to the endpoints folder, exits 0 when the
+trainer has written its done file, and exits 1 with a cause when the trainer nodes failed.  The
+supervisor treats it like a local torchrun.
 """
 
 from __future__ import annotations

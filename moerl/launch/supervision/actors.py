@@ -1,6 +1,6 @@
 """Ray actors: thin wrappers of plain classes that are testable without Ray.
 
-One controller, one engine host per SGLang server, one scorer. Each actor's `watch` call returns
+One controller, one engine host per SGLang server, one scorer.  Each actor's `watch` call returns
 only when its object has ended, so the supervisor learns of a failure as soon as Ray does.
 """
 
@@ -184,7 +184,7 @@ class ControllerActor:
         self._tracer = Tracer(plan.run.trace, "controller")
 
     async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
-        """Bind the trainer server; returns its endpoint. Must be called once, first.
+        """Bind the trainer server; returns its endpoint.  Must be called once, first.
 
         endpoint: of a controller that died, whose trainer and engines are running; lost: engines
         that are being restarted.

@@ -1,7 +1,7 @@
 """Adds and removes engines of a running run; requests come over its control API.
 
-An engine number is never reused. A new engine is handed to the controller when its server is up,
-and gets requests after its first publish. A leaving engine gets no new requests; its running ones
+An engine number is never reused.  A new engine is handed to the controller when its server is up,
+and gets requests after its first publish.  A leaving engine gets no new requests; its running ones
 are interrupted and continue on other engines, and its process ends when the trainer has stopped
 publishing to it.
 """
@@ -107,7 +107,7 @@ class Membership:
             self._drain(index)  # the first call, or the controller died meanwhile
 
     def joined(self, index: int) -> bool:
-        """An engine is up. Returns True if it is new and the controller was told."""
+        """An engine is up.  Returns True if it is new and the controller was told."""
         if index not in self._joining:
             return False
         self._joining.remove(index)
@@ -120,7 +120,7 @@ class Membership:
         return True
 
     def gave_up(self, index: int, error: MoerlError) -> bool:
-        """An engine did not start. Returns True if it was new; it is then forgotten."""
+        """An engine did not start.  Returns True if it was new; it is then forgotten."""
         if index not in self._joining:
             return False
         self._watcher.say(f"engine {index} did not start and is left out: {error}")

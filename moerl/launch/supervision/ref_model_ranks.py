@@ -49,7 +49,7 @@ class RefModelRanks:
         return None if self._process is None else self._process.pid
 
     def is_through(self) -> bool:
-        """True if it ended with status 0: the controller needs no more scores."""
+        """True if it ended with status 0: all scores are done."""
         return self._process is not None and self._process.poll() == 0
 
     def death(self) -> TrainerError | None:

@@ -93,7 +93,7 @@ class Supervisor:
         self._tracer = Tracer(plan.run.trace, "supervisor")
 
     def run(self) -> dict[str, float]:
-        """Train to the end. Returns numbers measured outside the steps.
+        """Train to the end.  Returns numbers measured outside the steps.
 
         Raises MoerlError with the first cause that ends the run.
         """
@@ -284,7 +284,7 @@ class Supervisor:
                     raise
 
     def _look_at_starts(self) -> None:
-        """Hand started engines to the controller; schedule a restart of those that failed."""
+        """Hand started engines to the controller; restart engines that failed to start."""
         ready, _ = ray.wait(list(self._starts), timeout=0) if self._starts else ([], [])
         for ref in ready:
             index = self._starts.pop(ref)

@@ -91,7 +91,7 @@ class TrainerRanks:
         self._since = math.inf
 
     def says_hello(self, incarnation: int) -> bool:
-        """Record a hello. Returns True for a new incarnation; cluster nodes choose the number."""
+        """Record a hello.  Returns True for a new incarnation; cluster nodes choose the number."""
         if self._process is None or incarnation <= self._incarnation:
             return False
         self._incarnation, self._fell = incarnation, False
@@ -99,7 +99,7 @@ class TrainerRanks:
         return True
 
     def fell(self) -> bool:
-        """Record a rank failure. Returns True for the first failure of this incarnation."""
+        """Record a rank failure.  Returns True for the first failure of this incarnation."""
         if self._fell or self._process is None:
             return False
         self._fell = True
