@@ -1,4 +1,4 @@
-"""One engine call: the next request of each rollout out, its reply taken in."""
+"""One engine call: send the next request of each rollout, add its reply."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Partial(Protocol):
 async def generate(
     partials: Sequence[Partial], call: EngineCall
 ) -> tuple[Replies, dict[int, RecordError]]:
-    """Returns the replies, and by index those that the engine or the rollout refused."""
+    """Returns the replies, and the errors of refused records by index."""
     replies = await call([partial.request() for partial in partials])
     refused: dict[int, RecordError] = {}
     for index, (partial, reply) in enumerate(zip(partials, replies, strict=True)):
