@@ -5,7 +5,7 @@ visible: blobs are sealed before a header is admitted, a plan is written before 
 a step before its reply.  Intents need no rows: an id that is neither consumed, dropped nor in the
 buffer is regenerated.
 
-- `controller_state`: one row with everything small.
+- `facts`: one row with everything small (`ControllerState`).
 - `groups`: one row per group that is in the buffer, or trained and needed by a restart. `headers`
   has their contents in a second table, because SQLite rewrites the whole row on a state change and
   the headers of a batch are tens of megabytes. Unused headers are deleted a few at a time.

@@ -2,8 +2,8 @@
 
 A file holds the group's header and its blobs (`moerl.records.blob_copies`).  After the loss of an
 engine's node readers find the blobs there; after the loss of the controller's node `restore` fills
-the journal from them.  `controller_state` in the same folder has the history, which decides which
-tokens are legal.
+the journal from them.  `facts` in the same folder has the history (`SharedState`), which decides
+which tokens are legal.
 """
 
 from __future__ import annotations
