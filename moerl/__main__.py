@@ -1,4 +1,4 @@
-"""`python -m moerl` is `moerl`."""
+"""`python -m moerl` is the same as `moerl`."""
 
 from moerl.cli import main
 

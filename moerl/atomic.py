@@ -1,8 +1,8 @@
-"""Files that change in one step: a reader, and a crash, meet the old content or the new one.
+"""Atomic file writes: a reader, or a restart after a crash, sees the old content or the new one.
 
-What is written goes to a hidden file in the same folder, which then takes the name of the target.
-Its own name is random, so several writers do not meet: the last one to finish wins.  A process that
-is killed can leave it behind; an error removes it.
+The data goes to a hidden file in the same folder, which is then renamed to the target.  Its name is
+random, so several writers do not conflict: the last one to finish wins.  A killed process can leave
+the hidden file; an error removes it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import BinaryIO
 
 
 def atomic_write(path: Path, data: bytes | str, *, sync: bool = False, mode: int = 0o666) -> None:
-    """Replace the content of `path`, or make it; text is UTF-8.  Raises OSError.
+    """Replace the content of `path`, or create it; text is UTF-8.  Raises OSError.
 
-    sync: the bytes are on the disk on return.  mode: permissions of the file, less the umask.
+    sync: the bytes are on disk on return.  mode: permissions of the file, less the umask.
     """
     with atomic_file(path, sync=sync, mode=mode) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -26,7 +26,7 @@ def atomic_write(path: Path, data: bytes | str, *, sync: bool = False, mode: int
 
 @contextmanager
 def atomic_file(path: Path, *, sync: bool = False, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """The same for content that is written in parts; any error inside leaves `path` as it was."""
+    """The same for content that is written in parts; on an error `path` is unchanged."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:

@@ -1,6 +1,6 @@
-"""The command line: `moerl train`, `sft`, `mismatch`, `plan`, `doctor` and the others below.
+"""The command line: `moerl train`, `sft`, `mismatch`, `plan`, `doctor` and others.
 
-Heavy packages are imported only when a command that needs them runs.
+Heavy packages are imported only by the commands that need them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def train(
     ] = "",
     reset_optimizer: Annotated[
         bool,
-        typer.Option("--reset-optimizer", help="With --resume: begin with fresh optimizer state."),
+        typer.Option("--reset-optimizer", help="With --resume: start from fresh optimizer state."),
     ] = False,
     dry_run: Annotated[
         bool,
@@ -59,7 +59,7 @@ def train(
 ) -> None:
     """Train a recipe to its last step, or continue a run.
 
-    Leaves metrics, logs, checkpoints, report.html and the trained model in runs/NAME; without
+    Writes metrics, logs, checkpoints, report.html and the trained model to runs/NAME; without
     --run, NAME is the recipe's with the time.
 
     Examples:
@@ -74,9 +74,7 @@ def train(
     """
     if resume:
         if run:
-            raise ConfigError(
-                "--run", run, "--resume goes on in the run's own folder; leave it out"
-            )
+            raise ConfigError("--run", run, "--resume continues in the run's folder; leave it out")
         changed = [item for item in (recipe, *(overrides or [])) if item]
         _resume(find_run(resume, "--resume"), changed, reset_optimizer, dry_run)
     if reset_optimizer:
@@ -88,11 +86,11 @@ def train(
 
 @app.command()
 def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
-    """Train on the answers of a recipe's task: a warm start, left in runs/NAME/hf.
+    """Supervised training on the answers of a recipe's task, as a warm start; writes runs/NAME/hf.
 
-    Each of run.steps steps learns the answers to the next rollout.groups_per_step prompts of the
-    task, a JSONL file of {"prompt" or "messages", "answer"} for example.  No engine is started;
-    engine, other rollout and algorithm settings are not used.
+    Each of run.steps steps trains the answers to the next rollout.groups_per_step prompts of the
+    task, for example a JSONL file of {"prompt" or "messages", "answer"}. No engine is started;
+    engine, algorithm and other rollout settings are not used.
 
     Examples:
 
@@ -132,16 +130,14 @@ def mismatch(
             metavar="FILE", help="Score this .jsonl or .npz instead (docs/formats.md); no engine."
         ),
     ] = "",
-    page: Annotated[
-        str, typer.Option(metavar="FILE", help="Where the page goes.")
-    ] = "mismatch.html",
+    page: Annotated[str, typer.Option(metavar="FILE", help="Path of the page.")] = "mismatch.html",
 ) -> None:
-    """Measure how far trainer and engine disagree, with and without the two replays.
+    """Measure the log-probability difference of trainer and engine, with and without replay.
 
-    Generates fresh rollouts with the real engine, or reads those of another system, and scores
-    them with the real trainer, in fp32 and in bf16, replaying nothing, routes, masks and both.
-    Differences are of log-probabilities, in nats.  Writes a page that says where they come from:
-    cause, layer, position, age of the weights, worst tokens.
+    Generates fresh rollouts with the real engine, or reads those of another system, and scores them
+    with the real trainer, in fp32 and in bf16, replaying nothing, routes, masks and both.
+    Differences are of log-probabilities, in nats.  Writes a page that breaks them down by cause,
+    layer, position, weight version lag, and worst tokens.
 
     Examples:
 
@@ -172,10 +168,10 @@ app.command()(shape_commands.plan)
 def trace(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
 ) -> None:
-    """Write RUN/trace.json, every process of a run on one time axis; the run may be going on.
+    """Write RUN/trace.json, all processes of a run on one time axis; the run may be running.
 
-    Open it at ui.perfetto.dev or in chrome://tracing; both read it on this machine.  What the
-    spans are is in docs/metrics.md.
+    Open it at ui.perfetto.dev or in chrome://tracing; both read it locally. docs/metrics.md
+    explains the spans.
 
     Example:
 
@@ -190,9 +186,9 @@ def trace(
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
 ) -> None:
-    """Write RUN/report.html anew, of what is there; the run may be going on, or have been killed.
+    """Write RUN/report.html from the current files; the run may be running or may have died.
 
-    A run writes its page itself when it ends; only that one has the engines' speed alone, which is
+    A run writes its page at its end; only that page has the speed of the engines alone, which is
     measured then.
 
     Example:
@@ -228,10 +224,10 @@ def doctor(
     ] = "laptop",
     overrides: Overrides = None,
 ) -> None:
-    """Look at every node before a run does: versions, network, disks, ports, clocks, model, links.
+    """Check every node before a run: versions, network, disks, ports, clocks, model, links.
 
-    Other nodes are reached with cluster.remote, such as "ssh {host}".  Exit status 1 when
-    something is wrong; every such row says what to do.
+    Other nodes are reached with cluster.remote, such as "ssh {host}". The exit status is 1 when a
+    check fails; every failed row says how to repair it.
 
     Examples:
 
@@ -257,9 +253,9 @@ def doctor(
 def _checked(
     recipe: str, overrides: list[str], checkpoint: str = "", *, starts: bool = True
 ) -> Any:
-    """Everything that can be said about the settings without starting anything.
+    """Every check of the settings that starts nothing.
 
-    starts: the model's weights must be there; otherwise its config.json is enough.
+    starts: the model's weights must exist; otherwise its config.json is enough.
     """
     from moerl.config import load_config, resolve
     from moerl.config.checks import check, check_model
@@ -276,7 +272,7 @@ def _checked(
 
 
 def _check_paths(records: str, keep: str, page: str) -> None:
-    """Those of `moerl mismatch`: what is read is there, and what is written finds a place."""
+    """Check the paths of `moerl mismatch`: inputs exist, outputs can be written."""
     if records and not (Path(records).is_file() and records.endswith((".jsonl", ".npz"))):
         raise ConfigError("--records", records, "an existing .jsonl or .npz file is needed")
     if keep and Path(keep).exists():
@@ -286,7 +282,7 @@ def _check_paths(records: str, keep: str, page: str) -> None:
 
 
 def _named_run(name: str) -> list[str]:
-    """The override of run.name, as text whatever it looks like; none without a name."""
+    """The override of run.name, always as text; none without a name."""
     return [f"run.name={json.dumps(name)}"] if name else []
 
 
@@ -332,7 +328,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
 
 
 def _guarded(request: dict[str, Any], module: str = "moerl.launch.root_process") -> int:
-    """Run the request in a guarded root process; its scratch folder is removed afterwards."""
+    """Run the request in a guarded root process, then remove its scratch folder."""
     from moerl.launch.nodes.process_tree import run_guarded
 
     if importlib.util.find_spec("torch") is None:
@@ -346,7 +342,7 @@ def _guarded(request: dict[str, Any], module: str = "moerl.launch.root_process")
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one sentence on standard error and exit status 2."""
+    """Entry point: a user error is one sentence on standard error and exit status 2."""
     try:
         app(standalone_mode=True)
     except MoerlError as error:

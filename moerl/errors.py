@@ -1,16 +1,16 @@
-"""Errors a person can act on.
+"""Errors that a user can act on.
 
-Every error here is one sentence that names what is wrong, the value that was met, and what is
-allowed.  A user's mistake is a `ConfigError`; foreign data that breaks the record contract is a
-`RecordError`; a process or endpoint that failed is an `EngineError` or `TrainerError`; a tensor
-that cannot be placed is a `LayoutError`.  Invariants inside the program stay `assert`s.
+Every error here is one sentence that names what is wrong, the value found, and what is allowed.  A
+user's mistake is a `ConfigError`; data that breaks the record contract is a `RecordError`; a failed
+process or endpoint is an `EngineError` or `TrainerError`; a tensor that cannot be placed is a
+`LayoutError`.  Invariants inside the program are `assert`s.
 """
 
 from __future__ import annotations
 
 
 class MoerlError(Exception):
-    """Base of every error that is shown to a person as one sentence, without a traceback."""
+    """Base of errors that are shown as one sentence, without a traceback."""
 
 
 class ConfigError(MoerlError):
@@ -27,8 +27,7 @@ class ConfigError(MoerlError):
 class RecordError(MoerlError):
     """A record from an engine that breaks the contract; `reason` is a short stable key.
 
-    The key is what the refusal is counted under in metrics (`refused/{reason}`); the detail is
-    for the log.
+    Metrics count refusals by the key (`refused/{reason}`); the detail is for the log.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -52,7 +51,7 @@ class BlobError(MoerlError):
 
 
 class JournalError(MoerlError):
-    """The journal could not be written: the disk is full, or fails."""
+    """The journal could not be written: the disk is full or failing."""
 
 
 class EngineError(MoerlError):
@@ -68,7 +67,7 @@ class ScoreError(MoerlError):
 
 
 class TransportError(MoerlError):
-    """Bytes that did not arrive; `reason` is a short stable key that failures are counted under.
+    """A failed transfer; `reason` is a short stable key by which failures are counted.
 
     Keys: deadline, peer (dead or unreachable), range (outside the buffer), refused (not permitted),
     missing (a library or file), room (no memory or disk).
@@ -87,5 +86,5 @@ class ProtocolError(MoerlError):
 
 
 def cause_of(error: BaseException) -> str:
-    """One sentence for a person: our own errors as they are, others with their type."""
+    """One sentence for the user: our own errors unchanged, others with their type."""
     return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"

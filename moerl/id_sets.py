@@ -1,6 +1,6 @@
-"""Sets of group ids that grow with the run, in the space of their holes.
+"""Compact sets of group ids.
 
-Nearly every id below the line is consumed: as ranges, a million groups are a handful of numbers.
+Almost all ids below the newest are consumed: stored as ranges, a million groups are a few numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def spread(parts: Ranges) -> Iterator[int]:
 
 
 def pages_of(ids: Iterable[int]) -> dict[int, bytes]:
-    """Bits of ids by page, for a store in which adding an id must not cost what is there."""
+    """Bitmaps of ids by page, so that a store rewrites only the pages of added ids."""
     array = np.sort(np.fromiter(ids, np.int64))
     pages, starts = np.unique(array // PAGE, return_index=True)
     found = {}
@@ -58,7 +58,7 @@ def both(one: bytes, other: bytes) -> bytes:
 
 
 class IdSet:
-    """A set of whole numbers; membership takes the logarithm of the number of ranges."""
+    """A set of integers; membership costs the logarithm of the number of ranges."""
 
     def __init__(self, parts: Ranges = (), ids: Iterable[int] = ()) -> None:
         self._begins = [begin for begin, _ in parts]
@@ -80,7 +80,7 @@ class IdSet:
         return sum(self._ends) - sum(self._begins)
 
     def without(self, parts: Ranges) -> Iterator[int]:
-        """Those that are not in `parts`; costs what the ranges do, and what is found."""
+        """Ids that are not in `parts`; the cost is the number of ranges and of results."""
         other = IdSet(parts)
         for begin, end in self.parts:
             at = begin

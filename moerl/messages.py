@@ -1,10 +1,10 @@
-"""Seams between components, and the typed messages between trainer and controller.
+"""Interfaces between components, and the typed messages between trainer and controller.
 
-The trainer is a plain torchrun trainer that knows nothing of Ray: its rank 0 speaks these messages
-over ZeroMQ (request, then reply, one at a time per socket).  Rank 0 uses one socket for the
-training loop and one for each publish session, so a publish never delays a plan.
+The trainer is a plain torchrun job without Ray: its rank 0 sends these messages over ZeroMQ
+(request, then reply, one at a time per socket).  Rank 0 uses one socket for the training loop and
+one for each publish session, so a publish never delays a plan.
 
-One frozen dataclass per meaning; `moerl.serialization` makes bytes of them.
+Each message is an immutable dataclass; `moerl.serialization` encodes them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from moerl.types import (
 # --- trainer -> controller ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a trainer.  Reply: Ok; SetEngines when other engines than configured are
-    there.
+    """First message of a trainer.  Reply: Ok; SetEngines when the engines differ from the
+    configured ones.
 
-    consumed: group ids whose training is part of the checkpoint the trainer started from; the
-    controller never plans them again.
+    consumed: group ids trained before the checkpoint that the trainer loaded; the controller never
+    plans them again.
     """
 
     token: str  # the run's random token
     world_size: int
     dp_size: int
-    version: PolicyVersion  # weights the trainer holds now
+    version: PolicyVersion  # current weights of the trainer
     consumed: Ranges
 
 
@@ -49,17 +49,17 @@ class TakePlan:
     """Ask for the plan of one optimizer step.
 
     Reply: Plan; Stop when the run is over; Refresh when an engine must be published to first;
-    SetEngines when others are published to from here on.
+    SetEngines when the set of engines has changed.
     """
 
     step: int
     timeout_s: float
-    incarnation: int  # of the asker: one that was replaced gets nothing
+    incarnation: int  # of the sender; older incarnations are refused
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """An optimizer step is complete.  Reply: Ok.  Its groups count as consumed from here on."""
+    """An optimizer step is complete.  Reply: Ok.  Its groups are consumed from here on."""
 
     step: int
     version: PolicyVersion  # weights after the step
@@ -71,22 +71,22 @@ class StepDone:
 class PrepareUpdate:
     """Begin a session: agree on one version for one engine.  Reply: UpdatePrepared.
 
-    Passed on to the receiver of every rank of the engine, which derives what it will receive from
-    the same inputs as the trainer.  Refused, with nothing changed, when any of them differs.
+    Forwarded to the receiver of every engine rank, which derives what it will receive from the same
+    inputs as the trainer.  Refused, with nothing changed, when an input differs.
     """
 
     engine: int
     version: PolicyVersion
-    plan_engine: int  # id that both ends plan with: the engine's own, or of the one it copies
+    plan_engine: int  # engine id of the transfer plan: its own, or of the engine it copies
     plan: str  # fingerprint of the transfer plan, `moerl.weight_sync.transfer_plan.TransferPlan.id`
-    layout: str  # fingerprint of the engine's weight layout met last time; empty: not met yet
+    layout: str  # fingerprint of the engine's last known weight layout; empty: unknown
     transport: str  # name of a transport of `moerl.weight_sync.transports`
     trainer: dict[str, int]  # fields of `moerl.config.schema.ParallelConfig`
     policy: dict[str, int | str]  # fields of `moerl.weight_sync.transfer_plan.WirePolicy`
     layer_spec: str  # layer spec of the trainer's model: local | te
     timeout_s: float
-    folder: str = ""  # of the transport disk
-    delta: bool = False  # the staging buffer also takes deltas: a region's stand behind it
+    folder: str = ""  # only for the transport disk
+    delta: bool = False  # the staging buffer also takes deltas: each follows its region
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class VerifyUpdate:
     """All bytes are sent: compare them in staging.  Reply: UpdateVerified, also when they differ.
 
     digests: per engine rank, 8 bytes per bucket, little endian, buckets in the order of its
-    receiver plan.  deltas: per engine rank and bucket, bytes of the delta that was sent in its
-    place, 0 = it was sent in full; empty = all were.
+    receiver plan.  deltas: per engine rank and bucket, bytes of the delta that was sent instead, 0
+    = sent in full; empty = all in full.
     """
 
     engine: int
@@ -107,9 +107,9 @@ class VerifyUpdate:
 
 @dataclass(frozen=True, slots=True)
 class RelayUpdate:
-    """Send the version that this engine took last on to another engine.  Reply: Ok, when sent.
+    """Send the last version of this engine on to another engine.  Reply: Ok, when sent.
 
-    endpoints: of the other engine's staging buffers, by rank; both planned with one id.
+    endpoints: of the other engine's staging buffers, by rank; both use one plan id.
     """
 
     engine: int
@@ -129,7 +129,7 @@ class CommitUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AbortUpdate:
-    """Drop the session of a version; the engine keeps what it serves.  Reply: Ok, also twice."""
+    """Drop the session of a version; the engine keeps its weights.  Reply: Ok; idempotent."""
 
     engine: int
     version: PolicyVersion
@@ -139,38 +139,37 @@ class AbortUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AskEngine:
-    """Which version does an engine serve?  Reply: EngineHolds."""
+    """Ask for the version that an engine serves.  Reply: EngineHolds."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The trainer is about to die of this cause.  Reply: Ok."""
+    """The trainer is about to end with this cause.  Reply: Ok."""
 
     rank: int
     cause: str
-    job: str = "trainer"  # | frozen
-    incarnation: int = -1  # of a trainer that knew its own
+    job: str = "trainer"  # trainer | ref_models
+    incarnation: int = -1  # -1 = unknown
 
 
-# --- reference ranks (reference, teacher) -> controller
-# ----------------------------------------------
+# --- reference ranks (reference, teacher) -> controller ------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TakeRecords:
-    """Ask for groups that the reference models have not scored yet, those that train next first.
+    """Ask for groups without reference scores, in training order.
 
     Reply: Plan; Ok when there was none in time (ask again); Stop when the run is over.
     """
 
-    start: int  # starts of this trainer before this one
+    start: int  # earlier starts of these ranks
     dp_size: int
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the reference models say of every row of the plan asked last.  Reply: Ok."""
+    """Reference scores of every row of the last plan.  Reply: Ok."""
 
     scores: tuple[RefScores, ...]
 
@@ -195,19 +194,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """No more plans: the run reached its last step, or is being stopped."""
+    """No further plans: the run reached its last step or is being stopped."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """An engine came back with old weights and there is no batch: publish again, then ask again."""
+    """An engine restarted with old weights and there is no batch: publish again, then ask again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncTarget:
-    """An engine that versions are published to."""
+    """An engine that the trainer publishes to."""
 
     engine: int
     tp: int
@@ -222,19 +221,19 @@ class SetEngines:
 
 @dataclass(frozen=True, slots=True)
 class UpdateClosed:
-    pause_s: float  # time the engine had no running request because of the update
+    pause_s: float  # seconds without a running request because of the update
     aborted: int  # requests interrupted, all of them resumed
     engines: int = 1
-    commit_s: float = 0.0  # of it, copying into the live weights and their post-load hooks
-    recomputed: int = 0  # tokens whose KV cache the update gave up under running requests
+    commit_s: float = 0.0  # part of it: copy into the live weights and post-load hooks
+    recomputed: int = 0  # tokens whose KV cache the update dropped under running requests
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePrepared:
     endpoints: tuple[bytes, ...]  # of each engine rank's staging buffer, for the transport
-    starts: tuple[dict[int, int], ...]  # in it, by trainer rank: where its region begins
+    starts: tuple[dict[int, int], ...]  # by trainer rank: offset of its region
     layout: str  # fingerprint of the engine's weight layout
-    held: PolicyVersion  # what the engine serves
+    held: PolicyVersion  # version that the engine serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +247,7 @@ class UpdateVerified:
 @dataclass(frozen=True, slots=True)
 class EngineHolds:
     version: PolicyVersion
-    cause: str  # why it is not served requests; empty: it is
+    cause: str  # why it gets no requests; empty: it does
 
 
 SessionMessage = PrepareUpdate | VerifyUpdate | RelayUpdate | CommitUpdate | AbortUpdate | AskEngine
@@ -280,10 +279,10 @@ Message = (
 )
 
 
-# --- seams in the controller's world -------------------------------------------------------------
+# --- interfaces of the controller ----------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine host knows without asking its server."""
+    """State of an engine host, without a call to its server."""
 
     engine: int
     version: PolicyVersion
@@ -292,7 +291,7 @@ class EngineStatus:
     generated_tokens: int  # since start
     busy_s: float  # seconds with at least one request in flight
     refused: dict[str, int] = field(default_factory=dict)  # records refused, by reason
-    layout: str = ""  # fingerprint of how its weights lie; equal engines take equal transfer plans
+    layout: str = ""  # fingerprint of the weight layout; equal ones take equal transfer plans
 
 
 class Engine(Protocol):
@@ -303,7 +302,7 @@ class Engine(Protocol):
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         """Run all requests in one engine call; every record is checked and sealed on return.
 
-        A record that breaks the contract comes back as its RecordError, in its place.
+        A record that breaks the contract is replaced by its RecordError.
         """
         ...
 
@@ -312,13 +311,14 @@ class Engine(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """End the running requests: each returns what it has, to be gone on with elsewhere."""
+        """Interrupt the running requests: each returns its tokens so far, to continue elsewhere."""
         ...
 
     async def forget(self, kept: Sequence[str] | None) -> None:
-        """A new controller takes over: end the calls of the one before and seal nothing of them.
+        """A new controller takes over: abort the earlier one's calls and seal none of their
+        records.
 
-        kept: blobs that it knows; all others of the engine's store are deleted.  None: none are.
+        kept: blobs that it knows; all others of the engine's store are deleted.  None: delete none.
         """
         ...
 
@@ -333,17 +333,17 @@ class Scorer(Protocol):
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
-        """said: what the policy said in each episode, turn by turn."""
+        """responses: text of the policy in each episode, turn by turn."""
         ...
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        """The environment's answer to a turn, given the policy's turns so far; empty: it ends."""
+        """The environment's reply to a turn, given the policy's turns so far; empty: it ends."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """What one publish to one engine cost."""
+    """Cost of one publish to one engine."""
 
     engine: int
     version: PolicyVersion
@@ -355,12 +355,12 @@ class PublishResult:
     verify_s: float = 0.0
     commit_s: float = 0.0
     resent: int = 0  # buckets sent twice because they arrived damaged
-    source: int = -1  # engine that sent it on; -1 = the trainer
+    source: int = -1  # engine that relayed it; -1 = the trainer
 
 
 @dataclass(frozen=True, slots=True)
 class PublishFailure:
-    """An engine that did not take a version; it serves the whole version it had, or nothing."""
+    """An engine that did not take a version; it serves its earlier version, or nothing."""
 
     engine: int
     version: PolicyVersion

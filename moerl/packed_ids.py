@@ -1,8 +1,8 @@
 """Token ids in three bytes each, for dataclasses that are pickled between processes.
 
-Ids are most of what passes the controller: requests of interrupted rollouts repeat all of theirs.
-What does not fit (another dtype, a negative id, one of 2**24 and more) stays an array as it is, so
-that garbage reaches the check at the door.
+Ids are most of the controller's traffic: requests of interrupted rollouts repeat all of theirs.
+Arrays that do not fit (another dtype, a negative id, an id of 2**24 or more) are not packed, so
+that the check on admission sees them.
 
 Legend: n tokens.
 """

@@ -1,4 +1,4 @@
-"""Folders beside the package in a checkout, and inside it in a wheel (setup.py copies them)."""
+"""Folders next to the package in a checkout, and inside it in a wheel (setup.py copies them)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def resource_folder(name: str) -> Path:
-    """`configs` or `csrc`, wherever this installation has it."""
+    """Path of `configs` or `csrc` in this installation."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name

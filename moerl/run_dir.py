@@ -1,4 +1,4 @@
-"""The files of a run: one home for every path below runs/NAME."""
+"""The files of a run: defines every path below runs/NAME."""
 
 from __future__ import annotations
 
@@ -74,14 +74,12 @@ class RunDir:
 
     @property
     def endpoints(self) -> Endpoints:
-        """Where nodes of a cluster meet."""
+        """The folder by which nodes of a cluster find the run's processes."""
         return Endpoints(self.root / "endpoints")
 
     @property
     def control_api(self) -> Path:
-        """Requests of people to a run that goes on, and the answers
-        (`moerl.launch.nodes.control_api`).
-        """
+        """Requests of users to a running run, and answers (`moerl.launch.nodes.control_api`)."""
         return self.root / "control"
 
     @property
@@ -89,7 +87,7 @@ class RunDir:
         return self.root / "report.html"
 
     def create(self) -> None:
-        """Make the folders.  Raises ConfigError where that is not possible."""
+        """Make the folders.  Raises ConfigError when that fails."""
         try:
             for folder in (self.root, self.checkpoints, self.logs, self.trace):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -99,16 +97,16 @@ class RunDir:
             ) from error
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of `step` finished optimizer steps is; it exists only when whole."""
+        """Checkpoint folder after `step` optimizer steps; it exists only when complete."""
         return self.checkpoints / f"step-{step:06d}"
 
     @property
     def best(self) -> Path:
-        """Says which checkpoint is the best by `checkpoint.best`, and its figure."""
+        """File that names the best checkpoint by `checkpoint.best`, with its score."""
         return self.checkpoints / "best.json"
 
     def finished_checkpoints(self) -> list[tuple[int, Path]]:
-        """Finished steps and folder of each whole checkpoint, ascending."""
+        """Step and folder of each complete checkpoint, ascending."""
         return sorted(
             (int(path.name.removeprefix("step-")), path)
             for path in self.checkpoints.glob("step-*")
@@ -116,11 +114,11 @@ class RunDir:
         )
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """Finished steps and folder of the newest whole checkpoint."""
+        """Step and folder of the newest complete checkpoint."""
         return max(self.finished_checkpoints(), default=None)
 
     def best_checkpoint(self) -> tuple[int, Path] | None:
-        """Finished steps and folder of the best checkpoint by `checkpoint.best`, if it is there."""
+        """Step and folder of the best checkpoint by `checkpoint.best`, if it exists."""
         if not self.best.exists():
             return None
         step = int(json.loads(self.best.read_text())["step"])
@@ -137,9 +135,9 @@ def find_run(name: str, option: str) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: layout, version, time, score (docs/fault-tolerance.md).
+    """Manifest of a checkpoint: layout, version, time, score (docs/fault-tolerance.md).
 
-    Raises ModelError when that is missing or damaged.
+    Raises ModelError when it is missing or damaged.
     """
     return read_json(checkpoint / "manifest.json")
 
@@ -148,14 +146,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 class Endpoints:
     """A folder on the shared file system by which trainer nodes find the controller.
 
-    Only its owner may read it: it holds the run's token.  `start` is the name of one opening, so
-    that marks of an earlier one count for nothing.
+    Only its owner may read it, because it has the run's token.  `start` names one opening; files of
+    earlier openings are ignored.
     """
 
     folder: Path
 
     def open(self, controller: str, token: str) -> None:
-        """Post where the controller listens; removes the marks of earlier starts."""
+        """Write the controller's endpoint; removes the files of earlier openings."""
         self._secret("token", token)
         for mark in ("done.json", "given_up.json"):
             (self.folder / mark).unlink(missing_ok=True)
@@ -165,12 +163,12 @@ class Endpoints:
         )
 
     def close(self) -> None:
-        """Nobody listens any more; trainer nodes wait for the next opening, or end."""
+        """The controller is not listening; trainer nodes wait for the next opening, or end."""
         for name in ("controller.json", "token"):
             (self.folder / name).unlink(missing_ok=True)
 
     def post_ray(self, address: str, token: str) -> None:
-        """Post Ray's head for the other engine nodes."""
+        """Write the address of Ray's head for the other engine nodes."""
         self._secret("ray-token", token)
         atomic_write(self.folder / "ray.json", json.dumps({"address": address}))
 
@@ -179,12 +177,12 @@ class Endpoints:
             (self.folder / name).unlink(missing_ok=True)
 
     def read_ray(self, timeout_s: float) -> tuple[str, str]:
-        """(HOST:PORT, token) of Ray's head.  Raises TrainerError when none is posted in time."""
+        """(HOST:PORT, token) of Ray's head.  Raises TrainerError on timeout."""
         found, token = self._wait("ray.json", "ray-token", timeout_s, "Ray head")
         return found["address"], token
 
     def names_ray(self, address: str, token: str) -> bool:
-        """Whether this head is still the run's."""
+        """True if this is still the head of the run."""
         try:
             return self.read_ray(0.0) == (address, token)
         except TrainerError:
@@ -196,14 +194,14 @@ class Endpoints:
         atomic_write(self.folder / name, text, mode=0o600)
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:
-        """(endpoint, token, start).  Raises TrainerError when nothing is posted in time."""
+        """(endpoint, token, start).  Raises TrainerError on timeout."""
         found, token = self._wait("controller.json", "token", timeout_s, "controller")
         return found["controller"], token, found["start"]
 
     def _wait(
         self, place: str, secret: str, timeout_s: float, what: str
     ) -> tuple[dict[str, str], str]:
-        """The content of both files, once both are there."""
+        """The content of both files, once both exist."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -217,7 +215,7 @@ class Endpoints:
                 time.sleep(0.2)
 
     def start(self) -> str:
-        """The name of the present opening; empty while none is posted.  Raises OSError."""
+        """Name of the current opening; empty while closed.  Raises OSError."""
         try:
             found: dict[str, str] = json.loads((self.folder / "controller.json").read_text())
         except FileNotFoundError:
@@ -225,32 +223,30 @@ class Endpoints:
         return found["start"]
 
     def done(self, start: str) -> None:
-        """The trainer trained the last step and saved the model."""
+        """The trainer has trained the last step and saved the model."""
         atomic_write(self.folder / "done.json", json.dumps({"start": start}))
 
     def is_done(self) -> bool:
         return self._marked("done.json") is not None
 
     def was_done(self, start: str) -> bool:
-        """Whether the trainer of this opening finished the run; asked after the endpoints folder
-        was closed.
-        """
+        """True if the trainer of this opening finished the run; used after closing."""
         try:
             return bool(json.loads((self.folder / "done.json").read_text())["start"] == start)
         except FileNotFoundError:
             return False
 
     def give_up(self, cause: str) -> None:
-        """A trainer node will not try again."""
+        """A trainer node failed and will not retry."""
         _, _, start = self.read(0.0)
         atomic_write(self.folder / "given_up.json", json.dumps({"start": start, "cause": cause}))
 
     def given_up(self) -> str:
-        """Why, in a sentence; empty while trainer nodes try."""
+        """Cause of a failed trainer node; empty if none failed."""
         return str((self._marked("given_up.json") or {"cause": ""})["cause"])
 
     def _marked(self, name: str) -> dict[str, str] | None:
-        """What a mark of this start says; None without one."""
+        """Content of a file of this opening; None without one."""
         try:
             found: dict[str, str] = json.loads((self.folder / name).read_text())
         except FileNotFoundError:
@@ -259,13 +255,13 @@ class Endpoints:
 
 
 def newest_incarnation(run: RunDir) -> int:
-    """Of the trainer that started last; -1 before the first."""
+    """Incarnation of the trainer that started last; -1 before the first."""
     path = run.root / "state.json"
     return int(json.loads(path.read_text())["starts"]) - 1 if path.exists() else -1
 
 
 def next_incarnation(run: RunDir, *, resume: bool) -> int:
-    """How often a trainer of this run was started before; kept in state.json."""
+    """Number of earlier starts of a trainer in this run; kept in state.json."""
     path = run.root / "state.json"
     started = int(json.loads(path.read_text())["starts"]) if path.exists() else 0
     if started and not resume:

@@ -1,7 +1,7 @@
-"""The bytes of messages and of kept values: msgpack by msgspec, no pickle.
+"""Encoding of messages and stored values: msgpack by msgspec, no pickle.
 
-A message travels inside an envelope tagged with the name of its class, from an explicit registry.
-Arrays are [dtype, shape, bytes], booleans bits.  A plan names the prompt of a group once (`_cut`).
+A message is wrapped in an envelope with its class name, from an explicit registry.  Arrays are
+[dtype, shape, bytes], booleans bits.  A plan contains the prompt of a group once (`_cut`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TYPES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """A plan of thousands of rollouts takes long: do it on a thread."""
+    """A plan of thousands of rollouts takes long: call this in a thread."""
     if isinstance(message, Plan):
         plan = message.plan
         message = Plan(replace(plan, groups=tuple(_with_turns(g, _cut) for g in plan.groups)))
@@ -43,11 +43,11 @@ def decode(data: bytes) -> Message:
 
 
 def _with_turns(group: EpisodeGroup, change: Callable[[Array, int, Array], Array]) -> EpisodeGroup:
-    """The group with other `token_ids`: change(own, full length, what the turn continues)."""
+    """The group with other `token_ids`: change(own, full length, prefix of the turn)."""
     prompt = np.asarray(group.prompt.token_ids, np.int32)
     episodes = []
     for episode in group.episodes:
-        whole: list[Array] = []  # of each turn, before it was cut or after it was joined
+        whole: list[Array] = []  # of each turn, before `_cut` or after `_join`
         turns = []
         for turn in episode.turns:
             rollout = turn.rollout
@@ -60,13 +60,13 @@ def _with_turns(group: EpisodeGroup, change: Callable[[Array, int, Array], Array
 
 
 def _cut(tokens: Array, _length: int, before: Array) -> Array:
-    """Without the leading tokens that the prompt, or the turn before, holds already."""
+    """Drop the leading tokens that the prompt or the previous turn has."""
     known = len(before)
     return tokens[known:] if np.array_equal(tokens[:known], before) else tokens
 
 
 def _join(tokens: Array, length: int, before: Array) -> Array:
-    """Raises ProtocolError when what is missing is not exactly what came before."""
+    """Raises ProtocolError when the missing tokens are not exactly the prefix."""
     missing = length - len(tokens)
     if missing not in (0, len(before)):
         raise ProtocolError(f"a turn of {length} tokens has {len(tokens)} and {len(before)} before")

@@ -1,10 +1,8 @@
-"""Where every thread of a process is: written into its log when somebody asks.
+"""Thread stacks of a hanging process, written into its log on SIGURG.
 
-A wait that takes too long says what it waits for and from whom; the stacks say why.  SIGURG asks:
-the handler is C code (faulthandler), so it answers from a process that hangs inside C or holds the
-interpreter lock, and a process that did not register ignores the signal.
-
-Rejected: py-spy (a dependency that needs ptrace, which containers forbid).
+A timeout names what is waited for; the stacks show why.  The signal handler is C code
+(faulthandler), so it works in a process that hangs inside C or holds the interpreter lock; a
+process that did not register ignores the signal.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-_WRITE_S, _PAUSE_S = 0.5, 0.05  # for the asked to write; between two looks
+_WRITE_S, _PAUSE_S = 0.5, 0.05  # seconds: for the process to write; between two polls
 
 
 def write_on_request(log: Path | None = None) -> None:
@@ -26,15 +24,15 @@ def write_on_request(log: Path | None = None) -> None:
 
     log: None = standard error.
     """
-    # stays open as long as the process: the handler cannot open files
+    # stays open for the life of the process: the handler cannot open files
     file = sys.stderr if log is None else log.open("a")
     faulthandler.register(signal.SIGURG, file=file, all_threads=True)
 
 
 def stacks(processes: Iterable[tuple[int, Path]]) -> str:
-    """Ask processes (pid, log) of this machine; what they wrote, one after the other.
+    """Signal processes (pid, log) of this machine and return their stacks.
 
-    Processes may share a log: each is asked alone.
+    Processes may share a log: they are signalled one at a time.
     """
     parts = []
     for pid, log in processes:
@@ -46,7 +44,7 @@ def stacks(processes: Iterable[tuple[int, Path]]) -> str:
 
 
 def _answer(log: Path, begin: int) -> str:
-    """What is written behind `begin`: it has come when there is some and no more follows."""
+    """Text written after byte `begin`; complete when it is not empty and has stopped growing."""
     deadline, size = time.monotonic() + _WRITE_S, begin
     while time.monotonic() < deadline:
         time.sleep(_PAUSE_S)

@@ -1,7 +1,7 @@
-"""Timeline spans: every process appends its own to one file of the run; the report joins them.
+"""Timeline spans: every process appends to its own file of the run; the report joins them.
 
-A file is bounded: when it has grown to half of the limit it becomes the older half, so a run of
-weeks keeps its newest spans.
+A file is bounded: at half of the limit it replaces the older half, so a run of weeks keeps its
+newest spans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_LIMIT_BYTES = 128 * 2**20  # of one process
+_LIMIT_BYTES = 128 * 2**20  # per process
 
 
 class Tracer:
@@ -32,14 +32,14 @@ class Tracer:
         self._path, self._limit_bytes = folder / f"{process}.jsonl", limit_bytes
         self._file = self._path.open("a", buffering=1)
         self._lock = threading.Lock()
-        self._is_lossy = False  # said once
+        self._is_lossy = False  # a loss was logged
 
     def add(self, name: str, start_s: float, end_s: float, **fields: float | str) -> None:
         span = {"process": self.process, "name": name, "start_s": start_s, "end_s": end_s}
         self._write({**span, **fields})
 
     def count(self, counter: str, value: float) -> None:
-        """The value of a counter from now on."""
+        """Record the value of a counter from now on."""
         self._write(
             {"process": self.process, "counter": counter, "time_s": time.time(), "value": value}
         )
@@ -56,13 +56,13 @@ class Tracer:
         with self._lock:
             try:
                 self._append(json.dumps(line) + "\n")
-            except (OSError, ValueError) as error:  # full: what is traced must not fail of it
+            except (OSError, ValueError) as error:  # disk full: tracing must not fail the run
                 if not self._is_lossy:
                     log.warning("spans of %s are lost: %s", self.process, error)
                 self._is_lossy = True
 
     def _append(self, line: str) -> None:
-        if self._file.closed:  # it could not be opened again
+        if self._file.closed:  # it could not be reopened
             self._file = self._path.open("a", buffering=1)
         self._file.write(line)
         if self._file.tell() > self._limit_bytes // 2:

@@ -1,15 +1,15 @@
-"""The nouns of the system: what an engine records, what the controller keeps, what a trainer reads.
+"""The data types of the system: records of engines, groups of the controller, plans of a trainer.
 
-Alignment law (docs/alignment.md).  For a sequence of T tokens, S of them sampled by the policy:
+Alignment rule (docs/alignment.md).  For a sequence of T tokens, S of them sampled by the policy:
 
 - read-side data (routing) is indexed by the token that was FED IN: rows 0..T-2, since the last
   token is never fed;
-- write-side data (logprob, sampling mask, version) is indexed by the token that was PRODUCED:
-  one row per sampled token.
+- write-side data (logprob, sampling mask, version) is indexed by the token that was PRODUCED: one
+  row per sampled token.
 
-Nothing is shifted on the wire; `moerl.data.packing` does `labels = tokens[1:]` once, and no other
-place shifts.  Example: prompt [5, 9], sampled [7, 2]: token_ids [5, 9, 7, 2], loss_mask
-[0, 0, 1, 1], two logprobs, two mask rows, three routing rows (for 5, 9 and 7).
+Messages never shift data; `moerl.data.packing` does `labels = tokens[1:]` once, and no other code
+shifts.  Example: prompt [5, 9], sampled [7, 2]: token_ids [5, 9, 7, 2], loss_mask [0, 0, 1, 1], two
+logprobs, two mask rows, three routing rows (for 5, 9 and 7).
 
 Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 """
@@ -32,8 +32,8 @@ Array = np.ndarray
 class PolicyVersion:
     """One set of weights: the trainer's restart count and its optimizer step.  Ordered.
 
-    A trainer that restarts from a checkpoint publishes other weights under step numbers that
-    were used before; the incarnation keeps them apart.
+    A trainer that restarts from a checkpoint publishes other weights under step numbers that were
+    used before; the incarnation tells them apart.
     """
 
     incarnation: int
@@ -44,7 +44,7 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Inverse of `str`; the form that travels as SGLang's `weight_version`."""
+        """Inverse of `str`; the format of SGLang's `weight_version`."""
         incarnation, dot, step = text.partition(".")
         if not (dot and incarnation.isdigit() and step.isdigit()):
             raise RecordError("version", f"weight version {text!r} is not INCARNATION.STEP")
@@ -61,7 +61,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Every parameter a request carries; an engine default is never relied on.
+    """Every parameter of a request; engine defaults are never used.
 
     Sampling mask (SGLang, `pytorch` sampling backend): rank < top_k and cumulative probability
     BEFORE the token <= top_p, both on the temperature-scaled full distribution.
@@ -105,7 +105,7 @@ class RoutingBlob:
     """
 
     ids: BlobRef
-    row_begin: int  # first fed-in token index these rows belong to
+    row_begin: int  # index of the first fed-in token
     row_end: int  # exclusive
     version: PolicyVersion
     layers: tuple[int, ...]  # global 0-based layer numbers of the MoE layers, ascending
@@ -122,7 +122,7 @@ class MaskBlob:
 
     offsets: BlobRef
     ids: BlobRef
-    first: int  # index of the first sampled token (0..S-1) these rows belong to
+    first: int  # index of the first sampled token (0..S-1)
     num_tokens: int
 
 
@@ -141,7 +141,7 @@ class VersionSpan:
 
     first: int
     version: PolicyVersion
-    # Sampled on a KV cache that older weights filled in part: no forward pass reproduces it.
+    # Sampled on a KV cache of older weights: no forward pass reproduces it.
     kept_kv: bool = False
 
 
@@ -150,12 +150,11 @@ class Rollout:
     """One sampled sequence as admitted: header fields inline, big arrays by blob reference.
 
     Set by the engine host, immutable afterwards.  `routing` tiles rows 0..T-2 without gap or
-    overlap, of the pass that produced each token; `audit_rows` are the re-prefilled rows
+    overlap, from the pass that produced each token; `audit_rows` are the re-prefilled rows
     0..row_end of each resumed segment, kept only with `replay.audit`.
 
-    Log-probabilities of an engine are sealed like routes: then `logprobs` is empty and
-    `sealed_logprobs` tiles the sampled tokens.  `moerl.records.blob_ranges.read_logprobs` gives
-    them either way.
+    Engines seal log-probabilities like routes: then `logprobs` is empty and `sealed_logprobs` tiles
+    the sampled tokens.  `moerl.records.blob_ranges.read_logprobs` reads either form.
     """
 
     rollout_id: str
@@ -181,7 +180,7 @@ class Rollout:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens before the first sampled one."""
+        """Number of tokens before the first sampled one."""
         return int(np.argmax(self.loss_mask)) if self.num_sampled else self.num_tokens
 
     @property
@@ -207,9 +206,9 @@ class GenerateRequest:
 
     rollout_id: str
     segment: int  # 0 for the first call; names the blobs, so never reused for a rollout
-    tail_ids: Array  # i32: what follows prompt_ids, sampled so far or not
+    tail_ids: Array  # i32: tokens after prompt_ids, sampled or not
     num_sampled: int  # sampled tokens at the end of token_ids
-    sampling: SamplingParams  # max_new_tokens counts what is still allowed
+    sampling: SamplingParams  # max_new_tokens is the remaining number
     audit: bool = False  # also return the rows of the re-prefilled prefix
     rows_known: int = 0  # leading rows that an earlier turn recorded, under the same weights
     prompt_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # i32: leading tokens
@@ -222,7 +221,7 @@ class GenerateRequest:
 
     @property
     def token_ids(self) -> Array:
-        """[T'] i32: prompt and what was sampled so far."""
+        """[T'] i32: the prompt and the tokens sampled so far."""
         if not len(self.prompt_ids):
             return self.tail_ids
         return np.concatenate([self.prompt_ids, self.tail_ids])
@@ -235,19 +234,19 @@ class GenerateRequest:
     def rows_from(self) -> int:
         """First fed-in token whose routing row is new.
 
-        A first call needs every row that no earlier turn delivered.  A partial of T' tokens
-        already delivered rows 0..T'-2: the row of its last token is produced by the resumed call,
-        under the resumed call's weights.
+        A first call needs every row that no earlier turn delivered.  A partial of T' tokens already
+        delivered rows 0..T'-2: the row of its last token is produced by the resumed call, under the
+        resumed call's weights.
         """
         return self.num_tokens - 1 if self.num_sampled else self.rows_known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What one request produced under one policy version, checked and sealed by the engine host.
+    """Output of one request under one policy version, checked and sealed by the engine host.
 
-    n = len(output_ids) may be 0 when the request was aborted before its first token; then there
-    are no rows of any kind and the same request is simply sent again.
+    n = len(output_ids) may be 0 when the request was aborted before its first token; then there are
+    no rows of any kind and the same request is sent again.
     """
 
     rollout_id: str
@@ -264,7 +263,7 @@ class Segment:
     end_s: float
     prompt_rows: RoutingBlob | None = None  # rows before `routing`, stored once for all siblings
     kept_kv: bool = False  # see VersionSpan
-    rest: tuple[Segment, ...] = ()  # weights changed under the request: what newer ones sampled
+    rest: tuple[Segment, ...] = ()  # parts by newer weights, after updates in place
     sealed_logprobs: LogprobBlob | None = None
 
     def __getstate__(self) -> list[Any]:
@@ -275,22 +274,22 @@ class Segment:
 
     @property
     def pieces(self) -> tuple[Segment, ...]:
-        """This segment and its rest, one for each version, in order."""
+        """This segment and its rest, one per version, in order."""
         return (self, *self.rest)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a scorer says of one episode."""
+    """A scorer's result for one episode."""
 
     reward: float
     reasons: dict[str, str] | None = None
     # Process rewards: (index into the episode's sampled tokens at which a step ends, its reward).
     steps: tuple[tuple[int, float], ...] = ()
-    # The same as a scorer of text knows them: characters of the response before the step's end.
+    # The same from a scorer of text: (characters of the response before the step's end, reward).
     text_steps: tuple[tuple[int, float], ...] = ()
-    turns: tuple[float, ...] = ()  # process rewards of whole turns, one for each of the episode
-    errors: float = 0.0  # of tools and format, >= 0: cleaner successes are preferred (GRPO-RoC)
+    turns: tuple[float, ...] = ()  # process rewards of whole turns, one per turn
+    errors: float = 0.0  # of tools and format, >= 0; GRPO-RoC prefers successes with few
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,18 +315,18 @@ class Prompt:
 
     index: int
     token_ids: tuple[int, ...]
-    text: str  # for people: logs and report
+    text: str  # for logs and report
     answer: Any  # plain data for the reward function
     extra: dict[str, Any]  # any further fields of the source, passed on to the reward
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What requests and records depend on in a model."""
+    """Facts of a model that requests and records depend on."""
 
     vocab_size: int
     num_layers: int  # hidden layers, dense ones included
-    moe_layers: tuple[int, ...]  # 0-based numbers of the layers that route; empty = dense model
+    moe_layers: tuple[int, ...]  # 0-based numbers of the MoE layers, ascending; empty = dense model
     num_experts: int
     top_k: int
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a sequence unless sampling.ignore_eos
@@ -335,10 +334,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeGroup:
-    """Sibling episodes of one prompt: the unit of admission, of advantage and of consumption."""
+    """Sibling episodes of one prompt: the unit of admission, advantage and consumption."""
 
-    # Prompt.index, or ~Prompt.index for siblings that were carried into a later batch; consumed
-    # exactly once in the surviving history.
+    # Prompt.index, or ~Prompt.index for late siblings; consumed exactly once in the surviving
+    # history.
     group_id: int
     prompt: Prompt
     episodes: tuple[Episode, ...]
@@ -358,7 +357,7 @@ class EpisodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """Where one turn of one episode is trained."""
+    """Position of one turn of one episode in the batch."""
 
     group: int  # index into BatchPlan.groups
     episode: int  # index into the group's episodes
@@ -370,43 +369,43 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RefScores:
-    """What reference models (reference, teacher) say of one rollout, scored on ranks of their own.
+    """Scores of one rollout by reference models (reference, teacher) on their own ranks.
 
     At the student's temperature and over the student's recorded sampling masks.
     """
 
     rollout_id: str
-    record: str  # digest of what was scored, and by which models (`moerl.data.ref_scores`)
+    record: str  # digest of record and models (`moerl.data.ref_scores`)
     logprobs: dict[str, Array]  # role -> [S] f32, natural log
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """One batch of rollouts: which groups, and who trains which row in which microbatch.
+    """One batch of rollouts: its groups, and the rank, microbatch and row of each turn.
 
-    Every data-parallel rank has the same number of microbatches (an expert-parallel exchange
-    needs all of them); a rank without rows in a microbatch trains one row of padding.
+    Every data-parallel rank has the same number of microbatches, because an expert-parallel
+    exchange needs all ranks; a rank without rows in a microbatch trains one row of padding.
     """
 
-    step: int  # 0-based batch this plan is
+    step: int  # 0-based number of the batch
     version: PolicyVersion  # weights the step starts from
     groups: tuple[EpisodeGroup, ...]
     rows: tuple[PlanRow, ...]
     num_microbatches: int
-    ref_models: tuple[RefScores, ...] = ()  # by row; empty where the trainer scores for itself
+    ref_models: tuple[RefScores, ...] = ()  # by row; empty where the trainer computes them
 
     def rollouts(self) -> list[Rollout]:
-        """By row."""
+        """Rollouts by row."""
         return [self.groups[r.group].episodes[r.episode].turns[r.turn].rollout for r in self.rows]
 
 
 def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
-    """Check one record's header at the door.  Raises RecordError with a countable reason.
+    """Check one record's header on admission.  Raises RecordError with a countable reason.
 
     routing: routes were recorded, unless the model is dense.
 
-    Lengths, ranges and presence are checked here; the bytes behind the blob references are
-    checked by `moerl.records` when they are sealed (they never change afterwards).
+    Lengths, ranges and presence are checked here; `moerl.records` checks the bytes behind the blob
+    references when they are sealed (they never change afterwards).
     """
     tokens, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.logprobs
     num_tokens, num_sampled = len(tokens), int(mask.sum())
@@ -433,7 +432,7 @@ def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
 
 
 def check_logprobs(values: Array, where: str) -> None:
-    """Raises RecordError `logprob_finite` or `logprob_sign`; where: the record, for people."""
+    """Raises RecordError `logprob_finite` or `logprob_sign`; where: name of the record."""
     if not np.isfinite(values).all():
         raise RecordError("logprob_finite", f"{where}: a log-probability is not finite")
     if len(values) and float(values.max()) > 0.0:
@@ -442,7 +441,7 @@ def check_logprobs(values: Array, where: str) -> None:
 
 
 def count_logprobs(rollout: Rollout) -> int:
-    """Log-probabilities that a header gives or names.  Raises RecordError `length`."""
+    """Number of log-probabilities of a header, inline or sealed.  Raises RecordError `length`."""
     at = 0
     for part in rollout.sealed_logprobs:
         ref = part.values
@@ -457,7 +456,7 @@ def count_logprobs(rollout: Rollout) -> int:
 
 
 def _check_logprobs(rollout: Rollout, num_sampled: int) -> None:
-    """Sealed values were checked by who sealed them and are again by who reads them."""
+    """Sealed values are checked when sealed, and again when read."""
     found = count_logprobs(rollout)
     if found != num_sampled:
         raise RecordError(

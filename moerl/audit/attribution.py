@@ -1,9 +1,9 @@
-"""Where the gap between engine and trainer comes from: routing, mask or numerics; where it sits.
+"""Splits the gap between engine and trainer into routing, mask and numerics, by position and lag.
 
-Four scores of the same tokens are compared: nothing replayed, only the mask, only the routes,
-both.  What is left with both is numerics (kernels, precision, reduction order) and, at lag > 0,
-staleness.  What routing replay takes away when the mask is replayed is routing's share, and the
-other way round; the rest of the whole gap is interaction of the two.
+Four scores of the same tokens are compared: no replay, mask only, routes only, both.  The gap with
+both is numerics (kernels, precision, reduction order) and, at lag > 0, staleness.  The reduction by
+routing replay, with the mask replayed, is routing's share, and vice versa; the rest of the gap is
+the interaction of the two.
 
 Legend: S sampled tokens, d = trainer minus engine log-probability.
 """
@@ -23,10 +23,10 @@ NUM_POSITION_BINS = 16
 
 
 def attribute(gaps: Mapping[str, Array]) -> dict[str, dict[str, float]]:
-    """Shares of the gap, for two measures of it: {measure: {cause or total: value}}.
+    """Shares of the gap by two measures: {measure: {cause or total: value}}.
 
-    gaps: d [S] for each name of NEEDED.  Measures: `k3` (mean of exp(d) - 1 - d) and
-    `abs_dlogp_mean`, both in nats.  A share may be negative: replay then widened the gap.
+    gaps: d [S] for each name of NEEDED. Measures: `k3` (mean of exp(d) - 1 - d) and
+    `abs_dlogp_mean`, both in nats.  A share is negative when replay widened the gap.
     """
     measures = {
         "k3": {name: float((np.expm1(d) - d).mean()) for name, d in gaps.items()},
@@ -46,7 +46,7 @@ def attribute(gaps: Mapping[str, Array]) -> dict[str, dict[str, float]]:
 
 
 def cause_of_tokens(gaps: Mapping[str, Array]) -> Array:
-    """Index into CAUSES of the effect that moves each token most, [S] i64."""
+    """Index into CAUSES of the largest effect on each token, [S] i64."""
     both = gaps["both"]
     effects = np.stack([np.abs(gaps["mask"] - both), np.abs(gaps["routing"] - both), np.abs(both)])
     worst: Array = effects.argmax(0)

@@ -1,10 +1,8 @@
-"""Recorded rollouts of any system, from JSONL or npz, as records that the trainer can score.
+"""Reads recorded rollouts of any system, from JSONL or npz, as records that the trainer can score.
 
-docs/formats.md is the schema.  A dump is foreign: every field is checked, and a bad one is refused
-with its name and its line (JSONL) or rollout (npz).  Nothing is repaired: a record with one routing
-row too many is exactly what an audit is for.
-
-Rejected: pickle and torch files (they run code), parquet (a dependency for a format that few dump).
+The schema is docs/formats.md.  Dumps are not trusted: every field is checked, and a bad one is
+refused with its name and its line (JSONL) or rollout (npz).  Nothing is repaired, because an audit
+must see faults such as one routing row too many.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ from moerl.types import (
     check,
 )
 
-NEWEST = PolicyVersion(
-    0, 1_000_000
-)  # stands for the weights that score: a token of lag n is n older
+NEWEST = PolicyVersion(0, 1_000_000)  # for the scoring weights: a token of lag n is n older
 _FIELDS = {
     "id", "token_ids", "loss_mask", "prompt_len", "logprobs", "routing", "sampling_mask", "lag",
     "temperature", "top_p", "top_k", "min_p",
@@ -51,7 +47,7 @@ _SETTINGS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 @dataclass(slots=True)
 class _Raw:
-    """One rollout as arrays of whatever the file held."""
+    """One rollout as the arrays of the file."""
 
     where: str  # for messages: FILE line N, or FILE rollout N
     name: str
@@ -65,7 +61,7 @@ class _Raw:
 
 
 def model_shape(spec: ModelSpec) -> ModelShape:
-    """What records know of a model, from its shapes."""
+    """Model facts that records need."""
     return ModelShape(
         spec.vocab_size, spec.layers, spec.moe_layers, spec.experts, spec.experts_per_token
     )
@@ -88,7 +84,7 @@ def read_dump(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
 
 
 def describe(rollouts: list[Rollout], shape: ModelShape) -> str:
-    """What a dump that was read holds, in two lines."""
+    """Summary of a dump, in two lines."""
     tokens = sum(rollout.num_tokens for rollout in rollouts)
     sampled = sum(rollout.num_sampled for rollout in rollouts)
     lags = [NEWEST.step - version.step for r in rollouts for version in r.version_of_tokens()]
@@ -220,7 +216,7 @@ def _arrays_in(path: Path) -> dict[str, Array]:
 
 
 def _check_npz(arrays: dict[str, Array], where: str) -> dict[str, Array]:
-    """The arrays over all rollouts, in the dtypes of records; their lengths fit one another."""
+    """The arrays over all rollouts, in the dtypes of records, with lengths checked."""
     values = {
         name: _array(arrays, name, where, np.int64, 1)
         for name in ("num_tokens", "token_ids", "loss_mask")
@@ -261,7 +257,7 @@ def _check_npz_mask(arrays: dict[str, Array], where: str, num_sampled: int) -> d
 
 
 def _setting(arrays: dict[str, Array], name: str, index: int, default: float, where: str) -> float:
-    """One number for all rollouts, or one for each."""
+    """One number for all rollouts, or one per rollout."""
     values = np.asarray(arrays.get(name, default))
     if values.ndim > 1 or values.dtype.kind not in "iuf":
         _refuse(where, name, "a number, or one for each rollout, is needed")
@@ -273,7 +269,7 @@ def _setting(arrays: dict[str, Array], name: str, index: int, default: float, wh
 # --- records ---------------------------------------------------------------------------------
 def _rollout(raw: _Raw, index: int, store: BlobStore, shape: ModelShape) -> Rollout:
     sampled = _check_lengths(raw, shape)
-    name = f"dump-{index}"  # ids of a dump are not file names
+    name = f"dump-{index}"  # ids of a dump are not used as file names
     ids = raw.routing.transpose(1, 0, 2)
     try:
         check_ids(ids, shape.num_experts)

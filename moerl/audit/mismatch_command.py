@@ -1,9 +1,9 @@
-"""`moerl mismatch`: score rollouts with {none, routing, mask, both} replayed; find where they part.
+"""`moerl mismatch`: scores rollouts with {none, routing, mask, both} replayed.
 
-They are fresh, at lag 0, or those of a file that any system may have written (docs/formats.md).
-No Ray and no training: one engine host in this process, then one scoring trainer through torchrun.
-Engine and trainer are the classes that training uses.  A pairing of equal precision on equal
-kernels has nothing for replay to close, so the trainer scores in bf16 as well as in fp32.
+The rollouts are fresh, at lag 0, or from a file of any system (docs/formats.md).  No Ray and no
+training: one engine host in this process, then one scoring trainer through torchrun, with the
+classes that training uses.  Engine and trainer of equal precision on equal kernels have no gap to
+close, so the trainer scores in bf16 as well as in fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from moerl.types import PolicyVersion, Rollout
 from moerl.types import check as check_rollout
 
 VARIANTS = NEEDED
-_WORST = 24  # tokens in the table of worst ones
+_WORST = 24  # rows of the table of worst tokens
 DTYPES: tuple[Precision, ...] = get_args(Precision)
 
 
@@ -203,7 +203,7 @@ def _tokens(rollouts: Sequence[Rollout], newest_step: int) -> dict[str, np.ndarr
 
 
 def _where(scores: Any, dtype: str, tokens: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Where the gap of one precision sits: by cause, layer, position, lag; and the worst tokens."""
+    """The gap of one precision by cause, layer, position and lag; and the worst tokens."""
     engine = scores["engine"].astype(np.float64)
     gaps = {name: scores[f"{dtype}/{name}"] - engine for name in NEEDED}
     cause = cause_of_tokens(gaps)
@@ -296,7 +296,7 @@ def _compare(
 
 
 def show(found: dict[str, Any]) -> None:
-    """Side by side, one row per precision and variant."""
+    """Print one row per precision and variant."""
     table = Table(
         title=f"trainer against engine ({found['engine_dtype']}), {found['source']}, "
         f"{found['tokens']:,} tokens"

@@ -1,6 +1,6 @@
-"""mismatch.html: one self-contained page that shows where the log-probabilities differ.
+"""mismatch.html: one self-contained page about log-probability differences.
 
-It is written from the findings of `moerl mismatch` alone.
+Its only input is the findings of `moerl mismatch`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INTRO = (
     "ratio beyond 2 either way.",
 )
 _WORST = (
-    "The largest |d| without replay and with both. Cause: what moves the token most. Moved: the "
+    "The largest |d| without replay and with both. Cause: the largest effect. Moved: the "
     "live router differs from the record at this token or before it."
 )
 _BARS = "Bars add up to the gap without replay; a negative one: this replay widens it."

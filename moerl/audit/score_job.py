@@ -1,6 +1,4 @@
-"""What `moerl.audit.score_ranks` is asked to do; plain data, written as JSON by whoever starts
-it.
-"""
+"""Job description of `moerl.audit.score_ranks`: plain data, written as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ VARIANTS: dict[str, tuple[str, bool]] = {
     "routing": ("recorded", False),
     "both": ("recorded", True),
     # controls: records that a gate must reject
-    "both_shifted": ("shifted", True),  # rows of the token before
-    "both_reversed": ("reversed", True),  # layers in the opposite order
-    "both_corrupted": ("corrupted", True),  # 1% of rows name one other expert
+    "both_shifted": ("shifted", True),  # rows of the previous token
+    "both_reversed": ("reversed", True),  # layers in reverse order
+    "both_corrupted": ("corrupted", True),  # 1% of rows with one wrong expert
     "both_prompt_live": ("prompt_live", True),  # recorded for sampled tokens, live for the prompt
 }
 
@@ -31,7 +29,7 @@ class ScoreJob:
     """Score kept rollouts with one set of weights."""
 
     model: str  # Hugging Face folder
-    rollouts: str  # file: msgpack of list[Rollout] (`wire.encode_value`)
+    rollouts: str  # file: msgpack of list[Rollout] (`serialization.encode_value`)
     blob_dir: str
     blob_node: str
     out: str  # .npz to write, see `moerl.audit.score_ranks`
@@ -41,7 +39,7 @@ class ScoreJob:
     platform: str = "auto"
     dispatcher: Dispatcher = "alltoall"
     max_tokens_per_microbatch: int = 8192
-    version: str = ""  # score only the segments of this version, each with its own audit rows
+    version: str = ""  # score only segments of this version, each with its own audit rows
     megatron: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:

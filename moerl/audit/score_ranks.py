@@ -68,12 +68,12 @@ _CORRUPTED_FRAC = 0.01
 
 @dataclass(slots=True)
 class ScoreTally:
-    """What one precision found on one rank; joined over ranks by `merge`."""
+    """Results of one precision on one rank; `merge` joins ranks."""
 
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: defaultdict(dict))
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     root_margin: list[np.ndarray] = field(default_factory=list)
-    layer_pairs: dict[int, np.ndarray] = field(default_factory=dict)  # [4], see the file's head
+    layer_pairs: dict[int, np.ndarray] = field(default_factory=dict)  # [4], see module docstring
     layer_margin: dict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     moved: dict[str, np.ndarray] = field(default_factory=dict)  # by rollout id
     kept: dict[str, np.ndarray] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class ScoreTally:
 def main() -> None:
     parser = argparse.ArgumentParser(description="score kept rollouts with the trainer's forward")
     parser.add_argument("--job", type=Path, required=True, nargs="+", help="JSON of a ScoreJob")
-    warnings.filterwarnings("ignore")  # megatron names every optional package it lacks
+    warnings.filterwarnings("ignore")  # megatron warns about every optional package it lacks
     try:
         _score([load_job(path) for path in parser.parse_args().job])
     except MoerlError as error:
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _score(jobs: list[ScoreJob]) -> None:
-    """All jobs in one trainer, started as the first one says."""
+    """Run all jobs in one trainer, started with the first job's settings."""
     platform = prepare(jobs[0].platform, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     from moerl.trainer.model import parallel
 
@@ -137,7 +137,7 @@ def _read_rollouts(job: ScoreJob) -> list[Rollout]:
 
 
 def _plan(rollouts: list[Rollout], job: ScoreJob, dp_size: int) -> BatchPlan:
-    """Every rollout once; the lag is not used, so the newest version stands for the weights."""
+    """A plan with every rollout once, for the newest version, because lag is not used."""
     prompt = Prompt(0, (), "", None, {})
     episodes = tuple(Episode(rollout.rollout_id, (Turn(rollout),)) for rollout in rollouts)
     newest = max(span.version for rollout in rollouts for span in rollout.versions)
@@ -172,7 +172,7 @@ def _score_dtype(
 
 
 class _Scorer:
-    """All variants of one microbatch; forwards are shared by variants with the same routes."""
+    """Scores all variants of one microbatch; variants with the same routes share a forward."""
 
     def __init__(
         self, model: Model, batch: Microbatch, index: int, ranks: Parallel, totals: ScoreTally
@@ -222,7 +222,7 @@ class _Scorer:
         return logits
 
     def _per_token(self, differs: Routes, touched: Routes) -> None:
-        """Which sampled tokens a routing difference could reach, and how many entries were kept."""
+        """Record which sampled tokens a routing difference can reach, and mask sizes."""
         batch, rows = self.batch, len(self.batch.tokens)
         reached = torch.stack([differs[layer] | touched[layer] for layer in differs]).any(0)
         length = batch.tokens.shape[1]
@@ -273,7 +273,7 @@ class _Scorer:
                 self.totals.logprobs[name][rollout.rollout_id] = values
 
     def _altered(self, kind: str) -> Routes:
-        """The recorded routes, or one of the controls."""
+        """The recorded routes, or those of a control."""
         recorded, rows = self.recorded, len(self.batch.tokens)
         if kind == "recorded":
             return recorded
@@ -290,7 +290,7 @@ class _Scorer:
         }
 
     def _corrupted(self, ids: Tensor, layer: int) -> Tensor:
-        """1% of rows: the first expert becomes the next one that the row does not name."""
+        """1% of rows: the first expert is replaced by the next one not in the row."""
         generator = torch.Generator().manual_seed(layer + 1)
         chosen = torch.rand(len(ids), generator=generator) < _CORRUPTED_FRAC
         result = ids.clone()
@@ -305,7 +305,7 @@ class _Scorer:
 
 @contextmanager
 def _executed(model: Model) -> Iterator[dict[int, Tensor]]:
-    """Routing maps [N, E] bool as each router hands them to its dispatcher, by layer."""
+    """Routing maps [N, E] bool as each router passes them to its dispatcher, by layer."""
     maps: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:

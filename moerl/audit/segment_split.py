@@ -1,12 +1,12 @@
-"""Cut an interrupted rollout into its segments, each with exactly the routes it was sampled under.
+"""Splits an interrupted rollout into its segments, each with the routes it was sampled under.
 
-A resumed call prefills the prefix again, under other weights, and routes it anew: no single set of
-rows fits two segments.  Training uses the rows that produced each token's log-probability; with
+A resumed call prefills the prefix again under other weights and with other routes: no single set of
+rows fits two segments.  Training uses the rows behind each token's log-probability; with
 `replay.audit` the engine host also keeps the re-prefilled rows, and then each segment can be scored
-against its own version's weights as if it were a rollout of its own.
+with its own version's weights as if it were a separate rollout.
 
-Where weights were exchanged in place nothing was prefilled again: the recorded rows are those of
-the KV cache, and the score of such a segment differs by what the older weights wrote there.
+When weights were updated in place nothing was prefilled again: the recorded rows are those of the
+KV cache, and the score of a later segment differs by the cache entries of the older weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moerl.types import Rollout, RoutingBlob, VersionSpan
 
 
 def split_segments(rollout: Rollout) -> list[Rollout]:
-    """One rollout per engine call: what came before is its prompt, its own tokens are sampled.
+    """One rollout per engine call: earlier tokens are its prompt, its own tokens are sampled.
 
     Routing of segment i > 0 is audit rows 0 .. b_i (on a kept KV cache: the recorded ones) and then
-    the segment's own rows from b_i on; the first segment takes every part that begins inside the
+    the segment's own rows from b_i on; the first segment has every part that begins inside the
     prompt.  Raises RecordError `audit_rows` when a resumed segment has no audit rows of the right
     length.
     """
@@ -57,7 +57,7 @@ def split_segments(rollout: Rollout) -> list[Rollout]:
 
 
 def _check_audit_rows(rollout: Rollout, begins: list[int], spans: list[VersionSpan]) -> None:
-    """Every resumed segment whose prefix was prefilled again has audit rows up to its begin."""
+    """Check that every re-prefilled prefix has audit rows up to its segment's begin."""
     pairs = zip(begins[1:], spans[1:], strict=True)
     audited = [begin for begin, span in pairs if not span.kept_kv]
     ends = [part.row_end for part in rollout.audit_rows]
@@ -69,7 +69,7 @@ def _check_audit_rows(rollout: Rollout, begins: list[int], spans: list[VersionSp
 
 
 def _cut(rollout: Rollout, first: int, end: int) -> Rollout:
-    """Sampled tokens first .. end, the ones before as a part of the prompt; routing as it was."""
+    """Sampled tokens first .. end, with earlier ones as part of the prompt; same routing."""
     prompt_len = rollout.prompt_len
     return replace(
         rollout,

@@ -1,1 +1,1 @@
-"""Controller, produce and score loops, buffer, staleness."""
+"""The controller: produce and score loops, group buffer, staleness, journal."""

@@ -1,8 +1,8 @@
-"""Where the records of groups lie, and what becomes of groups whose records are lost.
+"""Checks that the records of waiting groups can be read, and drops groups whose records are lost.
 
-Records stay on the node of the engine that sealed them until they were trained.  A node, or its
-store, may be lost meanwhile: its groups are generated again, unless durability `shared` has copies
-of them in the run directory.
+Records stay on the node of the engine that sealed them until they are trained.  If a node or its
+store is lost, its groups are regenerated, unless durability `shared` has copies in the run
+directory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class BlobAvailability:
-    """Looks after the records of groups that wait for the trainer."""
+    """Checks and drops records of groups that wait for the trainer."""
 
     def __init__(self, context: Context, producer: Producer, scoring_stage: ScoringStage) -> None:
         self._blobs, self._journal = context.services.blobs, context.services.journal
@@ -33,11 +33,11 @@ class BlobAvailability:
             context.tasks,
         )
         self._producer, self._scoring_stage = producer, scoring_stage
-        # as long as a reader would wait for a node that does not answer
+        # as long as a reader waits for a node that does not answer
         self._patience_s = context.config.sync.timeout_s
 
     async def are_whole(self, due: list[EpisodeGroup]) -> bool:
-        """Whether this batch is due still, and its records can be read."""
+        """True if this batch is still the next one and its records can be read."""
         gone, copied = await self._drop_lost(due)
         if gone or self._buffer.due() != due:
             return False
@@ -45,23 +45,23 @@ class BlobAvailability:
         return True
 
     async def drop_lost(self, groups: Sequence[EpisodeGroup]) -> bool:
-        """Whether the records of these groups can be read.
+        """True if the records of these groups can be read.
 
-        Ready groups whose records are lost are generated again.  A node that does not answer is
-        waited for once.
+        Ready groups whose records are lost are regenerated.  A node that does not answer is waited
+        for once.
         """
         gone, _ = await self._drop_lost(groups)
         return not gone
 
     async def _drop_lost(self, groups: Sequence[EpisodeGroup]) -> Found:
         found = await asyncio.to_thread(self._find, groups, self._patience_s)
-        if found.gone:  # what else lay there is lost as well
+        if found.gone:  # other records of that store are lost too
             found = await asyncio.to_thread(self._find, self._buffer.ready(), 0.0)
         gone = found.gone
         lost = self._buffer.evict(lambda group: not gone.isdisjoint(group_uris(group)))
         self._journal.left(group.group_id for group in lost)
         for group in lost:
-            log.warning("the records of group %d are lost: it is generated again", group.group_id)
+            log.warning("the records of group %d are lost, it is regenerated", group.group_id)
             self._step_metrics.dropped_lost += 1
             self._ref_counts.forget(group)
         return found
@@ -75,7 +75,7 @@ class BlobAvailability:
         yield from self._batches.groups()
 
     async def remove(self, node: str) -> None:
-        """Returns when nothing that may be trained lies on a node."""
+        """Wait until no group that may be trained has records on a node."""
         prefix = f"blob://{node}/"
 
         def is_named() -> bool:

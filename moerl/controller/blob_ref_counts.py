@@ -1,8 +1,8 @@
-"""Deletes blobs when the last group that names them leaves.
+"""Reference counts of blobs; a blob is deleted with the last group that refers to it.
 
-Siblings of one engine call name the rows of their prompt in one blob.  As long as they stay in one
-group that group deletes it; when late ones go on in a group of their own (rollout.late_siblings),
-two groups name it and leave at different times.
+Siblings of one engine call share one blob for the rows of their prompt.  Within one group the group
+deletes it; when late siblings form a second group (rollout.late_siblings), both refer to it and
+leave the buffer at different times.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from moerl.types import EpisodeGroup
 
 
 class BlobRefCounts:
-    """Any thread."""
+    """Reference counts of blobs.  Thread-safe."""
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
-        self._others: Counter[str] = Counter()  # groups beside one that name a blob
+        self._others: Counter[str] = Counter()  # references beyond the first, per blob
         self._lock = threading.Lock()
-        self._held: frozenset[str] = frozenset()  # rollouts that somebody reads just now
-        self._late: list[EpisodeGroup] = []  # that left meanwhile
+        self._held: frozenset[str] = frozenset()  # rollouts whose blobs are being read
+        self._late: list[EpisodeGroup] = []  # left the buffer while their blobs were read
 
     def share(self, uris: Iterable[str]) -> None:
-        """One group more names each of these blobs."""
+        """Add one reference to each of these blobs."""
         with self._lock:
             self._others.update(uris)
 
     def release(self, uris: Iterable[str]) -> None:
-        """One group names these no more; a blob that nobody else names is deleted."""
+        """Drop one reference to each; a blob without references is deleted."""
         for uri in set(uris):
             with self._lock:
                 others = self._others[uri]
@@ -44,14 +44,14 @@ class BlobRefCounts:
                 self._store.delete(uri)
 
     def hold(self, groups: Sequence[EpisodeGroup]) -> None:
-        """From now on only the blobs of these groups outlive their leaving the line."""
+        """Protect the blobs of exactly these groups from deletion until the next call."""
         self._held = frozenset(r.rollout_id for group in groups for r in group.rollouts())
         late, self._late = self._late, []
         for group in late:
             self.forget(group)
 
     def forget(self, group: EpisodeGroup) -> None:
-        """Delete the blobs of a group that left the line."""
+        """Delete the blobs of a group that left the buffer."""
         if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
             self._late.append(group)
             return

@@ -1,23 +1,24 @@
-"""The bounded buffer of episode groups: what may start, what is ready, what is too old.
+"""The bounded buffer of episode groups: what may start, what is ready, what is stale.
 
-Admission is decided before generation, so that nothing is started that would be too old when it is
-trained.  With B groups per step and selection in order, the group at place p of the line is
-trained at step `next_step + p // B`; started under engine version e its lag is then
-`next_step + p // B - e`.  Bounding that by L = min(max_lag, depth) gives the capacity
+Admission is decided before generation, so that no started group is stale when it is trained.  With
+B groups per step and selection in order, the group at buffer position p is trained at step
+`next_step + p // B`; started under engine version e its lag is then `next_step + p // B - e`.
+Bounding that by L = min(max_lag, depth) gives the capacity
 
     live < (L - (next_step - e) + 1) * B
 
-(the idea of a capacity derived from the staleness bound is AReaL's, arXiv 2505.24298; theirs is an
-aggregate, this one counts the line).  Completion out of order can still make a group late: it is
-checked again when a plan is made, and a stale group is regenerated under its own id.
+(AReaL, arXiv 2505.24298, derives a capacity from an aggregate staleness bound; this one counts
+positions).  Completion out of order can still make a group stale: it is checked again when a plan
+is made, and a stale group is regenerated under its id.
 
-Which ready groups a step takes (`selection`):
+Ready groups that a step takes (`selection`):
+
     oldest    lowest ids first
-    freshest  newest weights first; what is left behind too long is regenerated
-    strict    exactly the next ids; one that is still in generation is waited for
+    freshest  newest weights first; groups that become stale are regenerated
+    strict    exactly the next ids; the step waits for ids that are still in generation
 
-Siblings carried over from a group that closed without them (`carry`) are a group of their own with
-a negative id.  Nobody generates them again: lost, late or damaged they are left out.
+Late samples of a closed group become a group with a negative id (`carry`).  They are never
+regenerated: lost, stale or damaged ones are dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from moerl.types import EpisodeGroup
 
 
 class GroupBuffer:
-    """Groups of one run, by id: started, ready, consumed.  Ids are prompt indices."""
+    """Groups of one run by id: started, ready, consumed.  Ids are prompt indices."""
 
     def __init__(
         self, groups_per_step: int, max_lag: int, depth: int, *, selection: str = "oldest"
@@ -40,15 +41,15 @@ class GroupBuffer:
         self._select = _SELECTIONS[selection]
         self.next_step = 0  # step of the next plan
         self.dropped_stale = 0
-        self.tries: dict[int, int] = {}  # of groups to be generated again, no number twice
+        self.tries: dict[int, int] = {}  # tries so far, per group that is regenerated
         self._serial = count(1)
         self._cursor = 0  # first id that was never started
-        self._again: list[int] = []  # ids to start once more, ascending
+        self._again: list[int] = []  # ids to start again, ascending
         self._started: set[int] = set()
         self._ready: dict[int, EpisodeGroup] = {}
-        self._admitted: dict[int, float] = {}  # monotonic seconds; of ready groups
-        self._oldest: dict[int, int] = {}  # oldest step of ready groups, as far as asked for
-        self.ages_s: list[float] = []  # of the groups taken last, since they were admitted
+        self._admitted: dict[int, float] = {}  # monotonic seconds of admission, per ready group
+        self._oldest: dict[int, int] = {}  # cache: oldest step of ready groups
+        self.ages_s: list[float] = []  # seconds in buffer, per group of the last batch
         self._consumed = IdSet()
 
     @property
@@ -65,17 +66,17 @@ class GroupBuffer:
 
     @property
     def live(self) -> int:
-        """Groups started or ready, not yet planned."""
+        """Number of groups started or ready, not yet planned."""
         return len(self._started) + len(self._ready)
 
     def restart(
         self, next_step: int, consumed: Ranges, planned: Iterable[EpisodeGroup] = ()
     ) -> list[EpisodeGroup]:
-        """Go on from a checkpoint in which exactly `consumed` are trained.
+        """Continue from a checkpoint in which exactly `consumed` are trained.
 
-        planned: groups taken for steps that the checkpoint does not hold; they are ready again.
-        Other groups of such steps are generated once more.  Returns groups that are consumed and
-        were believed to be ready (by a journal that lost its end).
+        planned: groups of steps after the checkpoint; they become ready again.  Other groups of
+        such steps are regenerated.  Returns consumed groups that the buffer had as ready (after a
+        journal lost its last rows).
         """
         spent = IdSet(consumed)
         self.next_step = next_step
@@ -95,7 +96,7 @@ class GroupBuffer:
         dropped: Iterable[int],
         ready: Iterable[EpisodeGroup],
     ) -> None:
-        """Go on where a controller ended; ids that are none of these are generated again."""
+        """Restore an earlier controller's buffer; ids in none of these sets are regenerated."""
         self.next_step, self._consumed = next_step, IdSet(ids=consumed)
         self._ready = {group.group_id: group for group in ready}
         known = {*self._consumed, *dropped, *self._ready}
@@ -103,7 +104,7 @@ class GroupBuffer:
         self._again = sorted(set(range(self._cursor)) - known)
 
     def evict(self, is_bad: Callable[[EpisodeGroup], bool]) -> list[EpisodeGroup]:
-        """Take these groups out of the line; they are generated again under their own ids."""
+        """Remove these groups; they are regenerated under their ids."""
         bad = [group for group in self._ready.values() if is_bad(group)]
         for group in bad:
             self._remove(group.group_id)
@@ -111,7 +112,7 @@ class GroupBuffer:
         return bad
 
     def capacity(self, engine_step: int) -> int:
-        """How many groups may start now on an engine that serves `engine_step`."""
+        """Number of groups that may start now on an engine that serves `engine_step`."""
         lag = self.next_step - engine_step
         bound = (min(self.max_lag, self.depth) - lag + 1) * self.groups_per_step
         return max(0, bound - self.live)
@@ -128,7 +129,7 @@ class GroupBuffer:
         return group_id
 
     def carry(self, group_id: int) -> int | None:
-        """Id under which late siblings of a started group go on; None: earlier ones did already."""
+        """Id for the late siblings of a started group; None if the group already has such an id."""
         late = ~group_id
         if group_id < 0 or any(late in ids for ids in (self._started, self._consumed, self._ready)):
             return None
@@ -136,7 +137,7 @@ class GroupBuffer:
         return late
 
     def abandon(self, group_id: int) -> None:
-        """A started group could not be finished; it is generated again, never lost."""
+        """A started group failed; it is regenerated."""
         self._started.discard(group_id)
         self._redo([group_id])
 
@@ -146,31 +147,31 @@ class GroupBuffer:
         self._again = sorted([*self._again, *group_ids])
 
     def discard(self, group_id: int) -> None:
-        """A started group is given up for good; another one takes its place."""
+        """A started group is dropped for good; another one replaces it."""
         self._started.discard(group_id)
 
     def admit(self, group: EpisodeGroup) -> None:
-        """A finished, checked and scored group enters the line."""
+        """Add a finished, checked and scored group."""
         assert group.group_id in self._started, f"group {group.group_id} was not started"
         self._started.discard(group.group_id)
         self._ready[group.group_id] = group
         self._admitted[group.group_id] = time.monotonic()
 
     def evict_stale(self) -> list[EpisodeGroup]:
-        """Take out groups whose oldest token would exceed max_lag; they are started again."""
+        """Remove groups whose oldest token would exceed max_lag; they are regenerated."""
         stale = self.evict(lambda group: self.next_step - self._oldest_of(group) > self.max_lag)
         self.dropped_stale += len(stale)
         return stale
 
     def due(self) -> list[EpisodeGroup] | None:
-        """What `pop` would return now."""
+        """The result that `pop` would return now."""
         chosen = self._select(self)
         if len(chosen) < self.groups_per_step:
             return None
         return [self._ready[group_id] for group_id in chosen]
 
     def pop(self) -> list[EpisodeGroup] | None:
-        """groups_per_step ready groups by selection, ascending; None while they are not there."""
+        """groups_per_step ready groups by selection, ascending; None while there are too few."""
         if self.due() is None:
             return None
         chosen = self._select(self)
@@ -181,13 +182,13 @@ class GroupBuffer:
         return [self._remove(group_id) for group_id in chosen]
 
     def _remove(self, group_id: int) -> EpisodeGroup:
-        """A ready group leaves the line."""
+        """Remove a ready group from the buffer."""
         self._admitted.pop(group_id, None)
         self._oldest.pop(group_id, None)
         return self._ready.pop(group_id)
 
     def _oldest_of(self, group: EpisodeGroup) -> int:
-        """Of all tokens of a ready group: looked for once, since all are asked at every change."""
+        """Oldest step of a ready group's tokens; cached, because every change needs all groups."""
         if group.group_id not in self._oldest:
             self._oldest[group.group_id] = group.oldest.step
         return self._oldest[group.group_id]

@@ -1,4 +1,4 @@
-"""What the parts of the controller share."""
+"""Objects that the parts of the controller share."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Services:
-    """What the launcher gives to a controller."""
+    """Services that the launcher passes to a controller."""
 
     model: ModelShape
     engines: Mapping[int, Engine]
     sizes: Mapping[int, int]  # tensor-parallel ranks of each engine
     scorer: Scorer
     prompts: PromptSource
-    held_out: PromptSource | None = None  # prompts of evaluations, needed with evaluation.every
+    held_out: PromptSource | None = None  # evaluation prompts, needed with evaluation.every
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], list[int]]
     blobs: BlobStore
     journal: Journal
-    # Where headers of trained groups go; None: they are dropped, and their blobs are deleted.
+    # Where headers of trained groups go; None: they are dropped and their blobs deleted.
     records: Path | None
-    saved_steps: Callable[[], int]  # in the newest checkpoint, the one a restart begins with
+    saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """Made once by the controller; each of its parts takes from here what it needs."""
+    """Made once by the controller and passed to each of its parts."""
 
     config: Config
-    services: Services  # the scorer has a deadline
+    services: Services  # with a scorer that has a timeout
     environment: Environment
     pool: EnginePool
     sync_targets: SyncTargets
@@ -68,9 +68,9 @@ class Context:
 
 
 def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
-    """Inside a running event loop.
+    """Call inside a running event loop.
 
-    fleet_changed: the trainer may publish to other engines than the configured ones.
+    pool_changed: the trainer may publish to other engines than the configured ones.
     """
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
     scorer = ScorerWithTimeout(services.scorer, config.task.score_timeout_s)

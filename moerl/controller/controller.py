@@ -1,9 +1,9 @@
-"""The controller: three loops (produce, score, learn) around one bounded buffer and one version.
+"""The controller: produce, score and learn loops around one bounded buffer and one version.
 
-It sees headers only.  Routes, masks, logits and weights go point to point.  `producer` starts
-requests and joins segments, `scoring_stage` checks, scores and admits groups, `pool` knows the
-engines, `trainer_handler` answers the trainer; here they are made, and engines join and leave.
-One process, one event loop, one writer of versions.
+It sees headers only; routes, masks, logits and weights go point to point.  `producer` sends
+requests and joins segments, `scoring_stage` checks, scores and admits groups, `engine_pool` tracks
+engines, `trainer_handler` answers the trainer.  One process, one event loop, one writer of
+versions.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Controller:
         trainer_alive: bool = False,
         pool_changed: bool = False,
     ) -> None:
-        """gang_lives: a controller died, its trainer and engines did not; first call `rejoin`.
+        """trainer_alive: an earlier controller died, trainer and engines did not; call `rejoin`
+        first.
 
-        fleet_changed: engines have joined or left since this start of the run.
+        pool_changed: engines have joined or left since this start of the run.
         """
         context = make_context(config, services, pool_changed=pool_changed and trainer_alive)
         self.context = context
@@ -63,10 +64,11 @@ class Controller:
 
     # --- life -------------------------------------------------------------------------------
     def _restore(self, recovered: RecoveredState, trainer_alive: bool) -> None:
-        """Take over what the journal holds.
+        """Restore the journal's state.
 
-        Beside a living trainer plans stay planned.  A journal that lost anything cannot say what
-        that trainer has trained: it is refused until it started again from its checkpoint.
+        With a living trainer, planned groups stay planned.  If the journal lost rows, it cannot
+        tell what that trainer has trained: the trainer is refused until it restarts from its
+        checkpoint.
         """
         context, services, state = self.context, self.context.services, recovered.controller_state
         for version in state.begins:
@@ -93,12 +95,12 @@ class Controller:
         if trainer_alive and recovered.is_whole and state.begins:
             context.pool.incarnation = state.begins[-1].incarnation
             services.on_rewind(state.done)
-        log.info("%d groups are taken over, %d were lost", len(adopted), recovered.lost)
+        log.info("%d groups restored, %d lost", len(adopted), recovered.lost)
 
     async def rejoin(self, lost: Collection[int]) -> None:
-        """Ask the engines what they serve, and end what the controller before had asked of them.
+        """Ask the engines for their versions and abort requests of the earlier controller.
 
-        lost: those that are being started again.
+        lost: engines that are being restarted.
         """
         deletes, is_new_run = self.context.services.records is None, not self.context.batches.done
         kept = sorted(group_uris(*self._availability.trainable())) if deletes else None
@@ -116,7 +118,7 @@ class Controller:
         self.context.services.journal.close()
 
     def status(self) -> dict[str, float]:
-        """For the live panel, between steps; names of docs/metrics.md."""
+        """Status for the console between steps; names as in docs/metrics.md."""
         buffer, pool = self.context.buffer, self.context.pool
         rollout = self.context.config.rollout
         siblings = rollout.group_size * rollout.oversample
@@ -133,7 +135,7 @@ class Controller:
 
     # --- engines ----------------------------------------------------------------------------
     def engines_started(self) -> None:
-        """The trainer's hello is answered from here on: it may publish and ask for plans."""
+        """Start answering the trainer's hello; it may then publish and ask for plans."""
         self.trainer.engines_up.set()
 
     def engine_lost(self, index: int) -> None:
@@ -143,7 +145,7 @@ class Controller:
         self.context.pool.back(index, engine)
 
     def engine_joins(self, index: int, engine: Engine, tp: int) -> None:
-        """A started engine: it gets requests as soon as it serves the newest weights."""
+        """Add a started engine; it gets requests when it serves the newest weights."""
         is_new_run = self.context.batches.done == 0 and not self.context.pool.incarnation
         self.context.pool.join(index, engine, is_new_run=is_new_run)
         self.context.sync_targets.join(index, tp)
@@ -151,7 +153,7 @@ class Controller:
         log.info("engine %d (tp %d) has joined", index, tp)
 
     async def engine_leaves(self, index: int) -> None:
-        """Returns when nothing runs on the engine and nothing is published to it."""
+        """Returns when the engine has no requests and the trainer does not publish to it."""
         pool, sync_targets = self.context.pool, self.context.sync_targets
         await pool.drain(index)
         sync_targets.remove(index)
@@ -161,9 +163,9 @@ class Controller:
         log.info("engine %d has left", index)
 
     async def records_leave(self, node: str) -> None:
-        """Returns when no group that may be trained has records on the node of an engine."""
+        """Returns when no group that may be trained has records on an engine's node."""
         await self._availability.remove(node)
 
     async def measure_engines(self, seconds: float) -> float:
-        """Tokens/s of idle engines on fresh prompts, both replays on; nothing is kept."""
+        """Tokens/s of idle engines on fresh prompts, with both replays; the results are dropped."""
         return await self.producer.measure(seconds)

@@ -1,35 +1,25 @@
-"""The engines as the controller knows them: one state each, its version, and its weight updates.
+"""The controller's view of the engines: state, version, weight updates, and prefix caches.
 
-    UP         may be sent requests
-    RESTING    failed a call and did not die: used again after a pause
-    SUSPENDED  left itself out (a commit failed, it did not answer): a whole publish brings it back
-    LOST       its process died and is started again
+    UP         accepts requests
+    RESTING    failed a call but is alive: used again after a pause
+    SUSPENDED  a commit failed or it did not answer: a full publish brings it back
+    LOST       its process died and is being restarted
 
-Engines join while the run goes on (`join`) and leave it (`drain`, then `remove`); a number is never
-given twice.  One that joins gets requests once it was published to, or serves the newest weights.
+`EnginePool`: engines join a running run (`join`) and leave it (`drain`, then `remove`); a number is
+never reused.  A new engine gets requests after its first publish, or when it serves the newest
+weights.  `serves` is checked for every request: after a trainer restart an engine may serve weights
+of a discarded history until the next publish.
 
-Whether an engine that is up also serves weights of the surviving history is asked for every request
-(`serves`): after a restart of the trainer it does not until it was published to.
+`SyncTargets`: the engines that the trainer publishes to.  A trainer starts with the configured
+ones; a change is sent with the reply to its hello or instead of its next plan (`SetEngines`), and
+is in effect when it asks again.  A leaving engine is not ended before that.
 
-Which engines the trainer publishes to: what it was told last, and what it must be told next.
-
-A trainer opens its publisher for the configured engines.  Where others are in the run, it is told
-with its hello or instead of its next plan (`SetEngines`), and has taken that in when it asks again;
-an engine that leaves is not ended before.
-
-Which engine has a prompt's leading tokens in its prefix cache, as far as anyone can tell here.
-
-An engine keeps what it was sent under its present weights; every update empties its cache, so what
-is known of it is forgotten with its version.  Prompts are remembered by digests of their leading
-tokens, at every `CHUNK` tokens and at their end.  The engine's own evictions are not seen: a wrong
-guess costs one prefill, never correctness.
-
-A group goes to the engine that knows most of its prompt, if that is at least half of it and one
-chunk, unless that engine has too many groups more than the least busy one (the two thresholds of
-SGLang's cache-aware router, the second one counted in groups).
-Rejected: that router itself in front of the engines (a call names its engine here, because weight
-updates, versions and routes are per engine); a tree of tokens (a set of digests answers the same
-question for prompts that repeat or share a head).
+`PrefixIndex`: which engine has a prompt's leading tokens in its prefix cache.  Prompts are stored
+as digests of their leading tokens, at every `CHUNK` tokens and at their end, and forgotten with the
+engine's version, because an update empties its cache.  Evictions are not seen: a wrong guess costs
+one prefill, never correctness.  A group goes to the engine with the longest known prefix, if that
+is at least half of the prompt and one chunk, unless that engine has too many groups more than the
+least busy one (the two thresholds of SGLang's cache-aware router, the second counted in groups).
 """
 
 from __future__ import annotations
@@ -70,16 +60,16 @@ from moerl.types import Array, GenerateRequest, PolicyVersion, Segment
 log = logging.getLogger(__name__)
 
 
-_REST_S = 2.0  # before an engine that failed a call and did not die is used again
+_REST_S = 2.0  # pause after a failed call, seconds
 
 
-_INTERRUPT_S = 0.2  # between interrupts of an engine that leaves: a request may be on its way
+_INTERRUPT_S = 0.2  # seconds between interrupts of a leaving engine: a request may be in transit
 
 
-_ANSWER_S = 10.0  # for what needs no work of an engine, and beyond the deadline of what does
+_ANSWER_S = 10.0  # seconds for calls without engine work, and beyond the deadline of others
 
 
-_MODEL_FOLDER = PolicyVersion(0, 0)  # what an engine serves when it starts
+_MODEL_FOLDER = PolicyVersion(0, 0)  # version of an engine that has just started
 
 
 T = TypeVar("T")
@@ -94,20 +84,20 @@ class EnginePhase(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class EngineState:
-    """One engine."""
+    """State of one engine."""
 
     engine: Engine
     version: PolicyVersion = _MODEL_FOLDER
     phase: EnginePhase = EnginePhase.UP
     generating: int = 0  # groups in its calls
-    draining: bool = False  # it starts nothing until the update that is being made
-    held_until: float = 0.0  # monotonic seconds: an evaluation keeps updates waiting
-    behind: bool = False  # it was started, or joined, after a publish, and is to be published to
-    leaving: bool = False  # it starts nothing any more
+    draining: bool = False  # an update is pending: no new requests
+    held_until: float = 0.0  # monotonic seconds until which an evaluation delays updates
+    behind: bool = False  # missed a publish, so it must be published to
+    leaving: bool = False  # leaves the run: no new requests
 
 
 class EnginePool:
-    """All engines of a run; one event loop owns it."""
+    """All engines of a run.  Used by one event loop."""
 
     def __init__(
         self,
@@ -117,12 +107,12 @@ class EnginePool:
         tasks: TaskGroup,
     ) -> None:
         self.members = {index: EngineState(engine) for index, engine in engines.items()}
-        self.incarnation: int | None = None  # of the trainer; unknown until it says hello
+        self.incarnation: int | None = None  # of the trainer; None until it says hello
         self._config, self._step_metrics, self._tasks = config, step_metrics, tasks
 
-    # --- who may be sent requests ---------------------------------------------------------------
+    # --- engines that accept requests ------------------------------------------------------------
     def serves(self, index: int) -> bool:
-        """Whether an engine may be sent requests: it is up, and on weights of this history."""
+        """True if an engine is up and its weights belong to the current history."""
         member = self.members[index]
         if member.phase != EnginePhase.UP or member.draining or member.leaving or member.behind:
             return False
@@ -133,16 +123,16 @@ class EnginePool:
         return float(sum(map(self.serves, self.members)))
 
     def describe(self) -> str:
-        """Who is waited for, in words."""
+        """Engines that do not accept requests, in words."""
         return "; ".join(
             f"engine {index} is {member.phase} at {member.version}, {member.generating} groups"
             for index, member in self.members.items()
         )
 
     def share(self, index: int, wanted: int) -> int:
-        """Of so many new groups, those for this engine: then all have equally many to generate.
+        """Share of `wanted` new groups for this engine, so that all engines have equally many.
 
-        Engines on older weights do not count: they may have no room left to start anything.
+        Engines on older weights do not count: they may have no capacity.
         """
         member = self.members[index]
         rivals = [
@@ -155,7 +145,7 @@ class EnginePool:
 
     @property
     def interrupts(self) -> bool:
-        """Whether a rollout may be cut and go on elsewhere, under other weights."""
+        """True if a rollout may be interrupted and continue under other weights."""
         return self._config.in_flight_mode != "drain"
 
     @property
@@ -167,11 +157,11 @@ class EnginePool:
         if self.incarnation is None:
             raise ProtocolError(
                 "the journal lost what this trainer has trained: "
-                "it has to start from its checkpoint"
+                "it must restart from its checkpoint"
             )
 
     def expect_no_newer(self, incarnation: int) -> None:
-        """Raises ProtocolError: a trainer that was cut off may live on beside its successor."""
+        """Raises ProtocolError for an older incarnation: a disconnected trainer may still run."""
         if self.incarnation is not None and incarnation < self.incarnation:
             raise ProtocolError(
                 f"trainer {incarnation} was replaced: {self.incarnation} is the newest one"
@@ -180,9 +170,9 @@ class EnginePool:
     async def poll(
         self, lost: Collection[int], is_new_run: bool, kept: Sequence[str] | None
     ) -> None:
-        """Ask every engine what it serves: for a controller that takes over a running fleet.
+        """Ask every engine for its version, when a new controller takes over running engines.
 
-        kept: blobs of the groups that it knows; None: no other is deleted.
+        kept: blobs of the groups that the controller knows; None: delete no other blobs.
         """
         for index, member in self.members.items():
             if index in lost:
@@ -198,7 +188,7 @@ class EnginePool:
             await self._ask_fitness(index)
 
     def rest(self, index: int) -> None:
-        """The engine failed a call: if it does not die of it, it is used again after a while."""
+        """The engine failed a call: pause it, unless its process dies."""
         member = self.members[index]
         if member.phase == EnginePhase.UP:
             member.phase = EnginePhase.RESTING
@@ -211,12 +201,12 @@ class EnginePool:
             self._tasks.notify()
 
     def lost(self, index: int) -> None:
-        """The engine died and is started again: nothing is sent to it until it is back."""
+        """The engine died and is being restarted: no requests until `back`."""
         member = self.members[index]
         member.phase, member.behind = EnginePhase.LOST, False
 
     def back(self, index: int, engine: Engine) -> None:
-        """The engine serves the model folder; it gets requests once it was published to."""
+        """The engine serves the model folder; it gets requests after its next publish."""
         member = self.members[index]  # calls to the dead engine may still have to fail
         member.engine, member.version, member.phase = engine, _MODEL_FOLDER, EnginePhase.UP
         member.draining, member.behind = False, True
@@ -224,7 +214,7 @@ class EnginePool:
         self._tasks.notify()
 
     async def statuses(self) -> list[EngineStatus]:
-        """Of the engines that answer."""
+        """Statuses of the engines that answer."""
         asked = {i: m.engine for i, m in self.members.items() if m.phase != EnginePhase.LOST}
         answers = (_answer(engine.status(), "status") for engine in asked.values())
         found = await asyncio.gather(*answers, return_exceptions=True)
@@ -237,17 +227,17 @@ class EnginePool:
 
     # --- engines that join and leave --------------------------------------------------------------
     def join(self, index: int, engine: Engine, *, is_new_run: bool) -> None:
-        """A started engine, which serves the model folder."""
-        assert index not in self.members, f"engine {index} is in the fleet"
+        """Add a started engine that serves the model folder."""
+        assert index not in self.members, f"engine {index} is already in the run"
         self.members[index] = EngineState(engine, behind=not is_new_run)
         self._tasks.notify()
 
     async def drain(self, index: int) -> None:
-        """Start nothing on the engine any more; returns when nothing runs on it.
+        """Stop sending requests to the engine; returns when none is running.
 
-        What runs is interrupted, so that it goes on elsewhere with what it has; with `drain`, which
-        promises one version per rollout, it ends here.  An evaluation may end first, within
-        evaluation.hold_s.
+        Running requests are interrupted and continue elsewhere with their tokens so far; with
+        in-flight mode `drain`, which promises one version per rollout, they finish here.  An
+        evaluation may finish first, within evaluation.hold_s.
         """
         member = self.members[index]
         member.leaving = True
@@ -256,17 +246,17 @@ class EnginePool:
             await self._tasks.wait_change(left_s)
         while member.generating:
             if self.interrupts:
-                with contextlib.suppress(EngineError):  # its calls fail too, and go on elsewhere
+                with contextlib.suppress(EngineError):  # its calls fail too, and are retried
                     await _answer(member.engine.interrupt(), "interrupt")
             await self._tasks.wait_change(_INTERRUPT_S)
 
     def remove(self, index: int) -> None:
-        """A drained engine that nothing is published to any more."""
+        """Remove a drained engine to which the trainer has stopped publishing."""
         del self.members[index]
         self._tasks.notify()
 
     def table(self) -> list[dict[str, object]]:
-        """What each engine does, for people."""
+        """State of each engine, for `moerl engines list`."""
         return [
             {
                 "engine": index,
@@ -292,10 +282,10 @@ class EnginePool:
         limit_s: float,
         drop: Callable[[Iterable[str]], None],
     ) -> list[Segment | RecordError]:
-        """One engine call.  drop: takes the blobs of replies that the caller does not get.
+        """One engine call.  drop: receives the blobs of replies that the caller does not get.
 
-        Raises EngineError: it failed, was late, or answered something else.  An engine goes on with
-        a call that nobody waits for, and seals what comes of it.
+        Raises EngineError when the call fails, times out, or returns the wrong number of replies.
+        An engine completes a call that timed out here, and seals its records.
         """
         call = asyncio.ensure_future(self.engine(index).generate(requests))
         try:
@@ -322,8 +312,8 @@ class EnginePool:
 
     # --- weight updates -------------------------------------------------------------------------
     async def _settle(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
-        """Before an update: no evaluation is cut, with `drain` no request at all; with a fixed lag
-        none is left to start.
+        """Before an update: wait for a running evaluation; with `drain` for all requests; with a
+        fixed lag also until `to_come` is 0.
 
         Raises EngineError after rollout.request_timeout_s.
         """
@@ -336,7 +326,7 @@ class EnginePool:
 
         def unsettled() -> int:
             if member.phase != EnginePhase.UP:
-                return 0  # it failed, and what it had goes on elsewhere
+                return 0  # it failed; its groups continue elsewhere
             return member.generating + (to_come(member.version) if exact else 0)
 
         member.draining = not exact
@@ -352,10 +342,10 @@ class EnginePool:
     async def session(
         self, message: SessionMessage, to_come: Callable[[PolicyVersion], int]
     ) -> Message:
-        """Pass a step of a publish session on; the engine itself says whether it is still fit.
+        """Forward a message of a publish session; the engine reports whether it can continue.
 
-        to_come: groups beside those in a call that a version of an engine is still needed for; with
-        a fixed lag an update waits for them.
+        to_come(version): groups that still need this version; with a fixed lag an update waits
+        until it is 0.
         """
         member = self._member(message.engine)
         try:
@@ -380,21 +370,21 @@ class EnginePool:
         self._tasks.notify()
 
     def _answering(self, index: int) -> Engine:
-        """The engine, for an update.  Raises EngineError while it is started again, or is gone."""
+        """The engine, for an update.  Raises EngineError while it restarts or after it left."""
         member = self._member(index)
         if member.phase == EnginePhase.LOST:
             raise EngineError(f"engine {index} is being started again")
         return member.engine
 
     async def _ask_fitness(self, index: int) -> None:
-        """An engine that suspended itself gets no requests until a commit brings it back."""
+        """Suspend an engine that reports itself unfit; a commit brings it back."""
         member = self.members[index]
         if member.phase in (EnginePhase.LOST, EnginePhase.SUSPENDED) or member.leaving:
             return
         with contextlib.suppress(EngineError):
             holds = await _answer(member.engine.session(AskEngine(index)), "AskEngine")
             if isinstance(holds, EngineHolds) and holds.cause:
-                log.warning("engine %d is left out until it is refreshed: %s", index, holds.cause)
+                log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
                 self._step_metrics.engines_suspended += 1
                 member.phase = EnginePhase.SUSPENDED
 
@@ -402,12 +392,12 @@ class EnginePool:
 async def _drop_late(
     call: asyncio.Future[list[Segment | RecordError]], drop: Callable[[Iterable[str]], None]
 ) -> None:
-    with contextlib.suppress(Exception):  # nobody waits for what it says
+    with contextlib.suppress(Exception):  # the result is not needed
         drop(blob_uris(*await call))
 
 
 async def _answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
-    """Raises EngineError: the host failed, or hangs.  limit_s: that it gives itself."""
+    """Raises EngineError when the host fails or hangs.  limit_s: time limit of the host itself."""
     limit_s += _ANSWER_S
     try:
         async with asyncio.timeout(limit_s):
@@ -420,40 +410,39 @@ Engines = tuple[SyncTarget, ...]
 
 
 class SyncTargets:
-    """The engines of a run, by number, with their sizes."""
+    """The engines that the trainer publishes to, with their sizes."""
 
     def __init__(self, config: EngineConfig, sizes: Mapping[int, int], *, changed: bool) -> None:
         """sizes: tensor-parallel ranks by engine.
 
-        changed: the trainer that lives may have been told of other engines by an earlier
-        controller.
+        changed: an earlier controller may have sent the living trainer other engines.
         """
         self._configured = engines_of(config.sizes)
         self._sizes = dict(sizes)
         self._published_to: Engines | None = None if changed else self._configured
-        self._taken: Engines | None = self._published_to  # what the trainer has taken in
+        self._taken: Engines | None = self._published_to  # the set that the trainer has in effect
 
     def join(self, engine: int, tp: int) -> None:
         self._sizes[engine] = tp
 
     def remove(self, engine: int) -> None:
-        """Publish to it no more; `is_free` says when nobody does."""
+        """Stop publishing to it; `is_free` is True when the trainer has."""
         del self._sizes[engine]
 
     def is_free(self, engine: int) -> bool:
         return self._taken is not None and all(one.engine != engine for one in self._taken)
 
     def begin(self) -> SetEngines | None:
-        """A trainer says hello: what it must be told, if anything."""
+        """The trainer says hello: returns the set to send it, if it differs."""
         self._published_to = self._taken = self._configured
         return self.pending_update()
 
     def taken_in(self) -> None:
-        """The trainer asks for a plan: it has taken in what it was told last."""
+        """The trainer asks for a plan: the set sent last is in effect."""
         self._taken = self._published_to
 
     def pending_update(self) -> SetEngines | None:
-        """What the trainer must be told before its next plan, once."""
+        """The set to send before the next plan, once; None if unchanged."""
         now = engines_of(self._sizes)
         if now == self._published_to:
             return None
@@ -469,13 +458,13 @@ CHUNK = 64  # tokens
 
 
 class PrefixIndex:
-    """What each engine was sent under the weights it serves."""
+    """Prompts that each engine prefilled under its current weights."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[PolicyVersion, set[bytes]]] = {}
 
     def sent(self, engine: int, version: PolicyVersion, prompt: Sequence[int]) -> None:
-        """The engine, serving `version`, is about to prefill this prompt."""
+        """Record that the engine, serving `version`, will prefill this prompt."""
         held, digests = self._known.get(engine, (version, set()))
         if held != version:
             digests = set()
@@ -483,11 +472,11 @@ class PrefixIndex:
         self._known[engine] = version, digests
 
     def forget(self, engine: int) -> None:
-        """It left the run."""
+        """The engine left the run."""
         self._known.pop(engine, None)
 
     def length(self, engine: int, version: PolicyVersion, prompt: Sequence[int]) -> int:
-        """Leading tokens of a prompt that the engine was sent under this version."""
+        """Number of leading tokens of a prompt that the engine prefilled under this version."""
         held, digests = self._known.get(engine, (None, set[bytes]()))
         if held != version:
             return 0
@@ -500,7 +489,7 @@ class PrefixIndex:
 
 
 def _leads(prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """Lengths and digests of the prompt's leads, shortest first; the whole prompt is the last."""
+    """(length, digest) of the prompt's prefixes, shortest first; the last is the whole prompt."""
     tokens: Array = np.asarray(prompt, np.int32)
     state = xxhash.xxh3_64()
     ends = [*range(0, len(tokens), CHUNK), len(tokens)]

@@ -1,14 +1,10 @@
-"""Evaluation on held-out prompts, by the engines of the run and pinned to exactly one version.
+"""Evaluation on held-out prompts, on the run's engines, at exactly one version.
 
-An evaluation runs on one engine, the one with the least to do, as soon as that serves a version
-whose turn it is.  Weight updates of that engine wait for it, at most `evaluation.hold_s`, while the
-other engines and the trainer go on; when the time is up the evaluation is given up and counted, so
-no figure ever mixes versions.  Its requests are few at a time (`evaluation.max_requests`) beside
-those of training.  The weights after the last step are evaluated whatever their number.
-
-Rejected: discarding what an update interrupts and starting again on the next version (answers that
-take longer than a step would never be evaluated), keeping the answers that ended in time (they are
-the short ones), engines that only evaluate (they idle most of the time).
+An evaluation runs on the least busy engine as soon as that serves a version that is due.  Weight
+updates of that engine wait for it, at most `evaluation.hold_s`, while other engines and the trainer
+continue; after that the evaluation is cancelled and counted, so no figure mixes versions.  At most
+`evaluation.max_requests` of its requests run at a time, next to training requests.  The weights
+after the last step are always evaluated.
 """
 
 from __future__ import annotations
@@ -61,15 +57,15 @@ class Evaluator:
         )
         self._environment, self._max_turns = context.environment, config.task.max_turns
         self._last_step = config.run.steps
-        self._last: PolicyVersion | None = None  # begun
-        self._ended: PolicyVersion | None = None  # evaluated, or given up
+        self._last: PolicyVersion | None = None  # version of the evaluation begun last
+        self._ended: PolicyVersion | None = None  # version evaluated or cancelled last
 
     def start(self) -> None:
         if self._config.every:
             self._tasks.spawn(self._run())
 
     def is_done_with(self, version: PolicyVersion) -> bool:
-        """Whether it was evaluated or given up, or never will be."""
+        """True if it was evaluated or cancelled, or never will be evaluated."""
         return not self._config.every or (self._ended is not None and self._ended >= version)
 
     async def _run(self) -> None:
@@ -84,7 +80,7 @@ class Evaluator:
             try:
                 metrics = await self._evaluate(index, member.version, member.held_until)
             except (EngineError, RecordError, ScoreError) as error:
-                log.warning("the evaluation of %s is given up: %s", self._last, error)
+                log.warning("the evaluation of %s is cancelled: %s", self._last, error)
                 self._step_metrics.evaluations_given_up += 1
             else:
                 metrics["eval/seconds"] = time.monotonic() - begin
@@ -95,7 +91,7 @@ class Evaluator:
                 self._tasks.notify()
 
     def _due(self) -> int | None:
-        """The engine that evaluates now."""
+        """The engine that can evaluate now."""
         able = [
             (member.generating, index)
             for index, member in self._pool.members.items()
@@ -111,7 +107,7 @@ class Evaluator:
     async def _evaluate(
         self, index: int, version: PolicyVersion, deadline: float
     ) -> dict[str, float]:
-        """Raises EngineError, RecordError or ScoreError when no clean figure comes of it."""
+        """Raises EngineError, RecordError or ScoreError when the evaluation is not complete."""
         held_out = self._held_out
         assert held_out is not None, "evaluation.every needs prompts"
         count, samples = self._config.prompts, self._config.samples
@@ -156,10 +152,10 @@ class Evaluator:
         partials: Sequence[PartialEpisode],
         sealed: set[str],
     ) -> None:
-        """sealed: takes the blobs of all replies, good or not."""
+        """sealed: receives the blobs of all replies, good or not."""
 
         def call(requests: Sequence[GenerateRequest]) -> Awaitable[Replies]:
-            # an update cuts it after hold_s; no call of an engine that hangs is waited for longer
+            # an update interrupts it after hold_s; a call to a hanging engine ends then too
             return self._pool.generate(index, requests, 2 * self._config.hold_s, self._delete)
 
         while pending := [partial for partial in partials if not partial.finished]:

@@ -1,28 +1,24 @@
-"""What must outlive the controller: admitted groups, plans, finished steps, and the history.
+"""Persistent state of the controller: admitted groups, plans, finished steps, and the history.
 
-A SQLite database on node-local disk (write-ahead log), written before the effect it records can be
-seen: blobs are sealed before a header is admitted, a plan is written before the trainer gets it, a
-step before its reply.  Intents need no rows: an id that is neither consumed, dropped nor in the
-line is generated again.
+A SQLite database on node-local disk (write-ahead log).  Each row is written before its effect is
+visible: blobs are sealed before a header is admitted, a plan is written before the trainer gets it,
+a step before its reply.  Intents need no rows: an id that is neither consumed, dropped nor in the
+buffer is regenerated.
 
-`controller_state` has one row with everything that is small; `groups` one per group in the line, or
-trained and of use for a restart, `headers` what it holds: apart, because a row that changes its
-state is written whole, and a batch of headers is tens of megabytes.  Headers of no more use are
-deleted a few at a time, beside admissions.  `pages` has the ids that grow with the run, trained and
-given up, as bits: with dynamic sampling there are as many holes as groups, and no list of them is
-written for each.  All carry digests.  SQLite cuts a torn tail of its log by itself;
-other damage is found by its own check and by the digests, set aside and left out: such groups are
-generated again, and unless everything is whole the trainer has to start again from its checkpoint,
-which knows what is consumed (`RecoveredState.is_whole`).
+- `facts`: one row with everything small (`ControllerState`).
+- `groups`: one row per group that is in the buffer, or trained and needed by a restart. `headers`
+  has their contents in a second table, because SQLite rewrites the whole row on a state change and
+  the headers of a batch are tens of megabytes. Unused headers are deleted a few at a time.
+- `pages`: consumed and dropped ids as bitmaps; with dynamic sampling there are as many dropped ids
+  as groups.
 
-Durability `node`: survives SIGKILL of every process; headers and blobs are where they were.  It
-does not wait for the disk (`synchronous = off`); damage by a power cut is found as above.
-`shared` (with `Segments`): each admitted group, blobs included, is also one sealed file in the run
-directory, so it survives every node.
+All rows carry digests.  SQLite cuts a torn tail of its log; other damage is found by SQLite's check
+and by the digests and is set aside.  Damaged groups are regenerated, and after any damage the
+trainer must restart from its checkpoint, which knows what is consumed (`RecoveredState.is_whole`).
 
-Rejected: LMDB (a dependency more, its file never shrinks), an append-only log of our own (a store's
-recovery written again), SQLite on a network file system (its locks do not hold there), an fsync per
-checkpoint of the log (five a second at 20,000 episodes, each a stop of the controller's loop).
+Durability `node` survives SIGKILL of every process.  It does not wait for the disk (`synchronous =
+off`); damage by a power cut is found as above.  `shared` (with `SharedGroups`) survives the loss of
+nodes: each admitted group, blobs included, is also one sealed file in the run directory.
 """
 
 from __future__ import annotations
@@ -73,7 +69,7 @@ create table if not exists pages(
 """
 _READY, _PLANNED, _TRAINED = "ready", "planned", "trained"
 _CONSUMED, _DROPPED = "consumed", "dropped"
-_PRUNED = 4  # headers deleted beside one that is admitted
+_PRUNED = 4  # headers deleted per admitted one
 
 
 class Journal:
@@ -86,19 +82,19 @@ class Journal:
         segments: SharedGroups | None = None,
         settings: str = "",
     ) -> None:
-        """segments: ships every admitted group to the run directory (durability `shared`).
+        """segments: copies every admitted group to the run directory (durability `shared`).
 
-        settings: fingerprint of what defines a group; those made under another one are left out.
+        settings: fingerprint of what defines a group; groups with another fingerprint are dropped.
         """
         self._folder, self._blobs, self._segments = folder, blobs, segments
         self._settings = settings
         self._path = folder / "journal.sqlite"
         self._controller_state = ControllerState()
         self._db: sqlite3.Connection | None = None
-        self._unused: set[int] = set()  # headers to delete
+        self._unused: set[int] = set()  # ids of headers to delete
 
     def load(self) -> RecoveredState:
-        """Open the journal, cut what is damaged, and say what it holds; once, first."""
+        """Open the journal, set damaged rows aside, and return its contents.  Call once, first."""
         self._folder.mkdir(parents=True, exist_ok=True)
         is_new = not self._path.exists()
         damage = ""
@@ -146,9 +142,9 @@ class Journal:
             self._db.close()
             self._db = None
 
-    # --- written before the effect can be seen ------------------------------------------------
+    # --- written before the effect is visible ---------------------------------------------------
     def began(self, version: PolicyVersion, dp_size: int, consumed: Ranges) -> None:
-        """A trainer starts with these weights; groups of steps it does not hold are ready again."""
+        """A trainer starts with these weights; groups of steps after them are ready again."""
         spent, controller_state = IdSet(consumed), self._controller_state
         begins = (
             controller_state.begins
@@ -173,11 +169,11 @@ class Journal:
 
     @property
     def is_shared(self) -> bool:
-        """Durability `shared`: a group is shipped before it is admitted."""
+        """Durability `shared`: a group is copied before it is admitted."""
         return self._segments is not None
 
     def share(self, group: EpisodeGroup) -> None:
-        """Put the group and its blobs into the run directory; may take long, any thread.
+        """Copy the group and its blobs to the run directory.  Slow; thread-safe.
 
         Raises JournalError when that file system is full.
         """
@@ -185,7 +181,7 @@ class Journal:
             self._segments.share(group, self._blobs)
 
     def sweep(self) -> None:
-        """Delete shipped files of no more use; may take long, any thread."""
+        """Delete copies that are no longer needed.  Slow; thread-safe."""
         if self._segments is not None:
             self._segments.sweep()
 
@@ -219,7 +215,7 @@ class Journal:
         self._unshare(gone)
 
     def saved(self, steps: int) -> list[int]:
-        """A checkpoint holds so many steps: forget their groups, which are returned."""
+        """A checkpoint holds `steps` steps: forget their groups and return their ids."""
         sql = "select id from groups where state = ? and step < ?"
         ids = [row[0] for row in self._query(sql, (_TRAINED, steps))]
         if ids:
@@ -231,7 +227,7 @@ class Journal:
         return ids
 
     def left(self, group_ids: Iterable[int]) -> None:
-        """These groups left the line unused and are generated again."""
+        """These groups left the buffer untrained and are regenerated."""
         group_ids = list(group_ids)
         if group_ids:
             with self._transaction() as db:
@@ -240,14 +236,14 @@ class Journal:
             self._unshare(group_ids)
 
     def dropped(self, group_id: int) -> None:
-        """This id is given up for good."""
+        """This id is dropped for good."""
         with self._transaction() as db:
             self._note(db, _DROPPED, [group_id])
         self._unshare([group_id])  # of an earlier try that got no row
 
     # --- reading ------------------------------------------------------------------------------
     def _read(self) -> tuple[RecoveredState, str]:
-        """What is whole, and what is wrong with the rest ("" = nothing)."""
+        """(valid state, description of damage or "")."""
         recovered, damage = RecoveredState(ControllerState()), ""
         try:
             rows = self._query("select body, digest from facts").fetchall()
@@ -266,9 +262,7 @@ class Journal:
             recovered.dropped |= self._noted(_DROPPED)
         except (sqlite3.DatabaseError, msgspec.MsgspecError, JournalError) as error:
             damage = str(error)
-        if (
-            not recovered.controller_state.begins
-        ):  # without the history nobody can say which tokens are legal
+        if not recovered.controller_state.begins:  # without the history, legal tokens are unknown
             recovered = RecoveredState(
                 recovered.controller_state, lost=recovered.lost + len(recovered.ready)
             )
@@ -292,7 +286,7 @@ class Journal:
         return True
 
     def _leave_out_missing(self, recovered: RecoveredState) -> None:
-        """A group whose blobs are not all there is generated again."""
+        """Drop groups with missing blobs; they are regenerated."""
 
         def split(groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[int]]:
             whole = [group for group in groups if not self._blobs.missing(group_uris(group))]
@@ -304,11 +298,11 @@ class Journal:
             recovered.planned[step], missing = split(groups)
             if missing:
                 recovered.is_whole = (
-                    False  # the trainer may have this plan, which cannot be given again
+                    False  # the trainer may have this plan, which cannot be built again
                 )
                 gone += missing
         if gone:
-            log.error("%d journaled groups lack blobs and are generated again", len(gone))
+            log.error("%d journaled groups lack blobs and are regenerated", len(gone))
         recovered.lost += len(gone)
         self.left(gone)
         with self._transaction() as db:
@@ -323,7 +317,7 @@ class Journal:
         self._db.executescript(_SCHEMA)
 
     def _set_aside(self) -> None:
-        """Begin a new database; the other one is kept for a person, one at most."""
+        """Start a new database; keep the newest damaged one for inspection."""
         self.close()
         self._path.replace(self._path.with_suffix(".aside"))
         for suffix in ("-wal", "-shm"):
@@ -347,7 +341,7 @@ class Journal:
             self._write(recovered.controller_state, db)
 
     def _sweep(self, db: sqlite3.Connection) -> None:
-        """Delete every header that no restart could use, at once."""
+        """Delete all headers that no restart can use."""
         db.execute("delete from headers where id not in (select id from groups)")
         self._unused.clear()
 
@@ -357,7 +351,7 @@ class Journal:
 
     @staticmethod
     def _note(db: sqlite3.Connection, kind: str, ids: Iterable[int]) -> None:
-        """Add to the ids of a kind; costs what the pages of `ids` do."""
+        """Add ids of a kind; the cost is that of the pages of `ids`."""
         for page, bits in pages_of(ids).items():
             sql = "select bits from pages where kind = ? and page = ?"
             for (before,) in db.execute(sql, (kind, page)).fetchall():
@@ -382,7 +376,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing.  Raises JournalError: a full disk, or one that fails."""
+        """All or nothing.  Raises JournalError for a full or failing disk."""
         assert self._db is not None, "load comes first"
         try:
             self._db.execute("begin immediate")

@@ -1,4 +1,4 @@
-"""The groups of planned steps, and trained ones that a restart could train again."""
+"""Groups of planned steps, and trained groups that a restart could train again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PlannedBatches:
         """saved_steps: optimizer steps in the newest checkpoint."""
         self._journal, self._saved_steps = journal, saved_steps
         self.planned: dict[int, list[EpisodeGroup]] = {}
-        self.trained: dict[int, EpisodeGroup] = {}  # legal under the newest checkpoint, not in it
+        self.trained: dict[int, EpisodeGroup] = {}  # trained after the newest checkpoint
         self.done = 0  # optimizer steps
 
     def restore(self, recovered: RecoveredState) -> None:
-        """Continue where a controller ended."""
+        """Restore the state of an earlier controller."""
         self.planned, self.done = recovered.planned, recovered.controller_state.done
         self.trained = {group.group_id: group for group in recovered.trained}
 
@@ -33,7 +33,7 @@ class PlannedBatches:
     def restart(self, done: int, consumed: IdSet) -> tuple[list[EpisodeGroup], list[EpisodeGroup]]:
         """A trainer starts from a checkpoint of `done` steps, which consumed these groups.
 
-        Returns the groups to train again, and those of no more use.
+        Returns the groups to train again, and those no longer needed.
         """
         again = [group for groups in self.planned.values() for group in groups]
         again += [group for group_id, group in self.trained.items() if group_id not in consumed]
@@ -48,9 +48,9 @@ class PlannedBatches:
         self._journal.planned(step, [group.group_id for group in groups])
 
     def finish(self, step: int) -> list[EpisodeGroup]:
-        """Its groups are consumed; those that a restart could train again are kept until saved.
+        """The step's groups are consumed; kept until a checkpoint contains the step.
 
-        Returns those of no more use.
+        Returns groups that are no longer needed.
         """
         saved, groups = self._saved_steps(), self.planned[step]
         kept = [group for group in groups if group.newest.step <= saved]

@@ -1,7 +1,8 @@
-"""Produce: keep every engine busy with groups, and join what it returns into whole rollouts.
+"""Sends groups to engines so that all are busy, and joins replies into whole rollouts.
 
-What an engine had finished of a group when it died is kept and goes on elsewhere; a weight update
-that interrupts a call leaves partial rollouts, which are sent again as they are.
+Finished samples of an engine that dies are kept and its groups continue on another engine; a weight
+update that interrupts a call leaves partial rollouts, which are sent again with their tokens so
+far.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Partials = list[PartialEpisode]
 
 
 class Producer:
-    """Starts groups on engines; hands those that are generated, or refused, to the admission."""
+    """Starts groups on engines; passes generated or refused groups to the scoring stage."""
 
     def __init__(self, context: Context, scoring_stage: ScoringStage) -> None:
         services = context.services
@@ -42,13 +43,13 @@ class Producer:
         self._buffer, self._pool, self._tasks = context.buffer, context.pool, context.tasks
         self._step_metrics, self._ref_counts = context.step_metrics, context.ref_counts
         self._environment, self._scoring_stage = context.environment, scoring_stage
-        self.life = 0  # controllers before this one: their calls may still seal blobs
+        self.life = 0  # number of earlier controllers; their calls may still seal blobs
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._prefix_index = PrefixIndex()
-        self._handed: dict[int, tuple[int, Partials]] = {}  # group -> engine that knows its prompt
+        self._handed: dict[int, tuple[int, Partials]] = {}  # group -> engine that has its prompt
         self._in_flight = 0  # groups in a call
-        self._calls: list[dict[int, Partials]] = []  # what each call still has
-        self._turn = asyncio.Lock()  # an update interrupts thousands of calls: one after another
+        self._calls: list[dict[int, Partials]] = []  # unfinished groups of each call
+        self._turn = asyncio.Lock()  # an update interrupts thousands of calls: handle one at a time
         self._siblings = context.config.rollout.group_size * context.config.rollout.oversample
 
     def start(self) -> None:
@@ -56,11 +57,11 @@ class Producer:
             self.add(index)
 
     def add(self, index: int) -> None:
-        """Keep an engine that joined busy, until it leaves."""
+        """Keep a new engine busy until it leaves."""
         self._tasks.spawn(self._produce(index))
 
     def partials(self) -> Iterator[PartialEpisode]:
-        """Of the groups in generation."""
+        """Rollouts of the groups in generation."""
         for groups in (*self._calls, self._orphans):
             for partials in groups.values():
                 yield from partials
@@ -72,7 +73,7 @@ class Producer:
         return min(self._buffer.capacity(engine_step), self._still_needed())
 
     async def measure(self, seconds: float) -> float:
-        """Tokens/s of idle engines on fresh prompts, both replays on; nothing is kept."""
+        """Tokens/s of idle engines on fresh prompts, with both replays; the results are dropped."""
         begin, tokens, index = time.monotonic(), 0, 0
         rollout = self._config.rollout
 
@@ -110,13 +111,13 @@ class Producer:
                 member.generating += len(groups)
                 self._tasks.spawn(self._generate(index, groups))
                 self._tasks.notify()  # another engine may be the least busy one now
-                await asyncio.sleep(0)  # thousands may start at once: others must get a turn
+                await asyncio.sleep(0)  # thousands may start at once: let other tasks run
             else:
                 await self._tasks.wait_change(1.0)
         self._prefix_index.forget(index)
 
     def _next_groups(self, index: int) -> dict[int, Partials]:
-        """Groups to send to an engine now: those that a dead engine left behind come first."""
+        """Groups to send to an engine now; groups of dead engines come first."""
         if not self._pool.serves(index):
             return {}
         rollout = self._config.rollout
@@ -134,12 +135,12 @@ class Producer:
         if mine:
             return {group_id: self._handed.pop(group_id)[1] for group_id in sorted(mine)[:room]}
         wanted = self.wanted(version.step)
-        if min(room, wanted) <= 0:  # looked at first: a share asks all engines, and all engines ask
+        if min(room, wanted) <= 0:  # checked first, because computing a share visits all engines
             return {}
         return self._start(index, min(room, self._pool.share(index, wanted)))
 
     def _start(self, index: int, count: int) -> dict[int, Partials]:
-        """Begin groups; those whose prompt another engine knows wait for it, the rest are ours."""
+        """Start groups; those whose prompt is cached elsewhere are handed to that engine."""
         groups: dict[int, Partials] = {}
         for _ in range(count):
             group_id = self._buffer.start()
@@ -155,14 +156,14 @@ class Producer:
         return groups
 
     def _home(self, index: int, prompt: Sequence[int]) -> int:
-        """The engine that knows most of a prompt; `index` when none does, or it has too much."""
+        """The engine with the longest cached prefix; `index` if there is none or it is too busy."""
         rollout, members = self._config.rollout, self._pool.members
         slack = rollout.prefix_slack
-        if slack < 0 or len(members) == 1 or rollout.fixed_lag >= 0:  # nobody waits for those
+        if slack < 0 or len(members) == 1 or rollout.fixed_lag >= 0:  # no prefix routing
             return index
         waiting = Counter(home for home, _ in self._handed.values())
         best, home = max(len(prompt) // 2, CHUNK - 1), index
-        for other in (index, *members):  # itself first: it keeps what it knows as well
+        for other in (index, *members):  # `index` first, so that it wins ties
             member = members[other]
             busier = member.generating + waiting[other] - members[index].generating
             if not self._pool.serves(other) or member.version < members[index].version:
@@ -178,11 +179,11 @@ class Producer:
         return max(0, left * self._config.rollout.groups_per_step - self._buffer.live)
 
     async def _generate(self, index: int, groups: dict[int, Partials]) -> None:
-        """Generate groups in one engine call, resuming what a weight update interrupts."""
+        """Generate groups in one engine call; resume them after weight updates."""
         member = self._pool.members[index]
         for partials in groups.values():
             self._prefix_index.sent(index, member.version, partials[0].prompt.token_ids)
-        left = len(groups)  # of what this call counts as in flight
+        left = len(groups)  # groups of this call counted as in flight
         self._calls.append(groups)
         try:
             while groups:
@@ -198,9 +199,7 @@ class Producer:
                     groups |= self._close(group_id, groups.pop(group_id))
                 self._leave(member, left - len(groups))
                 left = len(groups)
-                if (
-                    member.leaving and self._pool.interrupts
-                ):  # what it was interrupted in goes on elsewhere
+                if member.leaving and self._pool.interrupts:  # groups continue on another engine
                     self._orphans |= groups
                     return
         finally:
@@ -208,7 +207,7 @@ class Producer:
             self._leave(member, left)
 
     def _count(self, pending: Partials, replies: Replies) -> None:
-        """Before the replies are taken: what is fed again depends on what there was."""
+        """Call before the replies are added: recomputed tokens depend on the earlier length."""
         for partial, reply in zip(pending, replies, strict=True):
             if isinstance(reply, Segment):
                 self._step_metrics.recomputed_tokens += partial.recomputed(reply)
@@ -216,22 +215,22 @@ class Producer:
                 self._step_metrics.cached_tokens += reply.cached_tokens
 
     def _leave(self, member: EngineState, count: int) -> None:
-        """Groups are no longer in a call: others may start."""
+        """Groups have left a call: others may start."""
         self._in_flight -= count
         member.generating -= count
         if count:
             self._tasks.notify()
 
     def _closes(self, group_id: int, partials: Partials) -> bool:
-        """A group of late siblings waits for all of them: nothing is carried twice."""
+        """True if the group may close; a group of late siblings waits for all of them."""
         quorum = self._config.rollout.group_quorum
         wanted = quorum if quorum and group_id >= 0 else len(partials)
         return sum(partial.finished for partial in partials) >= wanted
 
     def _close(self, group_id: int, partials: Partials) -> dict[int, Partials]:
-        """A group ends with those of its siblings that are done; returns the others if they go on.
+        """Close a group with its finished siblings; returns the late ones under their new id.
 
-        The others are a group of their own from here on, in the same call.
+        They continue in the same call.
         """
         late = [partial for partial in partials if not partial.finished]
         done = [partial for partial in partials if partial.finished]
@@ -266,7 +265,7 @@ class Producer:
         return {owners[place]: error for place, error in refused.items()}
 
     async def _converse(self, groups: dict[int, Partials]) -> None:
-        """Where a turn ended the environment answers, or ends the episode; all at once."""
+        """Get the environment's replies for ended turns, or end the episodes; all at once."""
 
         async def answer(group_id: int, partials: Partials) -> None:
             listening = [partial for partial in partials if partial.listens]
@@ -278,16 +277,16 @@ class Producer:
         await asyncio.gather(*(answer(*item) for item in list(groups.items())))
 
     def _rescue(self, index: int, groups: dict[int, Partials], error: EngineError) -> None:
-        """Keep what an engine had finished; another engine, or the same one later, goes on."""
+        """Keep finished samples of a failed engine; its groups continue on any engine."""
         if not self._config.supervision.max_restarts:
             raise error
-        log.warning("engine %d failed, %d groups go on elsewhere: %s", index, len(groups), error)
+        log.warning("engine %d failed, %d groups continue elsewhere: %s", index, len(groups), error)
         self._orphans |= groups
         self._pool.rest(index)
 
     def _partials(self, group_id: int) -> Partials:
         prompt = self.prompts.prompt(group_id)
-        # blobs of an earlier try, of this controller or of one that died, may still exist
+        # blobs of an earlier try, by this or an earlier controller, may still exist
         tries = self.life, self._buffer.tries.pop(group_id, 0)
         prompt_ids = np.asarray(prompt.token_ids, np.int32)
         return [

@@ -1,9 +1,7 @@
-"""What a controller goes on from: the records that the journal and its segments keep.
+"""State that a new controller restores from the journal, and the lineage of weight versions.
 
-Which weights belong to the surviving history of a run whose trainer may start again.
-
-A trainer that continues from the checkpoint of step s begins incarnation i there: versions of
-earlier incarnations up to step s are in its past, later ones lie on a branch that was given up.
+A trainer that resumes from the checkpoint of step s starts incarnation i there: versions of earlier
+incarnations up to step s belong to its history, later ones to a discarded branch (`Lineage`).
 """
 
 from __future__ import annotations
@@ -18,20 +16,18 @@ from moerl.types import EpisodeGroup, PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """The small part."""
+    """The small part of the state."""
 
-    begins: tuple[PolicyVersion, ...] = ()  # first weights of each trainer
+    begins: tuple[PolicyVersion, ...] = ()  # first version of each trainer
     dp_size: int = 0  # of the newest trainer
     done: int = 0  # optimizer steps finished in this history
-    lives: int = 0  # controllers so far; names what they generate
-    settings: str = ""  # fingerprint of what the groups were made with
+    lives: int = 0  # number of controllers so far; part of rollout ids
+    settings: str = ""  # fingerprint of the groups' settings
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What of it is in the run directory, with durability `shared`, since the newest trainer
-    began.
-    """
+    """The part in the run directory with durability `shared`, since the newest trainer began."""
 
     controller_state: ControllerState
     consumed: Ranges
@@ -40,16 +36,16 @@ class SharedState:
 
 @dataclass(slots=True)
 class RecoveredState:
-    """What a controller goes on from."""
+    """State that a new controller restores."""
 
     controller_state: ControllerState
     ready: list[EpisodeGroup] = field(default_factory=list)
     planned: dict[int, list[EpisodeGroup]] = field(default_factory=dict)
-    trained: list[EpisodeGroup] = field(default_factory=list)  # with blobs; useful after a restart
+    trained: list[EpisodeGroup] = field(default_factory=list)  # with blobs, for a restart
     consumed: set[int] = field(default_factory=set)  # trained ids, with or without a header
-    dropped: set[int] = field(default_factory=set)  # ids given up for good
-    lost: int = 0  # groups left out: damaged row, or a blob is missing
-    is_whole: bool = True  # False: what is consumed is known to the trainer's checkpoint only
+    dropped: set[int] = field(default_factory=set)  # ids dropped for good
+    lost: int = 0  # groups with a damaged row or a missing blob
+    is_whole: bool = True  # False: only the trainer's checkpoint knows what is consumed
 
     def with_headers(self) -> set[int]:
         """Ids of groups that may be trained, for the first time or again."""
@@ -58,23 +54,23 @@ class RecoveredState:
 
 
 def digest_of(data: bytes) -> str:
-    """16 characters."""
+    """Digest of 16 characters."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 class Lineage:
-    """The points at which incarnations began."""
+    """The versions at which incarnations began."""
 
     def __init__(self) -> None:
         self._begins: list[PolicyVersion] = []
 
     def begin(self, version: PolicyVersion) -> None:
-        """A trainer starts with these weights; saying so again changes nothing."""
+        """A trainer starts with these weights; idempotent."""
         if version not in self._begins:
             self._begins.append(version)
 
     def knows(self, version: PolicyVersion, newest_step: int) -> bool:
-        """Whether some trainer may have published this version, given-up branches included."""
+        """True if some trainer may have published this version, discarded branches included."""
         return any(
             begin.incarnation == version.incarnation
             and begin.step <= version.step
@@ -87,5 +83,5 @@ class Lineage:
         return all(version.step <= step for step in later)
 
     def holds_all(self, group: EpisodeGroup) -> bool:
-        """Whether every token was sampled by weights of the surviving history."""
+        """True if every token was sampled under weights of the current history."""
         return all(self.holds(span.version) for r in group.rollouts() for span in r.versions)

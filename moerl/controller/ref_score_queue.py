@@ -1,9 +1,9 @@
-"""Which finished groups wait for reference and teacher, where those have ranks of their own.
+"""Groups that wait for scores of reference and teacher, when those have their own ranks.
 
-Scores depend on a record and on weight snapshot, not on the policy's version, so a group is scored
-as soon as it is ready, while the trainer steps on an earlier batch; a plan leaves the controller
-when all of its rows are scored.  Nothing of this is journalled: a controller or a trainer that
-starts again scores once more, to the same numbers.
+Scores depend on the record and on the reference weights, not on the policy's version.  So a group
+is scored as soon as it is ready, while the trainer works on an earlier batch; a plan is sent when
+all of its rows are scored.  Nothing is journaled: after a restart of controller or trainer the
+groups are scored again, with the same results.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moerl.types import BatchPlan, EpisodeGroup, RefScores
 
 
 class RefScoreQueue:
-    """Scores of the groups that are ready or planned, by rollout."""
+    """Scores of ready and planned groups, by rollout."""
 
     def __init__(self, context: Context, availability: BlobAvailability) -> None:
         config = context.config
-        self.start = -1  # of the trainer that asked last
+        self.start = -1  # of the reference ranks that asked last
         self._config, self._buffer, self._batches = config, context.buffer, context.batches
         self._tasks, self._ref_counts, self._availability = (
             context.tasks,
@@ -38,9 +38,9 @@ class RefScoreQueue:
         self._known: dict[str, RefScores] = {}
 
     async def wait(self, step: int, timeout_s: float, is_current: Callable[[], bool]) -> float:
-        """Until the groups of a planned step are scored; returns the seconds.
+        """Wait until the groups of a planned step are scored; returns the seconds waited.
 
-        Raises ProtocolError when that takes too long, or the trainer that asks is not current.
+        Raises ProtocolError on timeout, or when the trainer that asks is not current.
         """
         begin = time.monotonic()
         while is_current():
@@ -53,12 +53,10 @@ class RefScoreQueue:
                     f"after {waited_s:.0f} s, see logs/ref_models.log"
                 )
             await self._tasks.wait_change(min(1.0, timeout_s))
-        raise ProtocolError("another trainer has taken over")
+        raise ProtocolError("a newer trainer has started")
 
     async def pop(self, message: TakeRecords) -> Message:
-        """Groups for the reference ranks: what it had asked for before it died is asked for
-        again.
-        """
+        """Next groups for the reference ranks; a restarted one gets its unanswered groups again."""
         self.start, deadline = message.start, time.monotonic() + message.timeout_s
         while self._batches.done < self._config.run.steps:
             if (plan := self.next(message.dp_size)) is not None:
@@ -74,13 +72,13 @@ class RefScoreQueue:
         return Stop(f"all {self._config.run.steps} steps are done")
 
     def waits(self, groups: Iterable[EpisodeGroup]) -> list[EpisodeGroup]:
-        """Those with a rollout that is not scored; none where the trainer scores for itself."""
+        """Groups with an unscored rollout; none where the trainer scores."""
         if not self._roles:
             return []
         return [g for g in groups if any(r.rollout_id not in self._known for r in g.rollouts())]
 
     def next(self, dp_size: int) -> BatchPlan | None:
-        """At most a batch of groups to score, those that train next first; None: all are scored."""
+        """At most a batch of unscored groups in training order; None: all are scored."""
         limit = self._config.rollout.groups_per_step
         groups = self.waits(self._live())[:limit]
         if not groups:
@@ -88,7 +86,7 @@ class RefScoreQueue:
         trainer = self._config.trainer
         return plan_batch(
             self._buffer.next_step,
-            max(group.newest for group in groups),  # none is of the future; scores know no version
+            max(group.newest for group in groups),  # scores do not depend on the version
             groups,
             dp_size=dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
@@ -96,7 +94,7 @@ class RefScoreQueue:
         )
 
     def add(self, message: Scored) -> None:
-        """Keep what was scored; groups that have left meanwhile are forgotten.
+        """Store scores; scores of groups that left the buffer are dropped.
 
         Raises RecordError when scores do not fit their rollout.
         """

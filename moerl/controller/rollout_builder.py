@@ -1,19 +1,14 @@
-"""Join the segments of one rollout; records stay aligned over any number of interruptions.
+"""Builds rollouts and multi-turn episodes from the segments that engines return.
 
-A partial of T' tokens delivered routing rows 0..T'-2.  The row of its last token is produced when
-that token is fed again, by the resumed call and under the resumed call's weights; so plain
-concatenation is complete, and the row count T-1 is checked at the door.
+`PartialRollout` joins the segments of one rollout.  A partial of T' tokens has routing rows
+0..T'-2; the row of its last token is produced when that token is fed again, by the resumed call
+under its weights.  So concatenation is complete, and the row count T-1 is checked on admission.
 
-An episode in the making: turns of the policy, with an environment's replies between them.
-
-Each turn is a rollout of its own whose prompt is everything said before, so an interruption of any
-turn is the same as ever.  A turn names the routing rows of the one before it instead of recording
-them again; that holds only while the same weights serve.  When an update came in between, the
-engine's reply is refused as `known_rows` and the turn is asked for once more, with rows of its own.
-Rejected: one rollout with gaps in its loss mask (a turn under newer weights has prefix rows of its
-own, for which one row per token leaves no place).
-
-Which blobs records name.
+`PartialEpisode` joins turns with an environment's replies between them.  Each turn is a rollout
+whose prompt is the whole conversation so far, so interruptions work the same in every turn.  A turn
+refers to the previous turn's routing rows instead of recording them again, which is valid only
+under the same weights.  After an update the engine's reply is refused as `known_rows` and the turn
+is requested again with its own rows.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ EngineCall = Callable[[Sequence[GenerateRequest]], Awaitable[Replies]]
 
 
 class PartialRollout:
-    """A rollout in the making: one per sibling of a group."""
+    """An unfinished rollout; one per sibling of a group."""
 
     def __init__(
         self,
@@ -64,11 +59,11 @@ class PartialRollout:
         slice_tokens: int = 0,
         prompt_ids: Array | None = None,
     ) -> None:
-        """prompt_ids: the prompt's tokens as an array that siblings share; None = its own.
+        """prompt_ids: the prompt's tokens as an array that siblings share; None = make one.
 
         known: rows of leading prompt tokens from an earlier turn, in order, of one version.
 
-        slice_tokens: the most that one call samples; 0 = no limit but sampling's own.
+        slice_tokens: most tokens that one call samples; 0 = only sampling's own limit.
         """
         self.rollout_id, self.prompt, self.sampling, self.audit = (
             rollout_id,
@@ -80,7 +75,7 @@ class PartialRollout:
             prompt_ids = np.asarray(prompt.token_ids, np.int32)
         self._prompt_ids = prompt_ids
         self.known, self._slice = known, slice_tokens
-        self._asked = 0  # tokens that the last request allowed
+        self._asked = 0  # max tokens of the last request
         self.segments: list[Segment] = []
         self._calls = 0
 
@@ -90,12 +85,12 @@ class PartialRollout:
 
     @property
     def num_fed(self) -> int:
-        """Tokens of the next request."""
+        """Number of prompt tokens of the next request."""
         return len(self._prompt_ids) + self.num_sampled
 
     @property
     def newest(self) -> PolicyVersion:
-        """Of the tokens so far; a resume on older weights would break the order of versions."""
+        """Newest version of the tokens so far; a resume on older weights would break the order."""
         return self.segments[-1].version if self.segments else PolicyVersion(0, 0)
 
     @property
@@ -103,7 +98,7 @@ class PartialRollout:
         return bool(self.segments) and self.segments[-1].finish != Finish.ABORT
 
     def request(self) -> GenerateRequest:
-        """The next call: everything so far is fed, what is left (of a slice) may be sampled."""
+        """The next request: feeds all tokens so far, samples the rest (of a slice)."""
         left = self.sampling.max_new_tokens - self.num_sampled
         self._asked = min(left, self._slice or left)
         request = GenerateRequest(
@@ -120,23 +115,23 @@ class PartialRollout:
         return request
 
     def recomputed(self, segment: Segment) -> int:
-        """Tokens of this rollout that the call behind `segment` fed to the model once more.
+        """Tokens of this rollout that the call behind `segment` computed again.
 
-        All but the newest had been fed before; what the engine took from its prefix cache was not
-        computed.  A call that sampled nothing counts 0: whether it prefilled is not reported.
-        Ask before `add`.
+        All but the newest token had been computed before; cached ones are not computed again.  A
+        call that sampled nothing counts 0, because the engine does not report its prefill.  Call
+        before `add`.
         """
         if not self.segments or not len(segment.output_ids):
             return 0
         return len(self.prompt.token_ids) + self.num_sampled - 1 - segment.cached_tokens
 
     def add(self, segment: Segment) -> None:
-        """Take one reply: one segment for each version of the weights that sampled it.
+        """Add one reply: one segment per weight version that sampled it.
 
-        A segment aborted before its first token leaves nothing behind.
+        A segment aborted before its first token adds nothing.
 
-        Raises RecordError `known_rows` when other weights prefilled the prompt again, so that the
-        rows of the earlier turn are not those of its KV cache: ask again without them.
+        Raises RecordError `known_rows` when other weights prefilled the prompt, so that the earlier
+        turn's rows do not match the KV cache: request again without them.
         """
         for piece in segment.pieces:
             self._add(piece)
@@ -144,9 +139,9 @@ class PartialRollout:
             self._end_slice()
 
     def _end_slice(self) -> None:
-        """The call ended at its slice's limit, not at that of the rollout: it goes on.
+        """The call ended at its slice's limit, not at the rollout's: the rollout is not finished.
 
-        The engine looks at the limit first, so the last token may be a stop token all the same.
+        The engine checks the limit first, so the last token may still be a stop token.
         """
         if self._asked == self.sampling.max_new_tokens or not self._slice:
             return
@@ -173,7 +168,7 @@ class PartialRollout:
         if len(segment.output_ids) or segment.finish != Finish.ABORT:
             self.segments.append(segment)
         if self.num_sampled == self.sampling.max_new_tokens and not self.finished:
-            # The limit was reached in the same moment as the abort: nothing is left to sample.
+            # The limit was reached at the moment of the abort: the rollout is finished.
             self.segments[-1] = replace(self.segments[-1], finish=Finish.LENGTH)
 
     def blob_uris(self) -> set[str]:
@@ -181,7 +176,7 @@ class PartialRollout:
         return blob_uris(*self.segments)
 
     def rollout(self) -> Rollout:
-        """The finished record.  `moerl.types.check` judges it at the door."""
+        """The finished record; `moerl.types.check` validates it on admission."""
         tokens = np.concatenate([self._prompt_ids, self._sampled()])
         mask = np.zeros(len(tokens), np.bool_)
         mask[len(self._prompt_ids) :] = True
@@ -221,7 +216,7 @@ class PartialRollout:
         return tuple(spans)
 
     def _placed(self, blob_of: Callable[[Segment], Blob | None]) -> tuple[Blob, ...]:
-        """Blobs of the segments that have one, each at its first token among the sampled."""
+        """Blobs of the segments that have one, with the index of their first sampled token."""
         at, parts = 0, []
         for segment in self.segments:
             if (blob := blob_of(segment)) is not None:
@@ -231,7 +226,7 @@ class PartialRollout:
 
 
 class PartialEpisode:
-    """One sibling of a group."""
+    """An unfinished episode; one per sibling of a group."""
 
     def __init__(
         self,
@@ -246,7 +241,8 @@ class PartialEpisode:
     ) -> None:
         """prompt_ids: the prompt's tokens as an array that siblings share.
 
-        slice_tokens: the most that one engine call samples of a turn; 0 = no limit."""
+        slice_tokens: most tokens of a turn that one engine call samples; 0 = no limit.
+        """
         self._slice = slice_tokens
         self.episode_id, self.prompt, self.max_turns = episode_id, prompt, max_turns
         self.turns = [
@@ -259,17 +255,17 @@ class PartialEpisode:
                 prompt_ids=prompt_ids,
             )
         ]
-        self._wasted: set[str] = set()  # blobs of turns that were asked for once more
+        self._wasted: set[str] = set()  # blobs of turns that were requested again
         self._ended = max_turns == 1
 
     @property
     def finished(self) -> bool:
-        """Nothing is left to sample, and the environment has nothing to say."""
+        """True if sampling is done and the environment has no reply to add."""
         return self.turns[-1].finished and self._ended
 
     @property
     def listens(self) -> bool:
-        """A turn ended: `reply` must say how the episode goes on."""
+        """True if a turn ended and `reply` must be called."""
         return self.turns[-1].finished and not self._ended
 
     @property
@@ -284,7 +280,7 @@ class PartialEpisode:
         return self.turns[-1].request()
 
     def add(self, segment: Segment) -> None:
-        """Take a reply of the engine.  Raises RecordError."""
+        """Add a reply of the engine.  Raises RecordError."""
         turn = self.turns[-1]
         try:
             turn.add(segment)
@@ -301,11 +297,11 @@ class PartialEpisode:
             )
 
     def recomputed(self, segment: Segment) -> int:
-        """Of `PartialRollout.recomputed`, for the turn that is being sampled."""
+        """`PartialRollout.recomputed` of the current turn."""
         return self.turns[-1].recomputed(segment)
 
     def reply(self, token_ids: Sequence[int]) -> None:
-        """What the environment said of the turn that ended; nothing ends the episode."""
+        """Add the environment's reply to the ended turn; an empty one ends the episode."""
         if not token_ids:
             self._ended = True
             return
@@ -339,12 +335,12 @@ class PartialEpisode:
         return self._wasted.union(*(turn.blob_uris() for turn in self.turns))
 
     def wasted_uris(self) -> set[str]:
-        """Blobs that no turn of the finished episode names."""
+        """Blobs to which no turn of the finished episode refers."""
         return self._wasted
 
 
 class Environment:
-    """What answers the policy between turns: the task's own code, in the scorer's processes."""
+    """Replies to the policy between turns, from the task's code in the scorer's processes."""
 
     def __init__(
         self,
@@ -355,14 +351,14 @@ class Environment:
         self._scorer, self._decode, self._encode = scorer, decode, encode
 
     async def answer(self, episode: PartialEpisode) -> None:
-        """Let the episode go on, or end it.  Raises ScoreError: it raised or took too long."""
+        """Add the reply or end the episode.  Raises ScoreError when it raises or times out."""
         responses = [text_of(turn.rollout(), self._decode) for turn in episode.turns]
         text = await self._scorer.reply(episode.prompt, responses)
         episode.reply(self._encode(text) if text else ())
 
 
 def text_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
-    """What the policy said in one turn."""
+    """Text of the policy in one turn."""
     return decode(rollout.token_ids[rollout.prompt_len :].tolist())
 
 
@@ -409,7 +405,7 @@ def sampling_params(config: SamplingConfig, model: ModelShape) -> SamplingParams
 
 
 def blob_uris(*records: Rollout | Segment | RecordError) -> set[str]:
-    """Blobs of rollouts, or of the replies to an engine call; a refused reply has none."""
+    """Blobs of rollouts, or of engine replies; a refused reply has none."""
     return {ref.uri for record in records for ref in _refs(record)}
 
 
@@ -419,7 +415,7 @@ def group_uris(*groups: EpisodeGroup) -> set[str]:
 
 
 def _refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
-    """Into every blob; the arrays of one engine reply are in one blob."""
+    """References to all blobs; the arrays of one engine reply are in one blob."""
     routes: Sequence[RoutingBlob | None] = ()
     masks: Sequence[MaskBlob | None] = ()
     logprobs: Sequence[LogprobBlob | None] = ()

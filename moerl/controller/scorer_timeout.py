@@ -1,7 +1,7 @@
-"""A scorer whose answers come in time, complete and finite, or are a ScoreError.
+"""A scorer wrapper: complete and finite answers in time, else a ScoreError.
 
-Its processes keep time for each response; what they cannot see is the end of their own process, or
-of the link to it.  Groups, turns and evaluations all ask through here.
+The scorer limits the time of each response; it cannot detect the death of its own process or a
+broken connection.  Groups, turns and evaluations all use this wrapper.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from moerl.errors import ScoreError
 from moerl.messages import Scorer
 from moerl.types import Episode, Prompt, Score
 
-_START_S = 120.0  # a scorer that died is started again meanwhile
-_REPLY_S = 600.0  # beside that: replies of thousands of episodes may be asked for at once
+_START_S = 120.0  # seconds for a restart of the scorer
+_REPLY_S = 600.0  # more seconds for replies of thousands of episodes at once
 
 
 class ScorerWithTimeout:
     """The `Scorer` protocol over another one."""
 
     def __init__(self, scorer: Scorer, timeout_s: float) -> None:
-        """timeout_s: of one response, `task.score_timeout_s`."""
+        """timeout_s: per response, `task.score_timeout_s`."""
         self._scorer, self._timeout_s = scorer, timeout_s
 
     async def score(
@@ -43,7 +43,7 @@ class ScorerWithTimeout:
         return scores
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        """Of the environment.  Raises ScoreError."""
+        """Reply of the environment.  Raises ScoreError."""
         limit_s = self._timeout_s + _START_S + _REPLY_S
         try:
             async with asyncio.timeout(limit_s):

@@ -1,7 +1,7 @@
-"""Score: check a finished group at the door, score it, and admit it to the buffer, or say why not.
+"""Checks finished groups, scores them, and admits them to the buffer or refuses them.
 
-Nothing unchecked or unscored enters the line.  A refused record is counted by its reason and its
-group generated again; a group that cannot be scored, or teaches nothing, makes room for another.
+Only checked and scored groups enter the buffer.  A refused record is counted by its reason and its
+group regenerated; a group that cannot be scored, or has no learning signal, is replaced by another.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
 
 log = logging.getLogger(__name__)
 
-_MAX_ATTEMPTS = 3  # times one group may be refused before the run stops
-_MAX_SCORE_ERRORS = 32  # scoring failures in a row before the run stops, whatever the policy
+_MAX_ATTEMPTS = 3  # refusals of one group before the run stops
+_MAX_SCORE_ERRORS = 32  # consecutive scoring failures before the run stops
 
 
 class ScoringStage:
-    """The only way into the buffer."""
+    """Checks, scores and admits groups; the only writer of the buffer."""
 
     def __init__(self, context: Context) -> None:
         services = context.services
@@ -37,26 +37,26 @@ class ScoringStage:
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
         self._dropped = 0  # groups of equal rewards since the last plan
-        self._score_errors = 0  # in a row
+        self._score_errors = 0  # consecutive failures
         self._attempts: dict[int, int] = {}
-        # Of groups that closed before these carried ones: their rewards, once they are scored.
+        # Rewards of closed groups, once scored, for their late siblings.
         self._peers: dict[int, asyncio.Future[tuple[float, ...]]] = {}
 
     @property
     def finishing(self) -> int:
-        """Groups being checked and scored."""
+        """Number of groups being checked and scored."""
         return len(self._scoring)
 
     def partials(self) -> Iterator[PartialEpisode]:
-        """Of the groups being checked and scored."""
+        """Rollouts of the groups being checked and scored."""
         return (partial for partials in self._scoring.values() for partial in partials)
 
     def finish(
         self, group_id: int, partials: list[PartialEpisode], later: int | None = None
     ) -> None:
-        """Check, score and admit a generated group, beside everything else.
+        """Check, score and admit a generated group, in a task.
 
-        later: id under which late siblings of the group go on.
+        later: id of the group's late siblings.
         """
         if later is not None:
             self._peers[later] = asyncio.get_running_loop().create_future()
@@ -64,16 +64,16 @@ class ScoringStage:
         self._tasks.spawn(self._finish(group_id, partials))
 
     def planned(self) -> None:
-        """A batch is complete: dropping groups of equal rewards starts from zero."""
+        """A batch is complete: reset the count of groups dropped for equal rewards."""
         self._dropped = 0
 
     def refuse(self, group_id: int, partials: list[PartialEpisode], error: RecordError) -> None:
-        """Count the refusal and generate the group again; three times in a row ends the run."""
+        """Count the refusal and regenerate the group; three in a row end the run."""
         self._step_metrics.refused[error.reason] += 1
         log.warning("group %d: %s", group_id, error)
         self._delete(partials)
         self._leave(group_id, partials)
-        if group_id < 0:  # late siblings are not generated again
+        if group_id < 0:  # late siblings are not regenerated
             self._buffer.discard(group_id)
             self._tasks.notify()
             return
@@ -84,7 +84,7 @@ class ScoringStage:
         self._tasks.notify()
 
     def drop_branch(self, group: EpisodeGroup) -> None:
-        """Some of its tokens are of weights that a restarted trainer gave up."""
+        """Drop a group with tokens of a discarded branch of weights."""
         self._step_metrics.dropped_branch += 1
         self._ref_counts.forget(group)
 
@@ -128,7 +128,7 @@ class ScoringStage:
             self.refuse(group_id, partials, RecordError("journal", str(error)))
 
     async def _swap(self, group_id: int, rewards: tuple[float, ...]) -> tuple[float, ...]:
-        """Tell late siblings these rewards; of late siblings: those of the others, once scored."""
+        """Pass rewards between a group and its late siblings; returns those of the others."""
         if group_id in self._peers:
             peers = await self._peers[group_id]
             self._peers.pop(group_id, None)
@@ -138,7 +138,7 @@ class ScoringStage:
         return ()
 
     def _leave(self, group_id: int, partials: list[PartialEpisode]) -> None:
-        """A group is not admitted: late siblings are told nothing, and get no second chance."""
+        """A group is not admitted: its late siblings get no rewards; late siblings are dropped."""
         if group_id < 0:
             self._step_metrics.dropped_siblings += len(partials)
             self._peers.pop(group_id, None)
@@ -146,7 +146,7 @@ class ScoringStage:
             waiting.set_result(())
 
     async def _admit(self, group: EpisodeGroup) -> None:
-        """Into the journal, then into the line."""
+        """Write to the journal, then to the buffer."""
         if self._journal.is_shared:
             await asyncio.to_thread(self._journal.share, group)
         if not self._history.holds_all(group):
@@ -159,7 +159,7 @@ class ScoringStage:
         self._buffer.admit(group)
 
     def _checked(self, partial: PartialEpisode) -> tuple[Turn, ...]:
-        """Each turn follows the one before.  Raises RecordError."""
+        """Check that each turn continues the one before.  Raises RecordError."""
         rollouts = [turn.rollout() for turn in partial.turns]
         for rollout in rollouts:
             self._check(rollout)
@@ -171,13 +171,13 @@ class ScoringStage:
             if not self._history.knows(span.version, self._buffer.next_step):
                 raise RecordError(
                     "version",
-                    f"{rollout.rollout_id}: tokens of {span.version}, which nobody published",
+                    f"{rollout.rollout_id}: tokens of {span.version}, which was never published",
                 )
 
     def drop_unscored(
         self, group_id: int, partials: list[PartialEpisode], error: ScoreError
     ) -> None:
-        """Another group takes its place, if so configured and if scoring works at all."""
+        """Replace the group, if so configured and if scoring works at all."""
         self._score_errors += 1
         task = self._config.task
         if task.on_score_error == "stop" or self._score_errors >= _MAX_SCORE_ERRORS:
@@ -187,9 +187,9 @@ class ScoringStage:
         self._discard(group_id, partials)
 
     def _drops_equal(self, rewards: Collection[float]) -> bool:
-        """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): equal rewards teach nothing.
+        """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): drop groups of equal rewards.
 
-        Bounded, so that a task that is solved, or hopeless, goes on instead of starving.
+        The number per batch is bounded, so that a solved or hopeless task does not stop the run.
         """
         rollout = self._config.rollout
         if not rollout.drop_zero_variance or len(set(rewards)) > 1:
@@ -232,10 +232,10 @@ class ScoringStage:
 
 
 def place_steps(score: Score, episode: Episode, decode: Callable[[Sequence[int]], str]) -> Score:
-    """Process rewards at sampled tokens instead of turns, and characters of the last response.
+    """Process rewards at sampled tokens instead of turns and characters of the last response.
 
-    A turn ends with its last token, a step with the token that holds its last character; several
-    that end in one token are added there.
+    A turn's reward is at its last token, a step's at the token with its last character; rewards at
+    one token are added.
     """
     if not score.text_steps and not score.turns:
         return score

@@ -1,9 +1,9 @@
 """Durability `shared`: one sealed file per admitted group in the run directory.
 
-A file holds the group's header and its blobs (`moerl.records.blob_copies`), so a run that lost a
-node finds everything it needs to train the group: of an engine's node its blobs, which readers find
-there, of the controller's the journal, which `restore` fills again.  `controller_state` beside them
-holds the history, without which nobody could say which tokens are legal.
+A file holds the group's header and its blobs (`moerl.records.blob_copies`).  After the loss of an
+engine's node readers find the blobs there; after the loss of the controller's node `restore` fills
+the journal from them.  `facts` in the same folder has the history (`SharedState`), which decides
+which tokens are legal.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from moerl.types import EpisodeGroup
 
 log = logging.getLogger(__name__)
 
-_HEADER = ""  # the part that is no blob
+_HEADER = ""  # part name of the header; other parts are blobs
 
 
 class SharedGroups:
-    """One sealed file per admitted group in the run directory: its header and its blobs."""
+    """The sealed files of admitted groups."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._stale: set[int] = set()  # groups whose files are to be deleted
-        self._lock = threading.Lock()  # of these
+        self._lock = threading.Lock()  # protects _stale
 
     def share(self, group: EpisodeGroup, blobs: BlobStore) -> None:
         """Raises JournalError: no room, or a blob's node is gone."""
         path = self._path(group.group_id)
         with self._lock:
-            self._stale.discard(group.group_id)  # it was generated again
+            self._stale.discard(group.group_id)  # it was regenerated
         try:
             parts = [(_HEADER, encode_value(group))]
             parts += [(uri, blobs.read(uri)) for uri in sorted(group_uris(group))]
             seal(path, parts)
         except (OSError, BlobError) as error:
             path.unlink(missing_ok=True)  # of an earlier try
-            raise JournalError(f"group {group.group_id} was not shipped: {error}") from error
+            raise JournalError(f"group {group.group_id} was not copied: {error}") from error
 
     def keep_state(self, controller_state: SharedState) -> None:
         try:
             seal(self._folder / "facts", [(_HEADER, encode_value(controller_state))])
         except OSError as error:
-            raise JournalError(f"the history was not shipped: {error}") from error
+            raise JournalError(f"the history was not copied: {error}") from error
 
     def remove(self, group_ids: Iterable[int]) -> None:
-        """These are of no more use: the next `sweep` deletes their files."""
+        """Mark groups as unneeded; the next `sweep` deletes their files."""
         with self._lock:
             self._stale.update(group_ids)
 
     def sweep(self) -> None:
-        """Hundreds per step, on a network file system: not for an event loop.  Any thread.
+        """Delete marked files; hundreds per step, on a network file system.  Slow; thread-safe.
 
-        What cannot be deleted is tried again the next time.
+        Failed deletions are tried again the next time.
         """
         while True:
             with self._lock:
@@ -75,27 +75,27 @@ class SharedGroups:
                     self._path(group_id).unlink(missing_ok=True)
                 except OSError as error:
                     self._stale.add(group_id)
-                    log.warning("shipped group %d was not deleted: %s", group_id, error)
+                    log.warning("the copy of group %d was not deleted: %s", group_id, error)
                     return
 
     def held(self) -> set[int]:
-        """Groups that were shipped and not removed."""
+        """Groups that were copied and not removed."""
         paths = self._folder.glob(f"*{SUFFIX}")
         found = {int(path.stem) for path in paths if not path.name.startswith(".")}
         with self._lock:
             return found - self._stale
 
     def keep_only(self, group_ids: set[int]) -> None:
-        """Remove all other groups, and half-written files.  Only while nothing is being shipped."""
+        """Remove all other groups and half-written files.  Only while no copy is being made."""
         self.remove(self.held() - group_ids)
         self.sweep()
         for path in self._folder.glob(".*"):
             path.unlink()
 
     def restore(self, recovered: RecoveredState, blobs: BlobStore) -> None:
-        """Add what was shipped and is not in the journal; the trainer has to say hello again.
+        """Add copied groups that the journal lacks; the trainer must then say hello again.
 
-        Blobs that nobody can read are put back into this node's store.
+        Blobs that cannot be read are put back into this node's store.
         """
         shipped = self._controller_state()
         if shipped is None:
@@ -120,11 +120,11 @@ class SharedGroups:
         try:
             return None if parts is None else decode_value(parts[_HEADER].read(), SharedState)
         except (BlobError, msgspec.MsgspecError) as error:
-            log.error("the shipped history is left out: %s", error)
+            log.error("the copied history is ignored: %s", error)
             return None
 
     def _group(self, group_id: int, blobs: BlobStore) -> EpisodeGroup | None:
-        """A group with blobs that can be read; None when its file is not what was written."""
+        """A group with readable blobs; None when its file is damaged."""
         parts = copied_blobs_of(self._path(group_id))
         if parts is None:
             return None
@@ -133,6 +133,6 @@ class SharedGroups:
             for uri in blobs.missing(parts):
                 blobs.put_back(uri, parts[uri].read())
         except (BlobError, msgspec.MsgspecError) as error:
-            log.error("shipped group %d is left out: %s", group_id, error)
+            log.error("the copy of group %d is ignored: %s", group_id, error)
             return None
         return group

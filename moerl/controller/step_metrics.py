@@ -1,8 +1,6 @@
-"""What happened between two optimizer steps, as metrics; reset at every step.
+"""Metrics of one optimizer step: counts since the last one, batch statistics, and a sample.
 
 Sums and counts only; names are those of docs/metrics.md.
-
-What the controller says of a finished step, with text and reward of a rollout for the report.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from moerl.config import Config
 from moerl.messages import EngineStatus, UpdateClosed
 from moerl.types import EpisodeGroup, Finish, PolicyVersion
 
-# of the histogram of lags, as those of the mismatch: name, first and last lag
+# Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
 _LAG_BINS = (
     ("lag_0", 0, 0),
     ("lag_1", 1, 1),
@@ -35,7 +33,7 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
-        self.evaluations: deque[dict[str, float]] = deque()  # that ended and are in no row yet
+        self.evaluations: deque[dict[str, float]] = deque()  # finished evaluations, in no row yet
         self._last = time.monotonic()
         self._engine_last: dict[int, EngineStatus] = {}
         self._reset()
@@ -45,13 +43,13 @@ class StepMetrics:
         self.ref_wait_s = 0.0
         self.interrupts = 0
         self.recomputed_tokens = 0
-        self.prompt_tokens = 0  # of all requests that were answered
-        self.cached_tokens = 0  # of them, from the prefix caches
+        self.prompt_tokens = 0  # of all answered requests
+        self.cached_tokens = 0  # prompt tokens from prefix caches
         self.routed_groups = 0
         self.dropped_stale = 0
         self.dropped_branch = 0
         self.dropped_lost = 0
-        self.copied = 0  # groups of this batch with records that their node has no more
+        self.copied = 0  # groups of this batch read from copies
         self.engine_restarts = 0
         self.score_failures = 0
         self.engines_suspended = 0
@@ -69,9 +67,9 @@ class StepMetrics:
         self.recomputed_tokens += closed.recomputed
 
     def row(self, engines: list[EngineStatus], ages_s: Sequence[float] = ()) -> dict[str, float]:
-        """Metrics of one step; call once per step.  Absent, never 0, when not measurable.
+        """Metrics of one step; call once per step.  Metrics that were not measured are absent.
 
-        ages_s: how long each group lay in the buffer, finished.
+        ages_s: seconds in buffer, per group of the last batch.
         """
         now = time.monotonic()
         elapsed = max(now - self._last, 1e-9)
@@ -118,7 +116,7 @@ class StepMetrics:
         for status in engines:
             before = self._engine_last.get(status.engine)
             if before and before.generated_tokens > status.generated_tokens:
-                before = None  # the engine was started again
+                before = None  # the engine was restarted
             tokens += status.generated_tokens - (before.generated_tokens if before else 0)
             busy += status.busy_s - (before.busy_s if before else 0.0)
             self._engine_last[status.engine] = status
@@ -129,7 +127,7 @@ class StepMetrics:
 
 
 def batch_metrics(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
-    """Metrics of what one step trains; long for thousands of rollouts, any thread."""
+    """Metrics of one batch.  Slow for thousands of rollouts; thread-safe."""
     return _samples(groups) | _lags(groups, step) if groups else {}
 
 
@@ -171,7 +169,7 @@ def _lags(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """One finished optimizer step, for metrics.jsonl, the panel and the report."""
+    """One finished optimizer step, for metrics.jsonl, the console and the report."""
 
     step: int
     version: PolicyVersion
@@ -185,12 +183,12 @@ def samples_of(
     step: int,
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, object]]:
-    """One rollout of a step, as long as the report has room for it."""
+    """One rollout of a step, cut to the length that the report shows."""
     every = max(1, config.run.steps // max(1, config.observe.sample_rollouts))
     if not config.observe.sample_rollouts or step % every:
         return []
     group = groups[0]
-    episode = group.episodes[0]  # not the best one: the report shows what is typical
+    episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
     return [
         {

@@ -1,7 +1,7 @@
-"""The tasks of one event loop that share a fate, and the change they wait for.
+"""Asyncio tasks that fail together, and a wake-up event for waiting loops.
 
-A task that fails ends the run: its error is kept for whoever awaits `failure`.  Loops that have
-nothing to do wait for a change instead of polling.
+A task that fails ends the run: its error is kept for the awaiter of `failure`.  Idle loops wait for
+a notification instead of polling.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_COLLECT_S = 300.0  # between full passes of the garbage collector
-_TRIM_S = 20.0  # between returns of free memory
+_COLLECT_S = 300.0  # seconds between full passes of the garbage collector
+_TRIM_S = 20.0  # seconds between returns of free memory
 _NEVER = 2**31 - 1
 _M_ARENA_MAX = -8  # malloc.h
 
 
 async def collect_rarely() -> None:
-    """Full garbage collections at long intervals instead of every second; until cancelled.
+    """Run full garbage collections at long intervals; until cancelled.
 
-    With 20,000 episodes in flight half a million records live, and Python looks at all of them
-    whenever they grew by a quarter: 0.1 to 0.3 s in which nobody gets a turn.  Records form no
-    cycles, so reference counts free them; what does (failed calls with their tracebacks) is found
-    young, or waits for the next full pass.  Process-wide: the controller has a process of its own.
+    With 20,000 episodes in flight there are half a million record objects, and each full collection
+    stops the loop for 0.1 to 0.3 s; Python's default is one per quarter of growth.  Records form no
+    cycles, so reference counts free them; cycles (failed calls with tracebacks) are collected young
+    or at the next full pass.  Process-wide: the controller has its own process.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
@@ -41,11 +41,10 @@ async def collect_rarely() -> None:
 
 
 async def return_memory() -> None:
-    """Give free pages back to the system at intervals; until cancelled.
+    """Return free pages to the system at intervals; until cancelled.
 
-    Records come and go by the hundred thousand and batches are encoded in tens of megabytes: at
-    20,000 episodes a third of glibc's heap is holes.  `man malloc_trim`; other C libraries have
-    none.
+    Records are allocated by the hundred thousand and batches encoded in tens of megabytes: at
+    20,000 episodes a third of glibc's heap is free fragments.  `man malloc_trim`; glibc only.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
@@ -54,23 +53,23 @@ async def return_memory() -> None:
 
 
 def share_one_heap() -> None:
-    """Threads that encode batches take turns in one heap; each would keep the holes of its own.
+    """Use one malloc arena for all threads; each arena would keep its own free fragments.
 
-    Seen in `bench/controller_load.py`: memory rose by 25 MiB whenever one more thread had its turn.
-    Process-wide, for threads to come.  `man mallopt`.
+    `bench/controller_load.py` grew by 25 MiB per additional encoding thread.  Process-wide, for
+    threads started later.  `man mallopt`.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_ARENA_MAX, 1)
 
 
 async def look_after_memory() -> None:
-    """All of the above."""
+    """Apply all of the above."""
     share_one_heap()
     await asyncio.gather(collect_rarely(), return_memory())
 
 
 class TaskGroup:
-    """Made inside a running event loop."""
+    """Create it inside a running event loop."""
 
     def __init__(self) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,7 +78,7 @@ class TaskGroup:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the others; its failure becomes everybody's."""
+        """Run `work` concurrently; its failure becomes the group's."""
 
         async def guarded() -> None:
             try:
@@ -93,14 +92,14 @@ class TaskGroup:
         task = asyncio.get_running_loop().create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # cancelled before its first turn
+        task.add_done_callback(lambda _: work.close())  # cancelled before its first step
 
     def fail(self, error: BaseException) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
 
     def notify(self) -> None:
-        """Wake everybody who waits for a change: each wait holds the event it began with."""
+        """Wake all waiters: each wait uses the event that was current when it began."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -111,7 +110,7 @@ class TaskGroup:
                 await event.wait()
 
     async def stop(self) -> None:
-        """Cancel all tasks; `failure` ends without an error if there was none."""
+        """Cancel all tasks; `failure` then ends without an error if there was none."""
         self.stopping = True
         if not self.failure.done():
             self.failure.set_result(None)

@@ -1,7 +1,7 @@
-"""Answers the trainer's messages: its start, plans, finished steps, and weight updates of engines.
+"""Answers the trainer's messages: hello, plans, finished steps, and weight updates of engines.
 
-The trainer asks for a plan and publishes its weights after each step; a message that was answered
-by a controller that died is sent again, and gets the same answer.
+The trainer asks for a plan and publishes its weights after each step.  A message that an earlier
+controller answered is sent again after its death, and gets the same answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainerHandler:
-    """One trainer, which may start again, and the ranks of reference and teacher."""
+    """Serves one trainer, which may restart, and the ranks of reference and teacher."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class TrainerHandler:
         )
         self._scoring_stage, self._producer, self._evaluator = scoring_stage, producer, evaluator
         self._availability, self._ref_models = availability, ref_models
-        self.engines_up = asyncio.Event()  # the trainer's hello is answered from then on
-        self.failure = ""  # what a rank of the trainer said last, when it ended
+        self.engines_up = asyncio.Event()  # set when the trainer's hello may be answered
+        self.failure = ""  # last error reported by a rank of the trainer
         self._dp_size = 0
-        self._rows = self._config.run.steps  # of metrics, when all steps are done
+        self._rows = self._config.run.steps  # rows of metrics when all steps are done
 
     def restore(self, recovered: RecoveredState) -> None:
-        """Continue where a controller ended."""
+        """Restore the state of an earlier controller."""
         self._dp_size = recovered.controller_state.dp_size
 
     async def handle(self, message: Message) -> Message:
@@ -106,7 +106,7 @@ class TrainerHandler:
             case Failed():
                 return self._failed(message)
             case _:
-                raise ProtocolError(f"{type(message).__name__} is not for the controller")
+                raise ProtocolError(f"{type(message).__name__} is not a message for the controller")
 
     def _failed(self, message: Failed) -> Ok:
         error = TrainerError(f"{message.job} rank {message.rank}: {message.cause}")
@@ -119,12 +119,12 @@ class TrainerHandler:
         return Ok()
 
     def _to_come(self, version: PolicyVersion) -> int:
-        """Groups that are being scored, or must still be started under this version."""
+        """Groups that are being scored or must still be started under this version."""
         is_current = version.incarnation == self._pool.incarnation
         wanted = self._producer.wanted(version.step) if is_current else 0
         return self._scoring_stage.finishing + wanted
 
-    # --- its start ------------------------------------------------------------------------------
+    # --- hello ----------------------------------------------------------------------------------
     async def _hello(self, message: Hello) -> Message:
         await self.engines_up.wait()
         self._pool.expect_no_newer(message.version.incarnation)
@@ -143,7 +143,7 @@ class TrainerHandler:
         return self._sync_targets.begin() or Ok()
 
     def _drop_branch(self) -> None:
-        """Ready groups with tokens of weights that the trainer has not continued from."""
+        """Drop ready groups with tokens of weights outside the trainer's history."""
         branch = self._buffer.evict(lambda group: not self._history.holds_all(group))
         self._journal.left(group.group_id for group in branch)
         for group in branch:
@@ -159,14 +159,14 @@ class TrainerHandler:
         self._pool.expect_trainer()
         if news := self._sync_targets.pending_update():
             return news
-        if message.step in self._batches.planned:  # the reply was lost with a controller
+        if message.step in self._batches.planned:  # the reply was lost with an earlier controller
             return await self._scored_plan(message)
         return await self._collect(message) or await self._scored_plan(message)
 
     async def _collect(self, message: TakePlan) -> SetEngines | Refresh | None:
-        """Plan a step when its batch is complete; or return what the trainer must do before.
+        """Plan a step when its batch is complete; or return what the trainer must do first.
 
-        Raises ProtocolError when that takes too long, or another trainer has started meanwhile.
+        Raises ProtocolError on timeout, or when a newer trainer has started.
         """
         if message.step != self._buffer.next_step:
             raise ProtocolError(f"plan {message.step} asked, plan {self._buffer.next_step} is next")
@@ -185,10 +185,10 @@ class TrainerHandler:
         return None
 
     async def _complete_batch(self, incarnation: int | None) -> list[EpisodeGroup] | None:
-        """The groups of the next step, none too old and all records readable; None: not yet."""
+        """The next step's groups, none stale and all records readable; None: not yet."""
         while True:
             if self._pool.incarnation != incarnation:
-                raise ProtocolError("another trainer has taken over")
+                raise ProtocolError("a newer trainer has started")
             self._drop_stale()
             if not (due := self._buffer.due()):
                 return None
@@ -199,7 +199,7 @@ class TrainerHandler:
                 return groups
 
     def _expect_in_time(self, waited_s: float, timeout_s: float) -> None:
-        """Raises ProtocolError that says what the engines are doing instead."""
+        """Raises ProtocolError after the timeout, with the state of groups and engines."""
         if waited_s > timeout_s:
             raise ProtocolError(
                 f"no batch of {self._config.rollout.groups_per_step} groups after "
@@ -216,7 +216,7 @@ class TrainerHandler:
             self._ref_counts.forget(group)
 
     async def _scored_plan(self, message: TakePlan) -> Plan:
-        """The plan of a step that has its groups, once reference ranks have scored all of them."""
+        """The plan of a complete step, after reference ranks have scored all its groups."""
         incarnation = self._pool.incarnation
 
         def is_current() -> bool:
@@ -229,7 +229,7 @@ class TrainerHandler:
         return await self._plan(message.step)
 
     async def _plan(self, step: int) -> Plan:
-        """On a thread: bins of thousands of rollouts take longer than the loop may stand still."""
+        """Build a plan; in a thread, because packing thousands of rollouts would block the loop."""
         plan = await asyncio.to_thread(
             plan_batch,
             step,
@@ -242,7 +242,7 @@ class TrainerHandler:
         return Plan(self._ref_models.with_scores(plan))
 
     async def _end(self, message: TakePlan) -> Message:
-        """Stop; evaluations that no step's row holds, that of the last weights, get their own."""
+        """Stop the run; evaluations in no step's row, such as the last, get their own row."""
         config, stop = self._config, Stop(f"all {self._config.run.steps} steps are done")
         if self._pool.incarnation is None:
             return stop
@@ -263,12 +263,14 @@ class TrainerHandler:
     async def _step_done(self, message: StepDone) -> Message:
         planned = tuple(self._batches.planned.get(message.step, ()))
         found = await asyncio.to_thread(batch_metrics, planned, message.step)
-        engines = await self._pool.statuses()  # from here on nothing else gets between
+        engines = await self._pool.statuses()  # no other message is handled in between
         self._pool.expect_trainer()
         if message.version.incarnation != self._pool.incarnation:
-            raise ProtocolError(f"step {message.step} of {message.version}: that trainer is gone")
+            raise ProtocolError(
+                f"step {message.step} of {message.version}: that trainer was replaced"
+            )
         if message.step < self._batches.done:
-            return Ok()  # said before: the reply was lost with a controller
+            return Ok()  # already handled: the reply was lost with an earlier controller
         groups = self._batches.planned[message.step]
         metrics = dict(message.metrics)
         metrics |= found | self._step_metrics.row(engines, self._buffer.ages_s)
@@ -289,7 +291,7 @@ class TrainerHandler:
             (folder / f"step-{step:06d}.msgpack").write_bytes(encode_value(groups))
 
     def _let_go(self, groups: Iterable[EpisodeGroup]) -> None:
-        """Trained groups leave; kept records keep their blobs.  Any thread."""
+        """Release trained groups; kept records keep their blobs.  Thread-safe."""
         if self._services.records is None:
             for group in groups:
                 self._ref_counts.forget(group)

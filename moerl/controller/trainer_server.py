@@ -1,12 +1,12 @@
-"""The controller's door for the trainer: one ZeroMQ ROUTER on the private interface.
+"""The controller's server for the trainer: one ZeroMQ ROUTER on the private interface.
 
 Frames of a request: [identity, token, name, message]; of a reply: [identity, name, message].  Each
-request is answered by a task of its own, so a publish is served while a plan is awaited.  A wrong
-token is answered with Refused and changes nothing.
+request has its own task, so a publish is served while a plan is awaited.  A wrong token is answered
+with Refused and changes nothing.
 
-A trainer repeats a request until it is answered, because a controller may die in between.  The name
-is the same every time: what is being worked on is not begun twice, and the answer goes to whoever
-asked last (a connection that was made again is another identity).
+A trainer repeats a request under the same name until it is answered, because a controller may die
+in between.  A request in progress is not started twice, and the answer goes to the identity that
+asked last (a reconnect has a new identity).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moerl.serialization import decode, encode
 
 log = logging.getLogger(__name__)
 
-_MAX_REQUEST = 256 * 2**20  # bytes: a request is read before its token is
-_KEPT_ANSWERS = 64  # for a request that was repeated while its answer was on its way
-_KEPT_BYTES = 65536  # a longer answer, a plan, is made again: asking twice gives the same one
+_MAX_REQUEST = 256 * 2**20  # bytes; a request is read before its token is checked
+_KEPT_ANSWERS = 64  # for requests repeated while their answer was in transit
+_KEPT_BYTES = 65536  # longer answers (plans) are built again, with equal content
 
 
 class TrainerServer:
@@ -41,7 +41,7 @@ class TrainerServer:
         handle: Callable[[Message], Awaitable[Message]],
         endpoint: str = "",
     ) -> None:
-        """endpoint: where an earlier server of this run was; empty = any free port of `address`."""
+        """endpoint: of an earlier server of this run; empty = any free port of `address`."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
@@ -53,7 +53,7 @@ class TrainerServer:
             self._socket.bind(endpoint)
             self.endpoint = endpoint
         else:
-            # below the ports of outgoing connections: nobody else gets it while nobody listens
+            # below the range of outgoing connections, so that the port stays free during a restart
             port = self._socket.bind_to_random_port(f"tcp://{address}", 20000, 32000, 1000)
             self.endpoint = f"tcp://{address}:{port}"
 
@@ -77,7 +77,7 @@ class TrainerServer:
 
     async def _answer(self, name: bytes, data: bytes) -> None:
         reply = await self._reply(data)
-        # A plan of thousands of rollouts would stop the loop for tens of milliseconds.
+        # Encoding a plan of thousands of rollouts would block the loop for tens of milliseconds.
         is_long = isinstance(reply, Plan)
         answer = await asyncio.to_thread(encode, reply) if is_long else encode(reply)
         if len(answer) <= _KEPT_BYTES:

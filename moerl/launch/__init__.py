@@ -1,1 +1,1 @@
-"""Puts the plain classes on Ray, starts torchrun, supervises; the only home of ray."""
+"""Starts a run: Ray actors, torchrun, supervision.  The only package that imports ray."""

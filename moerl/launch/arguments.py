@@ -1,4 +1,4 @@
-"""Arguments that several commands share, for typer."""
+"""Command-line arguments that several commands share, for typer."""
 
 from __future__ import annotations
 

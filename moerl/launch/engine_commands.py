@@ -1,4 +1,4 @@
-"""`moerl engines list | add | remove`: engines of a run that goes on, over its control API."""
+"""`moerl engines list | add | remove`: the engines of a running run, through its control API."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import typer
 from moerl.launch.nodes.control_api import request
 from moerl.run_dir import RunDir, find_run
 
-engines = typer.Typer(
-    no_args_is_help=True, help="Engines of a run that goes on: list them, add one, let one go."
-)
-_RUN = typer.Argument(metavar="RUN", help="A run's name, or its folder; it must be going on.")
+engines = typer.Typer(no_args_is_help=True, help="Engines of a running run: list, add, remove.")
+_RUN = typer.Argument(metavar="RUN", help="Name or folder of a run; it must be running.")
 
 
 @engines.command("list")
 def engines_list(run: Annotated[str, _RUN]) -> None:
-    """Each engine's size (tp), state, version of its weights, and groups in generation.
+    """Print each engine's size (tp), state, weight version, and number of groups in generation.
 
     Example:
 
@@ -37,10 +35,10 @@ def engines_add(
     run: Annotated[str, _RUN],
     tp: Annotated[int, typer.Option(min=0, help="Tensor-parallel ranks; 0 = engine.tp.")] = 0,
 ) -> None:
-    """Start one more engine beside the others; it is brought to the newest weights, then works.
+    """Start one more engine; it gets requests once it has the newest weights.
 
-    On a cluster it goes where a slot is free: tools/launch/engine_node.sh RUN_DIR --slots N brings
-    a node with N of them.
+    On a cluster it takes a free slot: tools/launch/engine_node.sh RUN_DIR --slots N adds a node
+    with N of them.
 
     Example:
 
@@ -54,19 +52,19 @@ def engines_add(
 def engines_remove(
     run: Annotated[str, _RUN],
     engine: Annotated[
-        int, typer.Argument(metavar="ENGINE", min=0, help="Its number, as `list` shows it.")
+        int, typer.Argument(metavar="ENGINE", min=0, help="Its number, as `list` prints it.")
     ],
 ) -> None:
-    """Let an engine go: it starts nothing any more, what runs on it goes on elsewhere.
+    """Remove an engine: its running requests are interrupted and continue on other engines.
 
-    The last engine that works cannot go.
+    The last working engine cannot be removed.
 
     Example:
 
       moerl engines remove mine 1
     """
     state = _asked(run, do="remove", engine=engine)
-    typer.echo(f"engine {engine} is {state}; moerl engines list {run} shows those that stay")
+    typer.echo(f"engine {engine} is {state}; moerl engines list {run} shows the others")
 
 
 def _asked(run: str, **question: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Before anything starts: checks, model folder, state of the run directory, the `RunContext`."""
+"""Checks before any process starts; makes the model folder and the `RunContext`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from moerl.run_dir import RunDir, next_incarnation, read_manifest
 def prepare(
     config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False
 ) -> RunContext:
-    """Check everything that can be checked, make the tiny model if asked, cut the metrics.
+    """Run every check that needs no process, make the tiny model if asked, clear old files.
 
-    reset_optimizer: with resume, begin with fresh optimizer state.
-    Raises ConfigError before any process is started.
+    reset_optimizer: with resume, start from fresh optimizer state.  Raises ConfigError before any
+    process is started.
     """
     config = resolve(config)
     check(config)
     check_args(config.engine.args, replay=config.replay.routing == "R3")
     if reset_optimizer and not is_local(config.cluster):
         raise ConfigError(
-            "--reset-optimizer", True, "a trainer on nodes of its own does not learn of it yet"
+            "--reset-optimizer",
+            True,
+            "not supported on a cluster yet; needs cluster.launcher=local",
         )
     config = _with_model(config, run)
     hf_config = check_model(config)
@@ -51,7 +53,7 @@ def prepare(
     _refuse_network(journal_dir)
     keeps = config.rollout.keep_records
     blob_dir = run.records / "blobs" if keeps else Path(config.cluster.blob_dir) / own
-    if not resume:  # left by a run of this name that was removed
+    if not resume:  # left by a removed run of the same name
         for folder in (journal_dir, run.journal, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
     run.endpoints.close()  # of an earlier start that was killed
@@ -70,17 +72,17 @@ def prepare(
         records=run.records / f"{incarnation}" if keeps else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
-    spec = plan.spec()  # refuses an unknown family before anything starts
+    spec = plan.spec()  # raises for an unknown family before anything starts
     for role, path in ref_models_of(plan.config).items():
         _check_ref_models(f"algorithm.{role}", path, spec)
-    plan.prompts().prompt(0)  # and a task that cannot give a prompt
+    plan.prompts().prompt(0)  # raises for a task that has no prompt
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)
     return plan
 
 
 def _check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
-    """A reference or teacher must be a model that is known, over the student's vocabulary."""
+    """Check that a reference or teacher is a known model with the student's vocabulary."""
     try:
         other = model_spec(read_model_config(Path(folder)))
     except (ModelError, LayoutError) as error:
@@ -95,12 +97,12 @@ def _check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
 
 
 def outside_name(run: RunDir) -> str:
-    """A name for folders outside the run directory: the same at every start, of no other run."""
+    """Name of this run's folders outside its directory: unique per run, equal at every start."""
     return f"moerl-{xxhash.xxh3_64_hexdigest(str(run.root.resolve()).encode())}"
 
 
 def _refuse_network(folder: Path) -> None:
-    """SQLite's locks and its shared memory do not hold on network file systems."""
+    """SQLite's locks and shared memory do not work on network file systems."""
     kind = file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
@@ -111,7 +113,7 @@ def _refuse_network(folder: Path) -> None:
 
 
 def _with_model(config: Config, run: RunDir) -> Config:
-    """The tiny model of a recipe is made below the run directory, once."""
+    """Make the tiny model of a recipe in the run directory, once."""
     if not config.model.tiny.enabled or config.model.path:
         return config
     from moerl.data.tiny_model import make_tiny_model

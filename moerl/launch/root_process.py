@@ -1,7 +1,6 @@
-"""The root process of a run: `python -m moerl.launch.root_process`, started by the front only.
+"""Root process of a run: `python -m moerl.launch.root_process REQUEST`, started by `moerl train`.
 
-One JSON object on the command line says what to do; see `moerl.launch.nodes.process_tree` for why
-there are two processes.
+REQUEST is a JSON object.  `moerl.launch.nodes.process_tree` says why there are two processes.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ def main() -> int:
 
 
 def _run(request: dict[str, Any]) -> int:
-    # Ray reads these when it is imported: a cluster of this run's own that answers nobody else.
+    # Ray reads these on import: this run's own cluster, with authentication.
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # the report is written after Ray has ended; its client would end this process meanwhile
+        # the report is written after Ray has ended; the client would end this process earlier
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_AUTH_MODE": "token",
-        "RAY_worker_niceness": "0",  # 15 by default, and servers inherit it: engines come last
+        "RAY_worker_niceness": "0",  # default 15, inherited by servers: engines would be slow
     }
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one that `cluster.ray` needs
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # cluster.ray: given
     from moerl.launch.train import train
 
     scratch = Path(request["scratch"])
@@ -55,4 +54,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything this run started has ended; Ray's exit hooks would wait for it
+    os._exit(code)  # all children have ended; Ray's exit hooks would wait for them

@@ -1,7 +1,6 @@
-"""What every process of one run needs to know, in one value; and the exact trainer command.
+"""`RunContext`: plain data that every process of a run gets; and the torchrun command lines.
 
-A `RunContext` is plain data and travels to the actors; its methods build the concrete objects
-there.
+Its methods build the concrete objects inside the actor or process that needs them.
 """
 
 from __future__ import annotations
@@ -33,39 +32,38 @@ if TYPE_CHECKING:
     from moerl.scoring import ProcessScorer
 
 
-_HELD_OUT_SEED = 1_000_003  # added to run.seed for prompts that are not trained
-TRAINER_JOB = (
-    "MOERL_GANG"  # marks every process of one trainer, for its supervisor: the incarnation, or
-)
+_HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
+# Environment variable of every process of one trainer: its incarnation, or REF_MODELS.
+TRAINER_JOB = "MOERL_GANG"
 REF_MODELS = "ref_models"
 
 
 @dataclass(slots=True)
 class RunContext:
-    """One start of one run.  `token` is the run's random secret; it stays out of command lines."""
+    """One start of one run.  `token` is the run's random secret; it is never on a command line."""
 
     config: Config
     run: RunDir
     model_path: Path
     hf_config: dict[str, Any]
     token: str
-    incarnation: int  # of the trainer
+    incarnation: int  # trainer incarnation
     node: str  # name of this node's blob store, the same at every start of the run
     blob_dir: Path
-    checkpoint: Path | None  # resume from here
+    checkpoint: Path | None  # to resume from
     records: Path | None  # headers of trained groups, with rollout.keep_records
     journal_dir: Path | None = None  # None = in the run directory
-    reset_optimizer: bool = False  # of the checkpoint, take weights and place only
+    reset_optimizer: bool = False  # do not load the checkpoint's optimizer state
     _tokenizer: Any = field(default=None, repr=False)
 
     def blobs(self) -> BlobStore:
-        """As the controller uses them; on several nodes they lie beside the engines."""
+        """The controller's blob store; on several nodes it reads from the engine nodes."""
         if is_local(self.config.cluster):
             return BlobStore(self.blob_dir, self.node)
         return cluster_reader(self.config, self.run, self.token)
 
     def serve_blobs(self, index: int) -> BlobStore:
-        """Where an engine seals its records; on several nodes a range server is started here."""
+        """The store in which an engine seals its records; on several nodes with a range server."""
         if is_local(self.config.cluster):
             return self.blobs()
         folder = self.blob_dir / f"engine-{index}"
@@ -74,7 +72,7 @@ class RunContext:
         return ClusterBlobs(folder, server.node, self.token)
 
     def controller_endpoint(self) -> str:
-        """Where the controller listens for the trainer; empty = any free port of
+        """Address at which the controller listens for the trainer; "" = any port of
         cluster.address.
         """
         cluster = self.config.cluster
@@ -135,12 +133,12 @@ class RunContext:
         return PromptStream(self.config.task, self.tokenizer(), self.config.run.seed)
 
     def held_out(self) -> PromptStream:
-        """Prompts of evaluations: the file of their own, or the task drawn with another seed."""
+        """Evaluation prompts: from `evaluation.path`, else the task drawn with another seed."""
         from moerl.data.tasks import PromptStream
 
         task, path = self.config.task, self.config.evaluation.path
         args = dict(task.dataset_args)
-        if "seed" in args:  # it stands for the run's
+        if "seed" in args:  # it replaces run.seed
             args["seed"] += _HELD_OUT_SEED
         held_out = replace(task, path=path or task.path, dataset_args=args, shuffle=False)
         return PromptStream(held_out, self.tokenizer(), self.config.run.seed + _HELD_OUT_SEED)
@@ -157,11 +155,11 @@ class RunContext:
         return str(self.tokenizer().decode(token_ids, skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """Text between turns; special tokens in it count as such, none is added."""
+        """Tokens of text between turns; special tokens are parsed, none is added."""
         return list(self.tokenizer().encode(text, add_special_tokens=False))
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence, sent with every request rather than left to the engine."""
+        """Tokens that end a sequence; every request carries them."""
         for source in (self.model_path / "generation_config.json", None):
             data = json.loads(source.read_text()) if source and source.exists() else self.hf_config
             eos = data.get("eos_token_id")
@@ -171,10 +169,10 @@ class RunContext:
 
 
 def trainer_command(plan: RunContext, endpoint: str) -> list[str]:
-    """The torchrun line of the trainer; the token travels in the environment.
+    """The torchrun command of the trainer; the token is passed in the environment.
 
-    On a cluster trainer nodes run torchrun (`moerl.launch.cluster.node_commands`) and this node
-    watches.
+    On a cluster the trainer nodes run torchrun (`moerl.launch.cluster.node_commands`), and the
+    command returned here watches them.
     """
     if not is_local(plan.config.cluster):
         watch = [sys.executable, "-m", "moerl.launch.nodes.trainer_watch"]
@@ -188,7 +186,7 @@ def trainer_command(plan: RunContext, endpoint: str) -> list[str]:
 
 
 def ref_model_command(plan: RunContext, endpoint: str, start: int) -> list[str]:
-    """The torchrun line of the reference ranks.  start: its starts before this one."""
+    """The torchrun command of the reference ranks.  start: number of earlier starts."""
     return [*_rank(plan, plan.config.ref_models.parallel, endpoint, start), "--ref-models"]
 
 
@@ -200,13 +198,13 @@ def _rank(plan: RunContext, sizes: ParallelConfig, endpoint: str, incarnation: i
 
 
 def scoring_command(plan: RunContext, job: Path) -> list[str]:
-    """The torchrun line of a scoring trainer: data and expert parallel as in training."""
+    """The torchrun command of `moerl mismatch`: data and expert parallel as in training."""
     command = _torchrun(plan, plan.config.trainer.parallel.dp)
     return [*command, "-m", "moerl.audit.score_ranks", "--job", str(job)]
 
 
 def supervised_command(plan: RunContext) -> list[str]:
-    """The torchrun line of a supervised trainer (`moerl.trainer.sft`)."""
+    """The torchrun command of supervised training (`moerl.trainer.sft`)."""
     command = _torchrun(plan, plan.config.trainer.parallel.world_size)
     return [*command, "-m", "moerl.trainer.sft", "--run-dir", str(plan.run.root)]
 
@@ -218,12 +216,12 @@ def _torchrun(plan: RunContext, ranks: int) -> list[str]:
 
 
 def trainer_environment(plan: RunContext) -> dict[str, str]:
-    """Launcher settings of a rank."""
+    """Environment of a trainer rank."""
     return _environment(plan, placement(plan.config).trainers[0], str(plan.incarnation))
 
 
 def ref_model_environment(plan: RunContext) -> dict[str, str]:
-    """The same for a rank of the reference ranks."""
+    """Environment of a reference rank."""
     return _environment(plan, placement(plan.config).ref_models[0], REF_MODELS)
 
 
@@ -232,7 +230,7 @@ def _environment(plan: RunContext, slot: TrainerSlot, mark: str) -> dict[str, st
 
 
 def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
-    """What ranks get on whatever node; nothing here changes what is computed."""
+    """Environment of a rank on any node; nothing here changes results."""
     env = dict(os.environ) | config.cluster.environment
     if slot.devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.devices))

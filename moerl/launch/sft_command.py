@@ -1,6 +1,6 @@
 """`moerl sft`: supervised training on a task's answers, for a warm start.
 
-No Ray, no engine: one trainer through torchrun, whose steps become rows of metrics.jsonl.
+No Ray, no engine: one trainer through torchrun; each step is a row of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sft(config: Config) -> RunDir:
             stderr=file,
             text=True,
         )
-        assert process.stdout is not None, "it was asked for"
+        assert process.stdout is not None, "Popen was given stdout=PIPE"
         for line in process.stdout:
             if line.startswith(STEP):
                 _report(plan, writer, json.loads(line.removeprefix(STEP)))

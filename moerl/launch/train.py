@@ -1,7 +1,7 @@
-"""`moerl train` on one machine: prepare, run under a supervisor, say how it ended.
+"""`moerl train` on one machine: prepare, run under a supervisor, report how it ended.
 
-Exactly one process may write a run directory, standard output belongs to the panel, and whatever
-happens the report is written and no process is left behind.
+One process at a time writes a run directory.  The report is written after failures too, and no
+process outlives the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GRACE_S = 2.0
 def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool = False) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
-    scratch: a folder of this start alone, for Ray's sockets; the caller removes it.
+    scratch: folder of this start for Ray's sockets; the caller removes it.
     """
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
@@ -66,10 +66,10 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
 
 
 def _tidy(plan: RunContext, *, is_done: bool, has_steps: bool) -> str:
-    """Remove journal and blobs of a run that nobody will continue; else say what is kept where."""
+    """Remove journal and blobs unless a resume can use them; then return a sentence about them."""
     if plan.records is not None:
         return ""
-    if is_done or not has_steps:  # with `shared`, segments lie in the run directory in any case
+    if is_done or not has_steps:  # with `shared`, segments are in the run directory
         for folder in (plan.journal_dir, plan.run.journal, plan.blob_dir):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -86,7 +86,7 @@ def _close(
     kept: str,
     err: IO[str],
 ) -> int:
-    """Report and last words.  kept: what a resume would find, in a sentence."""
+    """Write the report and print the summary.  kept: a sentence about what a resume would use."""
     run = plan.run
     write_report(run, plan.config, numbers)
     write_trace(run)
@@ -114,7 +114,7 @@ def _close(
 
 @contextlib.contextmanager
 def _only_one(run: RunDir) -> Iterator[None]:
-    """Two processes never write one run directory."""
+    """Lock the run directory.  Raises MoerlError when another process holds it."""
     with (run.root / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +125,7 @@ def _only_one(run: RunDir) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
-    """(stdout, stderr) for this file alone; what children and libraries print goes to a log.
+    """(stdout, stderr) of the terminal; output of children and libraries goes to logs/output.log.
 
     The descriptors themselves are swapped, because Ray's daemons inherit them.
     """

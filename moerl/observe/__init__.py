@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics, live console and report page."""
+"""Output of a run for its user: metrics, live console and report page."""

@@ -5,7 +5,6 @@ metrics for it.  The console and the report show the alerts that are 1.  An aler
 stops the run.  The probe computes the alerts that need the model (`moerl.trainer.passes.probe`).
 
 docs/metrics.md gives the source of each limit.  The quickstart raises none in a healthy run.
-Rejected: comparing the reward with earlier steps; it falls in healthy runs of the quickstart too.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _policies(row: Mapping[str, float]) -> dict[str, bool]:
 
 
 def _is_pure(row: Mapping[str, float]) -> bool:
-    """Whether bin 0 holds only the engine's mismatch: no rollout of the step was interrupted.
+    """True if bin 0 holds only the engine's mismatch: no rollout of the step was interrupted.
 
     A resumed rollout has prefix rows of older weights, so its newest tokens must differ.
     """

@@ -1,9 +1,8 @@
 """Charts of a page as inline SVG in the page's light or dark colours.
 
-matplotlib draws with placeholder colours, and each placeholder is replaced by a CSS variable of
-the page.  Text stays text: searchable and small.  pyplot is not used: it is global state and picks
-a window backend where one is installed.
-Rejected: a JavaScript chart library, because the page has to open without a network.
+matplotlib draws with placeholder colours, and each placeholder is replaced by a CSS variable of the
+page.  Text stays text: searchable and small.  pyplot is not used: it is global state and picks a
+window backend where one is installed.  There is no JavaScript, so the page opens without a network.
 """
 
 from __future__ import annotations

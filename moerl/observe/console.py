@@ -149,7 +149,7 @@ class Console:
                 self._print(line)
 
     def _panel(self, terminal: RichConsole) -> Panel:
-        """The endpoints folder at the terminal's present width; called by rich's drawing thread."""
+        """The panel at the terminal's current width; called by rich's drawing thread."""
         with self._lock:
             return panel(self._endpoints, terminal)
 
@@ -183,7 +183,7 @@ class _Values(dict[str, Any]):
 
 @dataclass
 class _Board:
-    """What panel and lines show."""
+    """State that panel and lines show."""
 
     total_steps: int
     latest: _Values = field(default_factory=_Values)  # metric name -> newest value
@@ -244,10 +244,10 @@ def step_line(endpoints: _Board) -> str:
 
 
 def panel(endpoints: _Board, terminal: RichConsole) -> Panel:
-    """The endpoints folder as one table of (label, value) rows.
+    """The panel as one table of (label, value) rows.
 
     Where the terminal cannot show Unicode, rich draws frame and bar in ASCII, and the sparkline is
-    left out.
+    omitted.
     """
     width = min(terminal.width, PANEL_MAX_WIDTH)
     room = max(8, width - LABEL_WIDTH - 6)  # columns for the values; 6: frame and padding
@@ -329,5 +329,5 @@ def _summary_lines(summary: Mapping[str, object]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """One line without control characters: foreign text must not move the cursor."""
+    """One line without control characters, which could move the cursor."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

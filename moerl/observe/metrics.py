@@ -1,12 +1,11 @@
 """metrics.jsonl: one JSON object per optimizer step, and optional sinks that mirror it.
 
-The file holds each step of the run exactly once and in order.  A row is complete when its newline
-is written.  Every row is flushed to the operating system, so it survives the death of the process;
+The file has each step of the run exactly once and in order.  A row is complete when its newline is
+written.  Every row is flushed to the operating system, so it survives the death of the process;
 only `close` waits for the disk.
-Rejected: an fsync per step, because a resume cuts the rows after the checkpoint anyway.
 
-Row: {"step": 3, "version": "0.4", "time_s": 1700000000.0, then metric names in sorted order}.
-JSON has no NaN: non-finite values are left out and their names are listed under "nonfinite".
+Row: {"step": 3, "version": "0.4", "time_s": 1700000000.0, then metric names in sorted order}. JSON
+has no NaN: non-finite values are omitted and their names are listed under "nonfinite".
 """
 
 from __future__ import annotations
@@ -223,7 +222,7 @@ class WandbSink:
 
     def __init__(self, project: str, folder: Path) -> None:
         module = _load("wandb", "observe.wandb_project", project, "wandb")
-        settings = module.Settings(silent=True, console="off")  # standard output is the panel's
+        settings = module.Settings(silent=True, console="off")  # the console writes standard output
         self._run = module.init(
             project=project, name=folder.name, dir=str(folder), settings=settings
         )

@@ -1,7 +1,6 @@
 """Interval arithmetic on timeline spans: how long does the engine decode while the trainer works?
 
 Pure functions on half-open intervals `(start, end)` in seconds.
-Rejected: sampling the timeline on a grid, because the result would depend on the grid.
 
 Waiting for a batch is subtracted from the trainer's step time.  Otherwise a synchronous run, where
 the trainer waits exactly while the engine decodes, would look perfectly overlapped.

@@ -2,11 +2,11 @@
 
 It reads only the trace folder (`moerl.trace`), so it also works for a run that is still training or
 that died.  Times are microseconds since the first span, by the clock of each node.  Spans of one
-process may overlap (requests, threads): each gets the first free thread track, so a viewer nests
-or stacks them correctly.
+process may overlap (requests, threads): each gets the first free thread track, so a viewer nests or
+stacks them correctly.
 
 Format: the JSON object of the Trace Event Format, with complete events (X), counters (C) and names
-(M).  Rejected: Perfetto's protobuf, which a person cannot read.
+(M).
 """
 
 from __future__ import annotations

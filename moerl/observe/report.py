@@ -78,14 +78,14 @@ def write_report(
 ) -> Path:
     """Write report.html of a run in any state and return its path.
 
-    summary: numbers measured outside the steps, named ENGINE_ALONE and ENGINE_TRAINING.
-    goes_on: the run is still training.
-    Raises RecordError when metrics.jsonl or samples.jsonl is damaged beyond a torn last line.
+    summary: numbers measured outside the steps, named ENGINE_ALONE and ENGINE_TRAINING. is_running:
+    the run is still training.  Raises RecordError when metrics.jsonl or samples.jsonl is damaged
+    beyond a torn last line.
     """
     rows, spans = read_rows(run.metrics), read_spans(run.trace)
     num_steps = config.run.steps
     trained = [row for row in rows if row["step"] < num_steps]
-    num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has a row of its own
+    num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has its own row
     page = Page(
         kind="moerl run report",
         name=run.root.name,

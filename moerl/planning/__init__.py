@@ -1,1 +1,1 @@
-"""What a run would start, move and cost, without starting it."""
+"""Forecasts what a run would start, transfer and need, without starting it."""

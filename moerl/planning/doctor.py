@@ -1,13 +1,10 @@
-"""`moerl doctor [CLUSTER]`: looks at every node before a run does, and says what to do.
+"""`moerl doctor [CLUSTER]`: checks every node before a run, and says how to repair it.
 
-Each node answers `moerl.launch.cluster.node_facts`; this file compares the answers with each other
-and with the configuration, one rule per function, then sends bytes along every link
+Each node runs `moerl.launch.cluster.node_facts`; this file compares the answers with each other and
+with the configuration, one rule per function, then sends bytes along every link
 (`moerl.planning.link_check`).  A node is reached by `cluster.remote` ("ssh {host}", "srun ...
---nodelist={host}"), which is also what tests replace.  All nodes are asked at once, each with a
-deadline, so the whole takes less than a minute however many there are.
-
-Rejected: a daemon on the nodes (nothing to install, nothing to forget); starting Ray for it (what
-is broken then breaks the doctor too).
+--nodelist={host}"), which is also what tests replace.  All nodes run at once, each with a timeout,
+so the check takes less than a minute on any number of nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ _BLOBS = "records (local)"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of the table.  A finding without a remedy is good news."""
+    """One row of the table; without a remedy it is good news."""
 
     check: str
     node: str
@@ -52,20 +49,20 @@ class Finding:
 class Answer:
     node: Node
     facts: NodeFacts | None
-    error: str  # why there are none
-    skew_s: float  # its clock less ours, beyond what the call took
+    error: str  # why there are no facts
+    skew_s: float  # clock difference to this node, beyond the call's duration
 
 
 Rule = Callable[[Config, Sequence[Answer]], Iterator[Finding]]
 
 
 def examine(config: Config) -> list[Finding]:
-    """All findings, bad ones too; starts nothing that stays."""
+    """All findings, good and bad; every process it starts ends with it."""
     placed = placement(config)
     with ThreadPoolExecutor(max_workers=64) as pool:
         answers = list(pool.map(lambda node: _ask(config, placed, node), placed.nodes))
     present = [answer for answer in answers if answer.facts is not None]
-    rules = RULES if present else RULES[:1]  # nothing is fine where nobody said anything
+    rules = RULES if present else RULES[:1]  # without answers only reachability is checked
     found = [finding for rule in rules for finding in rule(config, answers)]
     if len(present) == len(answers) > 1:
         found += _links(config, placed, present)
@@ -73,7 +70,7 @@ def examine(config: Config) -> list[Finding]:
 
 
 def describe(found: Sequence[Finding]) -> str:
-    """A table: what is wrong first."""
+    """A table, bad findings first."""
     table = Table(title="moerl doctor")
     for column in ("", "check", "node", "found", "do"):
         table.add_column(column)
@@ -109,7 +106,7 @@ def _ask(config: Config, placed: Placement, node: Node) -> Answer:
 
 
 def on_node(config: Config, node: Node, arguments: Sequence[str]) -> list[str]:
-    """This Python, with arguments, on a node."""
+    """Command that runs this Python with arguments on a node."""
     command = [sys.executable, *arguments]
     if is_local(config.cluster) or not config.cluster.remote:
         return command
@@ -153,7 +150,7 @@ def _reachable(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _versions(_config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """What most nodes have is right."""
+    """Rule: all nodes have the version that most have."""
     present = _present(answers)
     names = sorted({name for facts in present.values() for name in facts.versions})
     for name in names:
@@ -221,7 +218,7 @@ def _cards(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _variables(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Variables that steer NCCL must be those of the cluster file, and equal everywhere."""
+    """Rule: variables of NCCL equal those of the cluster file and those of other nodes."""
     for node, facts in _present(answers).items():
         foreign = {
             name: value
@@ -269,7 +266,7 @@ def _disks(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _room(config: Config, purpose: str) -> float:
-    """Bytes that a folder should have left before a start."""
+    """Bytes that a folder should have free before a start."""
     tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     rows = config.rollout.groups_per_step * config.rollout.group_size * tokens
     return 1e9 if purpose == _SHARED else 0.2e9 + 64 * rows
@@ -310,7 +307,7 @@ def _memory(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
                 "memory",
                 answer.node.name,
                 f"{free:.1f} GB free, {max(1.0, wanted):.0f} expected",
-                "end what uses it: another job, or processes that one left behind",
+                "end other jobs, and processes that an earlier job left",
             )
         else:
             yield Finding("memory", answer.node.name, f"{free:.1f} GB free")
@@ -334,7 +331,7 @@ def _model(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
             elif found != common:
                 bad.add(name)
                 what = f"{config.model.path}/{name} differs from the other nodes'"
-                yield Finding("model", node, what, "copy the file again from a node that is right")
+                yield Finding("model", node, what, "copy the file again from a good node")
     if whole := len(names) - len(bad):
         yield Finding("model", "", f"{whole} files of {config.model.path}")
 
@@ -363,7 +360,7 @@ def _list(values: Mapping[str, str]) -> str:
 
 # --- links ---------------------------------------------------------------------------------------
 def _links(config: Config, placed: Placement, answers: Sequence[Answer]) -> list[Finding]:
-    """One all-reduce over all nodes and a transfer along each link of a ring through them."""
+    """One all-reduce over all nodes, and a transfer along each link of a ring of all nodes."""
     interface = config.cluster.interface
     addresses = [a.facts.addresses.get(interface, "") for a in answers if a.facts is not None]
     if not all(addresses):

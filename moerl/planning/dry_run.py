@@ -1,8 +1,8 @@
-"""`moerl train RECIPE --dry-run`: what would start where, without starting it.
+"""`moerl train RECIPE --dry-run`: prints what would start where.
 
-Needs neither torch, ray nor sglang, and reads the model's config.json only: it runs on a login
-node.  Estimates come from `moerl.planning.memory`, placement from `moerl.config.clusters`, commands
-from `moerl.launch.cluster.node_commands`: the same functions that a real start uses.
+Runs on a login node: needs neither torch, ray nor sglang, and reads only the model's config.json.
+Estimates (`moerl.planning.memory`), placement (`moerl.config.clusters`) and commands
+(`moerl.launch.cluster.node_commands`) come from the functions that a real start uses.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _WIDTH = 110
 
 
 def describe(config: Config, recipe: Sequence[str]) -> str:
-    """Everything; recipe: the arguments that follow `moerl train`.
+    """The whole printout.  recipe: arguments of `moerl train`.
 
-    Raises ConfigError for what a start would refuse without starting anything.
+    Raises ConfigError for what a start would refuse before starting a process.
     """
     for name, value in config.engine.args.items():
         feature_table.check(name, value, replay=config.replay.routing == "R3")
@@ -72,7 +72,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
 
 # --- processes -----------------------------------------------------------------------------------
 def process_table(config: Config, placed: Placement) -> str:
-    """One row per kind of process and node; equal nodes share their rows."""
+    """One row per kind of process and node; equal nodes share rows."""
     rows = {node.name: _processes(config, placed, node.name) for node in placed.nodes}
     table = Table(title=f"processes of {config.cluster.name}, {len(placed.nodes)} node(s)")
     for column in ("node", "process", "numbers", "count", "GPUs", "what it does"):
@@ -88,7 +88,7 @@ def process_table(config: Config, placed: Placement) -> str:
 
 
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
-    """(process, which of its kind, count, GPUs, what it does) of one node."""
+    """(process, index, count, GPUs, purpose) rows of one node."""
     engine, parallel = config.engine, config.trainer.parallel
     rows: list[tuple[str, ...]] = []
     if placed.controller.name == name:
@@ -164,7 +164,7 @@ def _groups(placed: Placement) -> Any:
 
 
 def _engine_commands(config: Config, placed: Placement) -> list[str]:
-    """What each engine host starts; ports and the token are found on its node."""
+    """Commands of the engine hosts; ports and token are chosen on the node."""
     lines = []
     sizes = config.engine.sizes
     for tp in sorted(set(sizes.values())):
@@ -266,7 +266,7 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
 
 
 def _beside(models: Sequence[Sequence[TrainerMemory]]) -> list[TrainerMemory]:
-    """The first reference model of a trainer, with the weights of the others beside it."""
+    """First reference model of a rank, plus the weights of the others in `others`."""
     return [
         replace(stages[0], others=sum(other.weights for other in stages[1:]))
         for stages in zip(*models, strict=True)
@@ -274,7 +274,7 @@ def _beside(models: Sequence[Sequence[TrainerMemory]]) -> list[TrainerMemory]:
 
 
 class _Size:
-    """Engines of one size: what a rank holds, and what one publish brings it."""
+    """Engines of one size: memory of a rank, and bytes of one publish."""
 
     def __init__(
         self, engines: EngineLayout, totals: TransferTotals, config: Config, spec: ModelSpec
@@ -296,7 +296,7 @@ def _shapes_of(name: str) -> dict[str, Any]:
 
 
 def _ref_model_shapes(config: Config) -> list[ModelSpec]:
-    """Of reference and teacher; one that is not there yet is taken to be like the student."""
+    """Shapes of reference and teacher; a folder that does not exist counts as the student."""
     return [
         model_spec(_shapes_of(path) if path and Path(path).exists() else _shapes(config))
         for path in ref_models_of(config).values()
@@ -304,7 +304,7 @@ def _ref_model_shapes(config: Config) -> list[ModelSpec]:
 
 
 def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
-    """As `moerl.data.tiny_model` makes it, whose tokenizer has fewer than 128 tokens."""
+    """Shapes that `moerl.data.tiny_model` makes; its tokenizer has fewer than 128 tokens."""
     return {
         "model_type": "qwen3_moe",
         "vocab_size": 128,
@@ -337,7 +337,7 @@ def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) 
 
 
 def _telling(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:
-    """First stage, largest stage, last stage; each once."""
+    """First, largest and last stage, without repetition."""
     largest = max(ranks, key=lambda rank: rank.total)
     return sorted({r.stage: r for r in (ranks[0], largest, ranks[-1])}.values(), key=_stage)
 
@@ -361,7 +361,7 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
 
 
 def _verdict(who: str, need: float, room_gb: float) -> str:
-    """What does not fit is said; the estimate is no reason to refuse a start."""
+    """A line that marks what does not fit; estimates never refuse a start."""
     if not room_gb or need <= room_gb * _GB:
         return ""
     return f"{who} DOES NOT FIT: {_gb(need)} GB of {room_gb:.3g} GB\n"

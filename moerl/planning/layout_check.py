@@ -1,15 +1,14 @@
-"""Proof, on shapes alone, that a model fits a trainer layout and an engine layout.
+"""Proves from shapes alone that a model fits a trainer layout and an engine layout.
 
-For every kind of layer and every shard of it (not for every rank: ranks with equal shards are
-equal), with expert 0 for all experts:
+For every kind of layer and every distinct shard of it, with expert 0 for all experts:
 
     every local tensor is tiled exactly           on the trainer and on the engine
-    the trainer's distinct boxes make up          every whole Hugging Face tensor, and
-                                                  every engine tile, each element once
+    the trainer's distinct boxes cover            every whole Hugging Face tensor, and
+    every engine tile, each element once
     every layer is in one model chunk             and every expert on one expert rank
 
-From these it follows for thousands of ranks in a second.  Byte counts and plan sizes come from
-the same tables, those of the transfer plan from its counts.
+Equal shards are checked once, so thousands of ranks take a second.  Byte counts and plan sizes come
+from the same tables, those of the transfer plan from its counts.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Smallest, mean and largest of something per rank."""
+    """Smallest, mean and largest value over ranks."""
 
     low: float
     mean: float
@@ -56,9 +55,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was proved, counted.
+    """Result of the proof, with counts.
 
-    Bytes are of live tensors, padding included (but in engines of fp8 blocks), unless sent.
+    Bytes are of live tensors, padding included (except in fp8 engines), unless named sent.
     """
 
     tensors: int  # Hugging Face tensors
@@ -81,8 +80,8 @@ def check_layout(
 ) -> Report:
     """Prove the layouts and count.  Raises ConfigError or LayoutError naming axis or tensor.
 
-    engine_dtype, quantization: of the engines' weights and of what is sent (`WirePolicy`); the
-    checkpoint's dtype where not given.
+    engine_dtype, quantization: of the engines' weights and of what is sent (`WirePolicy`); "" = the
+    checkpoint's dtype.
     """
     stages = _stages(spec, trainer, layer_spec)
     targets = Engines(spec, engines)
@@ -115,7 +114,7 @@ def check_layout(
 
 
 def describe(report: Report) -> str:
-    """A table for people: one line per quantity, smallest, mean and largest rank."""
+    """One line per quantity: smallest, mean and largest rank."""
     rows = [
         ("per rank", "min", "mean", "max"),
         ("trainer weights, MiB", *_mebibytes(report.trainer_bytes)),
@@ -153,7 +152,7 @@ def _stages(spec: ModelSpec, trainer: ParallelConfig, layer_spec: LayerSpec) -> 
 
 # --- proof ---------------------------------------------------------------------------------------
 def _check_division(spec: ModelSpec, trainer: ParallelConfig, engines: EngineLayout) -> None:
-    """Every layer is in one chunk, every expert on one rank of either side's expert axis."""
+    """Every layer is in one chunk, every expert on one rank of each side's expert axis."""
     layers = [
         number
         for stage in range(trainer.pp)
@@ -169,11 +168,11 @@ def _check_division(spec: ModelSpec, trainer: ParallelConfig, engines: EngineLay
 
 
 def _kinds(stages: Stages, targets: Engines) -> list[list[tuple[Place, Layer]]]:
-    """One example of each kind of layer, as all its holders; the root has several stages."""
+    """One example of each kind of layer, with all its holders; the root has several stages."""
     kinds: dict[object, list[tuple[Place, Layer]]] = defaultdict(list)
     number_of: dict[int, object] = {}
     for _, place, layer in (held for stage in stages for held in stage):
-        # a prediction layer comes in two halves that make one layer of the checkpoint
+        # a prediction layer has two halves that form one layer of the checkpoint
         kind: object = ROOT if layer.number == ROOT else (layer.rules, targets.rules(layer.number))
         kind = number_of.setdefault(layer.number, kind)
         if not kinds[kind] or kinds[kind][0][1].number == layer.number:
@@ -208,7 +207,7 @@ def _prove(spec: ModelSpec, ref_counts: list[tuple[Place, Layer]], targets: Engi
 
 
 def _whole(spec: ModelSpec, number: int, rules: list[Rule], experts: bool) -> Named:
-    """The whole Hugging Face tensors of a layer: of expert 0, or all that belong to no expert."""
+    """The whole Hugging Face tensors of a layer: of expert 0, or all others."""
     shapes = hf_shapes(spec)
     if experts:
         prefix = f"model.layers.{number}."
@@ -222,7 +221,7 @@ def _whole(spec: ModelSpec, number: int, rules: list[Rule], experts: bool) -> Na
 
 
 def _layer_names(spec: ModelSpec, number: int, rules: list[Rule]) -> list[str]:
-    """Names of a layer, or of the root, that no expert rule speaks of."""
+    """Names of a layer, or of the root, without expert tensors."""
     if number == ROOT:
         return [name for name in hf_shapes(spec) if not name.startswith("model.layers.")]
     prefix = f"model.layers.{number}."

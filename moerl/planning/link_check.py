@@ -2,8 +2,8 @@
 
     python -m moerl.planning.link_check --rank 0 --world 3 --master 10.9.0.1:17103 --interface eth0
 
-Prints {"reduce_ms", "gb_s"} as seen by this rank.  Starts no GPU: it asks whether the nodes reach
-each other on every port that gloo and NCCL would take, and how fast.
+Prints {"reduce_ms", "gb_s"} as seen by this rank.  Uses no GPU: it checks whether the nodes reach
+each other on the ports that gloo and NCCL would use, and how fast.
 """
 
 from __future__ import annotations

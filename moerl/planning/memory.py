@@ -1,28 +1,26 @@
-"""What a rank needs in memory: trainer by pipeline stage, engine, and the nodes' host memory.
+"""Memory model: trainer ranks by pipeline stage, engine ranks, and host memory of nodes.
 
-Legend (of one rank; bytes unless said otherwise)
+Legend (of one rank; bytes unless stated otherwise)
     P, X   parameters outside and inside of routed experts     t  tokens of a microbatch / cp
-    h, V   hidden width, vocabulary                             s  t / tp (sequence parallel)
-    K, E   experts per token, experts                           F  inner width of an expert
+    h, V   hidden size, vocabulary                              s  t / tp (sequence parallel)
+    K, E   experts per token, experts                           F  intermediate size of an expert
 
     weights      b (P + X)          b = 2 for bf16, 4 for fp32
     gradients    4 (P + X)          Megatron's buffers, summed in fp32
     optimizer    m (P / shard + X / expert shard)    m = 12 in bf16 (fp32 copy, two moments), 8 in
-                 fp32; shard = dp cp and its expert counterpart with the distributed optimizer, or 1
+    fp32; shard = dp cp and its expert counterpart with the distributed optimizer, or 1
     activations  with full recompute, the input of each layer for each microbatch in flight (pp -
-                 stage of them, 1F1B), and one layer's inside; without it every layer's inside
+    stage of them, 1F1B), and the activations inside one layer; without it inside every layer
     logits       10 t V / tp on the last stage: bf16, fp32 and their gradient
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
-    others       models beside the policy: a frozen one b (P + X); the critic as the policy
-    runtime      a constant for CUDA, NCCL and allocator waste; measured nowhere here
+    others       further models on the same ranks: reference b (P + X); critic as the policy
+    runtime      a constant for CUDA, NCCL and allocator waste; not measured here
 
-An expert's rows are counted as if all experts were as popular: s K rows arrive at each rank.  The
-most popular rank of a batch may need several times as much, which is what the rest of the GPU is
-for.  `tests/unit/test_memory.py` holds published figures and their errors, docs/clusters.md says
-what they are.
+Experts are assumed to be equally popular: s K rows arrive at each rank.  The most popular rank of a
+batch may need several times as much; the rest of the GPU is for it.  `tests/unit/test_memory.py`
+has published figures and the model's errors, docs/clusters.md explains them.
 
-Source of the byte model: that of Megatron's own report (6 + 12 / shard bytes per parameter).
-Rejected: building the model on the meta device (needs torch and megatron on a login node).
+Source of the byte model: Megatron's own report (6 + 12 / shard bytes per parameter).
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ RUNTIME = 3_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What of the recipe decides the memory of a trainer rank."""
+    """Settings that decide the memory of a trainer rank."""
 
     dtype: str = "bf16"  # bf16 | fp32
-    tokens: int = 8192  # of a microbatch, before cp
+    tokens: int = 8192  # per microbatch, before cp
     recompute: Recompute = "none"
     distributed_optimizer: bool = True
     gpu: bool = True
@@ -56,7 +54,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """One rank of one pipeline stage, bytes."""
+    """Memory of one rank of one pipeline stage, bytes."""
 
     stage: int
     parameters: int  # a count
@@ -68,7 +66,7 @@ class TrainerMemory:
     replay: int
     others: int  # reference, teacher and critic on the same ranks
     runtime: int
-    host: int  # in the node's memory: weight snapshot of a publish
+    host: int  # node memory: weight snapshot of a publish
 
     @property
     def total(self) -> int:
@@ -77,18 +75,18 @@ class TrainerMemory:
 
     @property
     def static(self) -> int:
-        """What does not depend on the batch."""
+        """Memory that does not depend on the batch."""
         return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """One rank of an engine, bytes."""
+    """Memory of one rank of an engine, bytes."""
 
     weights: int
     kv: int
-    kv_token: int  # of one token
-    host: int  # in the node's memory: the staging segment
+    kv_token: int  # per token
+    host: int  # node memory: staging segment
 
     @property
     def total(self) -> int:
@@ -105,8 +103,8 @@ def trainer_memory(
 ) -> tuple[TrainerMemory, ...]:
     """The largest rank of every pipeline stage.
 
-    frozen: reference and teacher that share the ranks; critic: so does a critic.
-    Raises ConfigError or LayoutError when sizes do not divide.
+    ref_models: reference and teacher on the same ranks; critic: True if it is too.  Raises
+    ConfigError or LayoutError when sizes do not divide.
     """
     dense, expert = stage_bytes(spec, layout, "te" if training.gpu else "local")
     itemsize = ITEMSIZE.get(spec.dtype, 2)
@@ -127,9 +125,9 @@ def trainer_memory(
 def ref_model_memory(
     spec: ModelSpec, layout: ParallelConfig, training: Training
 ) -> tuple[TrainerMemory, ...]:
-    """The same of a model that only scores: weights, one layer's inside, the logits.
+    """The same for a model that only scores: weights, activations inside one layer, logits.
 
-    Without gradients nothing is kept from layer to layer, and routers are live.
+    Without gradients no activations are kept between layers; routers are live.
     """
     alone = trainer_memory(spec, layout, replace(training, recompute="full"))
     one = [max(_insides(spec, layout, training, rank.stage), default=0) for rank in alone]
@@ -197,7 +195,7 @@ def _activations(spec: ModelSpec, layout: ParallelConfig, training: Training, st
 def layer_activations(
     spec: ModelSpec, layout: ParallelConfig, tokens: int, width: int, number: int
 ) -> int:
-    """Bytes that the backward pass of one layer needs, flash attention, nothing recomputed.
+    """Bytes that the backward pass of one layer needs, flash attention, no recompute.
 
     tokens: of a microbatch on this context rank.
     """
@@ -233,11 +231,11 @@ def _feed_forward(spec: ModelSpec, layout: ParallelConfig, tokens: int, number: 
 def engine_memory(
     spec: ModelSpec, engine: EngineLayout, received: float, tokens: int, dtype: str
 ) -> EngineMemory:
-    """One rank of an engine.  received: bytes of its weights; tokens: room of its KV cache."""
+    """Memory of an engine rank.  received: bytes of its weights; tokens: size of its KV cache."""
     width = ITEMSIZE.get(dtype, 2)
     attention_ranks = engine.tp // engine.dp
     if spec.kv_lora:
-        rows = spec.kv_lora + spec.qk_rope  # the latent, whole on each rank
+        rows = spec.kv_lora + spec.qk_rope  # the latent, replicated on each rank
     else:
         rows = 2 * spec.head_dim * max(1, spec.kv_heads // attention_ranks)
     token = width * rows * spec.layers

@@ -1,7 +1,7 @@
-"""`moerl plan RECIPE --costs ...`: how many engines, what buffer depth and which in-flight mode.
+"""`moerl plan RECIPE --costs ...`: advice on engines, buffer depth and in-flight mode.
 
-The answer is the simulation's (`moerl.planning.simulate`) for stated or measured service
-times of this model on this hardware; the seconds of a publish come from the transfer forecast.
+Runs the simulation (`moerl.planning.simulate`) with stated or measured service times of the model
+on the hardware; the duration of a publish comes from the transfer forecast.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from moerl.planning.simulate import Advice, Choice, Costs, Outcome, Workload, ad
 
 NAMES = {
     "train_s": "an optimizer step of the trainer",
-    "token_s": "a decode step of one engine, whatever it runs",
+    "token_s": "a decode step of one engine, fixed part",
     "request_token_s": "added to it by each running request (0)",
     "prefill_token_s": "prefill of one token (0)",
     "output_tokens": "mean sampled tokens of a rollout",
     "output_sigma": "of their logarithm: 0 all equal, 1 heavy-tailed (1)",
     "prompt_tokens": "of a rollout (0)",
     "wait_s": "mean tool and scoring time of a group, exponential (0)",
-    "pause_s": "an engine stands still to take new weights (1)",
-    "publish_s": "from the end of a step until engines may (the forecast)",
+    "pause_s": "an engine pauses for a weight update (1)",
+    "publish_s": "from the end of a step until engines can update (forecast)",
 }
 _NEEDED = ("train_s", "token_s", "output_tokens")
 _DRAWS = 4000
 
 
 def pace(config: Config, values: Mapping[str, str], publish_s: float) -> Advice:
-    """Ask the simulation.  values: of `--costs`.  Raises ConfigError for a bad one."""
+    """Run the simulation.  values: of `--costs`.  Raises ConfigError for a bad one."""
     given = {name: _number(name, text) for name, text in values.items()}
     if missing := [name for name in _NEEDED if name not in given]:
         raise ConfigError("--costs", ",".join(values), f"{missing[0]} is missing")
@@ -70,7 +70,7 @@ def _workload(config: Config, given: Mapping[str, float]) -> Workload:
 
 
 def as_json(found: Advice) -> dict[str, Any]:
-    """Everything that `describe` prints."""
+    """All that `describe` prints."""
     return {
         "choice": asdict(found.choice),
         "outcome": asdict(found.outcome),
@@ -79,7 +79,7 @@ def as_json(found: Advice) -> dict[str, Any]:
 
 
 def describe(found: Advice, config: Config) -> str:
-    """A table and the advice, for people."""
+    """A table and the advice."""
     lines = [
         "",
         f"pace of {config.engine.count} engines at most, simulated",

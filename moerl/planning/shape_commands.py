@@ -1,6 +1,6 @@
-"""`moerl check-layout`, `check-dump` and `plan`: they read shapes, no weights, and start nothing.
+"""`moerl check-layout`, `check-dump` and `plan`: read shapes, no weights, and start nothing.
 
-They need neither torch, engine nor trainer, so the plain wheel has them.
+They need neither torch, engine nor trainer, so they work with the plain wheel.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check_layout(
         str,
         typer.Option(
             metavar="tp=..,pp=..",
-            help="Trainer: tp, pp, vpp, cp, ep, etp (1 where not named), dp (the least that holds "
+            help="Trainer: tp, pp, vpp, cp, ep, etp (1 where not named), dp (the smallest for "
             "ep * etp), first_stage_layers, last_stage_layers, vocab_divisible_by.",
         ),
     ] = "",
@@ -106,11 +106,11 @@ def check_layout(
         Literal["local", "te"], typer.Option(help="Layers of megatron-core or Transformer Engine.")
     ] = "local",
 ) -> None:
-    """Prove that a model fits a trainer layout and an engine layout, on shapes alone.
+    """Prove from shapes alone that a model fits a trainer layout and an engine layout.
 
-    Every parameter of every rank is tiled exactly and every engine byte is covered once, or the
-    tensor that is not is named.  An engine that keeps its weights in a form that is not known is
-    refused.  No weight is read, for up to thousands of ranks.  Prints MiB and boxes per rank.
+    Checks that every parameter of every rank is tiled exactly and every engine byte is covered
+    once, else names the tensor.  Refuses engine settings with an unknown weight layout.  Reads no
+    weights; thousands of ranks are fine.  Prints MiB and boxes per rank.
 
     Examples:
 
@@ -151,8 +151,8 @@ def check_dump(
 ) -> None:
     """Check recorded rollouts of another system against a model's shapes, and count them.
 
-    The first field that is missing, unknown or does not fit is named with its line or rollout.
-    `moerl mismatch RECIPE --records FILE` then scores the file; that needs the trainer.
+    A missing, unknown or misfitting field is reported with its line or rollout.  `moerl mismatch
+    RECIPE --records FILE` then scores the file; that needs the trainer.
 
     Example:
 
@@ -168,7 +168,7 @@ def check_dump(
 
 
 def _parallel_layout(text: str) -> ParallelConfig:
-    """--parallel as a layout; dp that is not named is the least that holds ep * etp."""
+    """--parallel as a layout; the default of dp is the smallest for ep * etp."""
     from moerl.config.mesh import check_mesh
     from moerl.config.schema import ParallelConfig
 
@@ -186,7 +186,7 @@ def _parallel_layout(text: str) -> ParallelConfig:
 
 
 def _named(option: str, text: str, names: Sequence[str] = ()) -> dict[str, str]:
-    """`a=1,b=x` as a dict.  names: those allowed, where it is known here."""
+    """`a=1,b=x` as a dict.  names: the allowed ones; () = any."""
     values: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")

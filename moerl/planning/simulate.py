@@ -1,15 +1,13 @@
-"""A run as a discrete-event simulation: how long its steps take, who waits, and how stale it is.
+"""Discrete-event simulation of a run: step times, idle times, and staleness.
 
-Pure arithmetic on measured or stated service times; no process is started.  It knows what the real
-loop does and nothing else: the admission rule of `moerl.controller.buffer`, groups that end when
-their last sibling does, a scorer with so many workers, one publish in flight, and what each
-in-flight mode costs an engine.  `bench/sim_pipeline.py` compares it with measured runs; `moerl
-plan` asks it how many engines, what depth and which mode a recipe should have.
+Pure arithmetic on measured or stated service times.  It models the admission rule of
+`moerl.controller.buffer`, groups that end with their last sibling, a scorer with a number of
+workers, one publish in flight, and the cost of each in-flight mode.  `bench/sim_pipeline.py`
+compares it with measured runs; `moerl plan` uses it to advise on engines, depth and mode.
 
-An engine is a processor-sharing queue: with b running requests a decode step takes
-`token_s + b * request_token_s`.  So every request of an engine advances by the same number of
-tokens, and one counter per engine says when each ends: an event costs a heap operation, not a loop
-over requests.  A simulation token by token was rejected: recipes have 10^8 of them.
+An engine is a processor-sharing queue: with b running requests a decode step takes `token_s + b *
+request_token_s`.  All requests of an engine advance by the same number of tokens, so one counter
+per engine gives each end, and an event costs a heap operation, not a loop over requests.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import Literal
 
 InFlightMode = Literal["drain", "abort_resume", "in_place", "retract"]
 MODES: tuple[InFlightMode, ...] = ("abort_resume", "drain", "in_place", "retract")
-_RECOMPUTES = ("abort_resume", "retract")  # prefill what runs again; no round trip is costed
+_RECOMPUTES = ("abort_resume", "retract")  # these prefill interrupted requests again
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class Workload:
 
     groups_per_step: int
     group_size: int
-    lengths: Sequence[int]  # sampled tokens of rollouts seen, drawn from with replacement
+    lengths: Sequence[int]  # sampled tokens of observed rollouts, drawn with replacement
     waits_s: Sequence[float] = (0.0,)  # tool and scoring time of groups, in their order
     prompt_tokens: int = 0
 
@@ -46,21 +44,21 @@ class Workload:
 class Costs:
     """Service times in seconds."""
 
-    train_s: Sequence[float]  # of a step, taken in turn
-    token_s: float  # of a decode step, whatever the number of requests
-    request_token_s: float  # added by each running request
-    call_s: float = 0.0  # an engine does nothing else while it begins a group
-    prefill_token_s: float = 0.0  # of a prompt token, and of one computed again after an update
-    freeze_s: float = 0.0  # training stands still while weights are copied
-    transfer_s: float = 0.0  # from then until an engine may commit
-    pause_s: float = 0.0  # an engine stands still while it commits
-    overhead_s: float = 0.0  # of a step, on the trainer's path, neither training nor waiting
+    train_s: Sequence[float]  # per step, cyclic
+    token_s: float  # per decode step, for any number of requests
+    request_token_s: float  # more per decode step, per running request
+    call_s: float = 0.0  # an engine is blocked while it starts a group
+    prefill_token_s: float = 0.0  # per prompt token, and per token recomputed after an update
+    freeze_s: float = 0.0  # the trainer is blocked while weights are copied
+    transfer_s: float = 0.0  # from then until an engine can commit
+    pause_s: float = 0.0  # an engine is blocked while it commits
+    overhead_s: float = 0.0  # per step of the trainer, neither training nor waiting
     scorers: int = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a person chooses."""
+    """Settings that the user chooses."""
 
     engines: int
     depth: int  # rollout.buffer_depth; 0 = synchronous
@@ -70,11 +68,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a whole run of so many steps, from the first request to the end of the last step."""
+    """Result of a run of so many steps, from the first request to the end of the last step."""
 
     wall_s: float
-    step_s: float  # in the middle of the run: not while the buffer fills, not while it runs dry
-    trainer_idle: float  # share of the time, likewise
+    step_s: float  # in the steady middle of the run
+    trainer_idle: float  # share of the time, in the steady middle
     engine_idle: float  # share of the wall time without a running request, mean over engines
     lag_mean: float  # per token
     lag_max: int
@@ -88,17 +86,17 @@ def simulate(workload: Workload, costs: Costs, choice: Choice, steps: int) -> Ou
 
 @dataclass(slots=True)
 class _Engine:
-    """Tokens every request here has advanced by, and when; what is running ends on a heap."""
+    """Progress of all requests of an engine, with a heap of their ends."""
 
     costs: Costs
     version: int = 0
     tokens: float = 0.0  # advanced since the start
     at_s: float = 0.0  # moment of `tokens`
-    stalled_s: float = 0.0  # no progress before this moment
+    stalled_s: float = 0.0  # no progress before this time
     busy_s: float = 0.0
-    epoch: int = 0  # of the completion event that counts
+    epoch: int = 0  # of the valid completion event
     ends: list[tuple[float, int]] = field(default_factory=list)  # (tokens, group) of requests
-    begun: float = 0.0  # sum over running requests of `tokens` when they began
+    begun: float = 0.0  # sum over running requests of `tokens` at their start
     changes: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     updating: bool = False
 
@@ -143,7 +141,7 @@ class _Group:
     engine: int
     left: int  # requests that still run
     wait_s: float
-    begun: float  # the engine's tokens then
+    begun: float  # the engine's `tokens` at the start
     ends: list[float]
 
 
@@ -160,7 +158,7 @@ class _Run:
         self._queue: list[int] = []  # groups that wait for a scorer
         self._next_step = 0
         self._training = False
-        self._publishing = 0  # engines that did not commit the version in flight
+        self._publishing = 0  # engines that have not committed the version in flight
         self._to_freeze = False
         self._idle_since = self._idle_s = 0.0
         self._taken: list[tuple[float, float]] = []  # when a batch was taken, idle seconds so far
@@ -171,7 +169,7 @@ class _Run:
     def outcome(self) -> Outcome:
         self._fill()
         while self._next_step < self.steps or self._training:
-            assert self._events, "the simulated run stands still"
+            assert self._events, "the simulated run has no next event"
             self.now_s, _, act = heapq.heappop(self._events)
             act()
         for engine in self.engines:
@@ -189,7 +187,7 @@ class _Run:
         )
 
     def _steady(self) -> tuple[float, float]:
-        """Seconds and idle share of a step between the batches that are neither first nor last."""
+        """Seconds and idle share of a step, without the first and last batches."""
         edge = self.choice.depth + 1
         first, last = (edge, self.steps - edge) if self.steps > 2 * edge else (0, self.steps - 1)
         if first >= last:
@@ -204,7 +202,7 @@ class _Run:
 
     # --- engines ------------------------------------------------------------------------------
     def _fill(self) -> None:
-        """Start what the admission rule allows, each group on the engine with least to do."""
+        """Start groups that the admission rule allows, each on the least busy engine."""
         newest = max(engine.version for engine in self.engines)
         while self._room(newest) > 0:
             open_engines = [i for i, engine in enumerate(self.engines) if self._admits(engine)]
@@ -242,7 +240,7 @@ class _Run:
         self._watch(engine)
 
     def _watch(self, engine: _Engine) -> None:
-        """The next end of a request on this engine, computed anew after every change."""
+        """Schedule the next end of a request on this engine, after every change."""
         engine.epoch += 1
         if engine.ends:
             epoch = engine.epoch
@@ -318,9 +316,9 @@ class _Run:
 
     # --- publish --------------------------------------------------------------------------------
     def _update(self, engine: _Engine, version: int) -> None:
-        """The weights are there: commit now, or with `drain` when nothing runs any more."""
+        """The weights have arrived: commit now, or with `drain` when no request is running."""
         engine.updating = True
-        engine.changes.append((float("inf"), version))  # its place is known at the commit
+        engine.changes.append((float("inf"), version))  # its position is known at the commit
         if self.choice.mode == "drain":
             self._commit_drained(engine)
         else:
@@ -344,7 +342,7 @@ class _Run:
         engine.updating = False
         self._watch(engine)
         self._publishing -= 1
-        self._after(0.0, self._fill)  # when all that commit now did: they share what may start
+        self._after(0.0, self._fill)  # after all commits at this time
         if not self._publishing and self._to_freeze:
             self._to_freeze = False
             self._idle_s += self.now_s - self._idle_since
@@ -354,7 +352,7 @@ class _Run:
 # --- choosing ------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The smallest setup that keeps the trainer busy, and everything it was compared with."""
+    """The smallest setup that keeps the trainer busy, and all compared outcomes."""
 
     choice: Choice
     outcome: Outcome
@@ -362,7 +360,7 @@ class Advice:
 
 
 _STEADY_STEPS = 6
-CLOSE = 1.03  # step times this near count as equal
+CLOSE = 1.03  # step times within this factor count as equal
 
 
 def advise(
@@ -375,9 +373,9 @@ def advise(
 ) -> Advice:
     """Engines, depth and mode for a workload.
 
-    The fewest engines whose step takes at most CLOSE times that of all of them at the largest
-    depth, then the smallest depth, then the first of `modes`, within CLOSE of the best of these:
-    fresher data and exact modes win ties.
+    The fewest engines whose step time is within CLOSE of that of all engines at the largest depth,
+    then the smallest depth, then the first of `modes` within CLOSE: ties go to fresher data and
+    exact modes.
     """
     depths = sorted({depth for depth in (0, 1, 2, 4, 8) if depth <= max_lag} | {max_lag})
     table: dict[Choice, Outcome] = {}
@@ -408,6 +406,6 @@ def advise(
 
 
 def scaled(workload: Workload, mean_tokens: float) -> Workload:
-    """The same shape of lengths with another mean."""
+    """The same distribution of lengths with another mean."""
     factor = mean_tokens / statistics.fmean(workload.lengths)
     return replace(workload, lengths=[max(1, round(n * factor)) for n in workload.lengths])

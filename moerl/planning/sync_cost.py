@@ -33,14 +33,14 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import Hop, TransferPlan, num_rounds, relay_schedule
 
 PUBLISHED_EFFICIENCY = {"plan": 0.094, "broadcast": 0.40, "hierarchical": 0.17}
-"""Share of line rate; geometric means of what bench/plan_anchors.py prints."""
+"""Share of line rate; geometric means, as bench/plan_anchors.py prints them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The network that a publish crosses."""
+    """The network of a publish."""
 
-    nic_gb_s: float = 50.0  # of each rank's card, each way; 400 Gb/s
+    nic_gb_s: float = 50.0  # per card and direction; 400 Gb/s
     ranks_per_node: int = 8
 
     def __post_init__(self) -> None:
@@ -63,10 +63,10 @@ class Forecast:
     trainer_ranks: int
     engines: int
     ranks_per_engine: int
-    received: Spread  # S, per engine rank: the bound on engine ingress
+    received: Spread  # S, per engine rank: bound on engine ingress
     engine_bytes: int  # all ranks of one engine
     planned_bytes: int  # all engines
-    sent: Spread  # per trainer rank, to the engines it serves itself: the bound on egress
+    sent: Spread  # per trainer rank, to the engines it serves directly: bound on egress
     sent_without_relay: Spread
     parts: Spread  # boxes sent per trainer rank to one engine
     gather_bytes: int  # over EP on the trainer, before a broadcast
@@ -78,17 +78,17 @@ class Forecast:
     broadcast_s: float
     hierarchical_s: float
     hops: tuple[Hop, ...]
-    trainer_buffer: int  # per rank: a frozen copy of its weights and two buckets
-    engine_buffer: int  # per rank: the staging segment
+    trainer_buffer: int  # per rank: weight snapshot and two buckets
+    engine_buffer: int  # per rank: staging segment
 
     @property
     def rank_ratio(self) -> float:
-        """Traffic into engine ranks: broadcast against plan."""
+        """Bytes into engine ranks: broadcast / plan."""
         return self.broadcast_bytes / self.planned_bytes
 
     @property
     def nic_ratio(self) -> float:
-        """Traffic through network cards: hierarchical broadcast against plan."""
+        """Bytes through network cards: hierarchical broadcast / plan."""
         return self.broadcast_nic_bytes / self.planned_bytes
 
 
@@ -147,7 +147,7 @@ def forecast(
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """Seconds of a publish by how many engines the trainer serves itself."""
+    """Seconds of a publish by the number of engines that the trainer serves directly."""
 
     received: float  # bytes, the largest S
     sent: list[int]  # bytes, the largest of a trainer rank; entry n - 1 serves n engines
@@ -164,7 +164,7 @@ class _Pace:
 
 
 def model_bytes(spec: ModelSpec, policy: WirePolicy) -> tuple[int, int]:
-    """(all, routed experts): bytes of the tensors that engines hold, each once, on the wire."""
+    """(all, routed experts): bytes on the wire of the engines' tensors, each once."""
     every = experts = 0
     for name, shape in hf_shapes(spec).items():
         _, is_layer, rest = name.partition("model.layers.")
@@ -177,7 +177,7 @@ def model_bytes(spec: ModelSpec, policy: WirePolicy) -> tuple[int, int]:
 
 
 def _gather_bytes(spec: ModelSpec, trainer: ParallelConfig) -> int:
-    """Received by all trainer ranks when each stage makes its experts whole on every rank."""
+    """Bytes received by all trainer ranks when each stage gathers its experts on every rank."""
     plain = WirePolicy("float32")
     experts = model_bytes(spec, plain)[1] // 4 * MODEL_ITEMSIZE.get(spec.dtype, 2)
     return trainer.world_size * experts * (trainer.ep - 1) // (trainer.pp * trainer.ep)

@@ -1,7 +1,7 @@
-"""`moerl plan RECIPE`: what publishing weights will cost, without starting or reading anything.
+"""`moerl plan RECIPE`: forecast of a publish, from shapes alone.
 
-Needs the recipe and the model's config.json, neither torch nor a GPU, so that the layout of a
-cluster can be judged on a login node before it is reserved.
+Needs the recipe and the model's config.json, neither torch nor a GPU, so it runs on a login node
+before a cluster is reserved.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from moerl.weight_sync.transfer_plan import TRAINER
 Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
 
 GB = 1e9  # bytes, as network cards are sold
-SHOWN_HOPS = 8  # of a round; --json has all
+SHOWN_HOPS = 8  # per relay round; --json has all
 
 
 def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> list[Layouts]:
-    """What the recipe says about the model, both sides and the wire: once per size of engines.
+    """Model, layouts of both sides, and wire policy of a recipe, per size of engines.
 
-    shapes: the model's config.json; None: read it.
-    Raises ConfigError or ModelError for a recipe without a readable model folder.
+    shapes: the model's config.json; None: read it.  Raises ConfigError or ModelError for a recipe
+    without a readable model folder.
     """
     trainer = config.trainer.parallel
     check_mesh(trainer)
@@ -81,7 +81,7 @@ def _model_config(config: Config) -> dict[str, Any]:
 
 
 def as_json(found: Forecast, links: Links, efficiency: float | None) -> dict[str, object]:
-    """Everything that `describe` prints, in bytes and seconds."""
+    """All that `describe` prints, in bytes and seconds."""
     shares = _shares(efficiency)
     return asdict(found) | {
         "rank_ratio": found.rank_ratio,
@@ -100,7 +100,7 @@ def describe(
     layouts: Layouts,
     efficiency: float | None,
 ) -> str:
-    """A report for people."""
+    """The printed report."""
     spec, trainer, engines, policy = layouts
     wire = policy.dtype if policy.quantization == "none" else f"fp8 blocks and {policy.dtype}"
     lines = [
@@ -147,7 +147,7 @@ def describe(
     if found.nodes_per_engine == 1:
         lines.append(
             "engines of one node: cards of a hierarchical broadcast carry no more than the plan; "
-            "what is saved is the gather and the copies inside a node"
+            "the plan saves the gather and the copies inside a node"
         )
     return "\n".join(lines)
 

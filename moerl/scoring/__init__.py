@@ -1,4 +1,4 @@
-"""Rewards in worker processes: outside the event loop, with a deadline."""
+"""Rewards in worker processes: outside the event loop, with a timeout."""
 
 from moerl.scoring.process import ProcessScorer
 

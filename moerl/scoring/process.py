@@ -1,13 +1,12 @@
-"""Scores responses in a pool of worker processes, each response with a deadline.
+"""Scores responses in a pool of worker processes, each response with a timeout.
 
-A reward is foreign code: it may raise, hang, exit or return nonsense.  Each of these becomes a
-`ScoreError` of that response alone; a hung or crashed worker is killed and replaced.  What a failed
-score means for the run is the caller's decision.
+A reward is user code: it may raise, hang, exit or return nonsense.  Each of these becomes a
+`ScoreError` of that response alone; a hung or crashed worker is killed and replaced.  The caller
+decides what a failed score means for the run.
 
-Processes rather than threads, because a hung thread cannot be ended and because math-verify keeps
-time by SIGALRM, which only the main thread of a process may use (pebble runs tasks there).
-Spawned rather than forked: the parent has event loops and threads.  A worker whose parent was
-killed ends itself within a second, even in the middle of a reward.
+Processes, because a hung thread cannot be ended and math-verify uses SIGALRM, which only the main
+thread of a process may use (pebble runs tasks there).  Spawned, because the parent has event loops
+and threads.  A worker whose parent was killed ends within a second, even during a reward.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ class ProcessScorer:
     async def score_each(
         self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score | ScoreError]:
-        """A Score, or what went wrong, for each episode."""
+        """A Score or an error for each episode."""
         assert len(episodes) == len(responses), (
             f"{len(episodes)} episodes, {len(responses)} of texts"
         )
         return await asyncio.gather(*(self._one(prompt, list(turns)) for turns in responses))
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        """Of task.environment, with the deadline of a reward.  Raises ScoreError."""
+        """Reply of task.environment, with the timeout of a reward.  Raises ScoreError."""
         future = self._pool.schedule(
             _reply, args=(prompt, list(responses)), timeout=self._timeout_s
         )
@@ -117,7 +116,7 @@ def _end_with(parent: int) -> None:
 
 
 def _refusal(score: Score, responses: Sequence[str]) -> str:
-    """Why a score cannot be used, in words; empty: it can."""
+    """Why a score cannot be used; "" if it can."""
     length = len(responses[-1])
     if score.turns and len(score.turns) != len(responses):
         return f"has rewards for {len(score.turns)} of {len(responses)} turns"
@@ -133,7 +132,7 @@ def _refusal(score: Score, responses: Sequence[str]) -> str:
 
 
 def _evaluate(prompt: Prompt, responses: list[str]) -> Score | str:
-    """The reward, or what went wrong in words: a user's exception may not survive pickling."""
+    """The reward, or an error message: a user's exception may not survive pickling."""
     assert _reward is not None, "worker used before _prepare"
     try:
         return _reward(prompt, responses)
@@ -142,7 +141,7 @@ def _evaluate(prompt: Prompt, responses: list[str]) -> Score | str:
 
 
 def _reply(prompt: Prompt, responses: list[str]) -> tuple[str, str | None]:
-    """The environment's answer, and what went wrong in words."""
+    """The environment's reply, and an error message or None."""
     assert _environment is not None, "worker used before _prepare, or without task.environment"
     try:
         answer = _environment(prompt, responses)

@@ -53,7 +53,7 @@ def test_one_joins_and_the_first_one_leaves(
         status, text = engines(run, "remove", folder, "0")
         assert (status, text.splitlines()) == (
             2,
-            ["moerl: ENGINE = 0 is not usable: it is the last one that works: add another first"],
+            ["moerl: ENGINE = 0 is not usable: it is the last working engine: add another first"],
         )
         assert request(run.dir, 60.0, do="add", tp=0) == 1
         run.wait_for(lambda: "engine 1 has joined" in run.text())

@@ -502,7 +502,7 @@ def test_a_plan_that_a_dead_trainer_waits_for_takes_no_groups(tmp_path: Path) ->
             await asyncio.sleep(0.01)
             await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
             engine.open.set()
-            with pytest.raises(ProtocolError, match="another trainer has taken over"):
+            with pytest.raises(ProtocolError, match="a newer trainer has started"):
                 await waiting
             replaced = "trainer 0 was replaced: 1 is the newest one"
             with pytest.raises(ProtocolError, match=replaced):

@@ -125,7 +125,7 @@ def test_after_damage_the_trainer_starts_again(tmp_path: Path) -> None:
 
         async def work() -> list:
             for message in (TakePlan(2, 1.0, 0), StepDone(1, PolicyVersion(0, 2), {}, "")):
-                with pytest.raises(ProtocolError, match="it has to start from its checkpoint"):
+                with pytest.raises(ProtocolError, match="it must restart from its checkpoint"):
                     await second.handle(message)
             return await train(second, 4, tuple(held), PolicyVersion(1, 2))
 

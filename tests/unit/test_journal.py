@@ -378,7 +378,7 @@ def test_a_group_that_cannot_be_shipped_leaves_nothing(tmp_path: Path) -> None:
     group = group_of(0, world.blobs)
     world.journal.share(group)
     world.blobs.delete(*group_uris(group))
-    with pytest.raises(JournalError, match="group 0 was not shipped"):
+    with pytest.raises(JournalError, match="group 0 was not copied"):
         world.journal.share(group)
     assert world.segments.held() == set()
 

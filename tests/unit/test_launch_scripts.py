@@ -50,7 +50,7 @@ def test_sbatch_is_asked_for_the_recipes_nodes() -> None:
         assert option in asked
     assert "--partition=gpu" in asked
     assert "--job-name=moerl-a" in asked
-    with pytest.raises(ConfigError, match="a requeued job must find it again"):
+    with pytest.raises(ConfigError, match="a requeued job finds its run by this name"):
         options(RECIPE)
     with pytest.raises(ConfigError, match="add cluster=slurm"):
         options(["quickstart", "--run", "a"])

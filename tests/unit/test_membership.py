@@ -184,8 +184,8 @@ def test_a_trainer_that_starts_again_is_told_who_is_there(tmp_path: Path) -> Non
     [
         (7, (), (), "ENGINE = 7 is not usable: the run's engines are 0, 1"),
         (0, (), (0,), "leaving already"),
-        (0, (), (1,), "the last one that works: add another first"),
-        (0, (1,), (), "the last one that works: add another first"),
+        (0, (), (1,), "the last working engine: add another first"),
+        (0, (1,), (), "the last working engine: add another first"),
     ],
 )
 def test_a_removal_that_is_refused(

@@ -134,7 +134,7 @@ def test_a_node_whose_controller_is_lost_ends(
     """With its node: nobody closes the endpoints folder, and nobody reads that this one gave up."""
     node = Node(tmp_path, monkeypatch)
     node.codes = [lambda: 1] * (node.config.supervision.max_restarts + 1)
-    with pytest.raises(TrainerError, match="gave up and nobody has answered"):
+    with pytest.raises(TrainerError, match="failed, and no supervisor answered"):
         node.until_done()
     assert node.run.endpoints.given_up()
 

@@ -1,1 +1,1 @@
-"""A cluster before a run: its nodes looked at, the commands and objects that start them."""
+"""Before a cluster run: facts about its nodes, and the commands and objects that start it."""

@@ -1,10 +1,12 @@
-"""`moerl manifest RECIPE`: Kubernetes objects of a run, from the cluster file that everything uses.
+"""`moerl manifest RECIPE`: Kubernetes objects of a run, from its cluster file.
 
-A RayCluster of KubeRay has the engine nodes (its head pod runs `moerl train`), an indexed Job the
-trainer nodes (each pod runs tools/launch/torchrun.sh with its index), a headless Service gives the
-trainer's first pod a name for the rendezvous, and a claim on a shared file system holds runs.
-Ray's token authentication is on; the token comes from a Secret that is made beside, never from
-this text.  YAML is printed, nothing is applied.
+- A RayCluster of KubeRay has the engine nodes; its head pod runs `moerl train`.
+- An indexed Job has the trainer nodes; each pod runs tools/launch/torchrun.sh with its index.
+- A headless Service names the trainer's first pod for the rendezvous.
+- A claim on a shared file system holds the run directories.
+
+Ray's token authentication is on; the user creates its Secret separately.  YAML is printed, nothing
+is applied.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def manifest(config: Config, recipe: Sequence[str]) -> str:
         raise ConfigError(
             "run.name",
             config.run.name,
-            "names of Kubernetes objects are made of it: at most 40 of a-z, 0-9 and -",
+            "it is part of Kubernetes names: at most 40 of a-z, 0-9 and -",
         )
     name = f"moerl-{config.run.name}"
     objects = [
@@ -44,7 +46,7 @@ def manifest(config: Config, recipe: Sequence[str]) -> str:
 
 
 def _trainer_hosts(config: Config, name: str) -> str:
-    """A setting: the names that pods of the indexed Job have behind its Service."""
+    """Setting with the DNS names of the indexed Job's pods."""
     slots = placement(config).trainers
     hosts = [f"{name}-trainer-{slot.node_rank}.{name}-trainer" for slot in slots]
     return f"cluster.nodes.{slots[0].node.name.rpartition('-')[0]}.hosts=[{','.join(hosts)}]"

@@ -1,9 +1,8 @@
-"""The exact commands of a run on several nodes, one per node; `--dry-run` prints them.
+"""The commands of a run on several nodes, one list per node; `--dry-run` prints them.
 
-Every node gets the run directory and nothing else: it is on a file system that all of them mount,
-and holds the resolved configuration, where the controller listens (`endpoints`) and, readable by
-its owner only, the run's secrets.  So no secret is ever on a command line, and a node that comes
-back finds the controller wherever it is now.
+Every node mounts the run directory.  It holds the resolved configuration, the controller's address
+(`endpoints`), and, readable by its owner only, the run's secrets: so no secret is on a command
+line, and a node that reconnects finds the controller's current address.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _Seat = TypeVar("_Seat", Node, TrainerSlot)
 
 
 def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> dict[str, list[str]]:
-    """{node name: commands}; recipe: what follows `moerl train` on the controller's node."""
+    """{node name: commands}; recipe: arguments of `moerl train` on the controller's node."""
     root = f"{config.run.root}/{config.run.name}"
     engines = [node for node in placed.nodes if node.has("engine")]
     commands: dict[str, list[str]] = {}
@@ -43,10 +42,10 @@ def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> d
 def torchrun(
     config: Config, placed: Placement, slot: TrainerSlot, address: str = "", job: str = "trainer"
 ) -> list[str]:
-    """One node's part of a trainer.  address: its own, where the scheduler named it.
+    """torchrun command of one trainer node.  address: of this node, if the scheduler names it.
 
-    Agents of torchrun meet at the trainer's first node.  A rank that ends, or a node that comes
-    back, starts all ranks again: they ask the controller anew which checkpoint to continue from.
+    torchrun agents rendezvous at the trainer's first node.  When a rank ends or a node returns, all
+    ranks restart and ask the controller for the checkpoint to load.
     """
     slots, ports = slots_of(placed, job), config.cluster.ports
     port = ports.rendezvous if job == "trainer" else ports.ref_models
@@ -58,7 +57,7 @@ def torchrun(
     command += ["--rdzv-conf", f"is_host={int(slot.node_rank == 0)},join_timeout=3600"]
     command += ["--max-restarts", str(config.supervision.max_restarts)]
     if slot.devices:
-        command += ["--numa-binding", "node"]  # cores and memory beside each rank's GPU
+        command += ["--numa-binding", "node"]  # cores and memory of each rank's GPU
     if address or slot.node.address:
         command += ["--local-addr", address or slot.node.address]
     command += ["-m", "moerl.trainer.main", "--run-dir", f"{config.run.root}/{config.run.name}"]
@@ -71,12 +70,12 @@ def slots_of(placed: Placement, job: str) -> tuple[TrainerSlot, ...]:
 
 
 def nth(nodes: Sequence[_Seat], index: int, kind: str) -> _Seat:
-    """The one that a script was started for, counted from 0.  Raises ConfigError."""
+    """Node `index` of `kind`, from 0.  Raises ConfigError."""
     if not 0 <= index < len(nodes):
         raise ConfigError("INDEX", index, f"the run has {len(nodes)} {kind} node(s), from 0 on")
     return nodes[index]
 
 
 def host_of(node: Node) -> str:
-    """Its address, or its name in capitals where only the scheduler knows it."""
+    """Address of a node, or its name in capitals as a placeholder."""
     return node.address or node.name.upper()

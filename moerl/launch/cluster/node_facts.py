@@ -1,9 +1,8 @@
-"""What one node says about itself: `python -m moerl.launch.cluster.node_facts REQUEST`, JSON in and
-out.
+"""Facts about one node: `python -m moerl.launch.cluster.node_facts REQUEST`, JSON in and out.
 
-`moerl doctor` runs it on every node.  It reads and measures, changes nothing, imports neither torch
-nor Ray, and needs about a second: versions are those of the installed distributions, a model's
-shards are compared by size and by their first and last mebibyte, a port is tried by binding it.
+`moerl doctor` runs it on every node.  It changes nothing, imports neither torch nor Ray, and takes
+about a second.  Versions come from the installed distributions, model shards are compared by size
+and by their first and last MiB, a port is tested by binding it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ENDS = 2**20  # bytes at each end of a shard that its checksum covers
 
 @dataclass(frozen=True)
 class Request:
-    """What to look at; paths and ports of the role that the node has."""
+    """What to inspect; paths and ports of the node's roles."""
 
     interface: str
     folders: dict[str, str]  # purpose: path
@@ -46,7 +45,7 @@ class Request:
 class DiskFacts:
     path: str
     kind: str  # of the file system: ext4, nfs4, tmpfs
-    free: int  # bytes; -1 = the folder cannot be made or written
+    free: int  # bytes; -1 = not writable
     error: str = ""
 
 
@@ -63,12 +62,12 @@ class NodeFacts:
     memory_free: int
     locked_memory: int  # ulimit -l, bytes; -1 = unlimited
     disks: dict[str, DiskFacts] = field(default_factory=dict)
-    ports_taken: dict[str, str] = field(default_factory=dict)  # purpose: why
-    model: dict[str, str] = field(default_factory=dict)  # file: checksum, or missing
+    ports_taken: dict[str, str] = field(default_factory=dict)  # purpose: reason
+    model: dict[str, str] = field(default_factory=dict)  # file: checksum or "missing"
 
 
 def look(request: Request) -> NodeFacts:
-    """Everything, on this node."""
+    """Collect all facts of this node."""
     import resource
 
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -108,7 +107,7 @@ def versions() -> dict[str, str]:
 
 
 def disk(folder: Path) -> DiskFacts:
-    """Kind and room of the file system under a folder, which need not exist yet."""
+    """Kind and free bytes of the file system of a folder, which need not exist yet."""
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     kind = file_system(there)
     if not os.access(there, os.W_OK):
@@ -117,14 +116,14 @@ def disk(folder: Path) -> DiskFacts:
 
 
 def file_system(folder: Path) -> str:
-    """Type of the file system that holds a folder, which need not exist yet: ext4, nfs4, ..."""
+    """Type of the file system of a folder, which need not exist yet: ext4, nfs4, ..."""
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     folder = folder.resolve()
     return next((mounts[one] for one in (folder, *folder.parents) if one in mounts), "")
 
 
 def shards(folder: Path) -> dict[str, str]:
-    """{file: checksum} of a model folder; `missing` for what its index names and is not there."""
+    """{file: checksum} of a model folder; "missing" for files that only its index names."""
     try:
         read_json(folder / "config.json")
     except ModelError as error:

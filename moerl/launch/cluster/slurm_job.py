@@ -1,10 +1,10 @@
-"""What `tools/launch/slurm.sbatch` asks Python: sbatch's options, and which node does what.
+"""Helper of `tools/launch/slurm.sbatch`: options of sbatch, and the role of each node.
 
     python -m moerl.launch.cluster.slurm_job options RECIPE [key=value ...] --run NAME
     python -m moerl.launch.cluster.slurm_job plan --hosts a,b,c -- RECIPE [key=value ...] --run NAME
 
-One answer per line, so that the script needs no parser.  A run that is there already is resumed:
-that is what a requeued job finds.
+Prints one answer per line, so that the script needs no parser.  An existing run is resumed, as a
+requeued job requires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def options(arguments: Sequence[str]) -> list[str]:
-    """Options of sbatch: one node per node of the cluster, all alike, requeued when preempted."""
+    """Options of sbatch: one equal node per node of the cluster, requeued when preempted."""
     config, name = _read(arguments)
     found = nodes(config.cluster)
     devices = max(node.group.devices for node in found)
@@ -52,10 +52,10 @@ def options(arguments: Sequence[str]) -> list[str]:
 
 
 def plan(hosts: str, arguments: Sequence[str]) -> list[str]:
-    """`engine=HOST`, `trainer=HOST`, `ref_models=HOST`, `setting=ARGUMENT of moerl train` and
-    `run_dir=PATH` lines.
+    """`engine=HOST`, `trainer=HOST`, `ref_models=HOST`, `setting=ARGUMENT`, `run_dir=PATH` lines.
 
-    Raises ConfigError when the allocation has another number of nodes than the cluster.
+    A setting is an argument of `moerl train`.  Raises ConfigError when the allocation's number of
+    nodes differs from the cluster's.
     """
     config, name = _read(arguments)
     found, named = nodes(config.cluster), hosts.split(",")
@@ -78,12 +78,12 @@ def plan(hosts: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _in_order(recipe: list[str], addresses: list[str], resumes: bool) -> list[str]:
-    """`moerl train RECIPE key=value ...`; with --resume the first setting stands for RECIPE."""
+    """Order of arguments: RECIPE stays first, settings follow; --resume takes no RECIPE."""
     return [*recipe, *addresses] if resumes else [recipe[0], *addresses, *recipe[1:]]
 
 
 def _addresses(config: Config, found: Sequence[Node], host_of: dict[str, str]) -> list[str]:
-    """Settings that name the nodes of this allocation."""
+    """Settings with the addresses of this allocation's nodes."""
     settings = []
     for group in config.cluster.nodes:
         mine = [_resolve(host_of[n.name]) for n in found if n.name.rpartition("-")[0] == group]
@@ -92,7 +92,7 @@ def _addresses(config: Config, found: Sequence[Node], host_of: dict[str, str]) -
 
 
 def _resolve(host: str) -> str:
-    """The address of a host name; a name that nobody knows here stays as it is."""
+    """Address of a host name; a name that does not resolve is returned unchanged."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -100,7 +100,7 @@ def _resolve(host: str) -> str:
 
 
 def _read(arguments: Sequence[str]) -> tuple[Config, str]:
-    """(configuration, name of the run) from what follows `moerl train`."""
+    """(configuration, run name) from the arguments of `moerl train`."""
     if "--resume" in arguments:
         folder = Path(arguments[arguments.index("--resume") + 1])
         return resolve(load_saved(folder / "config.yaml")), folder.name
@@ -110,7 +110,7 @@ def _read(arguments: Sequence[str]) -> tuple[Config, str]:
         raise ConfigError("cluster.launcher", "local", "add cluster=slurm")
     if "--run" in arguments:
         return config, arguments[arguments.index("--run") + 1]
-    raise ConfigError("--run", "", "give the run a name: a requeued job must find it again")
+    raise ConfigError("--run", "", "required: a requeued job finds its run by this name")
 
 
 def _without_run(arguments: Sequence[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""What lives on each node of a run: guarded processes, Ray, engine and trainer nodes, requests."""
+"""Per-node processes: process tree, Ray, engine and trainer nodes, control API."""

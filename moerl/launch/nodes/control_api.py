@@ -1,8 +1,7 @@
-"""Requests of people to a run that goes on: a folder of small files below the run directory.
+"""Control API of a running run: request and answer files below the run directory.
 
-`moerl engines` leaves a question and waits for its answer; the supervisor looks twice a second.
-Both need the run directory only, so it works from any node that mounts it, and who may ask is who
-may write there (0700).  Rejected: a socket of the supervisor (one more port and token to hand out).
+`moerl engines` writes a question and waits for its answer; the supervisor polls twice a second.  It
+works from any node that mounts the run directory; the folder's mode (0700) is the permission check.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ _POLL_S = 0.1
 
 
 class ControlApi:
-    """The supervisor's side."""
+    """The supervisor's side of the control API."""
 
     def __init__(self, run: RunDir) -> None:
-        """Forgets what an earlier start of the run was asked."""
+        """Deletes unanswered requests of an earlier start."""
         self._folder = run.control_api
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700)
 
     def poll(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, question) of each request that has come, oldest first; {}: it is unreadable."""
-        for path in sorted(self._folder.glob("*.question")):  # their names begin with the time
+        """(name, question) of each pending request, oldest first; {} for an unreadable one."""
+        for path in sorted(self._folder.glob("*.question")):  # names begin with the time
             try:
                 question = json.loads(path.read_text())
-            except FileNotFoundError:  # who asked waits no more
+            except FileNotFoundError:  # its client timed out
                 question = None
             except ValueError:
                 question = {}
@@ -49,9 +48,9 @@ class ControlApi:
 
 
 def request(run: RunDir, timeout_s: float, **question: Any) -> Any:
-    """The answer of a run that goes on.
+    """Send a question to a running run and return its answer.
 
-    Raises MoerlError: it does not, it does not answer in time, or it refuses, in a sentence.
+    Raises MoerlError when the run is not running, does not answer in time, or refuses.
     """
     if not is_running(run):
         raise MoerlError(f"{run.root} is not being trained now")
@@ -72,7 +71,7 @@ def request(run: RunDir, timeout_s: float, **question: Any) -> Any:
 
 
 def is_running(run: RunDir) -> bool:
-    """Whether a process holds the run's lock, and has begun to look at its control API."""
+    """True if a process holds the run's lock and polls its control API."""
     if not run.control_api.is_dir():
         return False
     with (run.root / ".lock").open("a") as lock:

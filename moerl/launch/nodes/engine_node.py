@@ -1,11 +1,11 @@
-"""One more engine node of a run: `python -m moerl.launch.nodes.engine_node RUN_DIR INDEX`.
+"""Engine node of a run: `python -m moerl.launch.nodes.engine_node RUN_DIR INDEX`.
 
 Waits until the run's endpoints folder names Ray's head, joins it with the slots planned for this
-node, and ends what it started when the head is gone from the endpoints folder or this process is
-told to stop.  The token travels in the environment of the one child that needs it.
+node, and ends its processes when the head's address is removed or this process gets SIGTERM.
+The token is passed in the environment of the one child that needs it.
 
-A node that is not among the configured ones comes with `--slots N [--gpus G]` while the run goes
-on: it asks for N more engines and, told to stop, lets them leave first.
+A node outside the configuration joins a running run with `--slots N [--gpus G]`: it requests N
+engines, and removes them before it stops.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def main() -> int:
     """Exit status: 0 when the run ended, 1 when Ray ended under it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
-    parser.add_argument("index", type=int, nargs="?", help="this one among the engine nodes")
-    parser.add_argument("--slots", type=int, default=0, help="not among them: engines it brings")
+    parser.add_argument("index", type=int, nargs="?", help="index of this engine node, from 0")
+    parser.add_argument("--slots", type=int, default=0, help="engines of an unconfigured node")
     parser.add_argument("--gpus", type=int, default=0, help="with --slots")
     parser.add_argument("--leave-s", type=float, default=120.0, help="seconds for engines to leave")
     parser.add_argument(
-        "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
+        "--wait-s", type=float, default=600.0, help="wait for the controller's node, seconds"
     )
     args = parser.parse_args()
     if (args.index is None) == (args.slots < 1):
-        parser.error("give INDEX, or --slots of a node that is not configured")
+        parser.error("give INDEX, or --slots for a node outside the configuration")
     run = RunDir(args.run_dir)
     become_subreaper()
     for signum in _ENDINGS:
@@ -88,7 +88,7 @@ def _join(run: RunDir, args: argparse.Namespace) -> int:
         return 0 if child.poll() is None else 1
     finally:
         for signum in _ENDINGS:
-            signal.signal(signum, signal.SIG_IGN)  # a second one must not stop this
+            signal.signal(signum, signal.SIG_IGN)  # a second signal must not interrupt cleanup
         _let_go(run, mine, args.leave_s)
         end_descendants(_GRACE_S)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -99,7 +99,7 @@ def _engine_nodes(config: Config) -> list[Node]:
 
 
 def _let_go(run: RunDir, engines: list[int], limit_s: float) -> None:
-    """Engines that this node brought leave the run, if it still goes on."""
+    """Remove the engines that this node added, if the run is still running."""
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(MoerlError):
         for engine in engines:
@@ -113,7 +113,7 @@ def _let_go(run: RunDir, engines: list[int], limit_s: float) -> None:
 def _command(
     config: Config, offer: tuple[dict[str, float], int], address: str, scratch: Path
 ) -> list[str]:
-    """offer: resources and GPUs."""
+    """`ray start` command.  offer: (resources, GPUs)."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
     command += [f"--node-ip-address={own_address(config.cluster)}", "--num-cpus=0"]
     command += [f"--num-gpus={offer[1]}", f"--resources={json.dumps(offer[0])}"]

@@ -1,16 +1,15 @@
-"""No orphan, ever: two nested subreapers, each able to end every process of the run.
+"""Guarantees that no process outlives a run: two nested subreapers end all descendants.
 
-`moerl train` is a thin front that starts one root process in a session of its own; the root starts
-everything else.  Both are child subreapers (prctl), so whatever loses its parent becomes a child of
-the root, or of the front if the root is gone: nothing escapes the tree.
+`moerl train` is a thin front that starts one root process in its own session; the root starts
+everything else.  Both are child subreapers (prctl), so an orphan becomes a child of the root, or of
+the front if the root has ended.
 
 - The front dies (SIGKILL included): the kernel sends the root SIGTERM (parent-death signal), and
   the root ends its descendants.
 - The root dies: the front inherits its descendants and ends them.
-- Anything else dies: the root notices, says why, and ends the rest.
+- Anything else dies: the root notices, reports why, and ends the rest.
 
-Only descendants are ever signalled.  Rejected: searching processes by name (another run's would
-match) and process groups (Ray and SGLang make their own).
+Only descendants are ever signalled, never processes found by name or group.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from types import FrameType
 
 import psutil
 
-STOP_GRACE_S = 2.0  # between SIGTERM and SIGKILL for what a run's root process left
+STOP_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for a root's descendants
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -47,10 +46,10 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 
 
 def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
-    """SIGTERM, then SIGKILL, until this process has no descendant; returns how many were killed.
+    """SIGTERM, then SIGKILL, until this process has no descendant; returns the number killed.
 
-    mark: only those that have this environment variable; children that others wait for stay theirs.
-    Bounded: grace_s for the polite part, 5 s for the rest.
+    mark: only descendants with this environment variable; their zombies are left to their parents.
+    Takes at most grace_s after SIGTERM and 5 s after SIGKILL.
     """
     seen = _descendants(mark)
     for process in seen:
@@ -72,20 +71,19 @@ def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
 
 
 class Orphans:
-    """The dead that were handed to this subreaper; uncollected, each keeps a process number.
+    """Collects zombies that this subreaper adopted.
 
-    Whoever started a process asks for its exit status soon after its end (`Popen.poll`).  A child
-    that is dead for `patience_s` and was not asked for lost its parent: two for each server or
-    torchrun that is killed.
+    The starter of a process polls its exit status soon after its end (`Popen.poll`).  A child that
+    stays a zombie for `patience_s` is an orphan: two for each killed server or torchrun.
     """
 
     def __init__(self, patience_s: float = 30.0) -> None:
         self._patience_s = patience_s
-        self._dead: dict[int, float] = {}  # monotonic seconds at which it was first seen dead
+        self._dead: dict[int, float] = {}  # monotonic seconds when first seen dead, per pid
         self._due = 0.0
 
     def collect(self) -> int:
-        """Call often; returns how many were collected."""
+        """Collect old zombies; returns how many.  Call often."""
         now = time.monotonic()
         if now < self._due:
             return 0
@@ -99,7 +97,7 @@ class Orphans:
 
 
 def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int:
-    """The front: run the root, pass Ctrl-C and SIGTERM on once, sweep whatever is left.
+    """The front: run the root, forward Ctrl-C and SIGTERM once, end remaining descendants.
 
     Returns the root's exit status, 128 + n when signal n ended it.
     """
@@ -117,17 +115,16 @@ def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int
     if code < 0:
         print(
             f"moerl: the run's root process was ended by signal {-code}; "
-            f"{killed} processes it left were ended too",
+            f"its {killed} remaining processes were ended too",
             flush=True,
         )
     return code if code >= 0 else 128 - code
 
 
 def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
-    """(pid, log) of what a trainer may be waiting for: controller, engine hosts, SGLang's
-    processes.
+    """(pid, log) of processes a trainer may wait for: controller, engine hosts, SGLang.
 
-    pids: as in `pids.json`, of this machine.
+    pids: of this machine, as in `pids.json`.
     """
     found = []
     for name, pid in pids.items():
@@ -144,12 +141,12 @@ def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
 
 
 def children_with(pid: int, variable: str) -> list[tuple[int, str]]:
-    """(pid, value) of the living children of a process that have an environment variable."""
+    """(pid, value) of a process's living children that have an environment variable."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children():
             with contextlib.suppress(psutil.Error):
-                if value := process.environ().get(variable):  # a dead one has no environment
+                if value := process.environ().get(variable):  # a zombie has no environment
                     found.append((process.pid, value))
     return found
 
@@ -160,7 +157,7 @@ def ending_of(code: int) -> str:
 
 
 def last_error(path: Path) -> str:
-    """The last error that a trainer's log names, else its last line."""
+    """The last error in a trainer's log, else its last line."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     lines = [line.strip() for line in lines if line.strip()]
     causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
@@ -168,7 +165,7 @@ def last_error(path: Path) -> str:
 
 
 def first_error(log: Path) -> str:
-    """The first line with an error in the log of a job that ended, else where to look."""
+    """The first line with an error in a job's log, else the log's path."""
     lines = log.read_text(errors="replace").splitlines()
     return next((line for line in lines if "Error: " in line), f"see {log}")
 
@@ -194,7 +191,7 @@ def _dead_children() -> list[int]:
 
 
 def _reap() -> None:
-    """Collect zombies that were handed to this subreaper."""
+    """Collect adopted zombies."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,10 +1,9 @@
-"""Ray over the nodes of a cluster: the head beside the controller, one more node per engine node.
+"""Ray over the nodes of a cluster: the head on the controller's node, one node per engine node.
 
-`moerl train` starts the head inside the run, so that it ends with the run; other engine nodes join
-it with `python -m moerl.launch.nodes.engine_node RUN_DIR` (tools/launch/engine_node.sh), which
-finds its address and token on the run's endpoints folder.  Where an operator owns Ray (KubeRay),
-`cluster.ray` names the cluster to join instead.  Every node offers `engine` slots; trainer nodes
-have no Ray.
+`moerl train` starts the head as its child, so that it ends with the run; engine nodes join it with
+`python -m moerl.launch.nodes.engine_node RUN_DIR` (tools/launch/engine_node.sh) and read its
+address and token from the run's endpoints folder.  With KubeRay, `cluster.ray` names the cluster to
+join instead.  Every node offers `engine` slots; trainer nodes have no Ray.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from moerl.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-ENGINE_SLOT = "engine"  # a custom resource: one slot per engine that a node may hold
+ENGINE_SLOT = "engine"  # custom Ray resource: one slot per engine of a node
 _ATTEMPTS = 4
 _GRACE_S = 2.0
-_OBJECTS = 80 * 2**20  # bytes of the object store: only messages pass through Ray
+_OBJECTS = 80 * 2**20  # bytes of the object store; only messages pass through Ray
 
 
 def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
-    """Start this run's own Ray, or join the one that `cluster.ray` names."""
+    """Start this run's own Ray, or join the cluster that `cluster.ray` names."""
     common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if config.cluster.ray:
         ray.init(address=config.cluster.ray, **common)
@@ -56,7 +55,7 @@ def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
 
 
 def _patiently(options: dict[str, Any]) -> None:
-    """Start Ray; on a loaded machine its 30 s for a raylet, which no setting changes, are short.
+    """Start Ray, with retries: a loaded machine can exceed its fixed 30 s for a raylet.
 
     Source: ray/_private/node.py, raylet_start_wait_time_s (2.60.0).
     """
@@ -69,11 +68,11 @@ def _patiently(options: dict[str, Any]) -> None:
                 raise
             log.warning("Ray did not start, attempt %d: %s", attempt, error)
             ray.shutdown()
-            end_descendants(_GRACE_S)  # nothing else of this run was started yet
+            end_descendants(_GRACE_S)  # no other child of this run exists yet
 
 
 def slots(config: Config, node: Node) -> dict[str, float]:
-    """The resources that a node of this kind offers: as many engines as it was planned for."""
+    """Ray resources of a node: the number of engines planned for it."""
     count = sum(slot.node.name == node.name for slot in placement(config).engines)
     return {ENGINE_SLOT: float(count)} if count else {}
 
@@ -83,5 +82,5 @@ def gpus(node: Node) -> int:
 
 
 def this_node() -> NodeAffinitySchedulingStrategy:
-    """For actors that belong beside the supervisor: controller and scorer."""
+    """Scheduling strategy for actors on the supervisor's node: controller and scorer."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

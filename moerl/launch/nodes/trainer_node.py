@@ -1,13 +1,13 @@
-"""One trainer node of a run: `python -m moerl.launch.nodes.trainer_node RUN_DIR INDEX
-[TRAINER_JOB]`.
+"""Trainer node of a run: `python -m moerl.launch.nodes.trainer_node RUN_DIR INDEX [JOB]`.
 
-Runs this node's part of torchrun, from the run's resolved configuration, until the trainer is done.
-torchrun itself starts the ranks again when one ends; when an agent of it loses the others for too
-long it ends, and is started again here, so that a node that was cut off finds back.  A new opening
-of the endpoints folder asks for a new trainer (the supervisor gave this one up, or the run was
-resumed), however alive the ranks are here: they are ended and started again.  The run's end is seen
-on the endpoints folder too: this process waits for a controller to be posted, and ends when there
-is none.  It ends only what it started.
+Runs this node's torchrun until the trainer is done; JOB is trainer or ref_models.
+
+- torchrun restarts the ranks when one ends. When its agent loses the others it ends, and this
+  process starts it again, so that a disconnected node can rejoin.
+- Each opening of the endpoints folder asks for a new trainer (the supervisor ended the old one, or
+  the run was resumed): running ranks are ended and started again.
+- This process waits for a controller's address in the endpoints folder, and ends when the run is
+  over. It ends only processes that it started.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
-    """Exit status: 0 when the trainer is done or the run is over, 1 when this node gave up."""
+    """Exit status: 0 when the trainer is done or the run is over, 1 after too many failures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
-    parser.add_argument("index", type=int, help="this node among those of the trainer, from 0")
+    parser.add_argument("index", type=int, help="index of this trainer node, from 0")
     parser.add_argument("trainer", nargs="?", default="trainer", choices=TRAINER_JOBS)
     parser.add_argument(
-        "--wait-s", type=float, default=600.0, help="seconds for the controller's node to be there"
+        "--wait-s", type=float, default=600.0, help="wait for the controller's node, seconds"
     )
     args = parser.parse_args()
     become_subreaper()
@@ -65,15 +65,15 @@ def main() -> int:
         return 1
     finally:
         for signum in _ENDINGS:
-            signal.signal(signum, signal.SIG_IGN)  # a second one must not stop this
+            signal.signal(signum, signal.SIG_IGN)  # a second signal must not interrupt cleanup
         end_descendants(_GRACE_S)
 
 
 @contextlib.contextmanager
 def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
-    """One process a slot: a second torchrun for it would take the place of ranks that train.
+    """Lock a slot: a second torchrun for it would replace ranks that are training.
 
-    Raises TrainerError when another one keeps it for longer than wait_s.
+    Raises TrainerError when another process holds it for longer than wait_s.
     """
     deadline = time.monotonic() + wait_s
     with (run.endpoints.folder / f"{name}.lock").open("a+") as file:
@@ -93,10 +93,10 @@ def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
 
 
 def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) -> int:
-    """torchrun, again and again.  start: the opening of the endpoints folder that asks for it."""
+    """Restart torchrun until the trainer is done.  start: opening of the endpoints folder."""
     failures, seen = 0, _last_step(run)
     while True:
-        config = load_saved(run.config)  # another opening may bring another layout
+        config = load_saved(run.config)  # another opening may have another layout
         slot = nth(slots_of(placement(config), job), index, job)
         name = f"torchrun-{index}.log" if job == "trainer" else f"torchrun-{job}-{index}.log"
         with (run.logs / name).open("ab") as log:
@@ -121,22 +121,19 @@ def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) ->
 
 
 def _await_answer(run: RunDir, name: str, start: str, wait_s: float) -> None:
-    """The supervisor decides what becomes of the run; it has closed the endpoints folder within
-    seconds.
+    """Wait for the supervisor, which closes the endpoints folder within seconds of a failure.
 
-    Raises TrainerError when nobody does: its node is lost.
+    Raises TrainerError after wait_s: the supervisor's node is lost.
     """
     deadline = time.monotonic() + wait_s
     while _opening(run, start) == start:
         if time.monotonic() > deadline:
-            raise TrainerError(f"{name} gave up and nobody has answered within {wait_s:g} s")
+            raise TrainerError(f"{name} failed, and no supervisor answered within {wait_s:g} s")
         time.sleep(_LOOK_S)
 
 
 def _falls_back(run: RunDir, start: str) -> bool:
-    """Whether a new trainer wants scores again, after reference ranks were told that all are
-    there.
-    """
+    """True if a restarted trainer needs reference scores again."""
     trainer = newest_incarnation(run)
     while _opening(run, start) == start and not run.endpoints.was_done(start):
         if newest_incarnation(run) != trainer:
@@ -148,10 +145,9 @@ def _falls_back(run: RunDir, start: str) -> bool:
 def _torchrun(
     command: list[str], environment: dict[str, str], log: IO[bytes], run: RunDir, start: str
 ) -> int | None:
-    """Its exit status; None, and it is told to end, when the endpoints folder no longer asks for
-    it.
+    """Exit status of torchrun; None, after SIGTERM, when the endpoints folder ends this opening.
 
-    It is told as well when this process dies: nobody would watch the endpoints folder for it then.
+    torchrun gets SIGTERM when this process dies too.
     """
     process = subprocess.Popen(
         command,
@@ -164,7 +160,7 @@ def _torchrun(
     unwanted = 0
     while (code := process.poll()) is None:
         unwanted = unwanted + 1 if _opening(run, start) != start else 0
-        if unwanted == 2:  # seen twice: file servers stumble
+        if unwanted == 2:  # seen twice, because file servers have short failures
             process.terminate()
             return None
         time.sleep(_LOOK_S)
@@ -172,9 +168,7 @@ def _torchrun(
 
 
 def _opening(run: RunDir, known: str) -> str:
-    """The present opening of the endpoints folder; the one known while its file system does not
-    answer.
-    """
+    """Current opening of the endpoints folder; `known` while its file system fails."""
     try:
         return run.endpoints.start()
     except OSError:
@@ -192,7 +186,7 @@ def _command(config: Config, slot: TrainerSlot, job: str) -> list[str]:
 
 
 def _environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
-    """Launcher settings of the ranks of this node, which talk to those of other nodes."""
+    """Environment of this node's ranks, which talk to other nodes."""
     env = rank_environment(config, slot) | {"NCCL_SOCKET_IFNAME": config.cluster.interface}
     if slot.node.group.rdma:
         env["NCCL_IB_HCA"] = ",".join(slot.node.group.rdma)

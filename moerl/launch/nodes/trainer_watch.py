@@ -1,13 +1,9 @@
-"""The trainer of a cluster, seen from the controller: `python -m moerl.launch.nodes.trainer_watch`.
+"""Stand-in for a cluster's trainer: `python -m moerl.launch.nodes.trainer_watch`.
 
-Trainer nodes start torchrun themselves and have no Ray; what tells them where the controller is,
-and the supervisor how the trainer does, is the run directory that all nodes mount.  This process
-stands for the trainer on the controller's node: it posts the endpoint and the token, ends well when
-the trainer has left its mark, and ends with a cause when the trainer nodes gave up.  The supervisor
-treats it exactly like a local torchrun.
-
-Rejected: a state for the trainer inside the controller (it would have to survive the controller's
-own restart, and a file on the run's own file system already does).
+Trainer nodes start torchrun themselves and have no Ray.  This process runs on the controller's
+node: it writes the controller's endpoint and token to the endpoints folder, exits 0 when the
+trainer has written its done file, and exits 1 with a cause when the trainer nodes failed.  The
+supervisor treats it like a local torchrun.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ _LOOK_S = 0.5
 
 
 def main() -> int:
-    """Exit status: 0 when the trainer is done, 1 when the trainer nodes gave up."""
+    """Exit status: 0 when the trainer is done, 1 when the trainer nodes failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")

@@ -1,3 +1,1 @@
-"""The processes of one run: actors, trainers and engines, watched and started again when they
-die.
-"""
+"""The processes of one run: actors, trainers and engines, watched and restarted when they die."""

@@ -1,8 +1,7 @@
-"""Ray actors: thin shells around plain classes; every class inside is testable without Ray.
+"""Ray actors: thin wrappers of plain classes that are testable without Ray.
 
-Everything that is not the trainer runs here: one controller, one engine host per SGLang server, one
-scorer.  Each actor has a `watch` call that returns only when the thing it holds has ended, so the
-supervisor learns of a failure as soon as Ray does.
+One controller, one engine host per SGLang server, one scorer.  Each actor's `watch` call returns
+only when its object has ended, so the supervisor learns of a failure as soon as Ray does.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Plain = TypeVar("Plain")
 
 
 def log_to(path: Path) -> None:
-    """Process logs go to files; standard output belongs to the panel."""
+    """Log this process to a file; standard output belongs to the console."""
     logging.basicConfig(
         filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -49,10 +48,10 @@ def log_to(path: Path) -> None:
 
 
 def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plain]:
-    """Put an instance of a plain class on an actor here; many calls may be open at once.
+    """Put an instance of a plain class on an actor on this node; calls run concurrently.
 
-    restarts: Ray starts it again so often (-1 = always) and repeats the calls it owed: for one
-    without a state.
+    restarts: how often Ray restarts it (-1 = always) and repeats pending calls; only for objects
+    without state.
     """
     actor: Any = ray.remote(plain)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64}
@@ -65,7 +64,7 @@ def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plai
 
 @dataclass(frozen=True, slots=True)
 class PlacedEngine:
-    """An engine host, and on a cluster the slot that it holds."""
+    """An engine host, and on a cluster its slot."""
 
     actor: ActorHandle[EngineActor]
     slot: PlacementGroup | None
@@ -78,10 +77,10 @@ class PlacedEngine:
 
 
 def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
-    """An engine host where its server's ranks have room: all of them on one node.
+    """Start an engine host on a node with room for all ranks of its server.
 
-    Nodes offer `engine` slots and, where they have them, GPUs; a placement group takes a slot and
-    all GPUs of one engine together, from one node.
+    Nodes offer `engine` slots and, if they have them, GPUs; a placement group takes one slot and
+    all GPUs of an engine from one node.
     """
     if is_local(plan.config.cluster):
         return PlacedEngine(place(EngineActor, plan, index, tp), None)
@@ -98,7 +97,7 @@ def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
 
 
 class EngineActor(Hosted):
-    """One engine host: starts its SGLang server, speaks HTTP to it, seals its records."""
+    """One engine host: starts its SGLang server, sends it HTTP requests, seals its records."""
 
     def __init__(self, plan: RunContext, index: int, tp: int) -> None:
         log_to(plan.run.logs / f"engine-{index}.host.log")
@@ -110,7 +109,7 @@ class EngineActor(Hosted):
         super().__init__(self._host)
 
     async def leave(self) -> str:
-        """End the server; the name of the node whose records this host still serves."""
+        """End the server; returns the node name of the records that this host still serves."""
         await self._host.stop()
         return self._host.node
 
@@ -127,7 +126,7 @@ class ScorerActor(Hosted):
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> tuple[int, list[Score]]:
-        """With the number of this process: Ray starts another one without a word."""
+        """(pid of this process, scores): the pid shows when Ray has restarted the actor."""
         with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
             return os.getpid(), await self._scorer.score(prompt, episodes, responses)
 
@@ -139,7 +138,7 @@ def remote_engine(actor: ActorHandle[EngineActor], index: int) -> Engine:
 class RemoteScorer:
     """The `Scorer` protocol over an actor handle.
 
-    Rewards look at prompt, answer and text; records stay where they are.
+    Sends prompt, answer and text; records are not sent.
     """
 
     def __init__(self, actor: ActorHandle[ScorerActor]) -> None:
@@ -155,7 +154,7 @@ class RemoteScorer:
             pid, scores = await self._actor.score.remote(prompt, bare, list(responses))
         if self._pid not in (0, pid):
             self.restarts += 1
-            log.warning("the scorer died, process %d takes its place", pid)
+            log.warning("the scorer died and was restarted as process %d", pid)
         self._pid = pid
         return list(scores)
 
@@ -165,7 +164,7 @@ class RemoteScorer:
 
 
 class ControllerActor:
-    """The controller, its door for the trainer, and the one writer of metrics and samples."""
+    """The controller, its trainer server, and the only writer of metrics and samples."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class ControllerActor:
         scorer: ActorHandle[ScorerActor],
         pool_changed: bool = False,
     ) -> None:
-        """engines, sizes: by number; fleet_changed: some joined or left since the start."""
+        """engines, sizes: by number; pool_changed: engines joined or left since the start."""
         log_to(plan.run.logs / "controller.log")
         log.info("the controller is process %d", os.getpid())
         self._plan, self._sizes, self._pool_changed = plan, sizes, pool_changed
@@ -185,10 +184,10 @@ class ControllerActor:
         self._tracer = Tracer(plan.run.trace, "controller")
 
     async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
-        """Bind the trainer's door; returns its endpoint.  Must be called once, first.
+        """Bind the trainer server; returns its endpoint.  Must be called once, first.
 
-        endpoint: of a controller that died, whose trainer and engines go on; lost: engines that
-        are being started again.
+        endpoint: of a controller that died, whose trainer and engines are running; lost: engines
+        that are being restarted.
         """
         plan = self._plan
         self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
@@ -227,7 +226,7 @@ class ControllerActor:
         return os.getpid()
 
     async def watch(self) -> None:
-        """Runs the controller's loops; raises the run's first failure."""
+        """Run the controller's loops; raises the run's first failure."""
         await self._controller.run()
 
     async def engines_started(self) -> None:
@@ -249,11 +248,11 @@ class ControllerActor:
         await self._controller.records_leave(node)
 
     async def engines(self) -> list[dict[str, object]]:
-        """What each engine does."""
+        """State of each engine."""
         return self._controller.context.pool.table()
 
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str]:
-        """Status for the panel, rows of metrics.jsonl and failure of the trainer since then."""
+        """(status, new rows of metrics.jsonl, trainer failure) since the last call."""
         rows, self._rows = self._rows, []
         trainer = self._controller.trainer
         failure, trainer.failure = trainer.failure, ""
@@ -263,7 +262,7 @@ class ControllerActor:
         return status, rows, failure
 
     async def measure_engines(self, seconds: float) -> float:
-        """Tokens/s of the engines with nothing else running, both replays on."""
+        """Tokens/s of the engines with nothing else running, with routing and mask replay."""
         return await self._controller.measure_engines(seconds)
 
     async def stop(self) -> None:
@@ -283,7 +282,7 @@ class ControllerActor:
 
     def _on_step(self, report: StepReport) -> None:
         metrics = report.metrics | self._alerts.look(report.metrics)
-        if "scorer/failed" in metrics:  # else it is the row of an evaluation
+        if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)
         row = self._metrics.write(report.step, report.version, metrics)
         with self._plan.run.samples.open("a") as file:
@@ -291,5 +290,5 @@ class ControllerActor:
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._rows.append(row)
         for name in ("async/lag_mean", "async/lag_max"):
-            if name in row:  # the row of the last evaluation has its figures only
+            if name in row:  # absent in the row of an evaluation
                 self._tracer.count(name, row[name])

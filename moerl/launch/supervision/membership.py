@@ -1,9 +1,9 @@
-"""Engines of a run that goes on: who is there, who joins, who leaves.
+"""Adds and removes engines of a running run; requests come over its control API.
 
-Numbers are given once.  An engine that joins is started beside the others and handed to the
-controller when it is up; it gets requests once it was published to.  One that leaves starts nothing
-any more; what runs on it is interrupted and goes on elsewhere, and when the trainer publishes to it
-no more its process ends.  Requests come over the run's control API (`moerl engines`).
+An engine number is never reused.  A new engine is handed to the controller when its server is up,
+and gets requests after its first publish.  A leaving engine gets no new requests; its running ones
+are interrupted and continue on other engines, and its process ends when the trainer has stopped
+publishing to it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """What the supervisor does for engines that come and go."""
+    """What membership needs from the supervisor."""
 
     def tell(self, call: Callable[[Any], Any]) -> Any:
-        """The result of a call to the controller, given its handle; None while it is down."""
+        """Result of a call to the controller, given its handle; None while it is down."""
         ...
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
-        """A call to the controller under way; None while it is down."""
+        """A pending call to the controller; None while it is down."""
         ...
 
     def get(self, ref: Any, name: str, timeout_s: float | None = None) -> Any:
@@ -42,11 +42,11 @@ class Watcher(Protocol):
     def start_engine(self, index: int) -> None: ...
 
     def forget_engine(self, index: int) -> None:
-        """It is neither watched nor started again."""
+        """Stop watching and restarting it."""
         ...
 
     def is_down(self, index: int) -> bool:
-        """It died and is not back yet."""
+        """True after it died, until it is up again."""
         ...
 
     def write_pids(self) -> None: ...
@@ -60,14 +60,14 @@ class Membership:
     def __init__(self, plan: RunContext, watcher: Watcher) -> None:
         self.sizes = plan.config.engine.sizes
         self._placed = {index: place_engine(plan, index, tp) for index, tp in self.sizes.items()}
-        self.changed = False  # since this start of the run
+        self.changed = False  # engines joined or left since this start of the run
         self._plan, self._watcher, self._control_api = plan, watcher, ControlApi(plan.run)
         self._next = len(self.sizes)
         self._joining: set[int] = set()  # being started for the first time
         self._leaving: set[int] = set()
-        self._draining: dict[Any, int] = {}  # calls to the controller that return when it is done
+        self._draining: dict[Any, int] = {}  # calls that return when it is drained
         self._ending: dict[Any, int] = {}  # calls that end a server
-        self._emptying: dict[Any, int] = {}  # calls that return when its records were trained
+        self._emptying: dict[Any, int] = {}  # calls that return when its records are trained
 
     @property
     def actors(self) -> dict[int, ActorHandle[EngineActor]]:
@@ -75,20 +75,20 @@ class Membership:
 
     @property
     def present(self) -> dict[int, ActorHandle[EngineActor]]:
-        """Those that the controller knows."""
+        """Engines that the controller knows."""
         return {i: actor for i, actor in self.actors.items() if i not in self._joining}
 
     def may_restart(self, index: int) -> bool:
-        """Whether an engine that died is wanted."""
+        """True if an engine that died should be restarted."""
         return index in self._placed and index not in self._leaving
 
     def replace(self, index: int) -> None:
-        """The host itself died: another one in its place."""
+        """Start a new host for an engine whose host process died."""
         self._placed[index].give_up()
         self._placed[index] = place_engine(self._plan, index, self.sizes[index])
 
     def poll(self) -> None:
-        """Answer what was asked, and go on with engines that leave."""
+        """Answer requests and advance the removal of leaving engines."""
         for name, question in self._control_api.poll():
             try:
                 answer = {"answer": self._answer(question)}
@@ -104,10 +104,10 @@ class Membership:
             self._emptied(ref, self._emptying.pop(ref))
         busy = {*self._draining.values(), *self._ending.values(), *self._emptying.values()}
         for index in self._leaving - busy:
-            self._drain(index)  # for the first time, or the controller died meanwhile
+            self._drain(index)  # the first call, or the controller died meanwhile
 
     def joined(self, index: int) -> bool:
-        """An engine is up: whether that is its first time, and the controller was told."""
+        """An engine is up.  Returns True if it is new and the controller was told."""
         if index not in self._joining:
             return False
         self._joining.remove(index)
@@ -120,7 +120,7 @@ class Membership:
         return True
 
     def gave_up(self, index: int, error: MoerlError) -> bool:
-        """An engine did not start: whether it was to join, and is forgotten."""
+        """An engine did not start.  Returns True if it was new; it is then forgotten."""
         if index not in self._joining:
             return False
         self._watcher.say(f"engine {index} did not start and is left out: {error}")
@@ -137,7 +137,7 @@ class Membership:
             case {"do": "list"}:
                 return self._list()
             case _:
-                raise MoerlError(f"{question} is no question")
+                raise MoerlError(f"{question} is not a valid request")
 
     def _add(self, tp: int) -> int:
         index, self._next = self._next, self._next + 1
@@ -155,7 +155,7 @@ class Membership:
         self.changed = True
         if index in self._joining:
             self._forget(index)
-            self._watcher.say(f"engine {index} is not started any more")
+            self._watcher.say(f"engine {index} is no longer being started")
             return "gone"
         self._leaving.add(index)
         self._watcher.say(f"engine {index} leaves")
@@ -188,7 +188,7 @@ class Membership:
         self._ending[self._placed[index].actor.leave.remote()] = index
 
     def _ended(self, ref: Any, index: int) -> None:
-        """Its server has ended; on a cluster its host goes on serving what it sealed."""
+        """The server of an engine ended; on a cluster its host still serves its sealed records."""
         try:
             node = self._watcher.get(ref, f"engine {index}")
         except EngineError as error:
@@ -201,13 +201,13 @@ class Membership:
         wait = self._watcher.ask(lambda controller: controller.records_leave.remote(node))
         if wait is not None:
             self._emptying[wait] = index
-            self._watcher.say(f"engine {index} serves the last of its records")
+            self._watcher.say(f"engine {index} serves its remaining records")
 
     def _emptied(self, ref: Any, index: int) -> None:
         try:
             self._watcher.get(ref, "controller")
         except EngineError as error:
-            log.warning("the records of engine %d are waited for again: %s", index, error)
+            log.warning("still waiting for the records of engine %d: %s", index, error)
             return
         self._gone(index)
 
@@ -227,9 +227,9 @@ class Membership:
 def check_removal(
     index: int, engines: Collection[int], idle: Collection[int], leaving: Collection[int]
 ) -> None:
-    """Raises ConfigError when the engine cannot be taken out.
+    """Raises ConfigError when the engine cannot be removed.
 
-    idle: engines that are being started, for the first time or again.
+    idle: engines that are being started or restarted.
     """
     if index not in engines:
         known = ", ".join(map(str, sorted(engines)))
@@ -237,7 +237,7 @@ def check_removal(
     if index in leaving:
         raise ConfigError("ENGINE", index, "it is leaving already")
     if index not in idle and not set(engines) - set(idle) - set(leaving) - {index}:
-        raise ConfigError("ENGINE", index, "it is the last one that works: add another first")
+        raise ConfigError("ENGINE", index, "it is the last working engine: add another first")
 
 
 def _ready(calls: dict[Any, int]) -> list[Any]:

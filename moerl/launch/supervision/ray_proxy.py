@@ -1,4 +1,4 @@
-"""Plain objects on Ray actors: called by the name of a method, failing with our own errors."""
+"""Method calls to plain objects on Ray actors, with our own errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moerl.errors import EngineError, MoerlError
 
 
 class Hosted:
-    """A plain object in a process of its own."""
+    """A plain object in its own process."""
 
     def __init__(self, plain: object) -> None:
         self._plain = plain
@@ -23,7 +23,7 @@ class Hosted:
         return os.getpid()
 
     async def ask(self, method: str, *args: object) -> object:
-        """The result of one of its methods, a coroutine function."""
+        """Result of one of the object's coroutine methods."""
         return await getattr(self._plain, method)(*args)
 
 
@@ -31,7 +31,7 @@ class Remote:
     """Has the methods of the object that an actor hosts."""
 
     def __init__(self, actor: ActorHandle[Any], name: str) -> None:
-        """name: what the actor is, for error messages."""
+        """name: of the actor, for error messages."""
         self._actor, self._name = actor, name
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[object]]:
@@ -47,9 +47,9 @@ class Remote:
 
 @contextlib.contextmanager
 def own_errors(name: str) -> Iterator[None]:
-    """A failed call to `name` raises our own error as it was, or EngineError when `name` is gone.
+    """A failed call raises our own error unchanged, or EngineError when `name` died.
 
-    Other errors of its code stay a RayTaskError, an answer that is late a GetTimeoutError.
+    Other exceptions stay a RayTaskError, a timeout a GetTimeoutError.
     """
     try:
         yield
@@ -61,5 +61,5 @@ def own_errors(name: str) -> Iterator[None]:
         raise
     except RayActorError as error:
         raise EngineError(f"the process of {name} died") from error
-    except RayError as error:  # its node is gone with the answer, for one
+    except RayError as error:  # for example its node died before the answer arrived
         raise EngineError(f"{name}: an answer was lost: {type(error).__name__}: {error}") from error

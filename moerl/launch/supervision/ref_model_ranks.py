@@ -1,6 +1,6 @@
-"""The reference ranks (reference and teacher on ranks of their own) as its supervisor sees it.
+"""The ranks that run reference and teacher models, as the supervisor sees them.
 
-It has no state, so it is simply started again: what it owed is asked for once more.
+They have no state, so they are simply restarted; unanswered scores are requested again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GRACE_S = 2.0
 
 
 class RefModelRanks:
-    """One torchrun trainer at a time; the caller watches `death` and calls `start` again."""
+    """One torchrun at a time; the caller polls `death` and calls `start` again."""
 
     def __init__(self, plan: RunContext, endpoint: str) -> None:
         self.starts = 0
@@ -29,7 +29,7 @@ class RefModelRanks:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the trainer; whatever an earlier one left is ended first."""
+        """Start torchrun, after ending remaining processes of an earlier one."""
         if self.starts:
             end_descendants(_GRACE_S, mark=(TRAINER_JOB, REF_MODELS))
         plan = self._plan
@@ -45,15 +45,15 @@ class RefModelRanks:
 
     @property
     def pid(self) -> int | None:
-        """Of torchrun, while it lives."""
+        """Pid of torchrun; None when it is not running."""
         return None if self._process is None else self._process.pid
 
     def is_through(self) -> bool:
-        """Whether it ended well: the controller had no more for it."""
+        """True if it ended with status 0: all scores are done."""
         return self._process is not None and self._process.poll() == 0
 
     def death(self) -> TrainerError | None:
-        """Why the trainer died, said once; None while it works and after it ended well."""
+        """Why it died, returned once; None while it runs and after status 0."""
         code = None if self._process is None else self._process.poll()
         if not code:
             return None

@@ -1,23 +1,21 @@
-"""Starts the processes of one run, watches them, and starts again what dies.
+"""Starts the processes of one run, watches them, and restarts what dies.
 
-The root process starts Ray (engines, scorer, controller), then the trainer through torchrun,
-and looks at all of them twice a second.
+The root process starts Ray (engines, scorer, controller), then the trainer through torchrun, and
+checks all of them twice a second.
 
-- An engine that dies is started again beside the others; what it had finished of its requests goes
-  on elsewhere, and the next publish brings it to the current version.  Engines join and leave on
-  request (`membership`).
-- A trainer that dies is started again from its newest checkpoint as a new incarnation; engines and
-  finished rollouts stay, the steps after the checkpoint are trained again.
-- A controller that dies is started again at its endpoint and goes on from its journal; trainer and
-  engines stay, requests are repeated.
-- The reference ranks (reference and teacher on ranks of their own) has no state and is started
-  again.
-- The scorer has no state: Ray starts it again and repeats what it owed.
-- What answers too late is named with what it was asked and the stacks of its threads, then ended,
-  which starts it again: the controller after a minute, the trainer when no step came for twice
-  `trainer.step_timeout_s` (its stacks are shown after once).
-- A failure before the first step (a mistake to show) ends the run, as do `supervision.max_restarts`
-  restarts of one process without a new step in between.
+- Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
+  it to the current version. Engines join and leave on request (`membership`).
+- Trainer: restarted from its newest checkpoint as a new incarnation; engines and finished rollouts
+  stay, the steps after the checkpoint are trained again.
+- Controller: restarted at its endpoint from its journal; trainer and engines stay, requests are
+  repeated.
+- Reference ranks: restarted; they have no state.
+- Scorer: Ray restarts it and repeats its pending calls; it has no state.
+- Timeouts: the log names the process, the pending call and its thread stacks, then the process is
+  ended and so restarted: the controller after a minute, the trainer after two
+  `trainer.step_timeout_s` without a step (its stacks are logged after one).
+- A failure before the first step ends the run, because it is likely a configuration error; so do
+  `supervision.max_restarts` restarts of one process without a new step in between.
 """
 
 from __future__ import annotations
@@ -62,8 +60,8 @@ log = logging.getLogger(__name__)
 INTERRUPT = "the run was interrupted"
 _POLL_S = 0.5
 _GRACE_S = 2.0
-_ANSWER_S = 60.0  # longest time an actor may take to answer a question
-_START_S = 300.0  # and to start
+_ANSWER_S = 60.0  # seconds an actor may take to answer
+_START_S = 300.0  # seconds an actor may take to start
 
 
 class Interrupted(MoerlError):
@@ -71,7 +69,7 @@ class Interrupted(MoerlError):
 
 
 class Late(EngineError):
-    """An actor that did not answer in time."""
+    """An actor did not answer in time."""
 
 
 class Supervisor:
@@ -82,16 +80,16 @@ class Supervisor:
         self._trainer = TrainerRanks(plan.run.logs, plan.config.trainer.step_timeout_s)
         self._ref_models: RefModelRanks | None = None
         self._watches: dict[Any, str] = {}  # calls that return only when their process ended
-        self._starts: dict[Any, int] = {}  # engines that are being started again
-        self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # restarts to come
+        self._starts: dict[Any, int] = {}  # engines that are being restarted
+        self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # (monotonic s, restart)
         self._restarts: Counter[str] = Counter()  # since the last new step
-        self._steps = 0  # the furthest step of this start
+        self._steps = 0  # last step of this start
         self._interrupted = False
         self._controller_is_up = True
         self._pids: dict[str, int] = {}
         self._orphans = Orphans()
-        self._down: dict[str, float] = {}  # unix time at which a death was seen
-        self._restarted: dict[str, float] = {}  # and at which the start began that followed
+        self._down: dict[str, float] = {}  # unix time when a death was seen, per process
+        self._restarted: dict[str, float] = {}  # unix time when its restart began
         self._tracer = Tracer(plan.run.trace, "supervisor")
 
     def run(self) -> dict[str, float]:
@@ -132,7 +130,7 @@ class Supervisor:
         self._trainer.start(self.plan, self._endpoint)
 
     def _start_ref_models(self) -> None:
-        assert self._ref_models is not None, "there is a reference ranks"
+        assert self._ref_models is not None, "there are no reference ranks"
         self.console.wait("ref_models")
         self._ref_models.start()
         if self._ref_models.starts > 1:
@@ -150,14 +148,14 @@ class Supervisor:
                 self.get(ref, name)
                 self.console.ready(name)
             self._look_at_watches(timeout_s=0)
-            self._look_at_trainer()  # before the first step its end is the run's
+            self._look_at_trainer()  # a failure before the first step ends the run
         for index, engine in self.members.actors.items():
             self._watches[engine.ask.remote("watch")] = f"engine {index}"
         self.get(self.controller.engines_started.remote(), "controller", timeout_s=_ANSWER_S)
         self._trainer.restart_clock()
 
     def write_pids(self) -> None:
-        """Who is who, for a person and for the tests that end one of them."""
+        """Write pids.json, for users and for tests that end a process."""
         pids = {"root": os.getpid()}
         asked = {"scorer": self.scorer.pid.remote()}
         if self._controller_is_up:
@@ -171,7 +169,7 @@ class Supervisor:
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_ANSWER_S)
         for name, ref in refs.items():
             if ref not in ready:
-                continue  # it hangs, and is not waited for again for each question
+                continue  # it hangs; do not wait for it twice
             with contextlib.suppress(EngineError):  # it just died
                 found = self.get(ref, name, timeout_s=_ANSWER_S)
                 pids[name] = found.pid if name in servers else found
@@ -205,9 +203,7 @@ class Supervisor:
                 self._fell(failure)
             if self._trainer.says_hello(int(status["trainer/incarnation"])):
                 self._is_back("trainer")
-            ref_models = (
-                self._ref_models
-            )  # one that is dead has no pid; its number is still the last
+            ref_models = self._ref_models  # a dead one has no pid; keep its last number
             if (
                 ref_models
                 and ref_models.pid
@@ -218,11 +214,11 @@ class Supervisor:
                 self._count(row)
 
     def ask(self, call: Callable[[ActorHandle[ControllerActor]], Any]) -> Any:
-        """A call to the controller under way; None while it is down."""
+        """A pending call to the controller; None while it is down."""
         return call(self.controller) if self._controller_is_up else None
 
     def tell(self, call: Callable[[ActorHandle[ControllerActor]], Any]) -> Any:
-        """The answer of the controller; None while it is down: its successor asks for itself."""
+        """Answer of the controller; None while it is down."""
         if not self._controller_is_up:
             return None
         try:
@@ -230,22 +226,22 @@ class Supervisor:
         except Late as late:
             pid, logs = self._pids.get("controller"), self.plan.run.logs
             self._stuck("controller", str(late), [(pid, logs / "controller.log")] if pid else [])
-            ray.kill(self.controller)  # its watch starts it again
+            ray.kill(self.controller)  # its watch restarts it
         except EngineError as error:
             if not isinstance(error.__cause__, RayActorError):
-                raise  # else its watch is about to say so
+                raise  # else its watch reports it
         return None
 
     def _fell(self, cause: str) -> None:
-        """Nodes start their ranks again by themselves; how often without a step is decided here."""
+        """Nodes restart their own ranks; this enforces max_restarts."""
         self._count_restart("trainer", TrainerError(cause))
         self._restarted["trainer"] = time.time()
         self.console.event(f"trainer: the nodes start the trainer again: {cause.splitlines()[0]}")
 
     def _look_at_the_clock(self) -> None:
-        """A trainer that makes no step is shown, and ended when it makes none for as long again."""
+        """Log a trainer that makes no step, and end it after twice the limit."""
         if what := self._trainer.lateness():
-            # on several nodes the numbers of the others are not of this machine
+            # on several nodes other pids belong to other machines
             others = (
                 serving(self._pids, self.plan.run.logs)
                 if is_local(self.plan.config.cluster)
@@ -258,18 +254,18 @@ class Supervisor:
         self.console.event(f"{name}: {what}; its stacks are in {self.plan.run.logs / 'root.log'}")
 
     def _count(self, row: dict[str, Any]) -> None:
-        """A new step: the trainer is up, and earlier deaths are forgiven."""
+        """A new step: the trainer is up, and restart counts are reset."""
         self.console.step(row)
-        self._trainer.restart_clock()  # steps that are trained again are life, too
+        self._trainer.restart_clock()  # a step trained again is progress too
         if row["step"] >= self.plan.config.run.steps - 1:
-            self._trainer.stop_clock()  # saving the model is no step
+            self._trainer.stop_clock()  # saving the model has no step limit
         if row["step"] >= self._steps:
             self._steps = row["step"] + 1
             self._restarts.clear()
 
     def _look_at_watches(self, timeout_s: float) -> None:
-        """Raises the failure of the first process that ended and is not started again."""
-        if not self._watches:  # all that are watched are being started again
+        """Raises the failure of the first ended process that may not be restarted."""
+        if not self._watches:  # all watched processes are being restarted
             time.sleep(timeout_s)
             return
         ready, _ = ray.wait(list(self._watches), timeout=timeout_s)
@@ -288,13 +284,13 @@ class Supervisor:
                     raise
 
     def _look_at_starts(self) -> None:
-        """Engines that are up again join; those that failed to start are tried again."""
+        """Hand started engines to the controller; restart engines that failed to start."""
         ready, _ = ray.wait(list(self._starts), timeout=0) if self._starts else ([], [])
         for ref in ready:
             index = self._starts.pop(ref)
             try:
                 self.get(ref, f"engine {index}")
-            except MoerlError as error:  # a ConfigError too: what joins may be of any size
+            except MoerlError as error:  # a ConfigError too: a new engine may have any size
                 if not self.members.gave_up(index, error):
                     self._engine_died(index, error)
                 continue
@@ -317,7 +313,7 @@ class Supervisor:
         self._starts[self.members.actors[index].ask.remote("start", PolicyVersion(0, 0))] = index
 
     def forget_engine(self, index: int) -> None:
-        """It leaves: neither watched nor started again."""
+        """Stop watching and restarting a leaving engine."""
         name = f"engine {index}"
         self._watches = {ref: other for ref, other in self._watches.items() if other != name}
         self._starts = {ref: other for ref, other in self._starts.items() if other != index}
@@ -330,7 +326,7 @@ class Supervisor:
         self.console.event(text)
 
     def _start_controller_again(self) -> None:
-        """At the same endpoint, beside trainer and engines, from the journal."""
+        """Restart the controller at the same endpoint from the journal."""
         self.console.wait("controller")
         engines = self.members.present
         lost = [index for index in engines if self.is_down(index)]
@@ -354,9 +350,9 @@ class Supervisor:
         return index in self._starts.values() or f"engine {index}" in self._due
 
     def _look_at_trainer(self) -> bool:
-        """True when the trainer ended well; raises TrainerError when its end is the run's.
+        """True when the trainer exited 0; raises TrainerError when it may not be restarted.
 
-        Every loop that waits comes by here, so an interrupt is noticed here too.
+        Every waiting loop calls this, so interrupts are noticed here too.
         """
         if self._interrupted:
             raise Interrupted(INTERRUPT)
@@ -366,16 +362,16 @@ class Supervisor:
         if code is None or code == 0:
             return code == 0
         if not is_local(self.plan.config.cluster) and self.plan.run.endpoints.is_done():
-            return True  # it finished while it was being given up
+            return True  # it finished while being ended
         for ref, name in self._watches.items():
-            if name == "controller":  # the trainer may have told the controller why
+            if name == "controller":  # the trainer may have sent its cause to the controller
                 try:
                     self.get(ref, name, timeout_s=1.0)
                 except Late:
                     pass
                 except EngineError as error:
                     if not isinstance(error.__cause__, RayActorError):
-                        raise  # else it died as well, which its watch will say
+                        raise  # else it died as well, and its watch reports it
         self._schedule("trainer", self._trainer.bury(code), self._start_trainer_again)
         return False
 
@@ -387,16 +383,16 @@ class Supervisor:
             self.plan,
             incarnation=next_incarnation(self.plan.run, resume=True),
             checkpoint=newest,
-            # a checkpoint of this start has this layout's optimizer state already
+            # a checkpoint of this start already has this layout's optimizer state
             reset_optimizer=self.plan.reset_optimizer and newest == self.plan.checkpoint,
         )
         self._start_trainer()
         if self._ref_models is not None and self._ref_models.is_through():
-            self._start_ref_models()  # steps that are trained again want their scores
+            self._start_ref_models()  # steps that are trained again need their scores
         self.write_pids()
 
     def _schedule(self, name: str, error: MoerlError, restart: Callable[[], None]) -> None:
-        """Start `name` again after a pause, or raise `error` when that is not allowed any more."""
+        """Restart `name` after a pause, or raise `error` when no restart is allowed."""
         supervision = self.plan.config.supervision
         self._count_restart(name, error)
         pause_s = supervision.backoff_s * 2 ** (self._restarts[name] - 1)
@@ -407,7 +403,7 @@ class Supervisor:
         )
 
     def _count_restart(self, name: str, error: MoerlError) -> None:
-        """Raises `error` when one more restart without a new step is not allowed."""
+        """Raises `error` when no further restart without a new step is allowed."""
         if self._steps == 0 or self._restarts[name] >= self.plan.config.supervision.max_restarts:
             raise error
         self._restarts[name] += 1
@@ -422,7 +418,7 @@ class Supervisor:
                 restart()
 
     def _is_back(self, name: str) -> None:
-        """How long something was away, and how long of that its start took."""
+        """Log how long a process was down, and how long its start took."""
         self.console.ready(name)
         if name not in self._down:
             return
@@ -435,7 +431,7 @@ class Supervisor:
         )
 
     def _measure(self) -> dict[str, float]:
-        """Engines alone, after training; and the same while training, from the metrics."""
+        """Engine tokens/s while training, from the metrics, and alone, measured after training."""
         rows = read_rows(self.plan.run.metrics)
         rates = [r["perf/rollout_tokens_per_s"] for r in rows if "perf/rollout_tokens_per_s" in r]
         numbers = {}
@@ -448,14 +444,14 @@ class Supervisor:
             try:
                 rate = self.get(asked, "controller", timeout_s=seconds + _ANSWER_S)
                 numbers["engine tokens/s alone"] = rate
-            except EngineError as error:  # the run is done all the same
-                self.say(f"engine tokens/s alone were not measured: {error}")
+            except EngineError as error:  # the run itself has succeeded
+                self.say(f"no measurement of engine tokens/s alone: {error}")
             self.console.ready("engine alone, measured")
         return numbers
 
     # --- plumbing -----------------------------------------------------------------------------
     def get(self, ref: Any, name: str, timeout_s: float | None = None) -> Any:
-        """The result of a remote call; a failure becomes one of our own errors."""
+        """Result of a remote call; a failure becomes one of our own errors."""
         try:
             with own_errors(name):
                 return ray.get(ref, timeout=timeout_s)

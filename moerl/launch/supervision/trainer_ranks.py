@@ -1,8 +1,8 @@
-"""The trainer as its supervisor sees it: one process, its ranks, and a clock.
+"""The trainer as its supervisor sees it: one process, its ranks, and a step timeout.
 
-The process is torchrun, or on a cluster what stands for the nodes that run it (`gang_watch`).
-There the ranks start again by themselves when one of them ends; the controller hears of it
-(`Failed`), and so does the clock, which gives every start as long as a step.
+The process is torchrun; on a cluster it is `trainer_watch`, which stands for the trainer nodes.
+There torchrun restarts the ranks when one ends; the controller reports it (`Failed`), and the step
+timeout starts again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from moerl.launch.run_context import RunContext, trainer_command, trainer_enviro
 
 
 class TrainerRanks:
-    """One trainer at a time; the caller asks for its `end` and calls `start` again."""
+    """One trainer at a time; the caller polls `exit_status` and calls `start` again."""
 
     def __init__(self, logs: Path, limit_s: float) -> None:
-        """limit_s: the longest time between two steps, `trainer.step_timeout_s`."""
-        self.rank_died = 0.0  # unix time at which one of this trainer was seen dead; 0 = none
+        """limit_s: longest time between two steps, `trainer.step_timeout_s`."""
+        self.rank_died = 0.0  # unix time when a rank was first seen dead; 0 = none
         self._logs, self._limit_s = logs, limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
-        self._since = time.monotonic()  # the last step, or start
-        self._is_late = False  # and its lateness was shown
-        self._given_up = ""  # why this trainer was ended from here
-        self._incarnation = -1  # that said hello last
-        self._fell = False  # it said so itself, after its hello
-        self._most_ranks = 0  # of this trainer that were alive at once
+        self._since = time.monotonic()  # monotonic time of the last step or start
+        self._is_late = False  # the timeout was logged
+        self._given_up = ""  # why the supervisor ended this trainer
+        self._incarnation = -1  # of the last hello
+        self._fell = False  # a rank failure was reported after the last hello
+        self._most_ranks = 0  # most ranks of this trainer alive at once
 
     def start(self, plan: RunContext, endpoint: str) -> None:
         self.close()
@@ -53,11 +53,11 @@ class TrainerRanks:
 
     @property
     def pid(self) -> int | None:
-        """None while there is no trainer: its restart is due soon."""
+        """None while no trainer runs."""
         return None if self._process is None else self._process.pid
 
     def exit_status(self) -> int | None:
-        """None while it runs or is absent; a rank's death is noticed here, before torchrun's."""
+        """None while it runs or is absent; also notes a rank's death, before torchrun ends."""
         if self._process is None:
             return None
         code = self._process.poll()
@@ -69,7 +69,7 @@ class TrainerRanks:
         return code
 
     def bury(self, code: int) -> TrainerError:
-        """Why it ended with this status; there is no trainer from here on."""
+        """Forget the ended trainer; returns the error with its cause."""
         self._process = None
         cause = self._given_up or last_error(self._logs / "trainer.log")
         return TrainerError(f"the trainer ended with {ending_of(code)}: {cause}")
@@ -83,17 +83,15 @@ class TrainerRanks:
 
     # --- clock ----------------------------------------------------------------------------------
     def restart_clock(self) -> None:
-        """A step was made, or a start begins."""
+        """Call at each step and start."""
         self._since, self._is_late = time.monotonic(), False
 
     def stop_clock(self) -> None:
-        """No step is to come."""
+        """No further step is expected."""
         self._since = math.inf
 
     def says_hello(self, incarnation: int) -> bool:
-        """Whether this trainer has not been seen before.  Nodes of a cluster choose their
-        number.
-        """
+        """Record a hello.  Returns True for a new incarnation; cluster nodes choose the number."""
         if self._process is None or incarnation <= self._incarnation:
             return False
         self._incarnation, self._fell = incarnation, False
@@ -101,7 +99,7 @@ class TrainerRanks:
         return True
 
     def fell(self) -> bool:
-        """A rank said why it ends; whether it is the first of its trainer, which starts again."""
+        """Record a rank failure.  Returns True for the first failure of this incarnation."""
         if self._fell or self._process is None:
             return False
         self._fell = True
@@ -109,7 +107,9 @@ class TrainerRanks:
         return True
 
     def lateness(self) -> str:
-        """What to show of a trainer that makes no step, once; after as long again it is ended."""
+        """A message, once, when no step came within the limit; after twice the limit ends the
+        trainer.
+        """
         waited_s = time.monotonic() - self._since
         if self._process is None or waited_s < self._limit_s:
             return ""
