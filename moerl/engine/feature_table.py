@@ -2,12 +2,11 @@
 
 A feature is proven (a test compares its records with another implementation), refused while
 routing is recorded, or refused always because it changes what is sampled behind the record.
-There is no fourth case: a feature whose records were not compared is refused.
+A feature whose records were not compared is refused.
 
 `check` reads the table when a server's arguments are made; `python -m moerl.engine.feature_table`
-prints it as docs/replay-support.md.  Rejected: a list of allowed arguments (SGLang has 546, most of
-them harmless); the table has the arguments that change routing rows, sampling masks or
-log-probabilities.
+prints it as docs/replay-support.md.  The table has the arguments that change routing rows, sampling
+masks or log-probabilities.  Rejected: a list of allowed arguments (SGLang has 546).
 """
 
 from __future__ import annotations
@@ -350,8 +349,8 @@ def markdown() -> str:
         "",
         "Made from `moerl/engine/feature_table.py` by `python -m moerl.engine.feature_table`;",
         "a test keeps them equal. *Proven* means that a test compares the records with another",
-        "implementation; anything else is refused, in one sentence, when the engine's arguments are",
-        "made.",
+        "implementation; anything else is refused, in one sentence, when the engine's arguments",
+        "are made.",
         "",
         "| feature | verdict | why | server arguments | test |",
         "|---|---|---|---|---|",
