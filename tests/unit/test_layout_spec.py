@@ -137,7 +137,7 @@ def test_te_flavor_renames_and_moves_nothing() -> None:
     assert prefix + "pre_mlp_layernorm.weight" in te
     fc2 = te[prefix + "mlp.experts.linear_fc2.weight1"].tiles
     assert [tile.hf for tile in fc2] == ["model.layers.1.mlp.experts.3.down_proj.weight"]
-    with pytest.raises(LayoutError, match="flavor = 'TE' is unknown"):
+    with pytest.raises(LayoutError, match="layer_spec = 'TE' is unknown"):
         megatron_tiles(spec, layout, 1, "TE")  # type: ignore[arg-type]
 
 
