@@ -127,7 +127,7 @@ class _RegionSender:
             self._digests[number], self._totals[number] = found.bucket, found.total
             packed = self._memory.delta(number, target) if self._memory and not again else None
             self._deltas[number] = 0 if packed is None else packed.numel()
-            self.link.flush(deadline)  # mapped: is the receiver alive? else: the other buffer is sent
+            self.link.flush(deadline)  # mapped: is the receiver alive? else: wait for the put
             if packed is not None:
                 behind = self.start + delta_start(self.region)
                 self.link.put(behind + bucket.offset, packed, deadline)

@@ -135,7 +135,7 @@ def test_a_publish_in_blocks_is_the_whole_model_quantised() -> None:
             for tile in local.tiles:
                 live[name][at(tile.box)] = hf[tile.hf][at(tile.hf_box)]
         shard = WeightSnapshot()
-        shard.freeze(live, PolicyVersion(0, 1))
+        shard.store(live, PolicyVersion(0, 1))
         destinations = {
             r.rank: Destination(b"%d" % r.rank, start)
             for r in receivers

@@ -67,7 +67,7 @@ def test_buckets_sent_again_do_not_overwrite_each_other(again: tuple[int, ...]) 
     )
     buckets = tuple(Bucket(size * i, size, i, i + 1) for i in range(4))
     shard, link = WeightSnapshot(), LateLink(4 * size)
-    shard.freeze({f"s{i}": torch.full((8,), i + 1.0) for i in range(4)}, V1)
+    shard.store({f"s{i}": torch.full((8,), i + 1.0) for i in range(4)}, V1)
     lane = _RegionSender(Region(0, 0, pieces, buckets, 4 * size), 0, link, shard, delta=False)  # type: ignore[arg-type]
     lane.send(range(4), 0.0)
     whole = link.memory.clone()

@@ -6,8 +6,8 @@ that both distributions have the same support; an engine's prompt log-probabilit
 temperature 1 over the whole vocabulary.
 
 `ref_models.placement: trainer` keeps it on the ranks and in the layout of the student: one more
-forward pass without gradient over the batch, before its first optimizer step.  With `own` it has
-its own ranks (`moerl.trainer.ref_model_loop`), which score a batch while the previous one trains.
+forward pass without gradient over the batch, before its first optimizer step.  With `separate`
+it has its own ranks (`moerl.trainer.ref_model_loop`): they score while the previous batch trains.
 """
 
 from __future__ import annotations
