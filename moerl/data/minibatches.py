@@ -1,11 +1,10 @@
 """One batch of rollouts as several optimizer steps: whole groups in each, one plan per step.
 
-The controller plans a batch; how many optimizer steps it becomes is the trainer's own matter, so
-the split is made on every rank from the plan and the seed, and no message knows of it.  Each part
-is planned like a batch of its own: global denominators, microbatch numbers and shapes follow from
-it, alike on all data-parallel ranks.  Groups are dealt by chance, anew in each batch: their order
-in the plan is that of their age.
-Rejected: splitting rollouts (siblings of a group would meet different weights), shuffling tokens.
+The controller plans a batch; only the trainer splits it into optimizer steps, so every rank makes
+the split from the plan and the seed, without a message.  Each part is planned like a separate
+batch: global denominators, microbatch numbers and shapes follow from it, equal on all data-parallel
+ranks.  Each batch deals its groups at random, because their order in the plan is by age.
+Rejected: splitting groups (siblings would meet different weights), shuffling tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """What one optimizer step trains."""
+    """The part of a batch that one optimizer step trains."""
 
     plan: BatchPlan  # its groups, under the batch's step and version
     rows: tuple[int, ...]  # for each row of `plan`, its number among the rows of the batch
