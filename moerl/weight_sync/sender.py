@@ -373,7 +373,7 @@ class SenderChannel:
 
 @dataclass(slots=True, eq=False)
 class SharedSnapshot:
-    """The weight snapshot as senders see it; the training thread calls `store`."""
+    """The weight snapshot as senders see it; `changed` is notified after each `weights.store`."""
 
     weights: WeightSnapshot
     changed: threading.Condition
