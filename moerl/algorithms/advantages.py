@@ -5,11 +5,11 @@ normalise over the batch fit too; it depends on the plan alone, never on ranks o
 `plan_advantages` reads a plan, shapes the rewards (DAPO's length penalty, truncated answers), calls
 the configured function and lays the result out by plan row.
 
-Siblings that another batch trains (`EpisodeGroup.peers`) count in the baseline of those trained
-here with their rewards as scored, and get no advantage.
+Siblings that another batch trains (`EpisodeGroup.peers`) count in the baseline with their rewards
+as scored, and get no advantage.
 
 A group of one has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
-gives such a group its raw reward; the configuration refuses group_size 1 for these anyway.
+gives groups of one their raw reward; the configuration refuses group_size 1 for these baselines.
 
 Legend: E episodes of the step, K rewarded steps of them, M sampled tokens of all episodes in
 episode order.
@@ -30,7 +30,7 @@ from moerl.config.schema import AlgorithmConfig
 from moerl.errors import RecordError
 from moerl.types import Array, BatchPlan, Episode, Finish
 
-_STD_EPS = 1e-4  # as in TRL; verl has 1e-6
+_STD_EPS = 1e-4  # as in TRL; verl uses 1e-6
 _WHITEN_EPS = 1e-8
 
 
@@ -151,7 +151,7 @@ def gae(
 def plan_outcomes(
     config: AlgorithmConfig, plan: BatchPlan
 ) -> tuple[Outcomes, dict[tuple[int, int], int]]:
-    """Outcome rewards of a plan's episodes and, by (group, episode), which one is whose."""
+    """Outcome rewards of a plan's episodes, and their indices by (group, episode)."""
     episodes = _episodes(plan)
     outcomes = _outcomes(config, episodes, per_token=False)
     return outcomes, {key: idx for idx, key in enumerate(episodes)}
@@ -257,7 +257,7 @@ def plan_advantages(
 
 
 def _with_peers(o: Outcomes, plan: BatchPlan) -> Outcomes:
-    """Also the rewards of siblings that another batch trains, as episodes without tokens."""
+    """Append the rewards of siblings that another batch trains, as episodes without tokens."""
     peers = [(idx, reward) for idx, group in enumerate(plan.groups) for reward in group.peers]
     if not peers:
         return o
@@ -306,7 +306,7 @@ def _checked_steps(episode: Episode, length: int) -> Sequence[tuple[int, float]]
 
 
 def _penalty(config: AlgorithmConfig, episode: Episode) -> float:
-    """Of the last turn: the limit is per response."""
+    """Penalty of the last turn: the limit is per response."""
     last = episode.turns[-1].rollout
     return overlong_penalty(last.num_sampled, last.sampling.max_new_tokens, config.overlong_buffer)
 

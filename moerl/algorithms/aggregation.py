@@ -3,7 +3,7 @@
 A weight depends on the whole plan only.  The loss of a step is the plain SUM of weight x token
 loss over all ranks and microbatches, so splitting the batch another way cannot change it;
 denominators taken per rank or per microbatch would (a 28% wrong gradient in a toy).  Tokens that a
-rejection mask zeroes keep their place in the denominator, and so does an episode that is rejected
+rejection mask zeroes still count in the denominator, and so does an episode that is rejected
 whole; verl drops fully masked sequences from its denominator unless given a global size.
 
 The unit of "sequence" is the episode: a policy that answered in several turns is one sequence.
@@ -40,7 +40,7 @@ def seq_mean_token_sum(lengths: Sequence[int], config: AlgorithmConfig) -> list[
 
 
 def constant(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
-    """1 / (E constant_tokens): no length in it at all (Dr.GRPO, arXiv 2503.20783 section 3.2).
+    """1 / (E constant_tokens): independent of lengths (Dr.GRPO, arXiv 2503.20783 section 3.2).
 
     `constant_tokens` is the largest response length there, the same in every step.
     """

@@ -7,9 +7,9 @@ the weights at the start of the step, theta/mu = (theta/prox) (prox/mu): an obje
 (`mis_*`, `opsm`, `lag`) may be added.  `moerl.config.algorithms` refuses what counts twice.
 
 Corrections multiply: weights as factors, masks as a logical and.  They are never in the graph.  A
-rejected token keeps its place in every denominator, so rejecting shrinks a gradient and never
-blows up the rest.  Each reports what it cut, by itself: `cut` is where the weight was truncated,
-or the token rejected.
+rejected token still counts in every denominator, so rejecting shrinks a gradient and does not
+scale up the rest.  Each correction reports its own `cut`: where the weight was truncated, or the
+token rejected.
 
 Legend: N sampled tokens, Q sequences, d = prox - mu in nats, w = exp(d).
 """
@@ -29,7 +29,7 @@ LOG_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What one correction says of each token."""
+    """Result of one correction for each token."""
 
     weight: Tensor  # [N], detached, >= 0; 0 = rejected
     cut: Tensor  # [N] bool: truncated or rejected here

@@ -66,7 +66,7 @@ def entropy_bonus(t: Tokens) -> Tensor:
 
     r (-logprob - H) + H, r = theta / mu in the graph and the rest detached.  Its expectation over
     a ~ mu is H, and that of its gradient is E_theta[grad logprob (-logprob - H)] = grad H; H only
-    lowers the variance.  So that no second pass over the vocabulary is differentiated.
+    lowers the variance.  No second pass over the vocabulary is differentiated.
     """
     assert t.entropy is not None, "the entropy bonus needs the entropy of each token"
     entropy = t.entropy.detach()

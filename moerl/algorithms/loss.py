@@ -1,4 +1,4 @@
-"""The loss of one microbatch, composed from the configuration, and what it says about itself.
+"""The loss of one microbatch, composed from the configuration, and its metrics.
 
     sum over tokens of weight_N x (correction_N x objective_N + kl_coef x KL_N
                                    - entropy_coef x entropy_N)
@@ -31,7 +31,7 @@ from moerl.config.schema import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """What one microbatch adds to the loss of the step."""
+    """Contribution of one microbatch to the loss of the step."""
 
     loss: Tensor  # scalar, in the graph
     sums: Tensor  # [len(SUM_NAMES)] f64 on the CPU; add over microbatches and ranks
@@ -40,7 +40,7 @@ class PolicyLoss:
 SUM_NAMES = (
     "tokens",
     "sequences",
-    "pg",  # weighted terms, as they are added
+    "pg",  # weighted terms as added to the loss
     "kl",
     "entropy_bonus",
     "clip_low",  # tokens
@@ -97,7 +97,7 @@ def distillation(t: Tokens) -> Tensor:
 
 
 def correct(config: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
-    """Each configured correction by itself; the loss multiplies their weights."""
+    """Each configured correction separately; the loss multiplies their weights."""
     return {
         name: choose("algorithm.corrections", name, CORRECTIONS)(t, config)
         for name in config.corrections
@@ -105,10 +105,10 @@ def correct(config: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
 
 
 def loss_metrics(config: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -> dict[str, float]:
-    """Metrics of a batch from its added sums (names of docs/metrics.md); empty without tokens.
+    """Metrics of a batch from its summed sums (names of docs/metrics.md); empty without tokens.
 
-    num_steps: optimizer steps in the sums; weighted terms, each with the denominator of its own
-    optimizer step, become means over them.
+    num_steps: optimizer steps in the sums; weighted terms, which have one denominator per
+    optimizer step, become means over the steps.
     """
     value = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
     tokens, sequences = value["tokens"], value["sequences"]

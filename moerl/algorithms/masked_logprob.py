@@ -1,21 +1,20 @@
-"""Log-probability of sampled tokens under the distribution they were really sampled from.
+"""Log-probability of sampled tokens under the distribution that they were sampled from.
 
 Keep Sampling Mask: the engine recorded which vocabulary entries its truncation kept; the trainer
 scores `z_a / tau - logsumexp over the sampling mask of z_j / tau`, never a set derived again from
 its own logits.  The sampling mask is CSR (one row per sampled token), the vocabulary may be sharded
 over a tensor-parallel group, and a shard may keep nothing of a row.
 
-Each function is one explicit autograd.Function, so that what is saved is what is stated: the
-masked one keeps O(kept entries), the full one the logits it was given and two numbers per row.
-Rejected: a dense [T, V] mask (T x V bytes, and -inf minus -inf reaches the gradient as NaN even
-when masked later), and autograd through gathers (it keeps every intermediate).  The two-step
-reduction over vocabulary shards (a maximum, then sums of exponentials) is that of Megatron's
-vocabulary-parallel cross entropy; as there, every rank of the group gets the whole result and each
-returns the gradient of its own shard only.
+Each function is one explicit autograd.Function, so the saved tensors are explicit: the masked one
+saves O(kept entries), the full one its input logits and two numbers per row.
+Rejected: a dense [T, V] mask (-inf minus -inf gives NaN gradients), autograd through gathers.
+The two-step reduction over vocabulary shards (a maximum, then sums of exponentials) is that of
+Megatron's vocabulary-parallel cross entropy; as there, every rank of the group gets the whole
+result and returns the gradient of its own shard only.
 
-What a rank does with its own kept entries exists twice: in torch (`_TorchPart`, any device and
-dtype, the reference) and compiled (`_BuiltPart`, csrc/masked_logprob.h, less memory and time).
-The reductions between ranks are the same code for both.
+The computation on a rank's own kept entries has two implementations: torch (`_TorchPart`, any
+device and dtype, the reference) and compiled (`_BuiltPart`, csrc/masked_logprob.h, less memory and
+time).  Both share the reductions between ranks.
 
 Legend: R logit rows, V vocabulary entries of this shard (padding included), S sampled tokens,
 Z kept entries of this shard.
@@ -64,10 +63,10 @@ class SamplingMask:
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """Which vocabulary entries this rank's logits are of."""
+    """The vocabulary entries of this rank's logits."""
 
     start: int = 0  # global id of the first one
-    group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this one has them all
+    group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this rank has all entries
 
 
 def kept_logprobs(
@@ -216,7 +215,7 @@ class _TorchPart:
 
 
 class _BuiltPart:
-    """The same compiled.  Beyond the record it keeps one number per kept entry."""
+    """The compiled implementation.  Beyond the record it keeps one number per kept entry."""
 
     def __init__(
         self, logits: Tensor, rows: Tensor, kept: _KeptSets, tau_S: Tensor, lib: ctypes.CDLL
@@ -259,7 +258,7 @@ class _BuiltPart:
 
 
 def _call(saved: tuple[Tensor, ...], matrix: Tensor, vocab_start: int) -> KeptCall:
-    """What every pass needs.  matrix: logits or gradient, [R, V]."""
+    """Arguments of every pass.  matrix: logits or gradient, [R, V]."""
     rows, sampled, offsets, ids, kept, per_row = saved
     assert kept.dtype == per_row.dtype == _compute_dtype(matrix), f"{kept.dtype} numbers"
     assert matrix.is_contiguous(), "a logits row is one run of memory"
@@ -279,7 +278,7 @@ def _call(saved: tuple[Tensor, ...], matrix: Tensor, vocab_start: int) -> KeptCa
 
 
 def _on_device(lib: ctypes.CDLL, name: str, call: KeptCall, like: Tensor) -> None:
-    """Run a pass where `like` lives, in the order of torch's current stream."""
+    """Run a pass on the device of `like`, in the order of torch's current stream."""
     if like.is_cuda:
         call.place = like.device.index
         call.stream = torch.cuda.current_stream(like.device).cuda_stream
@@ -406,7 +405,7 @@ def _full_sums(
 
 
 def _own_width(logits: Tensor, shard: VocabShard, vocab_size: int) -> int:
-    """Entries of this shard that are no padding."""
+    """Entries of this shard without padding."""
     return min(max(vocab_size - shard.start, 0), logits.shape[-1])
 
 

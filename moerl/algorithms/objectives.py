@@ -73,7 +73,7 @@ def gspo_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 
     GSPO-token (arXiv 2507.18071 eq. 13-14): the value of s at every token, the gradient of the
     token alone.  The same gradient as `gspo` when A is constant in a sequence and the aggregation
-    weighs its tokens alike; it also allows advantages per token.
+    weights its tokens equally; it also allows advantages per token.
     """
     log_s = t.sequences.mean((t.logprob - old).detach()) + t.logprob - t.logprob.detach()
     return _clipped(_exp(log_s), t.advantage, s)
@@ -135,7 +135,7 @@ def topr(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 
 
 def topr_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
-    """`topr` with the ratio of the token instead of the sequence: the form that ROLL ships."""
+    """`topr` with the ratio of the token instead of the sequence, as in ROLL."""
     return _tapered(t, _ratio(t.logprob, old).detach())
 
 
@@ -152,7 +152,7 @@ def kimi(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 
 
 def kimi_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
-    """`kimi` with the square taken per token, as ROLL ships it; also verl's `dro`."""
+    """`kimi` with the square taken per token, as in ROLL; also verl's `dro`."""
     return _penalised(t, 0.5 * s.kimi_tau * (t.logprob - old).square())
 
 
@@ -161,7 +161,7 @@ def dppo_tv(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 
     DPPO with binary total variation (arXiv 2602.04879): a token is dropped when A > 0 and
     p_theta - p_mu > clip_high, or A <= 0 and p_theta - p_mu < -clip_low.  Bounds are probabilities,
-    not ratios.  Always against the engine: no proximal policy exists in it.
+    not ratios.  Always against the engine: DPPO has no proximal policy.
     """
     rise = (t.logprob.exp() - old.exp()).detach()
     high = (t.advantage > 0) & (rise > s.clip_high)

@@ -1,12 +1,12 @@
 """Online DPO: the policy's own best and worst answers to a prompt as a preference pair.
 
 The loss of a pair, -log sigmoid(beta (h(chosen) - h(rejected))) with h = sum over the answer of
-theta - ref (DPO, arXiv 2305.18290 eq. 7; on the policy's own answers, 2402.04792), is no sum over
-tokens, and its members may lie on different ranks.  Its gradient is one: that of the two answers'
-log-probabilities, times beta sigmoid(-margin) and its negative.  So with the margin known before
-the optimizer step (a forward pass over the batch), online DPO is an advantage, exact for any split
-into microbatches and ranks.  Rejected: both members of a pair in one microbatch (the planner would
-have to know, and long pairs would not fit).
+theta - ref (DPO, arXiv 2305.18290 eq. 7; on the policy's own answers, 2402.04792), is not a sum
+over tokens, and its members may be on different ranks.  Its gradient is a sum: the gradient of the
+two answers' log-probabilities, times beta sigmoid(-margin) and its negative.  So with the
+margin known before the optimizer step (a forward pass over the batch), online DPO is an advantage,
+exact for any split into microbatches and ranks.
+Rejected: both members of a pair in one microbatch (long pairs would not fit).
 
 Legend: P pairs, E episodes of the batch.
 """

@@ -1,6 +1,6 @@
 """From a name in the configuration to the function that computes it.
 
-The table is `moerl.config.algorithms`: one line per algorithm, with what it reads and needs.  An
+The table is `moerl.config.algorithms`: one line per algorithm, its settings and its needs.  An
 objective may also be a user's own function, `package.module:function`.
 """
 

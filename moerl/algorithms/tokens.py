@@ -1,7 +1,7 @@
-"""What the parts of a loss read: flat tensors over sampled tokens, and sums over their sequences.
+"""Inputs of the parts of a loss: flat tensors over sampled tokens, and sums over their sequences.
 
-Objectives, corrections and KL terms see the same value, so that they compose in any combination.
-Everything is flat: padding, packing order and row shapes are unknown here and cannot matter.
+Objectives, corrections and KL terms read the same tensors, so they compose in any combination.
+Everything is flat: padding, packing order and row shapes do not appear here.
 
 A sequence is one row of the packer: one turn.  Statistics of a sequence need all of its sampled
 tokens; where context parallelism cuts a sequence over ranks, the trainer joins the tokens before
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class Sequences:
-    """Which sequence each token belongs to.
+    """Index of the sequence of each token.
 
     Example: two sequences of 3 and 1 sampled tokens: of [0, 0, 0, 1], count 2; mean([3, 0, 0, 5])
     is [1, 1, 1, 5].
@@ -61,7 +61,7 @@ class Tokens:
     over the recorded sampling mask on both sides."""
 
     logprob: Tensor  # [N] current policy theta, in the graph
-    engine: Tensor  # [N] behaviour policy mu: what the engine recorded when it sampled
+    engine: Tensor  # [N] behaviour policy mu, as the engine recorded it
     advantage: Tensor  # [N]
     sequences: Sequences
     lag: Tensor  # [N] i64, versions between the weights trained and those sampled with
@@ -71,7 +71,7 @@ class Tokens:
     reference: Tensor | None = None  # [N] reference policy
     teacher: Tensor | None = None  # [N] teacher
     entropy: Tensor | None = None  # [N] of the current policy, not in the graph
-    m2_bound: float = math.inf  # of the whole batch, see corrections.m2_bound
+    m2_bound: float = math.inf  # bound of the whole batch, see corrections.m2_bound
 
     @property
     def prox(self) -> Tensor:

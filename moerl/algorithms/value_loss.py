@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """Loss of each token, to be weighed like a policy loss, and where the clip won."""
+    """Loss of each token, to be weighted like a policy loss, and where the clip applied."""
 
     loss: Tensor  # [N], in the graph
     clipped: Tensor  # [N] bool

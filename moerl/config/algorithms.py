@@ -1,12 +1,11 @@
-"""Which algorithms exist, which settings each reads and which data it needs: one line each.
+"""The table of algorithms: one line each, with the settings it reads and the data it needs.
 
 A line names the function below `moerl.algorithms`; adding an algorithm is that function and its
 line here.  An objective may also be a user's own `package.module:function`.  The table is plain
-data without torch, so that a dry run on a login node can refuse a setting that nothing reads, or
-data that nothing provides, before anything starts.
+data without torch, so that a dry run on a login node can refuse, before anything starts, a setting
+that no algorithm reads or data that no component provides.
 
-Rejected: a decorator in the module of the function (the check would import torch) and a table of
-names here beside one of functions there (they drift apart).
+Rejected: a decorator at the function (the check would import torch), a second table there.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ OBJECTIVES = _table(
     importance=Entry("objectives:importance", reweighs=True),
     reinforce=Entry("objectives:reinforce"),
 )
-# What is taken for true of a user's own objective: it has a ratio, and may read every setting.
+# Assumed of a user's own objective: it has a ratio and may read every setting.
 _OWN_OBJECTIVE = Entry("", tuple(item.name for item in fields(AlgorithmConfig)), reweighs=True)
 CORRECTIONS = _table(
     importance=Entry("corrections:importance", reweighs=True),
@@ -116,9 +115,9 @@ _ALWAYS_READ = frozenset(
 
 
 def check_algorithm(config: Config, *, folders: bool = True) -> None:
-    """Every rule about `algorithm`: names, settings that nothing reads, data that nothing provides.
+    """Every rule about `algorithm`: names, settings that are not read, data that is not provided.
 
-    folders: models that a step needs beside its own must be there.
+    folders: require the folders of the reference models.
     Raises ConfigError naming the field, its value and what is allowed.
     """
     a = config.algorithm
@@ -134,7 +133,7 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
 
 
 def needed(a: AlgorithmConfig) -> set[str]:
-    """What the chosen algorithms need beyond a plain step (`Entry.needs`)."""
+    """Needs of the chosen algorithms beyond a plain step (`Entry.needs`)."""
     in_reward = {"reference", "proximal_pass"} if a.reward_kl_coef else set()
     return {need for line in _chosen(a) for need in line.needs} | in_reward
 
@@ -263,7 +262,7 @@ def _check_values(config: Config) -> None:
 
 
 def _check_pairs(config: Config) -> None:
-    """Online DPO is the gradient of its loss only as a plain sum, at the weights it was scored."""
+    """Online DPO equals the gradient of its loss only as a plain sum, at the scored weights."""
     a = config.algorithm
     if a.advantage != "online_dpo":
         return
@@ -280,7 +279,7 @@ def _check_pairs(config: Config) -> None:
 
 
 def _check_measure(a: AlgorithmConfig) -> None:
-    """Weights by proximal / engine beside a ratio against the engine would count it twice."""
+    """Refuse weights by proximal / engine with a ratio against the engine: a double count."""
     weighing = [name for name in a.corrections if CORRECTIONS[name].reweighs]
     if len(weighing) > 1:
         raise ConfigError(

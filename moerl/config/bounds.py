@@ -1,6 +1,6 @@
 """Names for the ranges that settings share; msgspec reads them (`moerl.config.validate`).
 
-Every upper bound is a finite number: infinity lies above it, and NaN satisfies no bound at all.
+Every upper bound is finite: infinity is above it, and NaN satisfies no bound.
 """
 
 from __future__ import annotations

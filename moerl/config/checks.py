@@ -1,6 +1,6 @@
-"""What fits together: every rule that one field alone cannot express, each one sentence.
+"""Cross-field checks: every rule that one field alone cannot express, each with one sentence.
 
-`check` needs no model and no heavy package, so a dry run on a login node uses it as it is;
+`check` needs no model and no heavy package, so a dry run on a login node can use it;
 `check_model` adds what depends on the model's config.json.
 """
 
@@ -35,7 +35,7 @@ _ENGINE_MASK_CAP = 4096  # SGLang's default --sampling-mask-max-tokens
 def check(config: Config, *, starts: bool = True) -> None:
     """Check everything that needs neither the model nor a heavy package.  Raises ConfigError.
 
-    starts: other models that the algorithm reads must be there, too.
+    starts: require also the other models that the algorithm reads.
     """
     validate(config)
     if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
@@ -115,7 +115,7 @@ def _check_sync(config: Config) -> None:
         )
     if sync.delta and sync.direct:
         raise ConfigError(
-            "sync.direct", sync.direct, "engines do not send deltas on: use 0, or sync.delta=false"
+            "sync.direct", sync.direct, "engines do not relay deltas: use 0, or sync.delta=false"
         )
     if sync.quorum > config.engine.count:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """Every checkpoint that is ranked by its evaluation must get one."""
+    """Every checkpoint that is ranked by an evaluation must have one."""
     best, every = config.checkpoint.best, config.evaluation.every
     if best.startswith("eval/") and (not every or config.checkpoint.every % every):
         raise ConfigError(
@@ -237,7 +237,7 @@ def _check_ref_models(config: Config) -> None:
             raise ConfigError(
                 "ref_models.parallel",
                 ref_models.parallel,
-                "only ref_models.placement = own has one",
+                "only ref_models.placement = separate has one",
             )
         return
     if not ref_models_of(config):

@@ -1,16 +1,15 @@
-"""Where every process of a run goes: nodes of a cluster, engines and trainer ranks on them.
+"""Placement of the processes of a run: engines and trainer ranks on the nodes of a cluster.
 
-`placement` is a pure function of the configuration, so a login node prints it (`--dry-run`), Ray is
-asked for exactly it, and torchrun's ranks follow from it.
+`placement` is a pure function of the configuration, so a login node can print it (`--dry-run`),
+Ray gets exactly these requests, and torchrun's ranks follow from it.
 
-- One engine stays on one node (its ranks talk in every layer); nodes are filled in order where they
-  have GPUs, and take turns where they have none.
-- Trainer ranks are spread evenly: the same number on every trainer node, as torchrun wants it.
-- Where a node has several roles, engines take its first GPUs, the trainer the next ones, and the
+- One engine stays on one node (its ranks communicate in every layer); nodes with GPUs are filled in
+  order, nodes without GPUs take turns.
+- Trainer ranks are spread evenly: the same number on every trainer node, as torchrun requires.
+- On a node with several roles, engines take its first GPUs, the trainer the next ones, and the
   reference ranks (`ref_models.placement: separate`) those after.
 
-Rejected: leaving placement to Ray's scheduler (the printed table could differ from the run's, and
-trainer nodes have no Ray).
+Rejected: placement by Ray's scheduler (a printed table could differ; trainer nodes have no Ray).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from moerl.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class Node:
     name: str  # GROUP-NUMBER; on one machine: the group
-    address: str  # empty: the scheduler's, known when the run starts
+    address: str  # empty: known when the scheduler starts the run
     group: NodeGroup
 
     def has(self, role: str) -> bool:
@@ -59,7 +58,7 @@ class Placement:
 
 
 def placement(config: Config) -> Placement:
-    """Who runs where.  Raises ConfigError when a role has no node or the nodes are too few."""
+    """Assign processes to nodes.  Raises ConfigError when a role has no node or too few."""
     found = nodes(config.cluster)
     engines = _place_engines(config, [node for node in found if node.has("engine")])
     trainers = _place_trainer("trainer", config.trainer.parallel, found, engines)
@@ -90,10 +89,9 @@ def is_local(cluster: ClusterConfig) -> bool:
 
 
 def default_transport(config: Config) -> Literal["shm", "gloo"]:
-    """What `sync.transport: auto` stands for: memory on one machine, else the network.
+    """Meaning of `sync.transport: auto`: shared memory on one machine, otherwise the network.
 
-    Rejected: nccl between GPUs of several nodes; it has not run on hardware, and it does not
-    promise to notice a dead peer (`docs/weight-sync.md`).
+    Rejected: nccl across nodes (not run on hardware, may not notice a dead peer).
     """
     return "shm" if is_local(config.cluster) else "gloo"
 
@@ -125,7 +123,7 @@ def _check_group(field: str, group: NodeGroup, launcher: str) -> None:
 
 
 def _check_network(config: Config) -> None:
-    """What only works, or is only safe, on one machine."""
+    """Refuse what works, or is safe, on one machine only."""
     cluster, ports = config.cluster, config.cluster.ports
     if cluster.address:
         raise ConfigError(
@@ -166,7 +164,7 @@ def _check_network(config: Config) -> None:
 
 
 def _controller(found: tuple[Node, ...]) -> Node:
-    """The first node of the role; it must be one that has Ray, so an engine node or its own."""
+    """The first node of the role; it needs Ray, so an engine node or a node without other roles."""
     for node in found:
         if node.has("controller"):
             return node
@@ -203,7 +201,7 @@ def _place_trainer(
     everywhere: tuple[Node, ...],
     before: tuple[EngineSlot | TrainerSlot, ...],
 ) -> tuple[TrainerSlot, ...]:
-    """The same number of ranks on every node of the role, on GPUs that nobody before has."""
+    """The same number of ranks on every node of the role, on GPUs that are still free."""
     world, field = parallel.world_size, f"{role}.parallel"
     found = [node for node in everywhere if node.has(role)]
     if not found:

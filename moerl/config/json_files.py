@@ -1,4 +1,4 @@
-"""JSON files that others wrote: read whole, or refused in a sentence that names the file."""
+"""JSON files from outside: read, or refused in a sentence that names the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moerl.errors import ModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object.  Raises ModelError for a missing file and for anything else in it."""
+    """One JSON object.  Raises ModelError for a missing file and for any other content."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

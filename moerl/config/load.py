@@ -1,9 +1,9 @@
 """YAML files and key=value overrides -> one resolved `Config`.
 
 Order, later wins: the dataclass defaults, the files named by `include` (in order), the recipe, the
-overrides.  An override of a whole part, such as `cluster=slurm`, stands for another file of that
-folder: it takes the place of the recipe's own (`clusters/laptop`), or comes right after the recipe.
-OmegaConf merges and interpolates; `moerl.config.validate` holds the result to the schema.
+overrides.  An override of a whole part, such as `cluster=slurm`, names another file of that folder:
+it replaces the recipe's own (`clusters/laptop`), or comes right after the recipe.
+OmegaConf merges and interpolates; `moerl.config.validate` checks the result against the schema.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moerl.resources import resource_folder
 CONFIG_ROOT = resource_folder("configs")
 PARTS = {"model": "models", "cluster": "clusters", "algorithm": "algorithms"}  # key: folder
 
-# Read otherwise than in YAML 1.1, which PyYAML follows: 1e-3 is a number, 2026-01-31 a text
+# Unlike YAML 1.1, which PyYAML follows: 1e-3 is a number, 2026-01-31 a text
 _OTHERWISE = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 
 
@@ -59,7 +59,7 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def resolve(config: Config) -> Config:
-    """Fill what follows from other settings: top_k of the mask, decay steps, lag, transport."""
+    """Fill in derived settings: top_k of the mask, decay steps, lag, transport."""
     sampling, optimizer = config.sampling, config.trainer.optimizer
     truncates = sampling.top_p < 1.0 or sampling.min_p > 0.0
     if config.replay.sampling_mask and truncates and sampling.top_k == -1:
@@ -77,7 +77,7 @@ def resolve(config: Config) -> Config:
 
 
 def find_recipe(recipe: str) -> Path:
-    """A path as it is, else configs/recipes/NAME.yaml."""
+    """The path if it exists, else configs/recipes/NAME.yaml."""
     for path in (Path(recipe), CONFIG_ROOT / "recipes" / f"{recipe}.yaml"):
         if path.is_file():
             return path
@@ -103,9 +103,9 @@ def _parts(overrides: Sequence[str]) -> dict[str, Path]:
 def _with_includes(
     path: Path, above: tuple[Path, ...], parts: dict[str, Path]
 ) -> list[dict[str, Any]]:
-    """The file's own includes first, depth first, then the file itself, then parts left over.
+    """The file's own includes first, depth first, then the file itself, then remaining parts.
 
-    parts: files that stand for includes from their folder; each is used once.
+    parts: files that replace includes from their folder; each is used once.
     """
     if path in above:
         raise ConfigError("include", str(path), "a file cannot include itself")
@@ -127,7 +127,7 @@ def _find_include(name: str, recipe: Path) -> Path:
     for path in (recipe.parent / f"{name}.yaml", CONFIG_ROOT / f"{name}.yaml", Path(name)):
         if path.is_file():
             return path
-    raise ConfigError("include", name, f"no such file beside {recipe} or under configs/")
+    raise ConfigError("include", name, f"no such file next to {recipe} or under configs/")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # untyped
-    """Reads the numbers of YAML 1.2, and keeps its rule that a key stands once in its mapping."""
+    """Reads numbers as YAML 1.2 does and refuses a key that occurs twice in a mapping."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
         first: [rule for rule in rules if rule[0] not in _OTHERWISE]

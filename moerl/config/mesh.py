@@ -1,4 +1,4 @@
-"""Whether the sizes of a trainer mesh fit each other, and the sizes of a model."""
+"""Checks that the sizes of a trainer mesh fit each other and the sizes of a model."""
 
 from __future__ import annotations
 

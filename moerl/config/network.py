@@ -1,4 +1,4 @@
-"""This node's own address, where a cluster of several nodes leaves it open."""
+"""This node's own address, where the configuration of a cluster leaves it open."""
 
 from __future__ import annotations
 

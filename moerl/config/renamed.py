@@ -1,4 +1,4 @@
-"""Settings that were called otherwise, or are gone: refused with the sentence that helps.
+"""Settings that were renamed or removed: refused with a sentence that names the new key.
 
 A key is a dotted field, a whole section, or one value of a choice (`field=value`).
 """
@@ -28,11 +28,11 @@ REMOVED: dict[str, str] = {
     "nccl, mooncake or disk",
     "supervision.stop_timeout_s": "it had no effect; remove it",
 }
-"""Old key -> why it is gone and what to do."""
+"""Old key -> why it was removed and what to do."""
 
 
 def refuse_old_keys(layer: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first old key, with its new key; it names the others, too."""
+    """Raises ConfigError for the first old key, with its new key; it names the others too."""
     found = [(key, value, why) for key, value in _leaves(layer) if (why := _why(key, value))]
     if not found:
         return
@@ -42,7 +42,7 @@ def refuse_old_keys(layer: Mapping[str, Any]) -> None:
 
 
 def _why(field: str, value: Any) -> str:
-    """The sentence about an old key; empty for one that is not old."""
+    """The sentence about an old key; empty for a current key."""
     for key in (f"{field}={value}", *_sections(field)):
         if key in REMOVED:
             return REMOVED[key]
@@ -52,7 +52,7 @@ def _why(field: str, value: Any) -> str:
 
 
 def _sections(field: str) -> Iterator[str]:
-    """The field itself, then what it lies in: a.b.c, a.b, a."""
+    """The field itself, then the sections that contain it: a.b.c, a.b, a."""
     while field:
         yield field
         field = field.rpartition(".")[0]

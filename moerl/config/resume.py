@@ -1,6 +1,6 @@
-"""What a checkpoint and the configuration that resumes it must agree on, without torch.
+"""Checks that a checkpoint and the configuration that resumes it agree, without torch.
 
-The facts lie in the checkpoint's manifest, so a resume that cannot work is refused before any
+The facts are in the checkpoint's manifest, so a resume that cannot work is refused before any
 process is started.  Tensors are saved in global coordinates and fit every layout; optimizers of
 megatron-core 0.16.1 do not: with expert parallelism they are a chain of two, without it one.
 """
@@ -16,7 +16,7 @@ from moerl.errors import ConfigError
 
 
 def resume_facts(config: Config) -> dict[str, Any]:
-    """What `check_resume` compares, as plain JSON."""
+    """The values that `check_resume` compares, as plain JSON."""
     trainer = config.trainer
     return {
         "parallel": asdict(trainer.parallel),
@@ -27,9 +27,9 @@ def resume_facts(config: Config) -> dict[str, Any]:
 
 
 def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: bool) -> None:
-    """Raises ConfigError for a checkpoint that this configuration cannot continue from.
+    """Raises ConfigError for a checkpoint that this configuration cannot continue.
 
-    saved: the checkpoint's manifest.  reset_optimizer: only its weights and its place are used.
+    saved: the checkpoint's manifest.  reset_optimizer: only weights and schedule position are used.
     """
     trainer = config.trainer
     if config.run.steps < (done := saved.get("step", 0)):
@@ -51,7 +51,7 @@ def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: b
             ep,
             f"the checkpoint was written with ep {saved_ep}, and megatron-core keeps the optimizer "
             "of ep 1 in another form than that of ep > 1; stay on that side, or give "
-            "--reset-optimizer to begin with fresh optimizer state",
+            "--reset-optimizer to start with fresh optimizer state",
         )
     distributed = trainer.optimizer.distributed
     if distributed != saved["distributed_optimizer"]:

@@ -1,8 +1,8 @@
-"""Every setting, one frozen dataclass per component; units are in the names.
+"""Every setting, one immutable dataclass per component; units are in the names.
 
-A field's type says which values it may have: choices are `Literal`, ranges are in
-`moerl.config.bounds`, and `moerl.config.validate` holds every value to them.  YAML only composes
-these (`moerl.config.load`), an unknown key is an error, and cross-field checks live in
+A field's type states its allowed values: choices are `Literal`, ranges are in
+`moerl.config.bounds`, and `moerl.config.validate` checks every value.  YAML only composes these
+(`moerl.config.load`), an unknown key is an error, and cross-field checks are in
 `moerl.config.checks`.  Nothing here imports torch, ray, megatron or sglang.
 """
 
@@ -31,7 +31,7 @@ Dispatcher = Literal["alltoall", "allgather"]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A random-weight Qwen3-MoE made on the spot when `model.path` names no existing folder."""
+    """A random-weight Qwen3-MoE, made when `model.path` names no existing folder."""
 
     enabled: bool = False
     hidden_size: Count = 128
@@ -53,7 +53,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where prompts come from and how an answer is scored."""
+    """Source of prompts and reward."""
 
     name: Literal["sort_digits", "reasoning_gym", "jsonl"] = "sort_digits"
     digits: Count = 4  # sort_digits: how many digits to sort
@@ -69,9 +69,9 @@ class TaskConfig:
     scorer_workers: Count = 1
     score_timeout_s: Positive = 10.0
     on_score_error: Literal["stop", "drop"] = "stop"  # drop: replace the group and count it
-    # check_digits | package.module:function; what answers between turns, with max_turns > 1
+    # check_digits | package.module:function; answers between turns, with max_turns > 1
     environment: str = ""
-    max_turns: Count = 1  # of the policy in one episode
+    max_turns: Count = 1  # turns of the policy in one episode
 
 
 @dataclass(frozen=True)
@@ -88,34 +88,34 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     groups_per_step: Count = 32
-    group_size: Count = 8  # episodes of a prompt that are trained
+    group_size: Count = 8  # trained episodes per prompt
     oversample: Count = 1  # times group_size are generated, resampled on correct (GRPO-RoC)
     max_lag: Natural = 4  # versions: no trained token is older than this
     buffer_depth: Natural = 2  # batches of finished groups to hold; 0 = synchronous
     groups_per_request: Count = 8  # groups sent to an engine in one call
     max_groups_in_flight: Count = 64  # over all engines
-    # A prompt goes to the engine that knows at least half of it (and 64 tokens), unless that has
-    # more than so many groups more than the least busy one; -1 = always to the least busy one
+    # A prompt goes to the engine that has cached at least half of it (and 64 tokens), unless that
+    # engine has this many groups more than the least busy one; -1 = always the least busy one
     prefix_slack: Annotated[int, Meta(ge=-1)] = 2
-    # What a publish does to running requests (docs/tuning.md): with drain it waits for them,
-    # in_place keeps their old KV cache, retract has the engine compute it again
+    # Running requests at a publish (docs/tuning.md): drain waits for them, in_place keeps their
+    # old KV cache, retract has the engine compute it again
     in_flight_mode: Literal["abort_resume", "drain", "in_place", "retract"] = "abort_resume"
-    # What a step trains; strict: in the order of the prompts
+    # Order of training; strict: in the order of the prompts
     selection: Literal["oldest", "freshest", "strict"] = "oldest"
-    # Exactly this lag (resolve then sets how); -1 = bounded by max_lag
+    # Exactly this lag (`resolve` then sets the fields it needs); -1 = bounded by max_lag
     fixed_lag: Annotated[int, Meta(ge=-1)] = -1
-    slice_tokens: Natural = 0  # most tokens of a rollout in one engine call; 0 = up to its end
-    group_quorum: Natural = 0  # a group closes with so many siblings done; 0 = all
-    # The others then; carry: finished, and trained in a later step
+    slice_tokens: Natural = 0  # most tokens of a rollout per engine call; 0 = up to its end
+    group_quorum: Natural = 0  # a group closes when this many siblings are done; 0 = all
+    # Unfinished siblings then; carry: they finish and are trained in a later step
     late_siblings: Literal["drop", "carry"] = "drop"
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
-    max_drop_batches: Natural = 4  # after so many batches dropped for one step, groups are kept
+    max_drop_batches: Natural = 4  # after this many dropped batches in one step, groups are kept
     keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
     request_timeout_s: Positive = 600.0
     journal_dir: str = (
         ""  # node-local folder of the controller's journal; empty = the run directory
     )
-    # What the journal survives; node: the loss of every process, shared: also that of a node
+    # Failures that the journal survives; node: loss of every process, shared: also loss of a node
     durability: Literal["node", "shared"] = "node"
 
 
@@ -127,7 +127,7 @@ class ReplayConfig:
     routing: Literal["R3", "R2", "off"] = "R3"
     sampling_mask: bool = True
     audit: bool = False  # also keep the re-prefilled rows of resumed segments
-    probe: Natural = 20  # steps between looks at a microbatch for records that disagree; 0 = never
+    probe: Natural = 20  # steps between consistency probes of a microbatch; 0 = never
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class EngineConfig:
     platform: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     tp: Count = 1
-    tp_each: list[int] = field(default_factory=list)  # of each engine, in place of tp
+    tp_each: list[int] = field(default_factory=list)  # tp of each engine, replaces tp
     max_running_requests: Count = 256
     max_total_tokens: Annotated[int, Meta(ge=64)] = 65536
     mem_fraction_static: Share = 0.2
@@ -149,7 +149,7 @@ class EngineConfig:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Tensor-parallel ranks by engine; those that join later may differ."""
+        """Tensor-parallel ranks by engine; engines that join later may differ."""
         each = self.tp_each or [self.tp] * self.count
         return dict(enumerate(each))
 
@@ -185,7 +185,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: NonNegative = 1e-3
-    min_lr: NonNegative = 1e-3  # where the decay ends; a lower lr stays as it is
+    min_lr: NonNegative = 1e-3  # end of the decay; a lower lr stays unchanged
     warmup_steps: Natural = 0
     decay_style: Literal["constant", "linear", "cosine"] = "constant"
     decay_steps: Natural = 0  # 0 = run.steps
@@ -203,7 +203,7 @@ class TrainerConfig:
     platform: Literal["auto", "cpu", "cuda"] = "auto"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: Count = 8192  # of one data-parallel rank, padding counted
+    max_tokens_per_microbatch: Count = 8192  # per data-parallel rank, padding counted
     minibatches: Count = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
     dispatcher: Dispatcher = "alltoall"
@@ -219,7 +219,7 @@ class AlgorithmConfig:
     advantage: str = "grpo_mean"  # reward minus group mean (Dr.GRPO, DeepSeek-V3.2)
     gae_gamma: UnitInterval = 1.0
     gae_lambda: UnitInterval = 1.0
-    # gae: of the critic, whose other optimizer settings are the policy's
+    # gae: lr of the critic, whose other optimizer settings are the policy's
     critic_lr: NonNegative = 1e-3
     objective: str = "ppo_clip"
     # Denominator of the ratio; proximal: the policy at the start of the batch
@@ -255,7 +255,7 @@ class AlgorithmConfig:
     lag_cap: Natural = 0  # lag: versions
     m2_limit: Positive = 0.04  # m2: largest mean of (proximal - engine)^2 over the batch, nats^2
     dpo_beta: Positive = 0.1  # online_dpo: scale of log-probability gains in the preference
-    constant_tokens: Natural = 0  # constant: the denominator beside the number of episodes
+    constant_tokens: Natural = 0  # constant: the denominator, times the number of episodes
     # DAPO: tokens before the limit in which the penalty grows; 0 = off
     overlong_buffer: Natural = 0
     mask_truncated: bool = False  # answers cut by the length limit get advantage 0
@@ -263,11 +263,11 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class RefModelsConfig:
-    """Where the models that only score run: algorithm.reference, algorithm.teacher."""
+    """Placement of the models that only score: algorithm.reference, algorithm.teacher."""
 
-    # trainer: on its ranks, before each step; own: a trainer beside it
+    # trainer: on its ranks, before each step; separate: on their own ranks
     placement: Literal["trainer", "separate"] = "trainer"
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: its layout
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # separate: their layout
 
 
 @dataclass(frozen=True)
@@ -275,12 +275,12 @@ class SyncConfig:
     # auto: by the cluster (`moerl.config.clusters.default_transport`)
     transport: Literal["auto", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"] = "auto"
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 16 * 2**20
-    # Engines that the trainer serves itself, the others copy from them; 0 = all
+    # Engines that the trainer sends to, the others copy from them; 0 = all
     direct: Natural = 0
-    timeout_s: Positive = 120.0  # longest phase of a publish; a slower engine is left behind
+    timeout_s: Positive = 120.0  # longest publish session; a slower engine stays at its version
     folder: str = ""  # disk: mounted by trainer and engines under this same path
-    delta: bool = False  # send only changed words, compressed; for links slower than the CPU packs
-    quorum: Count = 1  # engines that must take a version; max_restarts misses in a row are forgiven
+    delta: bool = False  # send only changed words, compressed; for links slower than zstd
+    quorum: Count = 1  # engines that must take a version; max_restarts misses in a row are allowed
 
 
 @dataclass(frozen=True)
@@ -294,16 +294,16 @@ class EvaluationConfig:
     top_p: Share = 1.0
     top_k: int = -1  # -1 = no limit; a truncating evaluation needs one
     path: str = ""  # jsonl: file of held-out prompts; other tasks draw them with another seed
-    max_requests: Count = 16  # of an evaluation, in flight at once
-    hold_s: Positive = 30.0  # longest time that an evaluation keeps an update of its engine waiting
+    max_requests: Count = 16  # requests of an evaluation in flight at once
+    hold_s: Positive = 30.0  # longest time that an evaluation delays an update of its engine
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: Natural = 50  # batches; 0 = only at the end
     keep: Count = 2  # newest
-    # metric by which the best is kept as well: its mean since the checkpoint before, or, of eval/*,
-    # the evaluation of exactly these weights
+    # metric of the best checkpoint, which is kept too: its mean since the previous checkpoint, or,
+    # for eval/*, the evaluation of exactly these weights
     best: str = ""
     best_is: Literal["highest", "lowest"] = "highest"
     keep_versions: bool = False  # also save HF weights of every published version (audit)
@@ -313,19 +313,19 @@ class CheckpointConfig:
 class SupervisionConfig:
     """What happens when the trainer, an engine, the scorer or the controller dies."""
 
-    # Of one of them without a new step in between; 0 = end the run at once
+    # Restarts of one process without a new step in between; 0 = end the run at once
     max_restarts: Natural = 3
-    backoff_s: NonNegative = 1.0  # before a restart, doubled each time
+    backoff_s: NonNegative = 1.0  # wait before a restart, doubled each time
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
     tensorboard: bool = False
     wandb_project: str = ""  # empty = off
-    # Steps between looks at the entropy of the whole vocabulary; 0 = never
+    # Steps between measurements of the entropy over the whole vocabulary; 0 = never
     full_entropy: Natural = 20
     sample_rollouts: Natural = 16  # rollouts with text kept for the report
-    engine_alone_s: NonNegative = 0.0  # at the end, measure the engines alone for so long; 0 = off
+    engine_alone_s: NonNegative = 0.0  # measure the engines alone for this time at the end; 0 = off
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class NodeGroup:
 
     roles: Annotated[list[Role], Meta(min_length=1)] = field(default_factory=list)
     count: Count = 1
-    hosts: list[str] = field(default_factory=list)  # their addresses; empty: the scheduler's
+    hosts: list[str] = field(default_factory=list)  # their addresses; empty: from the scheduler
     devices: Natural = 0  # GPUs of one node; 0 = none, then any number of ranks shares its cores
     device_gb: NonNegative = 0.0  # memory of one GPU, 1e9 bytes; 0 = unknown
     memory_gb: NonNegative = 0.0  # host memory of one node, 1e9 bytes; 0 = unknown
@@ -350,7 +350,7 @@ class PortConfig:
     ray: int = 0  # engine nodes -> Ray's head
     rendezvous: int = 0  # torchrun of the trainer nodes
     ref_models: int = (
-        0  # torchrun of the reference ranks's nodes, with ref_models.placement: separate
+        0  # torchrun of the reference ranks' nodes, with ref_models.placement: separate
     )
 
 
@@ -360,12 +360,12 @@ class ClusterConfig:
     # local: one machine (docs/clusters.md)
     launcher: Literal["local", "hosts", "slurm", "kuberay"] = "local"
     interface: str = "lo"  # network interface of trainer, engines and sync groups, on every node
-    address: str = "127.0.0.1"  # what a process binds to; empty: its node's on `interface`
-    blob_dir: str = "/dev/shm"  # on the node itself: records wait here for the trainer
-    ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one of its own
+    address: str = "127.0.0.1"  # address to bind to; empty: the node's address on `interface`
+    blob_dir: str = "/dev/shm"  # node-local: records wait here for the trainer
+    ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one
     nodes: dict[str, NodeGroup] = field(default_factory=dict)
     ports: PortConfig = field(default_factory=PortConfig)
-    environment: dict[str, str] = field(default_factory=dict)  # of every process: NCCL_*, UCX_*
+    environment: dict[str, str] = field(default_factory=dict)  # for all processes: NCCL_*, UCX_*
     remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
     kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim
@@ -404,6 +404,6 @@ class Config:
 
     @property
     def update_wait_s(self) -> float:
-        """Longest time that requests keep a weight update of their engine waiting."""
+        """Longest time that requests delay a weight update of their engine."""
         drain = self.rollout.request_timeout_s if self.rollout.in_flight_mode == "drain" else 0.0
         return drain + (self.evaluation.hold_s if self.evaluation.every else 0.0)

@@ -1,7 +1,7 @@
-"""A mapping of settings -> the dataclasses of the schema, or one sentence about what is wrong.
+"""A mapping of settings -> the dataclasses of the schema, or one sentence about the first fault.
 
-msgspec holds each value to the type of its field.  Its messages name neither the value nor all
-that is allowed, so the sentences are made here, out of the same types.
+msgspec checks each value against the type of its field.  Its messages name neither the value nor
+everything that is allowed, so the sentences are made here, from the same types.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def validate(config: Config) -> None:
 
 
 def read_section(schema: Callable[..., T], data: Mapping[str, Any], above: str = "") -> T:
-    """An instance of `schema`; what `data` does not name keeps its default.
+    """An instance of `schema`; fields missing in `data` keep their default.
 
     above: the section's own dotted name with a dot behind it; empty for the whole configuration.
     Raises ConfigError naming the field, its value and what is allowed.
@@ -103,7 +103,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _as_meant(value: Any, bare: Any) -> Any:
-    """Text where text is meant: YAML reads an account 1234 as a number, and off as false."""
+    """Restore intended text: YAML reads an account 1234 as a number, and off as false."""
     if value is False and get_origin(bare) is Literal:
         return "off"
     if isinstance(value, int | float) and bare is str:
@@ -116,7 +116,7 @@ def _as_meant(value: Any, bare: Any) -> Any:
 
 
 def _allowed(bare: Any) -> str:
-    """What the type allows, as the end of a sentence about a value that it refused."""
+    """The values that the type allows, as the end of a sentence about a refused value."""
     if get_origin(bare) is Literal:
         return f"use {either(get_args(bare))}"
     if get_origin(bare) is list and get_origin(get_args(bare)[0]) is Literal:
@@ -128,7 +128,7 @@ def _allowed(bare: Any) -> str:
 
 
 def _within(bounds: msgspec.Meta) -> str:
-    """The numbers within bounds, likewise; empty for bounds of something else."""
+    """The numbers within bounds, as text; empty for bounds of something else."""
     low = bounds.ge if bounds.gt is None else bounds.gt
     top = bounds.le if bounds.lt is None else bounds.lt
     if low is None:

@@ -1,10 +1,10 @@
-"""Who trains which turn in which microbatch: one plan per optimizer step, made by the controller.
+"""Placement of turns in microbatches and ranks: one plan per optimizer step, by the controller.
 
 Right-padded, a microbatch costs rows x its longest row; packed, the sum of its rows.  Turns sorted
-by length are cut into consecutive bins: neighbours have like lengths, which keeps padding small.
-There are as many bins as data-parallel ranks x microbatches; the largest bin is made as small as it
-can be, and bins of one microbatch have like cost, because ranks of an expert-parallel exchange wait
-for each other.
+by length are cut into consecutive bins: neighbours have similar lengths, which keeps padding small.
+There are as many bins as data-parallel ranks x microbatches; the largest bin is as small as
+possible, and bins of one microbatch have similar cost, because ranks of an expert-parallel exchange
+wait for each other.
 Rejected: best-fit by token count (it ignores padding, which dominates with padded rows).
 
 One batch may become several optimizer steps: whole groups in each, one plan per step.  How many is
@@ -43,9 +43,8 @@ def plan_batch(
 ) -> BatchPlan:
     """Place every turn of every group exactly once.  Deterministic.
 
-    max_tokens_per_microbatch bounds rows x longest row of one rank, packed: their sum; a turn that
-    is longer by itself gets a microbatch of its own.  A rank may be left without rows in a
-    microbatch.
+    max_tokens_per_microbatch bounds rows x longest row of one rank, packed: their sum; a single
+    turn above the bound gets its own microbatch.  A rank may have no rows in a microbatch.
     """
     items = [
         (turn.rollout.num_tokens - 1, (group_idx, episode_idx, turn_idx))
@@ -62,7 +61,7 @@ def plan_batch(
     for bin_idx, members in enumerate(bins):
         microbatch, rank = divmod(bin_idx, dp_size)
         if microbatch % 2:
-            rank = dp_size - 1 - rank  # back and forth, so that rank totals even out
+            rank = dp_size - 1 - rank  # alternate the direction, so that rank totals even out
         for row, (_, place) in enumerate(members):
             rows.append(PlanRow(*place, dp_rank=rank, microbatch=microbatch, row=row))
     return BatchPlan(step, version, tuple(groups), tuple(rows), num_microbatches)
@@ -75,7 +74,7 @@ def _cost(rows: Sequence[_Item], packed: bool) -> int:
 def _cut(items: Sequence[_Item], cap: int, packed: bool) -> list[list[_Item]]:
     """Fewest consecutive bins of cost <= cap, a single item may exceed it; items fall in length."""
     bins: list[list[_Item]] = []
-    room = 0  # of a packed bin
+    room = 0  # tokens left in a packed bin
     for item in items:
         fits = item[0] <= room if packed else bins and bins[-1][0][0] * (len(bins[-1]) + 1) <= cap
         if bins and fits:

@@ -1,9 +1,9 @@
 """Supervised batches: the prompts of a task with their answers as if the policy had sampled them.
 
 A demonstration is a `Rollout` without an engine: the prompt, then the answer's tokens and the end
-token, both of which count in the loss.  Any task serves whose answers are text: a JSONL file of
+token, both of which count in the loss.  Any task with text answers works: a JSONL file of
 {"prompt" or "messages", "answer"}, or sort_digits.  The stream is that of training: step s takes
-the next `batch` prompts, so a file is shuffled anew in each epoch by the seed.
+the next `batch` prompts, and the seed shuffles a file again in each epoch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def demonstration_plan(
     dp_size: int,
     max_tokens_per_microbatch: int,
 ) -> BatchPlan:
-    """The plan of one supervised step, the same wherever it is made.
+    """The plan of one supervised step, equal on every rank.
 
     encode: text -> token ids without special tokens.  Raises ConfigError for an answer that is
     missing, not text, or empty.
@@ -79,7 +79,7 @@ def _group(
         rollout_id=name,
         token_ids=tokens,
         loss_mask=np.arange(len(tokens)) >= len(prompt.token_ids),
-        logprobs=np.zeros(len(answer), np.float32),  # nobody sampled it; no ratio is taken
+        logprobs=np.zeros(len(answer), np.float32),  # not sampled; no ratio is taken
         versions=(VersionSpan(0, version),),
         routing=(),
         sampling_mask=(),

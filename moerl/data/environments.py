@@ -1,7 +1,7 @@
-"""What answers the policy between turns: (prompt, what it said so far) -> text, empty = the end.
+"""Environments: (prompt, responses so far) -> text between turns, empty = the end.
 
 Environments run in the scorer's worker processes, with the same deadline as a reward.  The text is
-put behind the turn as it is: markup that the model expects around it is the environment's to write.
+appended to the turn unchanged: the environment writes the markup that the model expects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moerl.config.schema import TaskConfig
 from moerl.types import Prompt
 
 Environment = Callable[[Prompt, Sequence[str]], str]
-# What a user writes: function(prompt text, answer, turns so far, extra fields) -> text.
+# A user's function: function(prompt text, answer, turns so far, extra fields) -> text.
 UserEnvironment = Callable[[str, Any, Sequence[str], dict[str, Any]], str]
 
 

@@ -12,9 +12,9 @@ cut into 2 * cp pieces and rank r holds pieces r and 2 * cp - 1 - r, the order t
 Engine expects.  Either way a rank's share is a list of runs (`Run`): consecutive positions of one
 rollout in consecutive slots; tokens, labels, routes and masks are laid out by it.
 
-Routes are read from the blobs on demand, for the layers a pipeline stage owns, the positions of
-this rank's runs and nothing else, and stay u8 or u16.  Padding routes to experts 0..K-1 and nobody
-reads what it computes.
+Routes are read from the blobs on demand, only for the layers of a pipeline stage and the positions
+of this rank's runs, and stay u8 or u16.  Padding routes to experts 0..K-1 and its results are
+not read.
 
 Legend: B rows, S slots, N sampled tokens of the data-parallel rank, M of them on this rank (all,
 without context parallelism), K experts per token.
@@ -43,7 +43,7 @@ Span = tuple[int, int]  # begin and end (exclusive) of consecutive slots
 
 @dataclass(slots=True)
 class BytesRead:
-    """What a microbatch took from the blobs so far (proves that a rank reads only its share)."""
+    """What a microbatch has read from the blobs (shows that a rank reads only its share)."""
 
     mask: int = 0
     routing: int = 0
@@ -53,7 +53,7 @@ class BytesRead:
 class Run(NamedTuple):
     """Consecutive positions of one rollout in consecutive slots of one grid row."""
 
-    rollout: int  # index into Microbatch.rollouts; beyond them: padding only
+    rollout: int  # index into Microbatch.rollouts; larger: padding only
     row: int
     slot: int
     begin: int  # first position in the rollout
@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a rank lays out microbatches; the same for all of a run but `rows` and `length`.
+    """Layout of a rank's microbatches; only `rows` and `length` change during a run.
 
     >>> Grid().shape([3, 11]), Grid(packed=True).shape([3, 11])
     ((2, 11), (1, 14))
@@ -72,7 +72,7 @@ class Grid:
     cp_rank: int = 0
     cp_size: int = 1
     multiple_of: int = 1  # S is padded up to it (sequence parallelism)
-    rows: int = 1  # at least so many rows and slots: peers that must agree on a shape
+    rows: int = 1  # lower bound of rows and slots, for peers that must agree on a shape
     length: int = 1
 
     def place(self, fed: Sequence[int]) -> tuple[list[Run], list[int]]:
@@ -118,13 +118,13 @@ class Microbatch:
     sampled_rows: Tensor  # [M] i64 into the flattened [B, S]
     held: Tensor  # [M] i64 into 0..N-1, rising: the sampled tokens whose logits this rank has
     sampled: Tensor  # [N] i64, the sampled tokens
-    old_logprob: Tensor  # [N] f32, the engine's; NaN when they were not read
+    old_logprob: Tensor  # [N] f32, the engine's; NaN when not read
     advantage: Tensor  # [N] f32
     weight: Tensor  # [N] f32, global aggregation weight
     lag: Tensor  # [N] i64, versions
     temperature: Tensor  # [N] f32
     seq: Tensor  # [N] i64, index into rollouts of each token
-    mask_offsets: Tensor | None  # [M + 1] i64; None when sampling did not truncate or not asked
+    mask_offsets: Tensor | None  # [M + 1] i64; None without truncated sampling or when not read
     mask_ids: Tensor | None  # [nnz] i32
     num_fed: int  # fed-in tokens on this rank, without padding
     num_experts_per_token: int  # K; 0 for a dense model
@@ -191,8 +191,8 @@ class Microbatch:
 class LossInputs:
     """For each row of `plan.rows` (`moerl.algorithms`): one number, or one per sampled token."""
 
-    advantages: Sequence[float | Array]  # of a critic: its targets
-    weights: Sequence[float | Array]  # in the aggregate over all tokens of the batch
+    advantages: Sequence[float | Array]  # for a critic: its targets
+    weights: Sequence[float | Array]  # weights in the sum over all tokens of the batch
 
 
 def pack_microbatch(
@@ -211,7 +211,7 @@ def pack_microbatch(
     loss: None = zeros, for scoring only.
     A rank without rows gets padding and no sampled token; so does a microbatch beyond
     `plan.num_microbatches`.
-    read_logprobs: False where nothing is compared with them; whoever does all the same finds NaN.
+    read_logprobs: False leaves old_logprob NaN, for passes that do not compare with it.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`, `length`, `logprob_finite`,
     `logprob_sign`) and BlobError.
     """
@@ -258,7 +258,7 @@ def fed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
 
 
 def by_row(plan: BatchPlan, dp_rank: int, values: Mapping[int, Tensor]) -> dict[int, Array]:
-    """Numbers of sampled tokens, given by microbatch ([N] each), by index into plan.rows."""
+    """Values of sampled tokens, given by microbatch ([N] each), by index into plan.rows."""
     result: dict[int, Array] = {}
     for microbatch, value_N in values.items():
         rows = rows_in(plan, dp_rank, microbatch)
@@ -358,7 +358,7 @@ def _spread(
 
 
 def _old_logprobs(rollouts: Sequence[Rollout], store: BlobStore | None) -> Tensor:
-    """The engine's; NaN without a store to read them from."""
+    """The engine's log-probabilities; NaN without a store."""
     if store is None:
         num = sum(rollout.num_sampled for rollout in rollouts)
         return torch.full((num,), torch.nan, dtype=torch.float32)
@@ -380,7 +380,7 @@ def _lags(rollout: Rollout, trained: PolicyVersion) -> Array:
 
 
 def _route_kind(plan: BatchPlan) -> tuple[int, str]:
-    """(K, dtype) of the plan's routes, from any header: a rank of padding only has none itself."""
+    """(K, dtype) of the plan's routes, from any header: a rank with only padding has none."""
     for group in plan.groups:
         for rollout in group.rollouts():
             if rollout.routing:

@@ -1,14 +1,12 @@
-"""Log-probabilities of reference models (reference, teacher) that were scored elsewhere: whose are
-they, and of what?
+"""Log-probabilities of reference models (reference, teacher) from separate ranks, with digests.
 
-Ranks of their own score a batch while the trainer steps on the one before, and their numbers come
-with the plan, one set per row.  A number beside the wrong token trains silently wrong, so each set
+Separate ranks score a batch while the trainer steps on the previous one, and their numbers come
+with the plan, one set per row.  A number next to the wrong token trains silently wrong, so each set
 carries a digest of everything it depends on, and the trainer computes the same digest from its own
 copy of the record: the ids, which of them were sampled, the temperature, the sampling masks, and of
 each model its folder, its configuration (the router list among it) and its precision.
 
-Rejected: scores in blobs beside the records (the trainer would have to outlive its scores, and a
-controller that restarts would sweep them; four bytes per token and role pass through it instead).
+Rejected: scores in blobs next to the records (a restarted controller would sweep them).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from moerl.types import Array, BatchPlan, RefScores, Rollout
 
 
 def basis_of(config: Config) -> str:
-    """Digest of the models that score, and of how: equal on every process of a run."""
+    """Digest of the models that score and their settings: equal on every process of a run."""
     return _basis(
         tuple(ref_models_of(config).items()), config.trainer.dtype, config.replay.sampling_mask
     )
@@ -47,7 +45,7 @@ def _basis(models: tuple[tuple[str, str], ...], dtype: str, with_masks: bool) ->
 
 
 def record_digest(rollout: Rollout, basis: str) -> str:
-    """Digest of what scores of a rollout depend on.  basis: `basis_of` the run."""
+    """Digest of the inputs of a rollout's scores.  basis: `basis_of` the run."""
     digest = xxhash.xxh3_64()
     digest.update(f"{basis} {rollout.rollout_id} {rollout.sampling.temperature!r}".encode())
     digest.update(np.ascontiguousarray(rollout.token_ids).tobytes())
@@ -58,7 +56,7 @@ def record_digest(rollout: Rollout, basis: str) -> str:
 
 
 def check_scores(scores: RefScores, rollout: Rollout, roles: Mapping[str, str]) -> None:
-    """Raises RecordError (`frozen_...`): roles, length or numbers are not those of this rollout."""
+    """Raises RecordError (`ref_scores_...`) unless roles, length and numbers fit the rollout."""
     name = rollout.rollout_id
     if set(scores.logprobs) != set(roles):
         raise RecordError(
@@ -78,9 +76,9 @@ def check_scores(scores: RefScores, rollout: Rollout, roles: Mapping[str, str]) 
 
 
 def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
-    """Role -> log-probabilities by row of the plan, as they came with it.
+    """Role -> log-probabilities by row of the plan, as received with it.
 
-    Raises RecordError (`frozen_...`) for a row without scores, or with those of another record.
+    Raises RecordError (`ref_scores_...`) for a row without scores, or with those of another row.
     """
     roles, basis = ref_models_of(config), basis_of(config)
     if len(plan.ref_models) != len(plan.rows):
@@ -95,7 +93,7 @@ def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
             raise RecordError(
                 "ref_scores_record",
                 f"{rollout.rollout_id} {want}: scores are of {scores.rollout_id} {scores.record}; "
-                "ids, temperature, sampling masks and models must be those that were scored",
+                "ids, temperature, sampling masks and models must be the scored ones",
             )
         check_scores(scores, rollout, roles)
     return {role: [scores.logprobs[role] for scores in plan.ref_models] for role in roles}

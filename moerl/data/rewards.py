@@ -1,11 +1,11 @@
-"""Reward functions: (prompt, what the policy said turn by turn) -> Score, in worker processes.
+"""Reward functions: (prompt, the policy's responses turn by turn) -> Score, in worker processes.
 
-`make_reward` is called once per worker; what it returns is called once per response.  A reward may
+`make_reward` is called once per worker; the function it returns, once per response.  A reward may
 raise, hang or return nonsense: `moerl.scoring` contains it.
 
-Most rewards are a number for the last turn.  A process reward also says what each step of the last
-response earned, by the character at which the step ends, because text is all that a reward sees; or
-what each turn earned.
+Most rewards are a number for the last turn.  A process reward also gives each step of the last
+response its reward, by the character at which the step ends (a reward sees text only); or each turn
+its reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moerl.errors import ConfigError
 from moerl.types import Prompt, Score
 
 Reward = Callable[[Prompt, Sequence[str]], Score]
-# What a user writes: function(prompt text, answer, last response, extra fields) -> a number, or
+# A user's function: function(prompt text, answer, last response, extra fields) -> a number, or
 # {"reward": number, "steps": [(characters before its end, reward), ...], "turns": [reward, ...],
 # "errors": number}.  With task.max_turns > 1 all responses are in extra["turns"].
 UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]]
@@ -50,7 +50,7 @@ def right_positions(prompt: Prompt, response: str) -> float:
 
 
 def position_steps(prompt: Prompt, responses: Sequence[str]) -> Score:
-    """`right_positions` as a process reward: each character is a step and earns its own share.
+    """`right_positions` as a process reward: each character is a step and earns its share.
 
     Missing and surplus characters count as errors.
     """
@@ -66,7 +66,7 @@ def position_steps(prompt: Prompt, responses: Sequence[str]) -> Score:
 
 
 def turn_gains(prompt: Prompt, responses: Sequence[str]) -> Score:
-    """`right_positions` as a reward per turn: each earns what it is better than the one before."""
+    """`right_positions` as a reward per turn: each turn earns its gain over the previous one."""
     rights = [right_positions(prompt, response) for response in responses]
     before = [0.0, *rights[:-1]]
     gains = tuple(right - old for right, old in zip(rights, before, strict=True))
@@ -74,14 +74,14 @@ def turn_gains(prompt: Prompt, responses: Sequence[str]) -> Score:
 
 
 def exact_match(prompt: Prompt, response: str) -> float:
-    """1 when response and answer are the same text but for surrounding white space."""
+    """1 when response and answer are equal up to surrounding white space."""
     return float(response.strip() == str(prompt.answer).strip())
 
 
 def math_verify(prompt: Prompt, response: str) -> float:
     """1 when the response holds an expression equal to the answer (package math-verify).
 
-    It keeps its own time by SIGALRM, so it works in the main thread of a process only.
+    Its time limit uses SIGALRM, so it works in the main thread of a process only.
     Raises ValueError when the answer itself cannot be read as mathematics.
     """
     from math_verify import parse, verify
@@ -147,7 +147,7 @@ def _dotted(path: str, *, with_turns: bool) -> Reward:
 
 
 def _read(responses: float | Mapping[str, Any]) -> Score:
-    """What a user's reward returned.  Raises ValueError for a key that nothing reads."""
+    """Score from the return value of a user's reward.  Raises ValueError for an unknown key."""
     if not isinstance(responses, Mapping):
         return Score(float(responses))
     if unknown := sorted(set(responses) - {"reward", "steps", "turns", "errors"}):

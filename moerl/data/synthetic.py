@@ -29,15 +29,15 @@ from moerl.types import (
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What a random rollout is like after its prompt."""
+    """Properties of a random rollout after its prompt."""
 
     shape: ModelShape
     num_sampled: int
-    sampling: SamplingParams  # sampling masks are recorded where it truncates
+    sampling: SamplingParams  # sampling masks are recorded if it truncates
     cuts: Sequence[int] = ()  # numbers of sampled tokens at which a new segment begins
     versions: Sequence[PolicyVersion] = (PolicyVersion(0, 0),)  # of each segment
     kept_mean: float = 3.0  # mean size of a sampling mask, geometric and at most sampling.top_k
-    unused_expert: int | None = None  # that no route names
+    unused_expert: int | None = None  # expert that no route names
 
 
 def random_rollout(

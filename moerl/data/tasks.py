@@ -1,10 +1,10 @@
-"""Where prompts come from: a registry of sources, and the endless deterministic stream over one.
+"""Sources of prompts: a registry of sources, and the endless deterministic stream over one.
 
 A prompt is a function of (settings, seed, index) alone.  A resumed run therefore continues with
-exactly the prompts that were not consumed, without saving a data loader's state.  How an answer is
-scored lives in `moerl.data.rewards`, because that runs in other processes.
+exactly the prompts that were not consumed, without a saved state of a data loader.  Rewards are in
+`moerl.data.rewards`, because they run in other processes.
 
-A further task is one source class and one line of SOURCES (and its reward in `rewards`).
+A new task is one source class and one line of SOURCES (and its reward in `rewards`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GYM_SIZE = 20_000  # items of a reasoning-gym dataset that names no size
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One entry of a source: plain text, or chat messages, and what its reward needs."""
+    """One entry of a source: plain text, or chat messages, and the inputs of its reward."""
 
     prompt: str
     answer: Any
@@ -42,7 +42,7 @@ class Item:
 
 
 class Source(Protocol):
-    """`size` items per epoch, or None: endless, every index is another item."""
+    """`size` items per epoch, or None: endless, with a different item for every index."""
 
     @property
     def size(self) -> int | None: ...
@@ -104,10 +104,10 @@ SOURCES: dict[str, Callable[[TaskConfig, int], Source]] = {
 
 
 class PromptStream:
-    """Endless prompts by index; a finite source is shuffled anew in each epoch by seed."""
+    """Endless prompts by index; the seed shuffles a finite source again in each epoch."""
 
     def __init__(self, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
-        """Raises ConfigError for whatever can be known before the first prompt is drawn."""
+        """Raises ConfigError for every fault that shows before the first prompt is drawn."""
         if task.name not in SOURCES:
             raise ConfigError("task.name", task.name, f"known tasks are {', '.join(SOURCES)}")
         if task.chat_template and not tokenizer.chat_template:
@@ -156,7 +156,7 @@ class PromptStream:
             raise ConfigError(
                 "task.path",
                 self._task.path,
-                f"{item.origin} has messages; the tokenizer no template",
+                f"{item.origin} has messages; the tokenizer has no template",
             )
         messages = list(item.messages) or [{"role": "user", "content": item.prompt}]
         return str(
@@ -192,7 +192,7 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
 def read_jsonl(path: str) -> list[Item]:
     """All items of a prompt file.  Raises ConfigError naming the file and the first bad line."""
     try:
-        # by line feeds alone: JSON strings may hold other line ends, U+2028 for example
+        # split at line feeds only: JSON strings may hold other line ends, U+2028 for example
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""A random-weight Qwen3-MoE folder with its own tokenizer, made on the spot: nothing is downloaded.
+"""A random-weight Qwen3-MoE folder with its own tokenizer, made without any download.
 
-The tokenizer is character level: printable ASCII, newline and tab, one token each, so that every
-built-in task can be written and a policy that starts from noise has few symbols to rule out.  Any
-other character becomes <unk>.  (A byte-level vocabulary would have no <unk>; it is twice as large
-and learns more slowly.)  Weights are written tensor by tensor under their Hugging Face names, in a
-fixed order from one generator, so that a seed gives the same bytes under any transformers version.
+The tokenizer is character level: printable ASCII, newline and tab, one token each, so that it
+covers every built-in task and a random policy has few symbols to rule out.  Any other character
+becomes <unk>.  (A byte-level vocabulary would have no <unk>; it is twice as large and learns more
+slowly.)  Weights are written tensor by tensor under their Hugging Face names, in a fixed order from
+one generator, so that a seed gives the same bytes under any transformers version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
-    """Write config, weights (fp32 safetensors) and tokenizer; `folder` appears whole or not at all.
+    """Write config, weights (fp32 safetensors) and tokenizer; `folder` gets its name at the end.
 
     Raises ModelError when the folder exists.
     """

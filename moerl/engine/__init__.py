@@ -1,1 +1,1 @@
-"""Rollout engines: one SGLang server per host, its client, and the record check at its door."""
+"""Rollout engines: one SGLang server per host, its client, and the check of its records."""

@@ -5,8 +5,7 @@ outputs afterwards.  Its kernels for GPUs skip the entries of -1; the torch path
 index and fails.  Here each rank runs its own (token, expert) pairs through that path, one expert
 per token.  SGLang still routes, records the routes, maps experts to ranks and sums over ranks.
 
-Rejected: naming a local expert with weight 0 (the torch path counts a token's experts as a set, so
-an expert that is named twice mixes up the rows of others).
+Rejected: a local expert with weight 0 (the torch path needs distinct experts per token).
 
 Legend: T tokens, K experts of a token, P pairs of this rank, H hidden size.
 """

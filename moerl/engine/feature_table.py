@@ -2,12 +2,11 @@
 
 A feature is proven (a test compares its records with another implementation), refused while
 routing is recorded, or refused always because it changes what is sampled behind the record.
-There is no fourth case: a feature whose records were not compared is refused.
+A feature whose records were not compared is refused.
 
 `check` reads the table when a server's arguments are made; `python -m moerl.engine.feature_table`
-prints it as docs/replay-support.md.  Rejected: a list of allowed arguments (SGLang has 546, most of
-them harmless); the table has the arguments that change routing rows, sampling masks or
-log-probabilities.
+prints it as docs/replay-support.md.  The table has the arguments that change routing rows, sampling
+masks or log-probabilities.  Rejected: a list of allowed arguments (SGLang has 546).
 """
 
 from __future__ import annotations

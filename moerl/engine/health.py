@@ -1,10 +1,11 @@
 """Whether requests may be sent to an engine, and why not.
 
 `admit` is set while requests may be sent (cleared during an update); `idle` is set while none is in
-flight; `cause` says why the engine is unusable.  An engine that is *broken* (its server died) stays
-so until it is started again.  One that is *suspended* (it did not answer in time, or a commit
-failed) serves nothing until a whole publish session succeeded, which writes every byte of its
-weights.  One event loop owns it.
+flight; `cause` says why the engine is unusable.  Used from one event loop.
+
+    state       cause                               serves again after
+    broken      its server died                     a restart
+    suspended   no answer in time, failed commit    a whole publish session (it writes all weights)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class EngineHealth:
-    """One engine's.  `usable` and `guard` raise EngineError with the cause."""
+    """State of one engine.  `usable` and `guard` raise EngineError with the cause."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -31,7 +32,7 @@ class EngineHealth:
         self.broken = asyncio.Event()  # calls fail; also while suspended
         self.ended = asyncio.Event()  # broken for good
         self.admit, self.idle = asyncio.Event(), asyncio.Event()
-        self.running = 0  # requests
+        self.running = 0  # requests in flight
         self._calls = 0
         self._busy_s = self._busy_since = 0.0
 
@@ -43,9 +44,9 @@ class EngineHealth:
         self.idle.set()
 
     def reopen(self) -> None:
-        """A whole session succeeded: also what was suspended serves again.
+        """A whole session succeeded: a suspended engine serves again.
 
-        Raises EngineError when the engine broke for good meanwhile.
+        Raises EngineError when the engine broke meanwhile.
         """
         if self.ended.is_set():
             raise self.failure()
@@ -54,7 +55,7 @@ class EngineHealth:
         self.admit.set()
 
     def close(self, cause: str) -> None:
-        """Make every pending and later call fail; the first cause of a break stays."""
+        """Fail every pending and later call; the first cause of a break stays."""
         if self.cause is None or not self.ended.is_set():
             self.cause = cause
         self.admit.clear()
@@ -62,7 +63,7 @@ class EngineHealth:
         self.ended.set()
 
     def suspend(self, cause: str) -> EngineError:
-        """Fail what is in flight and admit nothing until a publish session succeeds."""
+        """Fail calls in flight and admit none until a publish session succeeds."""
         self.cause = self.cause or cause
         self.admit.clear()
         self.broken.set()

@@ -27,7 +27,7 @@ class Hook:
     kind: str  # SGLang's HookType: before, after, around, replace
     ours: Callable[..., object]
     when: When
-    version: str = "0.5.23"  # of SGLang, in which `symbol` was last read
+    version: str = "0.5.23"  # version of SGLang in which `symbol` was last read
 
 
 def _leave_unpinned(*_args: object, **_kwargs: object) -> None:

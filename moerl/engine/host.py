@@ -1,8 +1,8 @@
-"""The host of one SGLang server: the `Engine` seam of `moerl.messages`, as a plain class.
+"""The host of one SGLang server: implements `moerl.messages.Engine`, without Ray.
 
-It starts the server, sends requests, and checks and seals every record before anybody sees it.
-Whether requests may be sent is `health`; how weights change under them is `updates`.  One event
-loop owns it.
+It starts the server, sends requests, and checks and seals every record before it returns it.
+`health` decides whether requests may be sent; `weight_updates` changes the weights.  Used from one
+event loop.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What all engines of a run have in common."""
+    """Objects that all engines of a run share."""
 
     model_path: Path
     shape: ModelShape
@@ -88,7 +88,7 @@ class EngineHost:
         self._serial = count()
         self._generated = 0
         self._refused: Counter[str] = Counter()
-        self._askers = 0  # controllers that were forgotten
+        self._askers = 0  # number of controllers that were replaced
 
     # --- life ------------------------------------------------------------------------------------
     async def start(self, version: PolicyVersion) -> EngineStatus:
@@ -109,7 +109,7 @@ class EngineHost:
             except BaseException:
                 await client.close()
                 raise
-        assert server.layout is not None, "a server that started knows its layout"
+        assert server.layout is not None, "a started server has a layout"
         self._layout = server.layout.fingerprint()
         log.info("engine %d: weight layout %s: %s", self.index, self._layout, server.layout)
         self._server, self._client = server, client
@@ -119,7 +119,7 @@ class EngineHost:
         return await self.status()
 
     async def stop(self) -> None:
-        """End the server and everything it started; a host that is not running stays so."""
+        """End the server and its processes; without a server it does nothing."""
         self._health.close("it was stopped")
         if self._watch is not None:
             self._watch.cancel()
@@ -135,7 +135,7 @@ class EngineHost:
 
     @property
     def node(self) -> str:
-        """Where the records that it sealed are read from."""
+        """Node from which the sealed records are read."""
         return self._store.node
 
     async def status(self) -> EngineStatus:
@@ -151,20 +151,20 @@ class EngineHost:
         )
 
     async def watch(self) -> None:
-        """Returns never; raises EngineError when the engine breaks for good."""
+        """Never returns; raises EngineError when the engine breaks for good."""
         await self._health.ended.wait()
         raise self._health.failure()
 
     async def checksum(self) -> dict[str, Any]:
-        """Per-tensor checksums of the weights as served."""
+        """Per-tensor checksums of the live weights."""
         return await self._health.guard(self._alive().checksum())
 
     # --- generation ------------------------------------------------------------------------------
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         """Run all requests as one engine call; each record is checked and sealed on return.
 
-        A record that breaks the contract comes back as its RecordError, the others are unaffected.
-        During a weight update the call waits and is then sent to the new version.
+        A record that breaks the contract is returned as its RecordError, without effect on the
+        others.  During a weight update the call waits and is then sent to the new version.
         """
         # One /generate call has one routed_experts_start_len, so requests that need rows from
         # different positions (resumed ones) go out side by side in calls of their own.
@@ -179,7 +179,7 @@ class EngineHost:
         try:
             results = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:  # nothing would read the blobs that they store
+            for task in tasks:  # their blobs would never be read
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
@@ -191,7 +191,7 @@ class EngineHost:
     async def _call(
         self, requests: list[GenerateRequest], asker: int
     ) -> list[Segment | RecordError]:
-        while not self._health.admit.is_set():  # again: an update may open before this task runs
+        while not self._health.admit.is_set():  # loop: an update may start before this task runs
             await self._health.guard(self._health.admit.wait())
         self._expect(asker)
         start_s, version = time.time(), self._updates.version
@@ -200,7 +200,7 @@ class EngineHost:
             replies = await self._health.guard(self._alive().generate(self._body(requests)))
             self._updates.aborted += sum(_was_aborted(reply) for reply in replies)
         except BadRequest as error:
-            # SGLang refuses a batch as a whole; find the requests it means.
+            # SGLang refuses a batch as a whole; find the bad requests.
             replies = None
             if len(requests) == 1:
                 return [self._refuse(RecordError("request", f"{requests[0].rollout_id}: {error}"))]
@@ -289,7 +289,7 @@ class EngineHost:
         end_s: float,
         shared: reply_parser.SharedPrompts,
     ) -> Segment:
-        """Seal what one version of the weights sampled."""
+        """Seal the tokens that one version of the weights sampled."""
         span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
         version = span.version
         sealed = self._seal(parsed, request, version, shared)
@@ -364,15 +364,16 @@ class EngineHost:
 
     def _expect(self, asker: int) -> None:
         if asker != self._askers:
-            raise EngineError(f"engine {self.index}: a call is given up, its controller is gone")
+            raise EngineError(f"engine {self.index}: a call is cancelled, its controller is gone")
 
     async def forget(self, kept: Sequence[str] | None) -> None:
-        """A new controller takes over: end the calls of the one before and seal nothing of them.
+        """A new controller takes over: end the calls of the previous one and seal none of them.
 
-        kept: blobs that it knows, on any node; others of this store are deleted.  None: none are.
+        kept: blobs that it knows, on any node; other blobs of this store are deleted.  None: all
+        of them are deleted.
         """
         self._askers += 1
-        with contextlib.suppress(EngineError):  # a server that is not usable runs nothing
+        with contextlib.suppress(EngineError):  # an unusable server has no calls to end
             await self.interrupt()
         if kept is not None:
             here = f"blob://{self._store.node}/"
@@ -381,7 +382,7 @@ class EngineHost:
             )
 
     async def interrupt(self) -> None:
-        """End the running requests: each returns what it has, to be gone on with elsewhere."""
+        """End the running requests: each returns its tokens so far, to be continued elsewhere."""
         await self._health.guard(self._alive().abort_all())
 
     # --- failure ---------------------------------------------------------------------------------
@@ -398,7 +399,7 @@ class EngineHost:
 
 
 class _Sealed(NamedTuple):
-    """What one segment names; nothing of it for a segment without tokens."""
+    """The references of one segment; empty for a segment without tokens."""
 
     prompt: RoutingBlob | None = None
     routing: RoutingBlob | None = None
@@ -408,7 +409,7 @@ class _Sealed(NamedTuple):
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """Every parameter that shapes the distribution, so that no engine default is relied on."""
+    """All parameters that shape the distribution, so that no engine default is used."""
     return {
         "n": 1,
         "max_new_tokens": params.max_new_tokens,

@@ -1,6 +1,7 @@
 """Weight updates under running requests: what the scheduler process does and records.
 
-`exchange` runs between two forward passes and writes the new weights in one of three ways:
+`exchange` runs between two forward passes and writes the new weights; the mode decides what happens
+to running requests:
 
     interrupt   the host has aborted all requests before; the prefix cache is emptied
     in_place    requests continue with the KV cache of the older weights
@@ -22,9 +23,8 @@ SGLang 0.5.23 has three gaps, which this module closes.
 
 All ranks of the engine execute the same steps.  Read at 0.5.23: srt/managers/scheduler.py,
 schedule_batch.py, scheduler_components/batch_result_processor.py, srt/utils/weight_versions.py.
-Rejected: draining the overlap queue before the copy (the event loop then runs without overlap for
-good, or reads an empty queue), SGLang's own pause and continue (requests of their own, so that
-ranks may run a forward pass in between).
+Rejected: draining the overlap queue first (breaks the event loop), SGLang's pause and continue
+(separate requests, so ranks may run a forward pass in between).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 IN_PLACE, RETRACT, RETRACT_AUDIT = "in_place", "retract", "retract_audit"
-MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = nothing runs
+MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = no request is running
 
 _namespace = ""  # version whose prefixes may be read; empty = the cache is emptied at updates
 _audit = False

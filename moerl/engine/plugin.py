@@ -1,8 +1,8 @@
-"""What moerl adds to SGLang, through SGLang's own plug-in entry points (see pyproject.toml).
+"""moerl's additions to SGLang, through SGLang's own plug-in entry points (see pyproject.toml).
 
 `activate` offers the plain-CPU platform, `register_hooks` adapts functions; SGLang runs both
-in each of its processes.  With CUDA they add the check of loaded weights and the receiving end of
-weight updates, nothing else.
+in each of its processes.  With CUDA they add only the check of loaded weights and the receiving end
+of weight updates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One engine reply -> checked arrays.  Pure functions; whatever is missing or odd is refused.
+"""One engine reply -> checked arrays.  Pure functions; missing or malformed parts are refused.
 
 Legend: T' tokens of the request, n sampled by this call, L MoE layers, K experts per token.  Read
 docs/alignment.md first: routing rows belong to fed-in tokens (T' + n - 1 of them, the last sampled
@@ -8,7 +8,7 @@ The behaviour log-probability of truncated sampling is SGLang's `output_token_sa
 (renormalised over the sampling mask); `output_token_logprobs` is the one before truncation.
 
 A request whose weights changed while it ran (rollout.in_flight_mode in_place or retract) comes back
-as one reply of several versions; `cut` makes it several, each as if it had been a call of its own.
+as one reply of several versions; `cut` splits it into one reply per version.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Reply:
     mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
     cached_tokens: int
     spans: tuple[VersionSpan, ...] = ()  # empty only without any token
-    # Of each span but the first: rows of its whole prefix [L, rows, K], when they were asked for.
+    # Rows of the whole prefix [L, rows, K] of each span after the first, when requested.
     recomputed: tuple[Array, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What may have happened to requests while they ran."""
+    """Events that may have happened to requests while they ran."""
 
     versions: tuple[PolicyVersion, ...]  # served since the request was sent, ascending
     keeps_kv: bool = False  # weights are exchanged in place
@@ -65,9 +65,9 @@ class InFlight:
 class SharedPrompts:
     """Equal prompt rows of the siblings of one engine call: stored once, referenced by all.
 
-    Rows are compared, never assumed equal: two prefills of one prompt may round differently, and
-    the rows a sibling is trained on are those of its own KV cache.  Only siblings share: a blob
-    goes when its group is trained, and another group of the same prompt may still wait.
+    Rows are always compared: two prefills of one prompt may round differently, and a sibling must
+    be trained on the rows of its own KV cache.  Only siblings share: a blob is deleted when its
+    group is trained, and another group of the same prompt may still wait.
     """
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
@@ -75,7 +75,7 @@ class SharedPrompts:
         self._sealed: dict[tuple[str, bytes], tuple[Array, RoutingBlob]] = {}
 
     def split(self, request: GenerateRequest, rows: Array | None) -> int:
-        """How many leading rows to seal apart: those of a prompt that has siblings here."""
+        """Number of leading rows to seal separately: the prompt's, if it has siblings here."""
         whole = rows is not None and request.num_sampled == 0 and request.rows_known == 0
         return request.num_tokens - 1 if whole and self._times[_prompt_key(request)] > 1 else 0
 
@@ -94,7 +94,7 @@ def _prompt_key(request: GenerateRequest) -> tuple[str, bytes]:
 
 
 def first_row(request: GenerateRequest) -> int:
-    """First routing row to ask the engine for."""
+    """First routing row to request from the engine."""
     return 0 if request.audit and request.num_sampled else request.rows_from
 
 
@@ -224,8 +224,8 @@ def _finish(
 ) -> Finish:
     """Why the request ended.  An abort in the step of a natural end counts as that end.
 
-    SGLang sets the abort before it looks for stop tokens, so a sequence whose last token is a stop
-    token may be reported as aborted; resuming it would sample beyond its end.
+    SGLang sets the abort before it checks for stop tokens, so a sequence whose last token is a
+    stop token may be reported as aborted; resuming it would sample beyond its end.
     """
     reason = meta["finish_reason"]
     if reason.get("matched") == "NaN happened":  # SGLang replaced the token it could not sample

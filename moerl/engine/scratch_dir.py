@@ -5,8 +5,7 @@ lock on a file in the folder and writes the names of the server's shared memory 
 releases the lock when the host dies.  The next start of a server on this machine removes the
 folders whose lock is free, and the shared memory that they name.
 
-Rejected: the host's process id in the folder's name (ids are reused, and containers that share a
-folder number their own processes).
+Rejected: the host's process id in the folder's name (ids are reused, also across containers).
 """
 
 from __future__ import annotations
@@ -76,9 +75,9 @@ def remove_abandoned(parent: Path) -> None:
                 if os.fstat(owner.fileno()).st_uid != os.getuid():
                     continue
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if owner.read(1):  # else it is being made, and its host comes to lock it
+                if owner.read(1):  # an empty file is new: its host is about to lock it
                     _remove(folder)
-        except OSError:  # somebody's, gone, or in use
+        except OSError:  # of another user, gone, or in use
             continue
 
 

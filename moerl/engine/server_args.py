@@ -1,6 +1,6 @@
 """SGLang server arguments: ours, the user's `engine.args`, and what replay allows.
 
-Names are checked against the installed SGLang without importing it (its import costs seconds and a
+Names are checked against the installed SGLang without importing it (its import takes seconds and a
 dozen packages): the ordered field list of ServerArgs is a plain tuple in one small file.
 """
 
@@ -127,7 +127,7 @@ def arguments(
     nccl_port: int | str,
     cuda: bool,
 ) -> dict[str, Any]:
-    """`server_args` without a look at this machine, so that a dry run prints them anywhere."""
+    """`server_args` without reading this machine, so that a dry run prints them anywhere."""
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,
@@ -145,7 +145,7 @@ def arguments(
     }
     if cuda:
         # SGLang's own choice by model and GPU would pack, swap or join expert weights
-        # (arg_groups/model_overrides); `moerl.engine.weight_layout` says what is known.
+        # (arg_groups/model_overrides); `moerl.engine.weight_layout` has the proven layouts.
         args |= {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
     else:
         args |= {

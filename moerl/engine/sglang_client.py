@@ -1,7 +1,7 @@
 """HTTP client of one SGLang server: every call carries the run's token.
 
-Only questions that change nothing (health, server_info, checksum) are repeated after a broken
-connection; a generation or an update that failed half-way is reported, never sent twice.
+Only reads (health, server_info, checksum) are repeated after a broken connection; a generation or
+an update that failed half-way is reported, never sent twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class BadRequest(EngineError):
-    """The server refused a request as malformed (HTTP 400); nothing of it ran to an answer."""
+    """The server refused a request as malformed (HTTP 400); it produced no answer."""
 
 
 class EngineClient:
@@ -34,7 +34,7 @@ class EngineClient:
             headers={"Authorization": f"Bearer {token}"},
             connector=aiohttp.TCPConnector(limit=0),
             # No read timeout: a batch takes as long as its longest answer.  The host watches the
-            # process and gives up when that dies.
+            # process and fails the call when it dies.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             trust_env=False,
             json_serialize=lambda value: orjson.dumps(value).decode(),
@@ -125,9 +125,9 @@ class EngineClient:
 
 
 def read_committed(message: str) -> Committed:
-    """The record of a commit: the first line, SGLang adds words of its own behind it.
+    """The record of a commit: the first line; SGLang appends its own words.
 
-    Raises EngineError: it is no such record.
+    Raises EngineError when it is no such record.
     """
     try:
         return msgspec.json.decode(message.partition("\n")[0], type=Committed)
@@ -136,7 +136,7 @@ def read_committed(message: str) -> Committed:
 
 
 def _message(data: bytes) -> str:
-    """The server's own words, whichever of its three error shapes it used."""
+    """The server's error text, in any of its three error formats."""
     try:
         reply = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -1,8 +1,8 @@
 """One SGLang HTTP server as a child process: start, watch, explain its death, stop.
 
 A start that fails is reported within a second of the process's exit, in one sentence with the
-exception it logged; nothing waits for a port that will never open.  No process outlives the host:
-the server dies with its parent (see `launch`), `stop` takes its whole tree down.
+exception it logged.  No process outlives the host: the server dies with its parent (see
+`server_process`), `stop` kills its whole process tree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TAIL_LINES = 20
 
 # `pkg.SomeError: text` at the start of a line, or uvicorn's `[Errno 98] ...` anywhere in it.
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: .*)?$|\[Errno \d+\] .*$")
-# What follows from the first failure rather than being it.
+# Exceptions that follow from the first failure.
 _SECONDARY = re.compile(
     r"^(?:EOFError|BrokenPipeError|ConnectionResetError|requests\.|urllib3\.)|scheduler.*died"
 )
@@ -68,7 +68,7 @@ class EngineServer:
             nccl_port=free_port("127.0.0.1"),
         )
         self._model_path = model_path
-        self.layout: LiveWeightLayout | None = None  # how its weights lie; known once it serves
+        self.layout: LiveWeightLayout | None = None  # layout of its weights; known once it serves
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[psutil.Process] = []
         self._scratch: Scratch | None = None
@@ -128,7 +128,7 @@ class EngineServer:
     async def _identify(
         self, client: EngineClient, config: dict[str, Any], deadline: float
     ) -> LiveWeightLayout:
-        """The layout of the served weights, from the arguments and from the check of each rank."""
+        """The layout of the live weights, from the arguments and from the check of each rank."""
         try:  # its HTTP server asks the ranks, of which one may hang
             async with asyncio.timeout(max(deadline - time.monotonic(), _KILL_S)):
                 info = await client.server_info()
@@ -157,7 +157,7 @@ class EngineServer:
         return f"{how}: {cause_in(self._log_lines()) or 'no exception in its log'}"
 
     def log_tail(self) -> str:
-        """The end of the server's log, for a person."""
+        """The last lines of the server's log."""
         return "\n".join([f"--- end of {self.log} ---", *self._log_lines()[-_TAIL_LINES:]])
 
     async def stop(self) -> None:
@@ -280,7 +280,7 @@ def _core_lists(ranks: int, threads: int) -> str:
 def _is_worker(process: psutil.Process) -> bool:
     try:
         return "sglang::" in " ".join(process.cmdline())
-    except psutil.Error:  # a helper that has ended meanwhile
+    except psutil.Error:  # a helper process that has ended
         return False
 
 

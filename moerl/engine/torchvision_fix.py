@@ -5,8 +5,8 @@ its meta registrations then fail because two operator schemas are missing.  Decl
 just before the first import is enough: nothing in text serving calls them.
 
 `moerl.engine.server_process` calls `arm` in the server and, because multiprocessing's spawn imports
-the main module again, in each process that the server starts.  Rejected: a .pth file (it acts on
-every program of the environment and is lost in an editable install).
+the main module again, in each process that the server starts.
+Rejected: a .pth file (it acts on every program of the environment).
 """
 
 from __future__ import annotations

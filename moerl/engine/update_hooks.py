@@ -1,15 +1,15 @@
 """The receiver inside SGLang: hooks on the path of an update request.
 
 `after_start` opens the receiver of a scheduler process; `around_update` turns an
-/update_weights_from_tensor request with load_format "moerl_commit.MODE" into a COMMIT (what MODE
-does to running requests: `moerl.engine.in_flight`).  SGLang hands
-such a request to all ranks of the engine in the same iteration of their schedulers, between two
-forward passes, which is the moment when weights may change.  Before anything is written the ranks
-tell each other whether they hold the verified version; one "no" and nobody writes.
+/update_weights_from_tensor request with load_format "moerl_commit.MODE" into a COMMIT (MODE decides
+what happens to running requests: `moerl.engine.in_flight`).  SGLang passes the request to all ranks
+of the engine in the same iteration of their schedulers, between two forward passes, when weights
+may change.  Before writing, the ranks exchange whether they hold the verified version; if one does
+not, no rank writes.
 
 Only a server that moerl started (its scratch folder is private to it) gets a receiver.
-Rejected: a custom weight loader of SGLang (it is called after the session check, once per runner,
-and cannot ask the other ranks), writing from a thread of our own (a forward pass may be running).
+Rejected: a custom weight loader of SGLang (it cannot ask the other ranks), writing from our own
+thread (a forward pass may be running).
 Read at sglang 0.5.23: srt/managers/scheduler_components/weight_updater.py,
 srt/model_executor/model_runner_components/weight_updater.py.
 """
@@ -54,7 +54,7 @@ from moerl.weight_sync.transports.factory import make
 log = logging.getLogger(__name__)
 
 
-_receiver: Receiver | None = None  # of this process; a scheduler process serves one rank
+_receiver: Receiver | None = None  # receiver of this process; a scheduler process serves one rank
 
 
 def after_start(_result: None, manager: Any) -> None:
@@ -76,7 +76,7 @@ def after_start(_result: None, manager: Any) -> None:
         handle = _refusing(str(error))
     ReceiverSocket(handle, socket_path(scratch, rank), scheduler.server_args.api_key).start()
     # On a CPU SGLang collects garbage whenever it empties its cache (srt/platforms/cpu.py), so in
-    # every commit; what was imported and loaded by now is not walked again then.
+    # every commit; freezing skips the objects that exist by now.
     gc.collect()
     gc.freeze()
 
@@ -109,8 +109,7 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
 def around_request(original: Callable[..., Any], manager: Any, request: Any, *rest: Any) -> Any:
     """AROUND TokenizerControlMixin.update_weights_from_tensor, in the server's own process.
 
-    SGLang holds an update back until no request runs, which is what some modes of COMMIT are not
-    to wait for.
+    SGLang delays an update until no request runs; some modes of COMMIT must not wait for that.
     """
     name, _, mode = str(request.load_format).partition(".")
     if name != COMMIT or not mode:
@@ -154,7 +153,7 @@ def _transports(address: str) -> Callable[[str, str], Transport]:
 
 
 def _on_device(handle: Callable[[Message], Message], runner: Any) -> Callable[[Message], Message]:
-    """A door's thread would otherwise stage on the first GPU of the process."""
+    """Without it the socket's thread would stage on the first GPU of the process."""
     if runner.device != "cuda":
         return handle
 
@@ -179,7 +178,7 @@ def _everywhere(cause: str, group: dist.ProcessGroup) -> list[str]:
 
 
 class SglangModel:
-    """`receiver.LiveModel` over a model runner."""
+    """`receiver.LiveModel` for a model runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner

@@ -1,12 +1,12 @@
 """The layout of a live engine's weights: its identity, and the refusal of unknown layouts.
 
-A plan that writes into an engine is right for one layout only, and shapes do not identify it:
-SGLang may interleave, swap, transpose, pack or shuffle expert weights after loading and keep their
-shape.  So every server argument and environment variable that moves weights is checked, and only
-values that were compared with SGLang's own `load_weights` (tests/multi/test_layout_sglang.py) are
-accepted.  A server is checked twice: its scheduler processes check the modules that they loaded
-(`check_loaded`, a hook of hooks.py), and once it serves, its resolved arguments become its
-`LiveWeightLayout` (server.py).
+A transfer plan is right for one layout only, and shapes do not identify it: SGLang may interleave,
+swap, transpose, pack or shuffle expert weights after loading and keep their shape.  So every server
+argument and environment variable that moves weights is checked, and only values that were compared
+with SGLang's own `load_weights` (tests/multi/test_layout_sglang.py) are accepted.  A server is
+checked twice: its scheduler processes check the modules that they loaded (`check_loaded`, a hook of
+hooks.py), and once it serves, its resolved arguments become its `LiveWeightLayout`
+(sglang_server.py).
 
 Rejected: a list of bad values (a new release adds values, and they would pass).
 Read at sglang 0.5.23: srt/layers/quantization/unquant.py, srt/layers/moe/fused_moe_triton/layer.py,
@@ -44,8 +44,8 @@ _REPACKING_RUNNERS = {
 # Server arguments that decide which weights a rank holds or in which form: the values under which
 # the tables of moerl.layout hold, and why others are refused.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "modelopt_quant": ((None,), "its weights have other bytes and scales beside them"),
-    "rl_quant_profile": ((None,), "its weights have other bytes and scales beside them"),
+    "modelopt_quant": ((None,), "its weights have other bytes and separate scales"),
+    "rl_quant_profile": ((None,), "its weights have other bytes and separate scales"),
     "quantize_and_serve": ((False,), "the server then quantises by rules of its own"),
     "moe_a2a_backend": (("none", None), "its dispatcher prepares expert weights for itself"),
     "device": (("cpu", "cuda"), "its kernels lay weights out in their own way"),
@@ -94,7 +94,7 @@ _FUSES_SHARED_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 _ALL_LAYERS_ROUTE = ("qwen3_moe", "qwen2_moe")
 
 
-# What the modules of a live model say of themselves: attribute -> what it does to weights.
+# Attributes of live modules -> what they do to weights.
 _PLAIN_METHODS = (
     "UnquantizedLinearMethod",
     "UnquantizedEmbeddingMethod",
@@ -135,11 +135,11 @@ class LiveWeightLayout:
     family: str  # Hugging Face model_type
     tp: int
     ep: int
-    dp: int  # data-parallel attention: attention is cut over tp / dp ranks
+    dp: int  # data-parallel attention: attention is cut over tp / dp ranks each
     moe_runner: str  # MoE runner backend, which decides the format of expert weights
     quantization: str
     dtype: str
-    kernel_flags: tuple[str, ...]  # names of what else changes the format of weights
+    kernel_flags: tuple[str, ...]  # names of other flags that change the format of weights
 
     def __post_init__(self) -> None:
         _check("sglang", self.release, KNOWN_RELEASES, "its layout was not read")
@@ -203,12 +203,12 @@ def engine_layout(
 
 
 def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> LiveWeightLayout:
-    """Identity of a server that was not started: `stated`, with the defaults of a plain server.
+    """Identity of a server that is not running: `stated`, with the defaults of a plain server.
 
     stated: by name of the server argument, with tp, ep, dp (of attention) and sglang (the release)
-    for short, or by name of the environment variable; values as text.  Dtype and quantisation are
-    the checkpoint's where they are not stated.  Raises ConfigError as `engine_layout` does, and for
-    a name that no layout asks for.
+    as short forms, or by name of the environment variable; values as text.  Dtype and quantisation
+    default to the checkpoint's.  Raises ConfigError as `engine_layout` does, and for a name that is
+    not part of a layout.
     """
     plain: dict[str, Any] = {name: allowed[0] for name, (allowed, _) in _ALLOWED.items()}
     plain |= {"tp_size": 1, "ep_size": 1, "attn_dp_size": 1, "disable_shared_experts_fusion": True}
@@ -244,7 +244,7 @@ def check_modules(modules: Iterable[tuple[str, Any]]) -> None:
     """Check the loaded modules of SGLang (`model.named_modules()`).
 
     Raises LayoutError naming the first module whose weights are not in the canonical layout.
-    Server arguments do not show what a release decides without one.
+    Covers choices of a release that no server argument shows.
     """
     for name, module in modules:
         if getattr(module, "use_intel_amx_backend", False):
@@ -270,7 +270,7 @@ def check_modules(modules: Iterable[tuple[str, Any]]) -> None:
 
 
 def _check_block_weights(name: str, module: Any, kind: str) -> None:
-    """Whether a layer keeps its fp8 blocks as they were loaded."""
+    """Raises LayoutError unless a layer keeps its fp8 blocks as loaded."""
     shape = getattr(module.quant_method, "weight_block_size", None)
     if shape != _BLOCK_SHAPE:
         raise LayoutError(f"{name}: blocks of {kind} are {shape}, known are {_BLOCK_SHAPE}")
@@ -281,7 +281,7 @@ def _check_block_weights(name: str, module: Any, kind: str) -> None:
 
 
 def weights(model: Any) -> dict[str, Any]:
-    """The parameters that an update writes: all but scales of the cache, which stay 1."""
+    """The parameters that an update writes: all except scales of the cache, which stay 1."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -357,7 +357,7 @@ def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _quantization(args: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The quantisation of the projections; SGLang takes it from the checkpoint.
 
-    Asking for fp8 over a checkpoint without fp8 makes SGLang quantise whole tensors while it loads.
+    With fp8 requested for a checkpoint without fp8, SGLang quantises whole tensors while loading.
     """
     asked, stored = _get(args, "quantization"), _stored(config)
     method = stored.get("quant_method")

@@ -1,4 +1,4 @@
-"""How an engine gets new weights: the host's part of a publish session.
+"""Weight updates of an engine: the host's part of a publish session.
 
 By default a commit aborts the running requests one by one through /abort_request and waits for
 their partial output; with rollout.in_flight_mode in_place or retract they run through it
@@ -43,13 +43,13 @@ from moerl.types import PolicyVersion
 from moerl.weight_sync.receiver import UNCHANGED
 
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
-_VERSIONS = 256  # a request that runs through more versions than these is refused
+_VERSIONS = 256  # a request that runs through more versions is refused
 
 T = TypeVar("T")
 
 
 class Updates:
-    """Walks one engine through weight updates; its version is what COMMIT confirmed.
+    """Runs the weight updates of one engine; its version is what COMMIT confirmed.
 
     Raises EngineError: refused, late, or the engine is broken.
     """
@@ -60,12 +60,12 @@ class Updates:
         self._mode = mode
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
-        self.aborted = 0  # requests that the update under way has interrupted
+        self.aborted = 0  # requests that the current update has interrupted
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
 
     def attach(self, server: EngineServer, client: EngineClient, version: PolicyVersion) -> None:
-        """A new server, which serves `version`."""
+        """A new server that serves `version`."""
         self._server, self._client = server, client
         self.version, self.served = version, [version]
 
@@ -104,7 +104,7 @@ class Updates:
     async def _receivers(
         self, message: SessionMessage, reply_type: type[T], timeout_s: float
     ) -> list[T]:
-        """Ask the receivers of all ranks.  A rank that does not answer suspends the engine."""
+        """Send to the receivers of all ranks.  A rank that does not answer suspends the engine."""
         server = self._server
         if server is None or self._health.ended.is_set():
             raise self._health.failure()
@@ -127,12 +127,12 @@ class Updates:
         asking = [asyncio.ensure_future(self._ask(path, message)) for path in sockets]
         try:
             return await asyncio.gather(*asking)
-        finally:  # where one fails the others may hang, each with its socket
+        finally:  # if one fails the others may hang with open sockets
             for one in asking:
                 one.cancel()
 
     async def _ask(self, path: Path, message: Message) -> Message:
-        """A socket of its own per question: a late reply never answers a later one."""
+        """Opens a socket per request: a late reply cannot answer a later request."""
         if not path.exists():
             raise EngineError(
                 f"engine {self._health.index} has no receiver at {path}: SGLang did not load the "
@@ -145,7 +145,7 @@ class Updates:
             return decode((await socket.recv_multipart())[-1])
 
     async def _commit(self, message: CommitUpdate) -> UpdateClosed:
-        """Interrupt what runs unless it may run on, let all ranks copy at once."""
+        """Abort running requests unless the mode keeps them, then let all ranks copy at once."""
         client = self._client
         if client is None or self._health.ended.is_set():
             raise self._health.failure()
@@ -172,7 +172,7 @@ class Updates:
             raise self._health.suspend(
                 f"the commit of {message.version} failed: {detail}"
             ) from error
-        except BaseException as error:  # cancelled, or a bug: nobody knows what the ranks did
+        except BaseException as error:  # cancelled, or a bug: what the ranks did is unknown
             self._health.suspend(f"the commit of {message.version} was given up: {error!r}")
             raise
         self._health.reopen()
@@ -184,7 +184,7 @@ class Updates:
             start_s,
             end_s,
             version=str(message.version),
-            drain_s=idle_s - start_s,  # aborting what runs
+            drain_s=idle_s - start_s,  # aborting running requests
             reach_s=done.begun_s - idle_s,  # request, forward pass in flight, claims of all ranks
             commit_s=done.seconds,
             commit_cpu_s=done.cpu_s,
@@ -195,7 +195,7 @@ class Updates:
         )
 
     async def _drain(self, client: EngineClient) -> None:
-        """Abort until nothing is in flight: a request may be on its way while the others go."""
+        """Abort repeatedly until no request is in flight: one may arrive during an abort call."""
         while not self._health.idle.is_set():
             await self._health.guard(client.abort_all(), self._health.ended)
             with contextlib.suppress(TimeoutError):

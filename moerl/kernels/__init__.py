@@ -1,3 +1,4 @@
-"""Optional compiled kernels: sources in csrc/, built by `moerl.kernels.build`, loaded by
-`moerl.kernels.library`.  Everything works without them, through the Python reference of each.
+"""Optional compiled kernels: sources in csrc/, built by `moerl.kernels.build`, loaded by `library`.
+
+Each has a Python reference, so everything works without them.
 """

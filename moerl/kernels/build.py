@@ -2,14 +2,13 @@
 
     python -m moerl.kernels.build
 
-`cpu` from csrc/*.cpp by the C++ compiler, `cuda` from csrc/*.cu by nvcc; a target whose compiler
-is missing is skipped and says so, a compiler that fails is an error.  Libraries lie beside this
-file in `built/`, named after a hash of their sources and flags, so an outdated one is never loaded:
-it is not the file that is looked for.  A library exports C functions on plain pointers and is
-opened with ctypes; no torch header is read, so a build takes seconds and outlives torch upgrades.
+`cpu` from csrc/*.cpp by the C++ compiler, `cuda` from csrc/*.cu by nvcc.  A target whose compiler
+is missing is skipped with a message; a failing compiler is an error.  Libraries are written to
+`built/` in this folder, named after a hash of their sources and flags, so an outdated one is never
+loaded.  A library exports C functions on plain pointers and is opened with ctypes; no torch header
+is read, so a build takes seconds and stays valid across torch versions.
 
-Rejected: torch.utils.cpp_extension (half a minute of headers per source, one build per torch
-version, ninja, a cache in the home folder); building at import (a compiler run nobody asked for).
+Rejected: torch.utils.cpp_extension (slow, one build per torch version), building at import.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class BuildError(MoerlError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One library: which sources, by which compiler."""
+    """One library: its sources and compiler."""
 
     name: str
-    pattern: str  # of its sources in csrc/
+    pattern: str  # pattern of its sources in csrc/
     compilers: tuple[str, ...]  # the first one on PATH is used
     flags: tuple[str, ...]
 
@@ -52,7 +51,7 @@ class Target:
         return sorted(source_folder().glob(self.pattern))
 
     def library(self) -> Path:
-        """Where the library built from the present sources is, or would be."""
+        """Path of the library built from the current sources."""
         digest = hashlib.sha256(" ".join(self.flags).encode())
         for source in sorted([*self.sources(), *source_folder().glob("*.h")]):
             digest.update(f"\0{source.name}\0".encode() + source.read_bytes())
@@ -60,7 +59,7 @@ class Target:
 
 
 TARGETS = {
-    # No -march: a folder may be used by another machine than the one that built it.
+    # No -march: the folder may be used by a machine other than the build machine.
     "cpu": Target(
         "cpu",
         "*.cpp",
@@ -88,7 +87,7 @@ def source_folder() -> Path:
 
 
 def build(target: Target) -> str:
-    """Compile one target unless that was done.  Returns one sentence on what happened.
+    """Compile one target unless its library exists.  Returns one sentence on what happened.
 
     Raises BuildError with the compiler's last lines.
     """

@@ -3,7 +3,7 @@
     >>> lib = library("cpu")
     >>> if lib is not None: lib.moerl_kept_gather(...)
 
-Only a library built from the sources as they are now is opened.
+Only a library built from the current sources is opened.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from moerl.kernels.build import BUILT, TARGETS
 
 @cache
 def library(target: str) -> ctypes.CDLL | None:
-    """The library of `cpu` or `cuda`, None when it was not built; asked once per process.
+    """The library of `cpu` or `cuda`, None when it was not built; cached per process.
 
-    A library that was built and cannot be opened is an OSError: something is wrong with this
-    machine, and Python in its place would hide it.
+    A library that was built and cannot be opened is an OSError: falling back to Python would hide
+    a fault of this machine.
     """
     built = TARGETS[target].library()
     return ctypes.CDLL(str(built)) if built.exists() else None

@@ -1,6 +1,6 @@
-"""Call the compiled CSR masked log-softmax (csrc/masked_logprob.h says what its passes do).
+"""Call the compiled CSR masked log-softmax (its passes: csrc/masked_logprob.h).
 
-Pointers only, so that this file needs no torch; who calls it owns the memory and has checked it.
+Uses plain pointers, so this file needs no torch; the caller owns the memory and has checked it.
 Used by moerl/algorithms/masked_logprob.py, which is also the reference the library is tested
 against.
 """

@@ -5,8 +5,8 @@ rules; a `Family` says which parts its layers have.  Sizes in the shape tables a
 ModelSpec.  Names under a layer are relative to it.
 Read at megatron-core 0.16.1 (local and Transformer Engine layer specs), sglang 0.5.23 (srt/models),
 transformers 5.19.0.
-Self-consistency cannot see a wrong table (a k/v swap passes every round trip): each family needs
-an outside oracle, see docs/layout.md.
+Round trips do not find a wrong table (a k/v swap passes them all): each family needs an outside
+oracle, see docs/layout.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moerl.layout.rules import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`every` layer has the first parts; a layer that routes `moe`, another `dense`."""
+    """Parts of the layers: `every` layer starts with the first, then `moe` or `dense` follows."""
 
     every: tuple[Part, ...]
     moe: tuple[Part, ...] = ()
@@ -104,7 +104,7 @@ QKV_BIAS = Part(
 
 
 def _qk_norm(when: str, sizes: tuple[str, str]) -> Part:
-    """Cut over heads in Megatron where it spans them; SGLang replicates it."""
+    """Cut over heads in Megatron if it covers all heads; replicated in SGLang."""
     names = {x: f"self_attn.{x}_norm.weight" for x in "qk"}
     cut = flat if sizes[0] == "q_rows" else whole
     return Part(

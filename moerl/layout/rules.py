@@ -1,4 +1,4 @@
-"""Rules: how a fused local tensor is made of Hugging Face tensors, and which part a rank keeps.
+"""Rules: how a fused local tensor is composed of Hugging Face tensors, and which part a rank keeps.
 
 A rule names a fusion (the GLOBAL local tensor as blocks of HF rows, in order) and a cut (which part
 of those blocks rank r of n keeps).  It states no size: sizes come from the family's table of HF
@@ -6,12 +6,11 @@ shapes, so each is written down once.  Adding a model family means adding tables
 
     copy          one HF tensor                            whole    replicated
     concat        HF tensors end to end (gate, up)         flat     the fused rows as one axis
-    concat_heads  the same, cut at heads only (q, k, v)    each     every block on its own
+    concat_heads  the same, cut at heads only (q, k, v)    each     every block separately
     qkv_grouped   per kv group its q heads, k, v           columns  a column range of every block
     deinterleave  rows 0, 2, 4, .. then 1, 3, 5, ..        first    whole on rank 0, zeros elsewhere
 
-Rejected: trusting a parameter's own `partition_dim` (Transformer Engine sets 0 on all grouped
-expert weights) and one class per kind of layer (the arithmetic is then written many times).
+Rejected: a parameter's own `partition_dim` (Transformer Engine sets 0 on grouped expert weights).
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def flat(blocks: Sequence[Block], shard: Shard) -> list[Block]:
 
 
 def each(blocks: Sequence[Block], shard: Shard) -> list[Block]:
-    """Every block cut on its own; ranks beyond the number of heads share a head (replicated kv)."""
+    """Every block cut separately; ranks beyond the number of heads share a head (replicated kv)."""
     kept = []
     for block in blocks:
         share = shard
@@ -140,13 +139,13 @@ class Rule:
     fuse: Fusion = copy
     cut: Cut = whole
     pad_vocab: bool = False  # rows are padded to the framework's vocabulary size
-    dtype: str = ""  # kept in this dtype whatever the model's is
-    te: str = ""  # its name in a Transformer Engine module, where that differs
+    dtype: str = ""  # fixed dtype, independent of the model's
+    te: str = ""  # name in a Transformer Engine module, where it differs
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tensors that come together in a layer: their HF shapes, and the rules of both frameworks."""
+    """Tensors that belong together in a layer: HF shapes, and the rules of both frameworks."""
 
     hf: Mapping[str, tuple[str, ...]]  # name -> sizes, attributes of ModelSpec
     megatron: tuple[Rule, ...]
@@ -167,7 +166,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one rank holds: its layers, and its shard along each axis that cuts weights."""
+    """Position of one rank: its layers, and its shard along each axis that cuts weights."""
 
     first: tuple[Rule, ...]  # before the layers; () where the rank has no embedding
     layers: tuple[Layer, ...]

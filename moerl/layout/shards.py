@@ -128,7 +128,7 @@ def _hf_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 def mtp_copies(spec: ModelSpec) -> dict[str, str]:
     """Tensors that a checkpoint repeats in its prediction layers: copy -> original.
 
-    They are no tensors of their own here: a reader ignores them, a writer writes them again.
+    They are not separate tensors here: a reader ignores them, a writer writes them again.
     """
     return {
         f"model.layers.{layer}.{name}": original
@@ -138,7 +138,7 @@ def mtp_copies(spec: ModelSpec) -> dict[str, str]:
 
 
 def is_repeated(spec: ModelSpec, name: str) -> bool:
-    """A file may hold this beside the tensors of `hf_shapes`, and it is no state of the model.
+    """Whether a file may hold this tensor in addition to `hf_shapes`, without being model state.
 
     It is the head of a tied model, a copy in a prediction layer, or an old rotary table.
     """
@@ -179,7 +179,7 @@ def stacked_aliases(
 def stacked_forms(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], dict[str, Box]]]:
     """Experts as one tensor per layer: name -> (shape in the file, box of each expert's tensor).
 
-    The boxes of one name cover it exactly: a writer of stacked files needs nothing else.
+    The boxes of one name cover it exactly, so a writer of stacked files needs only them.
     """
     shapes = _hf_shapes(spec)
     swap = transposed_stacks(spec)
@@ -304,7 +304,7 @@ def version_tuple(version: str) -> tuple[int, int]:
 
 
 def _megatron_rules(spec: ModelSpec, number: int) -> tuple[Rule, ...]:
-    """Of the ordinary layer, also where it is the body of a prediction layer."""
+    """Rules of the ordinary layer, also as the body of a prediction layer."""
     return tuple(rule for part in _parts(spec, number, with_mtp=False) for rule in part.megatron)
 
 
@@ -374,7 +374,7 @@ def sglang_places(
 
 
 def _sglang_layers(spec: ModelSpec, *, attention: bool) -> tuple[Layer, ...]:
-    """Every layer with the rules of its attention and norms, or of what follows them."""
+    """Every layer with the rules of its attention and norms, or of its feed-forward part."""
     every = FAMILY_TABLES[spec.family].every
     layers = []
     for number in range(spec.layers):
@@ -392,7 +392,7 @@ def _sglang_vocab(spec: ModelSpec, ranks: int) -> int:
 
 
 def _parts(spec: ModelSpec, layer: int, with_mtp: bool = True) -> Iterator[Part]:
-    """What layer number `layer` consists of; prediction layers end with an ordinary MoE layer."""
+    """Parts of layer number `layer`; prediction layers end with an ordinary MoE layer."""
     family = FAMILY_TABLES[spec.family]
     if layer >= spec.layers and with_mtp:
         yield MTP

@@ -1,9 +1,9 @@
 """ModelSpec: the sizes and switches of one model, read from a Hugging Face config.
 
-Only what decides shapes, names or the forward computation.  A variant that the tables do not cover
-is refused here, in one sentence, rather than loaded with tensors missing.
-Defaults for absent keys are those of transformers 5.19.0 (released config.json files leave out what
-equals the default of their day).
+It holds only what determines shapes, names or the forward computation.  A variant that the tables
+do not cover is refused here, in one sentence, rather than loaded with tensors missing.
+Defaults for absent keys are those of transformers 5.19.0 (released config.json files omit keys that
+equal the default of their time).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def padded_vocab(spec: ModelSpec, tp: int, divisible_by: int = 128) -> int:
     return -(-spec.vocab_size // multiple) * multiple
 
 
-# --- what every family says ----------------------------------------------------------------------
+# --- fields of every family ----------------------------------------------------------------------
 def _common(config: Config, family: str, rope_kinds: tuple[str, ...]) -> dict[str, Any]:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     theta, yarn = _rope(config, family, rope_kinds)
@@ -320,7 +320,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
 
 class _Reader(NamedTuple):
     read: Callable[[Config], dict[str, Any]]
-    allowed: dict[str, tuple[object, ...]]  # switches no rule covers: the values that are fine
+    allowed: dict[str, tuple[object, ...]]  # switches that no rule covers: the allowed values
     rope: tuple[str, ...] = ("default",)
 
 
@@ -382,7 +382,7 @@ def _refuse_quantized(config: Config, family: str) -> None:
 
 
 def _refuse(config: Config, family: str, allowed: dict[str, tuple[object, ...]]) -> None:
-    """Switches that change tensors or arithmetic and that no rule covers."""
+    """Refuse switches that change tensors or arithmetic and that no rule covers."""
     for key, values in allowed.items():
         value = config.get(key, values[0])
         if value not in values:

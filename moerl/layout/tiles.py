@@ -1,4 +1,4 @@
-"""Tiles: where the elements of Hugging Face tensors live on a rank, and joins between two sides.
+"""Tiles: positions of Hugging Face tensor elements on a rank, and joins between two sides.
 
 Hugging Face names and coordinates are the common language: a tile says that `hf[tile.hf_box]` is
 stored at `local[tile.box]`.  Trainer ranks and engine ranks are both described this way, so
@@ -6,9 +6,8 @@ stored at `local[tile.box]`.  Trainer ranks and engine ranks are both described 
     load   local[tile.box] = hf[tile.hf_box]         save   hf[tile.hf_box] = local[tile.box]
     sync   join(trainer tiles, engine tiles)         reshard   join(tiles A, tiles B)
 
-Pure Python, no tensors: a plan exists, and is refused, before any byte moves.  Rejected: mapping
-objects that also communicate (no plan can be checked up front) and joining by names converted
-from framework to framework (quadratic, and a typo is a silent no-op).
+Pure Python, no tensors: a plan is made or refused before any byte moves.
+Rejected: mapping objects that also communicate, joining by names (a typo is a silent no-op).
 Idea of overlapping boxes: Awex, awex/transfer/transfer_plan.py, and Megatron-core's
 core/resharding/planner.py.
 """
@@ -41,7 +40,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One live tensor of a rank: what the rules say it must look like and what it holds.
+    """One live tensor of a rank: its shape by the rules, and its tiles.
 
     Example: tp 2, 130 vocabulary rows padded to 256, rank 1 holds rows 128..255 of the padded
     embedding: shape (128, h), one tile of 2 rows, pad_rows 126.
@@ -50,7 +49,7 @@ class Local:
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
     pad_rows: int = 0  # last rows of dim 0 that no Hugging Face tensor holds; they are 0
-    dtype: str = ""  # it is kept in this dtype whatever the model's is; "" = the model's
+    dtype: str = ""  # fixed dtype; "" = the model's dtype
 
 
 Named = dict[str, Local]
@@ -105,7 +104,7 @@ def join(
 ) -> list[Op]:
     """Plan that writes every sink element exactly once.
 
-    Of several ranks that hold the same box the one that has sent least so far sends.  With
+    Of several ranks that hold the same box, the rank with the fewest bytes sent so far sends.  With
     `same_ranks`, rank r is the same process on both sides: what it holds itself is not sent.
     Raises LayoutError for a sink element that no source holds, or that two different boxes hold.
     """

@@ -1,4 +1,4 @@
-"""Sealed, immutable, checksummed bytes by URI; see `moerl.records.blob_store`."""
+"""Records: sealed, immutable, checksummed bytes by URI (`blob_store`), routes, sampling masks."""
 
 from moerl.records.blob_store import BlobStore
 

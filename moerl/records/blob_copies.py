@@ -1,14 +1,14 @@
-"""Copies of blobs in the run directory, one sealed file per group: they outlive their node.
+"""Copies of blobs in the run directory, one sealed file per group; they survive the loss of a node.
 
 A file holds named parts: `digest of the index | length of the index | index | part | part ...`, the
 index (name, bytes, digest) of each part.  So a reader that knows a blob's URI finds it by reading
 indexes only, a slice of a blob is a range of the file, and a part can be checked alone.
 
-A file is written under a temporary name, flushed to the disk and renamed: what exists is whole.  It
-goes in one step, with its group; a blob that two groups name is in both files, so nobody counts.
+A file is written under a temporary name, flushed to the disk and renamed, so an existing file is
+complete.  It is deleted with its group; a blob of two groups is in both files, so no reference
+count is needed.
 
-Rejected: a file per blob (dozens of flushes and names per group on a network file system, and a
-count of the groups that name it), one file of one digest (a slice would cost the whole file).
+Rejected: a file per blob (dozens of flushes per group), one digest per file (no cheap slices).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".group"
 _DIGEST_CHARS, _LENGTH_BYTES = 16, 8
 
-Stamp = tuple[int, int, int]  # inode, time of change, bytes: of one file under its name
+Stamp = tuple[int, int, int]  # inode, time of change and size of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class CopiedBlob:
     digest: str
 
     def read(self) -> bytes:
-        """All of it.  Raises OSError; BlobError when it is not what was written."""
+        """All bytes.  Raises OSError; BlobError when they differ from what was written."""
         data = self.read_spans([(0, self.num_bytes)])
         if xxhash.xxh3_64_hexdigest(data) != self.digest:
             raise BlobError(f"{self.path} at byte {self.offset} does not match its digest")
         return data
 
     def read_spans(self, spans: Iterable[tuple[int, int]]) -> bytes:
-        """Begin..end of each span, one after the other, unchecked.  Raises OSError, BlobError."""
+        """The bytes begin..end of each span, joined, unchecked.  Raises OSError, BlobError."""
         with self.path.open("rb", buffering=0) as file:
             return b"".join(self._span(file.fileno(), *span) for span in spans)
 
@@ -81,7 +81,7 @@ def seal(path: Path, parts: Sequence[tuple[str, bytes]]) -> None:
 
 
 def copied_blobs_of(path: Path) -> dict[str, CopiedBlob] | None:
-    """By name; None when the file is not there, or not what was written.  Raises OSError."""
+    """Blobs by name; None for a missing or damaged file.  Raises OSError."""
     try:
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
@@ -105,22 +105,22 @@ def copied_blobs_of(path: Path) -> dict[str, CopiedBlob] | None:
 
 
 class Copies:
-    """Finds copies of blobs by URI; any thread.  It only reads."""
+    """Finds copies of blobs by URI; read-only, usable from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[Path, tuple[Stamp, dict[str, CopiedBlob]]] = {}
-        self._parts: dict[str, CopiedBlob] = {}  # of all files, by URI
+        self._parts: dict[str, CopiedBlob] = {}  # blobs of all files, by URI
         self._lock = threading.Lock()
 
     def which(self, uris: Collection[str]) -> set[str]:
-        """Those that have a copy just now."""
+        """The URIs that have a copy now."""
         return set(self._find(uris))
 
     def read(self, uri: str, spans: Sequence[tuple[int, int]] | None) -> bytes | None:
-        """Spans of a copy, unchecked, or all of it, checked; None when it cannot be had.
+        """Spans of a copy, unchecked, or all of it, checked; None when there is no readable copy.
 
-        Raises BlobError: it is not what was written.
+        Raises BlobError when the bytes differ from what was written.
         """
         part = self._find([uri]).get(uri)
         try:

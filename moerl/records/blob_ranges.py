@@ -1,16 +1,14 @@
-"""Slices of routing and mask records: the byte ranges of a rank's layers and tokens, nothing else.
+"""Slices of routing and mask records: only the byte ranges of a rank's layers and tokens.
 
 Log-probabilities are read whole: 4 bytes per sampled token.
 
-A record lies in one blob per segment, routes layer-major.  A pipeline stage asks for its layers, a
-data-parallel rank for its rollouts, a context- or sequence-parallel rank for its tokens; what comes
-back stays u8 or u16.  Bytes read are the touched chunks of 4 KiB, so the waste is at most two
+A record is stored in one blob per segment, routes layer-major.  A pipeline stage reads its layers,
+a data-parallel rank its rollouts, a context- or sequence-parallel rank its tokens; the result stays
+u8 or u16.  Bytes read are the touched chunks of 4 KiB, so the waste is at most two
 chunks per layer and interval of tokens, plus the digest table (0.2 % of the record).
 `BlobStore.bytes_read` counts all of it.
 
-Rejected: decoding a record and slicing afterwards, as replay is done elsewhere (all layers of all
-tokens, int32, on every rank); re-checking ids here (they were checked before they were sealed, the
-digests say they are the same, and the replay checks what it loads).
+Rejected: slicing after decoding (all layers of all tokens on every rank), a second check of ids.
 
 Legend: L layers asked for, n tokens asked for, K experts per token.
 """
@@ -123,7 +121,7 @@ def read_logprobs(store: BlobStore, rollout: Rollout) -> Array:
 def _read_part(
     store: BlobStore, part: RoutingBlob, layers: Sequence[int], rows: Sequence[Interval]
 ) -> Array:
-    """[L, n, K] of one part; rows counted from the part's first."""
+    """[L, n, K] of one part; rows counted from its first row."""
     missing = sorted(set(layers) - set(part.layers))
     num_layers, num_rows, top_k = part.ids.shape
     if missing or num_layers != len(part.layers):
@@ -151,7 +149,7 @@ def _read_part(
 
 
 def _read_kept(store: BlobStore, part: MaskBlob, rows: Sequence[Interval]) -> tuple[Array, Array]:
-    """Lengths and ids of some sampling masks of one part; rows counted from the part's first."""
+    """Lengths and ids of some sampling masks of one part; rows counted from its first row."""
     if part.offsets.shape != (part.num_tokens + 1,):
         raise RecordError(
             "mask_rows", f"{part.offsets.uri}: offsets {part.offsets.shape} of {part.num_tokens}"
@@ -171,7 +169,7 @@ def _read_kept(store: BlobStore, part: MaskBlob, rows: Sequence[Interval]) -> tu
 
 
 def _cut(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[tuple[Interval, int]]:
-    """What of the intervals lies in begin..end, counted from begin, and its place in the result."""
+    """The parts of intervals in begin..end, counted from begin, and their place in the result."""
     at = 0
     for low, high in intervals:
         inside = max(low, begin), min(high, end)

@@ -1,16 +1,15 @@
 """Sealed immutable bytes by URI: routes and masks never travel through the controller.
 
 One blob holds the arrays of one (rollout, segment).  It is written to a temporary name and renamed,
-so a blob that exists is whole.  Blobs live in a node-local directory (shared memory or NVMe).
+so a blob that exists is complete.  Blobs live in a node-local directory (shared memory or NVMe).
 
-A reader that needs a slice (its layers, its rows) must be able to check it without the rest.  So an
-array is followed by a table of xxh3-64 digests, one per chunk of 4 KiB, and the reference carries
-the digest of that table: a slice is proven by the table and by the chunks it touches.  The table
-adds 0.2 % to the file; a page is 4 KiB too, so a smaller chunk would not spare the disk anything.
+A reader of a slice (its layers, its rows) must be able to check it without the rest.  So an array
+is followed by a table of xxh3-64 digests, one per chunk of 4 KiB, and the reference carries the
+digest of that table: a slice is verified by the table and by the chunks it touches.  The table adds
+0.2 % to the file; a page is 4 KiB too, so smaller chunks would not save disk reads.
 
-Rejected: Ray object references (they die with the process that made them and move whole objects);
-digests in the reference (19,000 of them for the routes of one 200k-token rollout, through the
-controller); slices of a mapped file, which end in SIGBUS when somebody truncates it.
+Rejected: Ray object references (they die with their process), digests in the reference (19,000 for
+one 200k-token rollout), slices of a mapped file (SIGBUS when it is truncated).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from moerl.atomic import atomic_file, atomic_write
 from moerl.errors import BlobError
 from moerl.types import Array, BlobRef
 
-CHUNK_BYTES = 4096  # the smallest range that is checked, hence read
-_FORMAT = "2:"  # starts every digest; format 1 had one digest of the whole array and no table
+CHUNK_BYTES = 4096  # the smallest range that is checked, and so read
+_FORMAT = "2:"  # prefix of every digest; format 1 had one digest per array and no table
 _ALIGN = 64  # so that a mapped array is aligned for any dtype
 _DIGEST_BYTES = 8
 _DTYPES = ("uint8", "uint16", "int32", "int64", "float32")
@@ -38,10 +37,10 @@ Run = tuple[int, int]  # begin and end (exclusive), in bytes of an array
 
 
 class Found(NamedTuple):
-    """Where blobs are that are not, or no more, where they were sealed."""
+    """Result of a search for blobs that are missing where they were sealed."""
 
-    gone: set[str]  # nowhere
-    copied: set[str]  # in the run directory (durability `shared`)
+    gone: set[str]  # missing everywhere
+    copied: set[str]  # found in the run directory (durability `shared`)
 
 
 class BlobStore:
@@ -49,7 +48,7 @@ class BlobStore:
 
     def __init__(self, root: Path, node: str) -> None:
         self.root, self.node = root, node
-        self.bytes_read = 0  # from files by this object: whole chunks, and digest tables
+        self.bytes_read = 0  # bytes read from files by this object: whole chunks, and digest tables
         root.mkdir(parents=True, exist_ok=True)
 
     def seal(self, name: str, arrays: Sequence[Array]) -> tuple[BlobRef, ...]:
@@ -123,30 +122,30 @@ class BlobStore:
         return joined
 
     def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
-        """Those that cannot be read; the bytes of the others are checked when they are read."""
+        """The URIs that cannot be read; bytes of the others are checked when they are read."""
         return self.find(uris, patience_s).gone
 
     def find(self, uris: Iterable[str], patience_s: float = 0.0) -> Found:
-        """What of these is not where it was sealed.
+        """Which of these are missing where they were sealed.
 
-        patience_s: how long a node that does not answer is asked again; here none is asked.
+        patience_s: how long a node that does not answer is asked again; not used here.
         """
         return Found({uri for uri in uris if not self._path(uri).exists()}, set())
 
     def read(self, uri: str) -> bytes:
-        """The sealed file as it is, to be kept elsewhere.  Raises OSError, BlobError."""
+        """The sealed file unchanged, for a copy.  Raises OSError, BlobError."""
         return self._path(uri).read_bytes()
 
     def put_back(self, uri: str, data: bytes) -> None:
-        """Seal again what `read` gave, unless it is here.  Raises OSError."""
+        """Seal a copy made by `read`, unless the blob exists.  Raises OSError."""
         target = self._path(uri)
         if not target.exists():
             atomic_write(target, data)
 
     def sweep(self, uris: Iterable[str]) -> int:
-        """Delete every blob but these, half-written ones too; returns how many.
+        """Delete all other blobs, partial ones too; returns how many.
 
-        Only while nothing is being sealed.
+        Call it only while nothing is being sealed.
         """
         kept = {self._path(uri).name for uri in uris}
         gone = [path for path in self.root.iterdir() if path.name not in kept]
@@ -155,7 +154,7 @@ class BlobStore:
         return len(gone)
 
     def delete(self, uri: str) -> None:
-        """Remove a blob; a blob that is gone already is no error (deletion is idempotent)."""
+        """Remove a blob; a missing blob is no error (deletion is idempotent)."""
         self._path(uri).unlink(missing_ok=True)
 
     def _open(self, ref: BlobRef) -> FileIO:
@@ -197,12 +196,12 @@ class BlobStore:
         if scheme != "blob" or not name or "/" in name:
             raise BlobError(f"{uri!r} is not blob://NODE/NAME")
         if node != self.node:
-            raise BlobError(f"{uri} lives on node {node}, this process reads node {self.node} only")
+            raise BlobError(f"{uri} is on node {node}, this process reads node {self.node} only")
         return self.root / name
 
 
 def _spans(runs: Sequence[Run]) -> Iterator[tuple[Run, list[tuple[Run, int]]]]:
-    """Whole-chunk spans that touch nowhere, each with its runs and their places in the result."""
+    """Whole-chunk spans that do not touch, each with its runs and their places in the result."""
     places, at = [], 0
     for run in runs:
         if run[0] < run[1]:

@@ -1,20 +1,19 @@
-"""Sealed bytes of other nodes: a range server beside every engine, and the reader that asks it.
+"""Sealed bytes of other nodes: a range server next to every engine, and its reader.
 
-The node of a URI is where its server listens (blob://10.9.0.1:17110/NAME), so a header says all
-that a reader needs; local blobs are read from their file as ever.  One request fetches the digest
-table and every chunk that the asked runs touch, as plain concatenated bytes; the reader verifies
-them exactly as `BlobStore` does.  Each request carries the run's token.  A server that does not
-answer is asked again until a deadline, because a link may be down for a while; a blob that it says
-it has not is an error at once.
+The node of a URI is the address of its server (blob://10.9.0.1:17110/NAME), so a header is all that
+a reader needs; local blobs are read from their file.  One request fetches the digest table and
+every chunk that the runs touch, as plain concatenated bytes; the reader verifies them exactly as
+`BlobStore` does.  Each request carries the run's token.  A server that does not answer is asked
+again until a deadline, because a link may be down for a while; a blob that the server does not have
+is an error at once.
 
 With durability `shared` a blob has a copy in the run directory (`moerl.records.blob_copies`), which
-is read as soon as its node does not answer or has it not: the same bytes, verified alike, so there
-is nothing to wait for.  For a minute the node is then not asked for what has a copy.
+is read as soon as its node does not answer or does not have it: the copy has the same bytes and
+checks.  For a minute after that, blobs with a copy are not requested from the node.
 
-Rejected: multipart/byteranges replies (a parser for nothing, both ends are ours); one request per
-run (a pipeline stage asks for hundreds); deleting from the controller's event loop (a dead node
-would stall it: a thread sends deletions in batches, for ten minutes to a node that does not answer;
-later its folder has gone with it).
+A thread sends deletions in batches and retries a silent node for ten minutes.
+Rejected: multipart/byteranges (needs a parser), one request per run (a stage has hundreds),
+deletion in the controller's event loop (a dead node would stall it).
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from moerl.types import Array, BlobRef
 
 log = logging.getLogger(__name__)
 
-_TRY_S = 10.0  # one request; then it is repeated
+_TRY_S = 10.0  # time limit of one request, which is then repeated
 _PAUSE_S = 0.2
-_ASK_AGAIN_S = 60.0  # copies are read meanwhile
-_STRANGER_S = 10.0  # a silent one holds a thread of the server for this long
-_IDLE_S = 300.0  # then a connection is closed: that of a lost node would hold its thread for good
-_BATCH = 256  # deletions of one request
-_OWED_RETRY_S = 10.0  # between requests to a node that did not take its deletions
-_OWED_S = 600.0  # then they are dropped
+_ASK_AGAIN_S = 60.0  # time in which copies are read instead of asking the node
+_STRANGER_S = 10.0  # a silent caller holds a thread of the server for this long
+_IDLE_S = 300.0  # then a connection is closed; the connection of a lost node would keep its thread
+_BATCH = 256  # deletions per request
+_OWED_RETRY_S = 10.0  # seconds between retries of deletions
+_OWED_S = 600.0  # age at which deletions are dropped
 
 
 class RangeServer:
@@ -74,11 +73,12 @@ class RangeServer:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive; without it the whole file);
-    POST /delete, /missing with names."""
+    POST /delete, /missing with names.
+    """
 
     protocol_version = "HTTP/1.1"
-    timeout = _STRANGER_S  # until the token was seen
-    disable_nagle_algorithm = True  # headers and body are two writes: else 40 ms for every answer
+    timeout = _STRANGER_S  # until the token has been checked
+    disable_nagle_algorithm = True  # headers and body are two writes: otherwise 40 ms per answer
     root: Path
     token: str
 
@@ -125,12 +125,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if allowed:
             self.connection.settimeout(_IDLE_S)
         else:
-            self.close_connection = True  # what it goes on to send is not read
+            self.close_connection = True  # the rest of its request is not read
             self._answer(401)
         return allowed
 
     def _path(self, name: str) -> Path | None:
-        """A plain file of the folder; anything else is treated like a missing one."""
+        """A plain file of the folder; other names count as missing."""
         if not name or name != Path(name).name or name.startswith("."):
             return None
         return self.root / name
@@ -142,7 +142,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a line per request would fill the log."""
+        """Log nothing: a line per request would fill the log."""
 
 
 class ClusterBlobs(BlobStore):
@@ -157,9 +157,9 @@ class ClusterBlobs(BlobStore):
         timeout_s: float = 120.0,
         copies: Path | None = None,
     ) -> None:
-        """node: of this process's own range server; empty = it only reads what others sealed.
+        """node: of this process's own range server; empty = it only reads blobs of other nodes.
 
-        copies: folder of what durability `shared` keeps in the run directory; None = nothing.
+        copies: folder of the copies that durability `shared` keeps in the run directory, if any.
         """
         self.root, self.node, self.bytes_read = root, node, 0
         self._token, self._timeout_s, self._folder = token, timeout_s, copies
@@ -167,9 +167,9 @@ class ClusterBlobs(BlobStore):
         self._lines = threading.local()
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._deleter: threading.Thread | None = None
-        self._silent: set[str] = set()  # nodes that were waited for in vain
-        self._passed_over: dict[str, float] = {}  # nodes: until when their copies are read first
-        self._told: set[str] = set()  # nodes whose copies were read
+        self._silent: set[str] = set()  # nodes that did not answer within the time limit
+        self._passed_over: dict[str, float] = {}  # node -> time until which copies are read first
+        self._told: set[str] = set()  # nodes for which this was logged
         if node:
             root.mkdir(parents=True, exist_ok=True)
 
@@ -214,7 +214,7 @@ class ClusterBlobs(BlobStore):
         return super().read(uri) if self._is_here(uri) else self._ask(uri, None)
 
     def delete(self, uri: str) -> None:
-        """As ever on this node; elsewhere soon, or never when the node is gone."""
+        """At once on this node; elsewhere later, or never when the node is gone."""
         if self._is_here(uri):
             return super().delete(uri)
         if self._deleter is None:
@@ -223,9 +223,9 @@ class ClusterBlobs(BlobStore):
         self._gone.put(uri)
 
     def find(self, uris: Iterable[str], patience_s: float = 0.0) -> Found:
-        """What their nodes have not, or whose node does not answer within patience_s.
+        """Blobs that their nodes do not have, or whose node does not answer within patience_s.
 
-        A node that was waited for in vain is asked once from then on, until it answers again.
+        A node that did not answer in that time is asked once from then on, until it answers again.
         """
         by_node: dict[str, set[str]] = defaultdict(set)
         for uri in uris:
@@ -241,7 +241,7 @@ class ClusterBlobs(BlobStore):
         return found
 
     def _find_at(self, node: str, uris: set[str], patience_s: float) -> Found:
-        """What is not at its node."""
+        """The blobs that are missing at their node."""
         copied = self._which(uris) if self._is_passed_over(node) else set()
         deadline = time.monotonic() + (0.0 if node in self._silent else patience_s)
         while left := uris - copied:
@@ -264,12 +264,12 @@ class ClusterBlobs(BlobStore):
                 self._silent.discard(node)
                 gone = {f"blob://{node}/{name}" for name in names}
                 if new := self._which(gone):
-                    self._tell(node, f"it has {len(new)} of them no more")
+                    self._tell(node, f"it has lost {len(new)} of them")
                 return Found(gone - new, copied | new)
         return Found(set(), copied)
 
     def _which(self, uris: set[str]) -> set[str]:
-        """Those that have a copy."""
+        """The URIs that have a copy."""
         return self._copies.which(uris) if self._copies is not None and uris else set()
 
     def _is_passed_over(self, node: str) -> bool:
@@ -285,14 +285,14 @@ class ClusterBlobs(BlobStore):
             log.warning("blobs of node %s are read from copies in %s: %s", node, self._folder, why)
 
     def sweep(self, uris: Iterable[str]) -> int:
-        """Of this node's own blobs only: other nodes' folders end with their engines."""
+        """Sweep this node's blobs only: folders of other nodes are deleted with their engines."""
         return super().sweep(uris) if self.node else 0
 
     def _is_here(self, uri: str) -> bool:
         return _split(uri)[0] == self.node
 
     def _fetch(self, ref: BlobRef, spans: Sequence[Run]) -> bytes:
-        """The bytes of the spans, counted from the array's start, one after the other."""
+        """The bytes of the spans, counted from the array's start, joined."""
         size = sum(end - begin for begin, end in spans)
         data = self._ask(ref.uri, [(ref.offset + begin, ref.offset + end) for begin, end in spans])
         if len(data) != size:
@@ -325,14 +325,14 @@ class ClusterBlobs(BlobStore):
             if data is None:
                 if (data := self._read_copy(uri, spans)) is None:
                     raise BlobError(f"{uri}: its node answered 404")
-                self._tell(node, "it has some no more")
+                self._tell(node, "it has lost some")
             return data
 
     def _read_copy(self, uri: str, spans: Sequence[Run] | None) -> bytes | None:
         return None if self._copies is None else self._copies.read(uri, spans)
 
     def _get(self, uri: str, spans: Sequence[Run] | None) -> bytes | None:
-        """None: the node has no such blob."""
+        """Returns None when the node does not have the blob."""
         node, name = _split(uri)
         headers = {}
         if spans is not None:
@@ -345,7 +345,7 @@ class ClusterBlobs(BlobStore):
         return data
 
     def _post(self, node: str, path: str, names: list[str]) -> list[str]:
-        """Which of the names are not there (any more)."""
+        """The names that are missing there."""
         status, data = self._request(node, "POST", path, json.dumps(names), {})
         if status != 200:
             raise http.client.HTTPException(f"{node} answered {status}")
@@ -355,7 +355,7 @@ class ClusterBlobs(BlobStore):
     def _request(
         self, node: str, method: str, path: str, body: str | None, headers: dict[str, str]
     ) -> tuple[int, bytes]:
-        """Status and answer.  A connection that was closed since its last use is made again."""
+        """Status and answer.  A connection that was closed since its last use is opened again."""
         is_old = node in self._lines.__dict__.get("open", {})
         while True:
             line = self._line(node)
@@ -372,9 +372,9 @@ class ClusterBlobs(BlobStore):
                 self._hang_up(node)
 
     def _delete(self) -> None:
-        """A thread.  A node that does not answer is asked again for a while, others go on."""
+        """Runs in a thread.  A node that does not answer is retried for a while; others proceed."""
         owed: dict[str, list[str]] = defaultdict(list)  # names, by node
-        failed: dict[str, tuple[float, float]] = {}  # monotonic: when first, when last
+        failed: dict[str, tuple[float, float]] = {}  # monotonic: first, last failure
         while True:
             with contextlib.suppress(queue.Empty):
                 uri = self._gone.get(timeout=_OWED_RETRY_S if owed else None)
@@ -416,7 +416,7 @@ class ClusterBlobs(BlobStore):
 
 
 def cluster_reader(config: Config, run: RunDir, token: str) -> ClusterBlobs:
-    """For the controller and trainer ranks of a run on several nodes, which seal nothing."""
+    """Reader for the controller and trainer ranks of a run on several nodes; it seals nothing."""
     is_copied = config.rollout.durability == "shared"
     return ClusterBlobs(
         Path(config.cluster.blob_dir),

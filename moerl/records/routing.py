@@ -1,4 +1,4 @@
-"""Routing records: from the engine's wire form to layer-major narrow ids, checked at the door.
+"""Routing records: from the engine's wire form to layer-major narrow ids, checked on arrival.
 
 The engine sends base64 of little-endian int32, C order, [rows, num_layers, K]: every hidden layer,
 dense ones included (their rows are never written, so they are dropped here by an explicit layer
@@ -32,7 +32,7 @@ def decode_engine_rows(
 ) -> Array:
     """Decode and check one engine payload.  Returns ids [L_moe, num_rows, K], u8 or u16.
 
-    num_layers: hidden layers of the model; moe_layers: 0-based numbers of those that route.
+    num_layers: hidden layers of the model; moe_layers: 0-based numbers of the MoE layers.
     Raises RecordError: `routing_payload` (not base64), `routing_rows` (wrong count: the engine
     only logs a warning), `routing_range`, `routing_duplicate`, `routing_blank` (unwritten layer).
     """

@@ -1,1 +1,1 @@
-"""Megatron-core: the ranks of a trainer, trained, scoring, supervised or scoring."""
+"""Megatron-core trainer: train loop, learner, checkpoints, HF conversion, reference models."""

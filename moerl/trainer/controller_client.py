@@ -1,10 +1,10 @@
 """The trainer's side of the control socket: one request, one reply, with a deadline.
 
 Frames of a request are [token, name, message], of a reply [name, message].  A request is repeated
-under its name until it is answered, since a controller may die and be started again at the same
+under its name until it is answered, since a controller may die and be restarted at the same
 endpoint; a late reply to an earlier name is dropped.  A request that is not answered in time is an
-error.  The training loop and the publishing thread each hold a client of their own (ZeroMQ sockets
-are not shared between threads).
+error.  The training loop and the publishing thread have separate clients (ZeroMQ sockets are not
+shared between threads).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ControllerClient:
     """Talks to the controller at `endpoint` (tcp://HOST:PORT)."""
 
     def __init__(self, endpoint: str, token: str, *, timeout_s: float) -> None:
-        """timeout_s: longest wait for a reply, unless the call says otherwise."""
+        """timeout_s: longest wait for a reply, unless a call sets its own."""
         self.endpoint, self.timeout_s = endpoint, timeout_s
         self._token = token.encode()
         self._name, self._last_request = secrets.token_bytes(8), 0
@@ -44,7 +44,7 @@ class ControllerClient:
         return reply
 
     def request_encoded(self, message: Message, timeout_s: float | None = None) -> bytes:
-        """The reply as it came, a Refused too: for a plan that is passed on to other ranks."""
+        """The undecoded reply, also a Refused: for a plan that is passed on to other ranks."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
         self._last_request += 1
         name, data = self._name + self._last_request.to_bytes(8, "big"), encode(message)
@@ -62,7 +62,7 @@ class ControllerClient:
         )
 
     def _receive(self, name: bytes, wait_s: float) -> bytes | None:
-        """The reply to the request of this name; None when it does not come."""
+        """The reply to the request of this name; None when it is late."""
         deadline = time.monotonic() + wait_s
         while (left_s := deadline - time.monotonic()) > 0:
             if self._socket.poll(max(1, int(left_s * 1000))):

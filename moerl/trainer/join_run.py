@@ -1,9 +1,8 @@
-"""A trainer on nodes of its own finds its place: torchrun gave it the run directory and nothing
-else.
+"""Start of a trainer on its own nodes: torchrun passes only the run directory.
 
 The endpoints folder of the run says where the controller is.  Rank 0 then takes the next
-incarnation and the newest checkpoint and tells the others, at every start of the trainer: torchrun
-starts all ranks again when one ends or a node comes back, with the command line of the first time.
+incarnation and the newest checkpoint and broadcasts them, at every start of the trainer: torchrun
+restarts all ranks with the first command line when a rank ends or a node returns.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from moerl.trainer.train_loop import RankContext
 
 
 def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
-    """(post, name of this opening of the endpoints folder); incarnation and checkpoint are still
-    open.
+    """(context, name of this opening of the endpoints folder), without incarnation and checkpoint.
 
-    Raises TrainerError when no controller is posted within trainer.step_timeout_s.
+    Raises TrainerError when the folder names no controller within trainer.step_timeout_s.
     """
     controller, token, start = run.endpoints.read(config.trainer.step_timeout_s)
     return RankContext(run, controller, token, -1, cluster_reader(config, run, token), None), start

@@ -2,12 +2,12 @@
 
     torchrun ... -m moerl.trainer.main --run-dir runs/X --controller tcp://127.0.0.1:PORT ...
 
-`--ref_models` makes it a rank of the other trainer, reference and teacher
-(`moerl.trainer.ref_model_loop`). On nodes of its own the trainer gets `--run-dir` alone and finds
-the rest on the run's endpoints folder (`moerl.trainer.set_engines`).
+`--ref-models` makes it a rank of the reference models instead (`moerl.trainer.ref_model_loop`).
+On its own nodes the trainer gets `--run-dir` alone and reads the other arguments from the run's
+endpoints folder (`moerl.trainer.join_run`).
 
-The trainer knows nothing of Ray.  A failure on any rank is told to the controller in one sentence
-and the process ends at once: its peers may hang in a collective, torchrun ends them.
+The trainer does not use Ray.  A rank that fails reports one sentence to the controller and exits at
+once: its peers may hang in a collective, torchrun ends them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Train as one rank until the controller says stop."""
+    """Train as one rank until the controller stops the run."""
     args = _arguments()
     run = RunDir(args.run_dir)
     job = "ref_models" if args.ref_models else "trainer"
@@ -86,8 +86,9 @@ def main() -> None:
 
 
 def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[RankContext, str]:
-    """Where this trainer belongs; the endpoints folder's opening when it was found there, otherwise
-    empty.
+    """This rank's context, and the opening of the endpoints folder that it comes from.
+
+    The second is empty when the context comes from the command line.
     """
     from moerl.trainer.join_run import bind, read_endpoints
     from moerl.trainer.train_loop import RankContext
@@ -108,7 +109,7 @@ def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[R
 
 
 def _tell(error: BaseException, context: RankContext, job: str) -> None:
-    """Into the log, to torchrun and to the controller, in one sentence."""
+    """Report the error in one sentence to the log, to torchrun and to the controller."""
     from moerl.trainer.train_loop import report_failure
 
     cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"

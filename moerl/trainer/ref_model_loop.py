@@ -1,9 +1,9 @@
-"""Reference and teacher on ranks of their own: take records, score them, say so, until the end.
+"""Reference and teacher on ranks of their own: take records, score them, report, until the end.
 
-A second trainer beside the trainer's, with a layout of its own (`ref_models.parallel`).  It asks
-the controller for groups that are finished and not scored, the next to be trained first, so that
-the batch after the one in training is scored when the trainer asks for it.  It holds no state:
-killed and started again, it asks for what is still missing.
+They are a second torchrun job with its own layout (`ref_models.parallel`).  It asks the controller
+for groups that are finished and not scored, those to be trained first at the front, so that the
+next batch is scored when the trainer asks for it.  It holds no state: after a restart it asks for
+the groups that are still missing.
 
 Models, packing and the replay of sampling masks are those of the form inside the trainer
 (`moerl.trainer.learner.ref_model`), so both give equal numbers.  Each set of scores carries the
@@ -31,16 +31,16 @@ from moerl.trainer.passes.schedule import Batches
 from moerl.trainer.train_loop import REPLY_SLACK_S, RankContext
 from moerl.types import Array, BatchPlan, RefScores
 
-_ASK_S = 20.0  # longest wait for records in one question
+_ASK_S = 20.0  # longest wait for records in one request
 
 
 def own_layout(config: Config) -> Config:
-    """The configuration as the reference ranks builds and packs with it."""
+    """The configuration with which the reference ranks build and pack."""
     return replace(config, trainer=replace(config.trainer, parallel=config.ref_models.parallel))
 
 
 class RefModelLoop:
-    """One rank of the trainer."""
+    """One rank of the reference models."""
 
     def __init__(self, config: Config, context: RankContext, parallel: Parallel) -> None:
         """config: `own_layout`.  Raises ConfigError when a model cannot be built."""
@@ -57,7 +57,7 @@ class RefModelLoop:
             )
 
     def run(self) -> None:
-        """Score until the controller says stop."""
+        """Score until the controller stops the run."""
         while (plan := self._take_records()) is not None:
             with self.tracer.span("score", step=plan.step, groups=len(plan.groups)):
                 scored = Scored(tuple(self.score(plan)))
@@ -66,7 +66,7 @@ class RefModelLoop:
         dist.barrier(self.parallel.control)
 
     def score(self, plan: BatchPlan) -> list[RefScores]:
-        """One set of scores per row of the plan, collective; on the first rank."""
+        """Collective: one set of scores per row of the plan, on the first rank."""
         batches = Batches(plan, self.config, self.parallel, self.context.blobs)
         mine = {
             role: by_row(plan, self.parallel.dp_rank, policy.logprobs(batches))
@@ -106,9 +106,9 @@ class RefModelLoop:
         with self.tracer.span("wait"):
             if self.client is not None:
                 request = TakeRecords(self.context.incarnation, self.parallel.dp_size, _ASK_S)
-                # the controller may die and come back meanwhile, and engines start slowly
+                # the controller may be restarted meanwhile, and engines start slowly
                 limit_s = self.config.trainer.step_timeout_s + REPLY_SLACK_S
                 holder = [encode(self.client.request(request, limit_s))]
             dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
-        assert holder[0] is not None, "rank 0 passes the controller's reply on"
+        assert holder[0] is not None, "rank 0 sends the controller's reply"
         return decode(holder[0])

@@ -4,8 +4,8 @@
 
 The learner of reinforcement learning with advantage 1 and no ratio: its policy term is then the
 mean negative log-likelihood of the answers' tokens.  Nothing is replayed, routers are live.  Every
-rank makes the same plans by itself.  Rank 0 prints one JSON object per step and the trained model
-goes to runs/X/hf; there is no checkpoint to continue from, a warm start is short.
+rank derives the same plans.  Rank 0 prints one JSON object per step and the trained model is saved
+in runs/X/hf; there is no checkpoint to continue from, a warm start is short.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.trainer.model import platform
 
-STEP = "STEP "  # begins a line of rank 0 that holds a step's metrics
+STEP = "STEP "  # prefix of rank 0's line with a step's metrics
 _KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/tokens", "perf/")
 
 

@@ -1,9 +1,9 @@
-"""The trainer: take a plan, train it, publish the weights, say so; until there is no plan.
+"""The train loop: take a plan, train it, publish the weights, report; until there is no plan.
 
-Every rank runs this loop; rank 0 alone speaks to the controller and passes plans on as bytes.
-After an optimizer step the weights are copied (frozen) and published by background threads while
-the next step trains (`moerl.weight_sync.publisher`); the next freeze waits for them, so at most one
-publish is in flight.
+Every rank runs this loop; only rank 0 talks to the controller and broadcasts plans as bytes.
+After an optimizer step the weights are copied (the weight snapshot) and background threads publish
+them while the next step trains (`moerl.weight_sync.publisher`); the next snapshot waits for them,
+so at most one publish is in flight.
 
 A step is reported before its checkpoint is written: a crash in between costs a redone step, while
 the other order could leave a step inside a checkpoint without its row in metrics.jsonl.
@@ -58,12 +58,12 @@ from moerl.trainer.passes import probe
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
-REPLY_SLACK_S = 30.0  # beyond the controller's own deadline
+REPLY_SLACK_S = 30.0  # added to the controller's own deadline
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Where this trainer belongs: set by the launcher, the same on all ranks."""
+    """Endpoints and start of this trainer: set by the launcher, the same on all ranks."""
 
     run: RunDir
     controller: str  # tcp://HOST:PORT
@@ -71,7 +71,7 @@ class RankContext:
     incarnation: int
     blobs: BlobStore
     checkpoint: Path | None  # resume from here
-    reset_optimizer: bool = False  # of that checkpoint, take weights and place only
+    reset_optimizer: bool = False  # take only weights and schedule position of that checkpoint
 
 
 class TrainLoop:
@@ -123,7 +123,7 @@ class TrainLoop:
             self.publisher = open_publisher(config, self._slot(on_failure))
 
     def run(self) -> None:
-        """Train until the controller says stop, then leave the checkpoint and the HF folder."""
+        """Train until the controller stops the run, then save the checkpoint and the HF folder."""
         self._resume()
         self._hello()
         # engines start from the model folder, which is version 0.0; anything else is published
@@ -236,14 +236,14 @@ class TrainLoop:
             self._checkpoint()
 
     def _probe(self, plan: BatchPlan) -> dict[str, float]:
-        """Whether records and model agree, on a sample, with the weights the step starts from."""
+        """Check on a sample that records and model agree, with the weights the step starts from."""
         if not probe.due(self.config, plan.step):
             return {}
         with self.tracer.span("probe", step=plan.step):
             return probe.probe(self.model, plan, self.config, self.parallel, self.context.blobs)
 
     def _publish(self) -> dict[str, float]:
-        """Freeze the weights and start publishing them; metrics of the publish before."""
+        """Snapshot the weights, start publishing them; returns metrics of the previous publish."""
         if self.publisher is None:
             return {}
         with self.tracer.span("freeze", version=str(self.version)):
@@ -288,7 +288,7 @@ class TrainLoop:
             layout=parallel.sizes,
             layer_spec=_layer_spec(parallel),
             live=lambda: self.model.tensors,
-            # lines of its own: a publish never delays a plan, and sockets belong to one thread
+            # own connections: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: ControllerClient(
                 context.controller, context.token, timeout_s=config.sync.timeout_s
             ),
@@ -299,7 +299,7 @@ class TrainLoop:
 
 
 def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Tensor]:
-    """Add what the live model does not hold, prediction layers, as the source has it."""
+    """Add tensors that the live model does not hold (prediction layers) from the source."""
     rest = (name for name in source.names if name not in tensors)
     return tensors | {name: source.read(name).to(source.dtype(name)) for name in rest}
 
@@ -315,7 +315,7 @@ def _seed(seed: int) -> None:
 
 
 def report_failure(context: RankContext, cause: str, job: str) -> None:
-    """Tell the controller why this rank dies; a controller that is gone cannot be told."""
+    """Tell the controller why this rank dies, if the controller can be reached."""
     with contextlib.suppress(MoerlError):
         client = ControllerClient(context.controller, context.token, timeout_s=2.0)
         client.request(Failed(int(os.environ.get("RANK", "0")), cause, job, context.incarnation))

@@ -1,1 +1,1 @@
-"""Publishing weights: from frozen buffers on the trainer to a session on each engine."""
+"""Weight sync: from a weight snapshot on each trainer rank to a publish session on each engine."""

@@ -1,26 +1,22 @@
-"""What travels between a trainer rank and an engine rank, and in which form.
+"""Wire format of a weight transfer: pieces, buckets, regions, and their digests.
 
-A *region* is everything that one rank sends to one rank for one version: *pieces* back to back, cut
-into *buckets* of consecutive whole pieces.  A piece is a box of one Hugging Face tensor in the
-dtype of the wire, contiguous, in row-major order of the box; the sender casts and quantises, the
-receiver only copies.
+A *region* is everything that one trainer rank sends to one engine rank for one version: *pieces*
+back to back, cut into *buckets* of consecutive whole pieces.  A piece is a box of one Hugging Face
+tensor in the wire dtype, contiguous, in row-major order of the box.  The sender casts and
+quantises; the receiver only copies.
 
 Block-quantised wire: a piece consists of whole 128 x 128 blocks (the last ones of a tensor may be
-smaller), with its scales as a second piece.  A cut inside a block is refused: no sender could know
-the block's maximum, and SGLang refuses to build such a layer as well.  Rejected: sending the blocks
-around a cut (bytes that nobody asked for).
+smaller), with its scales as a second piece.  A cut inside a block is refused: no sender could
+compute the block's maximum, and SGLang refuses to build such layers as well.
 
-Digests of a version in transit: the same numbers from the sender's bytes and the receiver's.
+A piece's digest is xxh3-64 of its bytes, seeded with its destination's name and box, so equal bytes
+for another tensor have another digest.  A bucket's digest covers its pieces; sender and receiver
+compare it.  The digest of a rank is the sum over its pieces and does not depend on senders or
+buckets, so two engines of one layout that hold the same weights have the same digest.
 
-A piece's digest is xxh3-64 of its bytes, seeded with where they belong, so equal bytes for another
-tensor have another digest.  A bucket's digest covers its pieces and is what is compared; the
-digest of a rank is the sum over its pieces, whoever sent them and in whatever buckets, so two
-engines of one layout that hold the same weights have the same digest.
-
-xxh3 finds every accident (a flipped bit, a torn or missing write, a wrong offset) at the speed of
-memory.  It is no defence against forgery; that is the token's and the network's task.
-Rejected: SHA-256 and BLAKE (a tenth of the speed), CRC32 (a fifth, and 32 bits are few for
-thousands of buckets per step).
+xxh3 detects accidents (a flipped bit, a torn or missing write, a wrong offset) at memory speed.  It
+does not protect against forgery; the token and the private network do.
+Rejected: SHA-256 and BLAKE (a tenth of the speed), CRC32 (a fifth, and only 32 bits).
 """
 
 from __future__ import annotations
@@ -51,9 +47,9 @@ _QUANTISED = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight
 
 @dataclass(frozen=True, slots=True)
 class WirePolicy:
-    """What the engine wants to receive, and how it is cut."""
+    """Dtype, quantisation and bucket size of a transfer."""
 
-    dtype: str  # of the engine's weights; tensors that it keeps in fp32 travel in fp32
+    dtype: str  # dtype of the engine's weights; tensors that it keeps in fp32 travel in fp32
     quantization: str = "none"  # or fp8_block: projections in fp8 with fp32 scales per block
     bucket_bytes: int = 16 * 2**20
 
@@ -67,22 +63,22 @@ class WirePolicy:
 
 
 class Piece(NamedTuple):
-    """One box, from a trainer's tensor to an engine's."""
+    """One box of a tensor, from its source on the trainer to its destination on the engine."""
 
-    hf: str  # Hugging Face name; of the weight, for scales too
-    hf_box: Box  # of the weight
-    src_name: str  # as megatron_tiles names it
-    src_box: Box  # of the weight, for scales too: the sender derives them from it
-    dst_name: str  # as SGLang's named_parameters() names it
-    dst_box: Box  # same extents as what travels, but for leading dims of extent 1
-    dtype: str  # on the wire
+    hf: str  # Hugging Face name of the weight, also for its scales
+    hf_box: Box  # box of the weight
+    src_name: str  # name in megatron_tiles
+    src_box: Box  # box of the weight, also for scales: the sender derives them from it
+    dst_name: str  # name in SGLang's named_parameters()
+    dst_box: Box  # same extents as the piece, apart from leading dims of extent 1
+    dtype: str  # dtype on the wire
     num_bytes: int
     offset: int  # inside the region
     is_scale: bool
 
 
 class Bucket(NamedTuple):
-    """Consecutive pieces [first, stop) of a region: what is sent, acknowledged, checked at once."""
+    """Consecutive pieces [first, stop) of a region: the unit of sending and checking."""
 
     offset: int  # inside the region
     num_bytes: int
@@ -92,7 +88,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """All that trainer rank `src` sends to engine rank `dst`, in wire order."""
+    """All bytes that trainer rank `src` sends to engine rank `dst`, in wire order."""
 
     src: int
     dst: int
@@ -102,15 +98,15 @@ class Region:
 
 
 def delta_start(region: Region) -> int:
-    """Where deltas of a region stand, counted from its start, in a segment that takes deltas.
+    """Offset of a region's deltas from its start, in a staging buffer that takes deltas.
 
-    Such a segment has twice the bytes and its regions start at twice their `starts`.
+    Such staging buffers have twice the bytes, and their regions start at twice their `starts`.
     """
     return -(-region.num_bytes // ALIGN) * ALIGN
 
 
 def wire_bytes(hf: str, shape: Sequence[int], policy: WirePolicy) -> int:
-    """Of a whole Hugging Face tensor in the dtype that most engines keep it in."""
+    """Bytes of a whole Hugging Face tensor in the dtype that most engines keep it in."""
     box = full_box(shape)
     if is_quantised(hf, policy):
         return num_elements(box) + ITEMSIZE["float32"] * num_elements(blocks(box))
@@ -134,14 +130,14 @@ def engine_wants(asked: object, model: Mapping[str, Any]) -> str:
     """`WirePolicy.quantization` for engines that serve a model folder.
 
     asked: engine.args.quantization, if any; model: config.json.  Engines keep projections in the
-    blocks of the checkpoint that they load; one that keeps them otherwise refuses to start.
+    block format of the checkpoint that they load; engines with another format refuse to start.
     """
     stored = model.get("quantization_config") or {}
     return "fp8_block" if "fp8" in (asked, stored.get("quant_method")) else "none"
 
 
 def is_quantised(hf: str, policy: WirePolicy) -> bool:
-    """Projections are; embedding, head, norms, routers and gates stay in the engine's dtype."""
+    """Projections are quantised; embedding, head, norms, routers and gates are not."""
     return policy.quantization != "none" and hf.endswith(_QUANTISED)
 
 
@@ -159,7 +155,7 @@ def check_blocks(name: str, shape: Sequence[int], box: Box, dst_box: Box) -> Non
 
 
 def blocks(box: Box) -> Box:
-    """The scales of a box of whole blocks."""
+    """The box of the scales that belong to a box of whole blocks."""
     return tuple(range(r.start // BLOCK, -(-r.stop // BLOCK)) for r in box)
 
 
@@ -183,7 +179,7 @@ def seeds(region: Region) -> list[int]:
 
 
 def digest(region: Region, seeds_: Sequence[int], bucket: Bucket, data: memoryview) -> Digest:
-    """data: the bucket's bytes."""
+    """Digest of one bucket; data: the bucket's bytes."""
     values = [
         xxhash.xxh3_64_intdigest(data[piece.offset - bucket.offset :][: piece.num_bytes], seed=seed)
         for piece, seed in zip(
@@ -202,6 +198,6 @@ def split(digests: bytes) -> list[bytes]:
 
 
 def version_digest(totals: Sequence[int]) -> str:
-    """Of an engine, from the sums of its ranks: 16 hex digits."""
+    """Digest of an engine, from the sums of its ranks: 16 hex digits."""
     joined = b"".join((total % _MODULUS).to_bytes(_BYTES, "little") for total in totals)
     return str(xxhash.xxh3_64_hexdigest(joined))

@@ -1,16 +1,15 @@
-"""Which box of which trainer rank goes to which box of which engine rank: found without a list.
+"""Which box of which trainer rank goes to which box of which engine rank, in closed form.
 
-    layers of a kind hold equal rules    so boxes are met once per kind, not once per layer
-    experts are alike                    so they are met once, for expert 0, and then counted off
-    equal boxes are one source           held by a group of replicas that any rank can enumerate
+    layers of one kind have equal rules   so boxes are matched once per kind, not once per layer
+    experts of a layer are equal          so they are matched once, for expert 0, then counted
+    equal boxes form one source           a group of replicas that every rank can enumerate
 
-Piece number k of a size goes to replica (k + start of the size + offset of the engine) % n.  Sizes
-start where the next larger one ended, so a group is balanced to within its largest piece; boxes
-above `bucket_bytes` are cut at rows first, which bounds that piece.  The offset spreads engines by
-the golden ratio and depends on the engine's own id: another engine may come or go.
+Piece number k of a size is sent by replica (k + start of the size + offset of the engine) % n.
+Sizes start where the next larger one ended, so a group is balanced to within its largest piece;
+boxes above `bucket_bytes` are cut at rows first, which bounds that piece.  The offset spreads
+engines by the golden ratio and depends on the engine's own id only, so engines may join and leave.
 
-Rejected: giving each piece to the replica that sent least (needs everybody's plan), rotation by
-tensor number (all large tensors can meet on one replica).
+Rejected: the replica that sent least (needs the plans of all ranks), rotation by tensor number.
 """
 
 from __future__ import annotations
@@ -47,28 +46,28 @@ from moerl.weight_sync.held_shards import (
 )
 
 
-# --- tables: one kind of layer, met once ---------------------------------------------------------
+# --- tables: one kind of layer, matched once ------------------------------------------------------
 class _Part(NamedTuple):
-    """What a box gives to one engine rank, in the coordinates of expert 0; one or two pieces."""
+    """What one engine rank gets of a box, in coordinates of expert 0: one or two pieces."""
 
-    rank: int  # of the engine
+    rank: int  # engine rank
     hf: str  # name inside the layer, with {e}
     hf_box: Box
     src: str
     src_box: Box
     dst: str
     dst_box: Box
-    dst_stacked: bool  # the leading dim of its box is the expert's slot
+    dst_stacked: bool  # the leading dim of dst_box is the expert's slot
     dtype: str
-    num_bytes: int  # with the scales
-    order: int  # among the parts of equal size of its entry
+    num_bytes: int  # including the scales
+    order: int  # position among the parts of equal size of its entry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """Parts of one box: all of them, or for an expert those of one expert rank of the engine."""
+    """Parts of one box: all parts, or for an expert the parts of one expert rank of the engine."""
 
-    by_rank: Mapping[int, Sequence[_Part]]  # of the engine
+    by_rank: Mapping[int, Sequence[_Part]]  # by engine rank
     by_size: tuple[tuple[int, Sequence[_Part]], ...]  # (bytes, parts of that size by their order)
 
 
@@ -79,7 +78,7 @@ class Holding:
     experts: bool
     same: tuple[int, ...]
     src_stacked: bool
-    entries: tuple[_Entry, ...]  # one; for experts by expert rank of the engine
+    entries: tuple[_Entry, ...]  # one entry; for experts one per expert rank of the engine
 
 
 class _Group(NamedTuple):
@@ -92,7 +91,7 @@ class _Group(NamedTuple):
 
 
 class Tables:
-    """Everything that does not depend on who asks."""
+    """The part of a transfer plan that is the same for all ranks."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Tables:
 
     @cached_property
     def by_turn(self) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-        """Of each group: its ranks, and (bytes, parts) that each turn sends."""
+        """For each group: its ranks, and (bytes, parts) that each turn sends."""
         found = []
         for stage in self.totals:
             for group, sizes in stage.items():
@@ -163,7 +162,7 @@ class Tables:
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """Bytes by engine rank."""
+        """Bytes received, by engine rank."""
         sums = [0] * self.engine.tp
         for stage in range(self.trainer.pp):
             for _, entry, times in self.entries(stage):
@@ -188,7 +187,7 @@ class Tables:
         return totals
 
     def entries(self, stage: int) -> Iterator[tuple[_Group, _Entry, int]]:
-        """(group, entry, how often) of a stage: often for experts, once for the rest."""
+        """(group, entry, count) of a stage: count is the number of experts, 1 outside experts."""
         for holding in (h for _, _, holdings in self.stages[stage] for h in holdings):
             for ep in range(self.trainer.ep) if holding.experts else (0,):
                 group = _Group(stage, holding.experts, ep, holding.same)
@@ -268,7 +267,7 @@ class Tables:
 
 class _Want(NamedTuple):
     rank: int
-    holder: int  # expert rank of the engine; 0 for what belongs to no expert
+    holder: int  # expert rank of the engine; 0 for tensors outside experts
     rule: Rule
     tile: Tile
 
@@ -290,10 +289,10 @@ class Delivery(NamedTuple):
     part: _Part
     src_prefix: str
     dst_prefix: str
-    number: int  # of the layer
+    number: int  # layer number
     src_stacked: bool
     expert: int
-    slot: int  # of the expert on the trainer rank
+    slot: int  # slot of the expert on the trainer rank
     dst_slot: int
 
 
@@ -305,10 +304,10 @@ def deliveries(
     src: int | None = None,
     dst: int | None = None,
 ) -> Iterator[Delivery]:
-    """Deliveries of a stage from trainer rank `src`, or to engine rank `dst`; one of them is given.
+    """Deliveries of a stage from trainer rank `src`, or to engine rank `dst`; exactly one is given.
 
-    eps: the expert ranks of the trainer to visit for a holding, 0 for what belongs to no expert.
-    The turns of everybody else's are counted all the same.
+    eps: the expert ranks of the trainer to visit for a holding, 0 for tensors outside experts.
+    The turns of all other expert ranks are counted as well.
     """
     turns: dict[_Group, _Turns] = {}
     for src_prefix, number, holdings in tables.stages[stage]:
@@ -335,20 +334,20 @@ class _Turns:
         self._next = {size: start + offset for size, start in starts.items()}
 
     def to(self, entry: _Entry, dst: int | None) -> Iterator[tuple[int, _Part]]:
-        """(sender, part) of what engine rank `dst` gets of a box."""
+        """(sender, part) of everything that engine rank `dst` gets of a box."""
         for part in entry.by_rank.get(dst, ()) if dst is not None else ():
             turn = self._next[part.num_bytes] + part.order
             yield self._ranks[turn % len(self._ranks)], part
 
     def of(self, entry: _Entry, src: int) -> Iterator[tuple[int, _Part]]:
-        """(sender, part) of what trainer rank `src` sends of a box."""
+        """(sender, part) of everything that trainer rank `src` sends of a box."""
         place, num = self._ranks.index(src), len(self._ranks)
         for size, parts in entry.by_size:
             for part in parts[(place - self._next[size]) % num :: num]:
                 yield src, part
 
     def advance(self, entry: _Entry) -> None:
-        """Every part of a box, whoever gets it, passes the turn on."""
+        """Count the turns of a box: each of its parts takes one, also those of other receivers."""
         for size, parts in entry.by_size:
             self._next[size] += len(parts)
 
@@ -356,8 +355,8 @@ class _Turns:
 def offset_of(engine_id: int, replicas: int) -> int:
     """First replica of an engine: spread by the golden ratio (40503 / 2^16).
 
-    Rejected: a hash of the id (16 engines on 8 replicas: 3.0 times the mean begin at the busiest
-    one, here 1.5 times), the id modulo the replicas (engines 0, 2, 4 ... begin at half of them).
+    Rejected: a hash of the id (16 engines on 8 replicas: up to 3.0 times the mean start at one
+    replica, here 1.5), the id modulo the replicas (engines 0, 2, 4 ... start at half of them).
     """
     return (engine_id * 40503 * replicas >> 16) % replicas
 
@@ -366,8 +365,10 @@ Keyed = tuple[tuple[object, ...], Piece]
 
 
 def pieces_of(at: Delivery) -> Iterator[Keyed]:
-    """(place in the wire order, piece): large items first, so that none is misaligned; then by
-    layer, engine tensor and box, which both ends know."""
+    """(sort key, piece) in wire order, which both ends derive alone.
+
+    Sorted by item size (large first, so that no item is misaligned), layer, engine tensor, box.
+    """
     part = at.part
     dst_box = _at_slot(part.dst_box, part.dst_stacked, at.dst_slot)
     prefix = "" if at.number == ROOT else f"model.layers.{at.number}."

@@ -1,9 +1,9 @@
-"""Lossless delta of final wire bytes: which words changed since a version, and their new values.
+"""Lossless delta of wire bytes: which words changed since a version, and their new values.
 
 Between two publishes few words of the weights change: an update of Adam at a learning rate of 1e-6
 is smaller than half a step of most bf16 values.  One delta describes one flat buffer (a bucket or a
-region) whose words have one size.  Values are absolute, so a delta that is applied twice leaves
-what it left the first time.
+region) whose words have one size.  Values are absolute, so applying a delta twice equals applying
+it once.
 
     delta = encode(old, new, word_bytes=2, base=v7, version=v8)      sender, which kept `old`
     apply(delta, buffer, holds=v7)                                   receiver; buffer is now `new`
@@ -13,19 +13,18 @@ The encoding follows the density; the smallest is taken, before compression:
     index32   4 bytes + value per changed word      less than one change in 65,536 words or so
     gap16     2 bytes + value                       below 1/16
     bitmap    a bit per word + value                above
-    full      every value, no base needed           where nothing else is smaller
+    full      every value, no base needed           where no other encoding is smaller
 
 zstd then compresses positions and values, split into byte planes (all lowest bytes first, ...):
-high bytes of neighbours resemble each other, low ones are noise.  `level` 0 leaves it out: a link
-faster than about 1 GB/s per core moves the plain bytes sooner than zstd packs them.
+high bytes of neighbours resemble each other, low ones are noise.  `level` 0 skips zstd: a link
+faster than about 1 GB/s per core moves the plain bytes sooner than zstd compresses them.
 
 A delta is refused, with the buffer untouched, when it is damaged, when it is for another base
 version, or when the buffer does not have the base's digest.  The digest of the result is checked
-too.  Whoever is refused asks for the full bytes.
+too.  After a refusal the sender sends the full bytes.
 
-The loop over all words is in csrc/delta.cpp, with numpy in its place where that is not built.
-Rejected: xor of old and new (compresses better, but applying it twice undoes it), deltas of fp32
-masters (the wire bytes are what must be equal, and quantised ones have no other source).
+The loop over all words is in csrc/delta.cpp; without the built library numpy replaces it.
+Rejected: xor of old and new (applied twice it undoes itself), deltas of the fp32 master weights.
 Idea: sparse weight updates of PULSE (arXiv 2602.03839); measured ratios are in docs/weight-sync.md.
 """
 
@@ -68,13 +67,13 @@ class DeltaError(MoerlError):
 
 @dataclass(frozen=True, slots=True)
 class DeltaInfo:
-    """What a delta says about itself."""
+    """The header of a delta."""
 
-    encoding: str  # of ENCODINGS
+    encoding: str  # one of ENCODINGS
     word_bytes: int
     compressed: bool
-    num_bytes: int  # of the buffer it is for
-    num_changed: int  # words
+    num_bytes: int  # size of the buffer it applies to
+    num_changed: int  # changed words
     base: PolicyVersion
     version: PolicyVersion
 
@@ -131,7 +130,7 @@ def apply(delta: bytes | memoryview, buffer: Tensor, *, holds: PolicyVersion) ->
     """Bring `buffer` from the version it holds to the delta's, in place.
 
     Raises DeltaError: damaged, another size, wrong base version, wrong base bytes.  The buffer is
-    untouched then, except when its result has the wrong digest, which the sentence says.
+    then untouched, except when its result has the wrong digest; the error says so.
     """
     info, digests, num_position_bytes, body = _parse(delta)
     data = _host_bytes(buffer)
@@ -157,7 +156,7 @@ def apply(delta: bytes | memoryview, buffer: Tensor, *, holds: PolicyVersion) ->
 
 
 def inspect(delta: bytes | memoryview) -> DeltaInfo:
-    """What a delta is, verified but not applied.  Raises DeltaError when it is damaged."""
+    """The header of a delta, verified but not applied.  Raises DeltaError when it is damaged."""
     return _parse(delta)[0]
 
 
@@ -168,7 +167,7 @@ def changed_words(old: Bytes, new: Bytes, word_bytes: int) -> NDArray[np.uint32]
     if lib is None:
         return changed_reference(old, new, word_bytes)
     num_words = len(new) // word_bytes
-    positions = np.empty(num_words, np.uint32)  # pages that nothing is written to cost nothing
+    positions = np.empty(num_words, np.uint32)  # untouched pages cost no memory
     function = lib.moerl_changed
     function.restype = ctypes.c_int64
     count = function(
@@ -183,7 +182,7 @@ def changed_words(old: Bytes, new: Bytes, word_bytes: int) -> NDArray[np.uint32]
 
 
 def changed_reference(old: Bytes, new: Bytes, word_bytes: int) -> NDArray[np.uint32]:
-    """The same in numpy."""
+    """`changed_words` in numpy."""
     dtype = _WORDS[word_bytes]
     return np.flatnonzero(old.view(dtype) != new.view(dtype)).astype(np.uint32)
 
@@ -238,7 +237,7 @@ def _changed(info: DeltaInfo, positions: Words, num_words: int) -> NDArray[np.in
 def _parse(
     delta: bytes | memoryview,
 ) -> tuple[DeltaInfo, tuple[bytes, bytes], int, memoryview]:
-    """(what it says, digests of base and result, bytes of the positions, body)."""
+    """(header, digests of base and result, bytes of the positions, body)."""
     view = memoryview(delta)
     start = len(_MAGIC) + _DIGEST
     if len(view) < start + _HEADER.size or view[: len(_MAGIC)] != _MAGIC:

@@ -1,12 +1,12 @@
-"""What the two sides of a publish hold, one kind of layer and one expert at a time.
+"""What trainer and engine ranks hold, per kind of layer and for one expert.
 
-The transfer plan and the proof of a layout ask the same three questions, and none of them per rank:
+The transfer plan and the layout check ask the same three questions:
 
     sent_layers    which layers does a stage of the trainer hold?
     Engines        which tensors of a layer does each rank of an engine hold?
     held_by        which boxes of one rule are on shard i of n, for expert 0?
 
-Layers of a kind hold equal rules and experts are alike, so a thousand ranks cost as much as one.
+Layers of one kind have equal rules and experts are equal, so the cost does not grow with ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class EngineLayout:
     dp: int = 1  # data-parallel attention
     num: int = 1
     dense_tp: int = 0
-    """Ranks that cut dense layers and shared experts; 0 = tp.  For forecasts: a live engine with
-    another value (SGLang's moe_dense_tp_size, shared experts beside an all-to-all) is refused."""
+    """Ranks that cut dense layers and shared experts; 0 = tp.  For forecasts only: a live engine
+    with another value (SGLang's moe_dense_tp_size, shared experts with all-to-all) is refused."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("tp", 1), ("ep", 1), ("dp", 1), ("num", 1), ("dense_tp", 0)):
@@ -64,7 +64,7 @@ def is_expert(rule: Rule) -> bool:
 def held_by(
     spec: ModelSpec, shapes: Shapes, rule: Rule, number: int, shard: Shard, vocab_rows: int
 ) -> Local:
-    """The rule's local tensor on one shard: of expert 0 alone, in layer `number` or at the root."""
+    """The rule's local tensor on one shard: of expert 0 only, in layer `number` or at the root."""
     layers = () if number == ROOT else (Layer(number, "", (rule,)),)
     alone = Place(
         first=(rule,) if number == ROOT else (),
@@ -80,7 +80,7 @@ def held_by(
 
 
 class Engines:
-    """What the ranks of one engine hold, asked per layer."""
+    """Tensors of the ranks of one engine, per layer."""
 
     def __init__(self, spec: ModelSpec, layout: EngineLayout) -> None:
         self.spec, self.layout, self._shapes = spec, layout, hf_shapes(spec)
@@ -96,7 +96,7 @@ class Engines:
         self._cache: dict[tuple[Rule, Shard, int], Local] = {}
 
     def rules(self, number: int) -> tuple[Rule, ...]:
-        """All rules of a layer, of every rank alike; () for a layer that engines do not have."""
+        """The rules of a layer, equal on all ranks; () for a layer that engines do not have."""
         return tuple(
             r for _, layers in self._ranks[0] if number in layers for r in layers[number].rules
         )
@@ -105,7 +105,7 @@ class Engines:
         return next(layers[number].prefix for _, layers in self._ranks[0] if number in layers)
 
     def locals(self, number: int) -> Iterator[tuple[int, Place, Rule, Local]]:
-        """Of a layer, each rank's tensors (rank, place, rule, local), with expert 0 for all."""
+        """(rank, place, rule, local) of a layer's tensors on each rank; expert 0 for all."""
         for rank, places in enumerate(self._ranks):
             for place, layers in places:
                 for rule in layers[number].rules if number in layers else ():
@@ -128,9 +128,9 @@ def sent_layers(
     *,
     keep_copies: bool = False,
 ) -> Iterator[tuple[str, Place, Layer]]:
-    """(prefix, place, layer) of a rank; what is outside the layers comes as a layer numbered ROOT.
+    """(prefix, place, layer) of a rank; tensors outside the layers form a layer numbered ROOT.
 
-    Without root tensors that an earlier stage or chunk holds as well, unless keep_copies.
+    Root tensors that an earlier stage or chunk holds too are left out unless keep_copies.
     """
     seen: set[tuple[str, ...]] = set()
     if coords_of(trainer, rank).pp > 0 and not keep_copies:

@@ -1,16 +1,15 @@
-"""Publishing without a gather: every trainer rank sends what it holds to the ranks that need it.
+"""Publishing weights without a gather: each trainer rank sends its shard to the ranks that need it.
 
-`open_publisher` is called on all ranks.  `publish` snapshots this rank's shard and returns; senders
-send it, one thread per engine and rank, while the next step trains.  Rank 0 drives one session per
-engine (`session`); the other ranks only answer (`channel`).
+`open_publisher` is called on all ranks.  `publish` snapshots this rank's shard and returns; sender
+threads, one per engine and rank, send it while the next step trains.  Rank 0 drives one session per
+engine (`session`); the other ranks only serve its requests (`sender.SenderThread`).
 
 The weight snapshot is overwritten only when no session is sending: all ranks meet at a barrier
-after rank 0 has settled its sessions.  A sender that is still writing for a session given up writes
-into a staging buffer that its engine has dropped, or whose engine has left the run and serves
-nobody.
+after rank 0 has settled its sessions.  A sender that still writes for an aborted session writes
+into a staging buffer that its engine has dropped, or whose engine has left the run.
 
-Engines join and leave while the run goes on (`set_engines`): one that joins is served the snapshot
-at once, beside the others.
+Engines join and leave during the run (`set_engines`).  A new engine gets the current snapshot at
+once, without waiting for the others.
 """
 
 from __future__ import annotations
@@ -48,23 +47,23 @@ from moerl.weight_sync.transports.factory import make
 
 @dataclass(frozen=True, slots=True)
 class SyncContext:
-    """This rank's place among the trainer ranks, and what it trains."""
+    """This trainer rank, its parameters, and how it reaches the controller."""
 
     rank: int
     world_size: int
-    control: dist.ProcessGroup  # gloo, all ranks
+    control: dist.ProcessGroup  # gloo group of all ranks
     spec: ModelSpec
     layout: ParallelConfig
     layer_spec: LayerSpec
-    live: Callable[[], Mapping[str, Tensor]]  # parameters by the names of megatron_tiles
-    connect: Callable[[], Control]  # a new line to the controller
-    token: str  # the run's
+    live: Callable[[], Mapping[str, Tensor]]  # parameters by their name in megatron_tiles
+    connect: Callable[[], Control]  # opens a connection to the controller
+    token: str  # token of the run
     tracer: Tracer
     on_failure: Callable[[BaseException], None]  # ends the process; called on any thread
 
 
 class WeightPublisher:
-    """This rank's way to the engines; all calls are collective over the trainer ranks."""
+    """Publishes this rank's shard to the engines; all calls are collective."""
 
     def __init__(
         self,
@@ -74,10 +73,10 @@ class WeightPublisher:
         quorum: int,
         patience: int,
     ) -> None:
-        """patience: publishes in a row that may reach fewer than quorum engines.
+        """patience: consecutive publishes that may reach fewer than quorum engines.
 
-        The first must not: what fails it (layouts that differ, a missing library) no restart
-        repairs.
+        The first publish has no patience: its causes (layouts that differ, a missing library) are
+        not repaired by a restart.
         """
         self._context, self._destinations, self._snapshot = (
             context,
@@ -89,7 +88,7 @@ class WeightPublisher:
         self._snapshot_s = 0.0
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
-        """Freeze this rank's shard, start sending it; metrics of the publish before."""
+        """Snapshot this rank's shard, start sending it; returns metrics of the previous publish."""
         metrics = self.wait()
         begin = time.perf_counter()
         with self._snapshot.changed:
@@ -101,7 +100,7 @@ class WeightPublisher:
         return metrics
 
     def wait(self) -> dict[str, float]:
-        """Wait until nothing is being sent, on all ranks; metrics of that publish, once."""
+        """Wait until all ranks have stopped sending; metrics of that publish, returned once."""
         begin = time.perf_counter()
         results = [session.settle() for session in self._destinations.sessions.values()]
         dist.barrier(self._context.control)
@@ -146,7 +145,7 @@ class WeightPublisher:
 
 
 def open_publisher(config: Config, context: SyncContext) -> WeightPublisher:
-    """Collective: plans, threads and lines of this rank, to the configured engines."""
+    """Collective: make plans, threads and channels of this rank for the configured engines."""
     publisher = WeightPublisher(
         context,
         Destinations(config, context),
@@ -162,7 +161,7 @@ class Destinations:
 
     def __init__(self, config: Config, context: SyncContext) -> None:
         self.snapshot = SharedSnapshot(WeightSnapshot(), threading.Condition())
-        self.sessions: dict[int, EngineSession] = {}  # of rank 0; {} elsewhere
+        self.sessions: dict[int, EngineSession] = {}  # on rank 0; {} on other ranks
         self.engines: set[int] = set()
         self._config, self._context = config, context
         model = read_model_config(Path(config.model.path))
@@ -170,7 +169,7 @@ class Destinations:
         self._policy = WirePolicy(config.engine.dtype, wants, config.sync.bucket_bytes)
 
     def open(self, engines: Sequence[SyncTarget]) -> list[EngineSession]:
-        """Collective: ways to engines that have none; the sessions are not started yet."""
+        """Collective: connect to new engines; their sessions are not started yet."""
         config, context = self._config, self._context
         address = config.cluster.address
         channels = [
@@ -196,18 +195,18 @@ class Destinations:
         return [self.sessions[one.engine] for one in engines if context.rank == 0]
 
     def close(self, engine: int) -> None:
-        """The engine left; its senders hear it from its session."""
+        """Remove an engine that left; its session stops its senders."""
         self.engines.remove(engine)
         if engine in self.sessions:
             self.sessions.pop(engine).remove()
 
     def _hops(self, engines: Sequence[int]) -> dict[int, Hop]:
-        """Engines that join a run that goes on are served by the trainer itself."""
+        """Hops to these engines; engines that join a running trainer are served by the trainer."""
         direct = 0 if self.engines else self._config.sync.direct
         return {hop.dst: hop for hop in relay_schedule(engines, direct or len(engines))}
 
     def _sender(self, one: SyncTarget, hop: Hop, endpoint: str) -> str:
-        """Start this rank's sender to an engine; the id of its transfer plan."""
+        """Start this rank's sender to an engine; returns the id of its transfer plan."""
         config, context = self._config, self._context
         layout = engine_layout(config, one.tp)
         plan = TransferPlan(
@@ -237,7 +236,7 @@ class Destinations:
 
 
 def engine_layout(config: Config, tp: int) -> EngineLayout:
-    """How the engines of a run cut their weights, as planned; each engine says whether it is so."""
+    """The engine layout that the run plans with; each engine checks that it has it."""
     args = config.engine.args
     return EngineLayout(
         tp=tp,

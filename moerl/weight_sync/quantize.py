@@ -3,8 +3,8 @@
 scale = largest magnitude of the block / 448, value = round(weight / scale) in float8_e4m3fn; the
 engine multiplies back.  A block depends on its own values only, so quantising a box of whole blocks
 equals quantising the whole tensor and cutting it: that is why plans never cut inside a block.
-Source: the block format of DeepSeek-V3's released weights (weight_scale_inv is the factor, whatever
-its name says); SGLang 0.5.23 reads it in fp8_utils.block_quant_dequant.
+Source: the block format of DeepSeek-V3's released weights (weight_scale_inv is the factor, despite
+its name); SGLang 0.5.23 reads it in fp8_utils.block_quant_dequant.
 """
 
 from __future__ import annotations

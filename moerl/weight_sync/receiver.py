@@ -1,21 +1,21 @@
 """The receiving end of a publish session, inside each scheduler process of an engine.
 
     PREPARE   derive what this rank receives, compare fingerprints, open a staging buffer
-    TRANSFER  trainer ranks write into it; this process only decodes
+    TRANSFER  trainer ranks write into it; this process keeps decoding
     VERIFY    digests of the staged bytes against the sender's
     COMMIT    claim on every rank, then copy into the live weights; or release on every rank
-    ABORT     drop the staging buffer; what is served stays as it is
+    ABORT     drop the staging buffer; the live weights stay as they are
 
 State of a session: open -> verified -> claimed -> (committed).  Everything before COMMIT runs on a
-thread of its own while the scheduler decodes.  A claim is a promise: from then on no ABORT and no
-other PREPARE gets in between, so either all ranks copy or none does (`moerl.engine.update_hooks`
+control thread while the scheduler decodes.  A claim is a promise: from then on no ABORT and no
+other PREPARE is accepted, so either all ranks copy or none does (`moerl.engine.update_hooks`
 asks all ranks before any of them copies).  Live weights are written at one place, `commit`.
 
-A session that did not end well closes its staging buffer; the next one opens a new one, since a
-sender that was only slow may still write into the old.  A committed one keeps it for the next
-version of the same trainer: fresh memory costs a page fault per page.
+A failed session closes its staging buffer and the next session opens a new one, since a late
+sender may still write into the old one.  A committed session keeps its buffer for the next version
+of the same trainer: fresh memory costs a page fault per page.
 
-A version older than the one served is refused: it comes from a trainer that was replaced.  This
+A version older than the live one is refused: it comes from a trainer that was replaced.  This
 file imports no SGLang, so that a bare process can run it (tests/multi).
 """
 
@@ -59,9 +59,9 @@ from moerl.weight_sync.transports.base import Staging, Transport
 
 log = logging.getLogger(__name__)
 
-COMMIT = "moerl_commit"  # load_format of the request that commits
-UNCHANGED = "nothing was changed"  # how its refusal begins
-_RELAY_BYTES = 16 * 2**20  # of one put when a staging buffer is sent on
+COMMIT = "moerl_commit"  # load_format of the commit request
+UNCHANGED = "nothing was changed"  # prefix of a refused commit's reply
+_RELAY_BYTES = 16 * 2**20  # bytes per put when a staging buffer is relayed
 SCRATCH = "moerl-engine-"  # prefix of the private folder that the host makes for one server
 
 MakeTransport = Callable[[str, str], Transport]  # name, folder of the transport disk
@@ -69,36 +69,36 @@ MakeTransport = Callable[[str, str], Transport]  # name, folder of the transport
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit cost the scheduler; as JSON it is the first line of the reply's message."""
+    """Cost of a commit on the scheduler; its JSON is the first line of the reply's message."""
 
-    seconds: float  # in which it ran no forward pass
-    recomputed: int = 0  # tokens whose KV cache it gave up
-    begun_s: float = 0.0  # unix time when the scheduler came to it
-    cpu_s: float = 0.0  # of `seconds`, on a CPU; the rest it waited for one, or for a GPU
+    seconds: float  # time without a forward pass
+    recomputed: int = 0  # tokens whose KV cache was dropped
+    begun_s: float = 0.0  # unix time at which the scheduler started it
+    cpu_s: float = 0.0  # CPU time of `seconds`; the rest is waiting for a CPU or a GPU
 
 
 class LiveModel(Protocol):
-    """The weights that are served."""
+    """The weights that the engine serves."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Live parameters by name; their memory may move between calls."""
         ...
 
     def run_hook(self, name: str) -> None:
-        """Run a function of the engine's loader
-        (`moerl.weight_sync.transfer_plan.post_load_hooks`).
+        """Run a function of the engine's loader, one of
+        `moerl.weight_sync.transfer_plan.post_load_hooks`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverContext:
-    """Which rank of which layout this process is; the same facts as the trainer plans with."""
+    """Rank and layout of this process; the trainer plans with the same values."""
 
     spec: ModelSpec
     engine: EngineLayout
     rank: int
-    layout: str  # fingerprint of the engine's weight layout, `moerl.engine.weight_layout`
+    layout: str  # fingerprint of the engine's weight layout (`moerl.engine.weight_layout`)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +106,7 @@ class _Session:
     message: PrepareUpdate
     plan: ReceiverPlan
     staging: Staging
-    seeds: list[list[int]]  # per region and piece
+    seeds: list[list[int]]  # one per region and piece
     verified: bool = False
     claimed: bool = False
     total: int = 0  # digest of the rank's staged bytes
@@ -118,7 +118,7 @@ class _Session:
 
 @dataclass(slots=True, eq=False)
 class Receiver:
-    """One rank's end.  `held` is what the live weights are; set at the start and by `commit`."""
+    """One engine rank's end.  `held`: version of the live weights, set at start and by `commit`."""
 
     context: ReceiverContext
     model: LiveModel
@@ -195,9 +195,9 @@ class Receiver:
         return UpdateVerified((tuple(failed),), "" if failed else f"{session.total:016x}")
 
     def relay(self, message: RelayUpdate) -> Ok:
-        """Write the staging buffer of the version served into another engine's, as it lies.
+        """Write the staging buffer of the live version into another engine's, unchanged.
 
-        It stays unchanged until the next PREPARE, which comes over this thread too.
+        It stays as it is until the next PREPARE, which runs on this thread too.
         """
         deadline = time.monotonic() + message.timeout_s
         taken = self._copies.session if self._copies is not None else None
@@ -228,7 +228,7 @@ class Receiver:
 
     # --- the scheduler, between two forward passes ------------------------------------------------
     def claim(self, version: str) -> str:
-        """Promise to commit `version`; returns why not, or an empty string."""
+        """Promise to commit `version`; returns the reason of a refusal, or an empty string."""
         with self._lock:
             session = self._session
             if session is None or str(session.message.version) != version:
@@ -239,7 +239,7 @@ class Receiver:
             return ""
 
     def release(self) -> None:
-        """Another rank could not claim: the session stays as it was."""
+        """Undo a claim because another rank could not claim: the session is verified again."""
         with self._lock:
             if self._session is not None:
                 self._session.claimed = False
@@ -268,7 +268,7 @@ class Receiver:
 
     # --- private ----------------------------------------------------------------------------------
     def _plan(self, message: PrepareUpdate) -> tuple[ReceiverPlan, list[list[int]]]:
-        """Derive and check this rank's plan; kept, since it is the same for every version."""
+        """Derive and check this rank's plan; cached, since it is the same for every version."""
         if message.plan not in self._plans:
             context = self.context
             try:
@@ -313,7 +313,7 @@ class Receiver:
         )
 
     def _apply_deltas(self, session: _Session, sizes: Sequence[int]) -> None:
-        """Bring buckets of the version held to the session's; 0 = the bucket was sent in full.
+        """Apply deltas to buckets of the version held; size 0 = the bucket was sent in full.
 
         A delta that does not fit leaves its bucket as it is, and so its digest fails.
         """
@@ -343,7 +343,7 @@ class Receiver:
             return session
 
     def _close_session(self) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         if self._session is not None:
             self._session.staging.close()
             if self._copies is not None and self._copies.session.staging is self._session.staging:
@@ -359,7 +359,7 @@ class Receiver:
 
 
 def check_targets(plan: ReceiverPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Every piece fits a live tensor, and together they fill all of them, padding apart.
+    """Check that every piece fits a live tensor and that the pieces fill all tensors but padding.
 
     Raises LayoutError naming the tensor.
     """
@@ -393,7 +393,7 @@ def _check_piece(piece: Piece, target: Tensor) -> None:
 
 
 def _starts(plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
-    """Of the regions in the staging buffer."""
+    """Offsets of the regions in the staging buffer."""
     return tuple(start * (2 if message.delta else 1) for start in plan.starts)
 
 
@@ -404,8 +404,10 @@ def _around(hooks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 class _Copies:
-    """Source and destination views of a session, made once: thousands of slices take longer to
-    make than to copy."""
+    """Source and destination views of a session, kept across versions.
+
+    Making thousands of slices takes longer than the copies.
+    """
 
     def __init__(self, session: _Session, tensors: Mapping[str, Tensor]) -> None:
         self.session = session
@@ -421,7 +423,7 @@ class _Copies:
                 self._from.append(data.view(target.dtype).view(target.shape))
 
     def fit(self, session: _Session, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these views are those of `session`, and the live weights have not moved."""
+        """Whether these views belong to `session` and the live weights have not moved."""
         same = self.session.staging is session.staging and self.session.plan is session.plan
         return same and self._pointers == _pointers(tensors)
 
@@ -433,9 +435,9 @@ def _pointers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-# --- the door -------------------------------------------------------------------------------------
+# --- the socket -----------------------------------------------------------------------------------
 def socket_path(folder: Path, rank: int) -> Path:
-    """Where the receiver of a rank listens; `folder` is the server's private scratch folder."""
+    """Socket of a rank's receiver; `folder` is the server's private scratch folder."""
     return folder / f"receiver-{rank}.sock"
 
 

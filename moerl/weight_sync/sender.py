@@ -1,27 +1,22 @@
-"""What one trainer rank moves to one engine: weight snapshot -> packed buckets -> transport.
+"""Sends one trainer rank's shard to one engine: weight snapshot -> packed buckets -> transport.
 
-The rank's own parameters are copied (frozen) after the optimizer step, so training goes on;
-experts are never gathered.  A bucket is packed straight into the engine's staging buffer where the
-transport maps it (one copy, the wire's dtype cast included), else into one of two local buffers, so
-that one is packed while the other is on its way.
+The rank's own parameters are copied after the optimizer step, so training continues; experts are
+never gathered.  A bucket is packed straight into the engine's staging buffer where the transport
+maps it (one copy, the cast to the wire dtype included), else into one of two local buffers, so that
+one is packed while the other is in transit.
 
 Views of sources and destinations are made once per staging buffer: for thousands of small tensors
 that costs more than the copies.
 
-With deltas a lane remembers what it sent last through it.  A staging buffer that failed is never
-used again, so a lane that lives on knows that the engine committed exactly those bytes; a delta
-says which version it is for all the same, and the engine checks both version and digest.
+For deltas each region sender keeps the bytes that it sent last.  Buffers of failed sessions are
+never reused, so these are exactly the bytes the engine committed; the engine still checks the
+delta's base version and digest.
 
-The line between rank 0 and the senders of all trainer ranks, one per engine.
-
-Rank 0 binds a socket per engine and asks; a sender thread on every rank (rank 0 too) answers.  The
-training threads take no part, and engines do not wait for one another.  Every question has a number
-that its answer repeats: an answer that comes after its deadline is dropped, never taken for
-another's.
-
-Frames of a question: [sender, number, message]; of an answer: [token, number, message].
-Rejected: a process group for this (a rank that is late blocks the others, and a group cannot be
-asked with a deadline).
+Rank 0 binds one socket per engine (`SenderChannel`) and sends requests; a thread on every rank,
+rank 0 included, replies (`SenderThread`).  The training threads take no part, and engines do not
+wait for one another.  A reply repeats the number of its request: replies after their deadline are
+dropped.  Frames of a request: [sender, number, message]; of a reply: [token, number, message].
+Rejected: a process group (a late rank blocks the others, and it has no deadline per request).
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ from moerl.weight_sync.transports.base import Link, Transport
 
 
 class WeightSnapshot:
-    """One version of a rank's parameters, in memory that is used again for every version."""
+    """One version of a rank's parameters; its memory is reused for every version."""
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
@@ -58,7 +53,7 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Copy `live`; nobody may be reading the version before."""
+        """Copy `live`; no sender may be reading the previous version."""
         if self._tensors.keys() != live.keys():
             self._tensors = {name: torch.empty_like(tensor) for name, tensor in live.items()}
         torch._foreach_copy_(list(self._tensors.values()), [live[name] for name in self._tensors])
@@ -70,7 +65,7 @@ class WeightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a region goes: the staging buffer of an engine rank, and where it begins in it."""
+    """The staging buffer of an engine rank, and the offset of the region in it."""
 
     endpoint: bytes
     start: int
@@ -78,16 +73,16 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Of one engine rank: the digests of all buckets of the region, and the sum over its pieces."""
+    """Result for one engine rank: digests of all buckets of the region, and the sum over pieces."""
 
     digests: bytes
     total: int
-    num_bytes: int  # sent by this call
+    num_bytes: int  # bytes sent by this call
     deltas: tuple[int, ...]  # per bucket: bytes of the delta sent in its place, 0 = sent in full
 
 
 class _RegionSender:
-    """One region on its way to one staging buffer."""
+    """Sends one region to one staging buffer."""
 
     def __init__(
         self, region: Region, start: int, link: Link, shard: WeightSnapshot, *, delta: bool
@@ -122,7 +117,7 @@ class _RegionSender:
         for number in numbers:
             bucket, target = self.region.buckets[number], self._targets[number]
             views = self._views[number]
-            if again:  # any two of them may share a buffer, not every second one as in a whole send
+            if again:  # any two buckets may share a buffer, unlike in a whole send
                 self.link.flush(deadline)
             if views.targets:
                 torch._foreach_copy_(views.targets, views.sources)
@@ -132,7 +127,7 @@ class _RegionSender:
             self._digests[number], self._totals[number] = found.bucket, found.total
             packed = self._memory.delta(number, target) if self._memory and not again else None
             self._deltas[number] = 0 if packed is None else packed.numel()
-            self.link.flush(deadline)  # mapped: is the receiver alive; else: the buffer before
+            self.link.flush(deadline)  # mapped: is the receiver alive? else: wait for the put
             if packed is not None:
                 behind = self.start + delta_start(self.region)
                 self.link.put(behind + bucket.offset, packed, deadline)
@@ -159,7 +154,7 @@ class _Memory:
         ]
 
     def delta(self, number: int, new: Tensor) -> Tensor | None:
-        """What turns the bucket sent last into `new`; None when that is not smaller."""
+        """Delta from the bucket sent last to `new`; None when that is not smaller."""
         if self._version is None or self._shard.version is None:
             self._buckets[number] = new.clone()
             return None
@@ -214,7 +209,7 @@ class WeightSender:
         self._region_senders: dict[int, tuple[Destination, _RegionSender]] = {}
 
     def send(self, destinations: Mapping[int, Destination], deadline: float) -> dict[int, Moved]:
-        """Everything, to all engine ranks.  Raises TransportError; `drop` then."""
+        """Send all regions to all engine ranks.  Raises TransportError; call `drop` then."""
         return {
             region.dst: self._region_sender(region, destinations[region.dst], deadline).send(
                 range(len(region.buckets)), deadline
@@ -223,7 +218,7 @@ class WeightSender:
         }
 
     def resend(self, buckets: Mapping[int, Sequence[int]], deadline: float) -> dict[int, Moved]:
-        """Some buckets of the regions sent last, by engine rank."""
+        """Send some buckets of the last regions again, by engine rank."""
         if not buckets.keys() <= self._region_senders.keys():
             raise EngineError(f"no bucket was sent to the engine ranks {sorted(buckets)}")
         return {
@@ -232,7 +227,7 @@ class WeightSender:
         }
 
     def drop(self) -> None:
-        """Forget all links: the staging buffers behind them are not used again."""
+        """Close all links: their staging buffers are not used again."""
         for _, sender in self._region_senders.values():
             sender.link.close()
         self._region_senders.clear()
@@ -259,10 +254,10 @@ log = logging.getLogger(__name__)
 _HELLO = b"hello"
 
 
-_MAX_MESSAGE = 64 * 2**20  # bytes: read before its token is, and 8 bytes per bucket at most
+_MAX_MESSAGE = 64 * 2**20  # bytes; read before the token is checked; at most 8 per bucket
 
 
-_LAST_WORDS_MS = 5000  # that a closed line may take to pass on what it was told
+_LAST_WORDS_MS = 5000  # longest time that a closed channel may take to deliver queued messages
 
 
 class SendVersion(msgspec.Struct, frozen=True, tag=True):
@@ -274,18 +269,18 @@ class SendVersion(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendBuckets(msgspec.Struct, frozen=True, tag=True):
-    """Send some buckets once more."""
+    """Send some buckets again."""
 
     buckets: dict[int, tuple[int, ...]]  # by engine rank
     timeout_s: float
 
 
 class DropSession(msgspec.Struct, frozen=True, tag=True):
-    """The session ended badly: its staging buffers are gone."""
+    """The session failed: its staging buffers are gone."""
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, tag=True):
-    """The engine left the run: nothing is sent to it any more."""
+    """The engine left the run: its sender ends."""
 
 
 class Sent(msgspec.Struct, frozen=True, tag=True):
@@ -311,7 +306,7 @@ _REPLY = msgspec.msgpack.Decoder(SenderReply)
 
 
 class SenderChannel:
-    """Rank 0's end of the line of one engine; used by one thread after `wait_for_senders`."""
+    """Rank 0's socket to the senders of one engine; used by one thread after `wait_for_senders`."""
 
     def __init__(self, address: str, token: str, world_size: int) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -323,7 +318,7 @@ class SenderChannel:
         self._number = 0
 
     def wait_for_senders(self, deadline: float) -> None:
-        """Every rank has said hello.  Raises TrainerError when one is late."""
+        """Wait for a hello of every rank.  Raises TrainerError when one is late."""
         while len(self._senders) < self._world_size:
             frames = self._receive(deadline)
             if frames is None:
@@ -334,7 +329,7 @@ class SenderChannel:
                 self._senders[int(rank)] = identity
 
     def request(self, requests: Mapping[int, SenderRequest], deadline: float) -> dict[int, Sent]:
-        """One question per rank, asked at once.  Raises TransportError: late, or one is broken."""
+        """Send one request per rank, all at once.  Raises TransportError: late or failed."""
         self._number += 1
         number = str(self._number).encode()
         for rank, request in requests.items():
@@ -349,7 +344,7 @@ class SenderChannel:
                 raise TransportError("deadline", f"trainer ranks {late} did not send in time")
             identity, word, body = frames
             if word != number or identity not in ranks:
-                continue  # an answer to a question that was given up
+                continue  # the reply to a request whose deadline has passed
             reply = _REPLY.decode(body)
             if isinstance(reply, Broken):
                 raise TransportError("peer", f"trainer rank {ranks[identity]}: {reply.cause}")
@@ -357,7 +352,7 @@ class SenderChannel:
         return replies
 
     def tell(self, message: DropSession | EngineRemoved) -> None:
-        """To all ranks, without waiting."""
+        """Send to all ranks without waiting for a reply."""
         body = msgspec.msgpack.encode(message)
         for identity in self._senders.values():
             self._socket.send_multipart([identity, b"0", body])
@@ -378,13 +373,13 @@ class SenderChannel:
 
 @dataclass(slots=True, eq=False)
 class SharedSnapshot:
-    """The weight snapshot as senders see it: `freeze` is told by the training thread."""
+    """The weight snapshot as senders see it; `changed` is notified after each `weights.store`."""
 
     weights: WeightSnapshot
     changed: threading.Condition
 
     def wait_for(self, version: PolicyVersion, timeout_s: float) -> None:
-        """Raises TransportError when the rank does not store that version in time."""
+        """Raises TransportError when the rank does not hold that version in time."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.weights.version == version, timeout_s):
                 raise TransportError(
@@ -393,7 +388,7 @@ class SharedSnapshot:
 
 
 class SenderThread(threading.Thread):
-    """Answers the line of one engine on one rank, until the engine leaves."""
+    """Serves the requests for one engine on one rank, until the engine leaves."""
 
     def __init__(
         self, endpoint: str, token: str, rank: int, sender: WeightSender, snapshot: SharedSnapshot

@@ -1,14 +1,14 @@
-"""One engine's publish sessions, as trainer rank 0 drives them on a thread of their own.
+"""One engine's publish sessions, which trainer rank 0 drives on one thread per engine.
 
     PREPARE -> TRANSFER -> VERIFY (a damaged bucket is sent once more) -> COMMIT      or ABORT
 
-A session has one deadline over all its phases, `sync.timeout_s`.  It fails alone: other engines
-have threads, lines and links of their own.  An engine that failed is asked again every few seconds
-as long as its version is frozen, so one that comes back, or joins late, is brought to the current
-version without waiting for the next publish.  An engine that was started again and so lost its
-weights is found the same way: it is asked what it holds.
+A session has one deadline over all its phases, `sync.timeout_s`.  Engines fail independently: each
+has its own thread, channel and links.  A failed engine is tried again every few seconds as long as
+the snapshot has its version, so an engine that recovers or joins late gets the current version
+without waiting for the next publish.  Each engine is also asked which version it holds:
+a restarted engine has lost its weights.
 
-No version is ever assumed: `held` is what COMMIT confirmed or the engine said itself.
+`held` is only what COMMIT confirmed or the engine reported, never an assumption.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from moerl.weight_sync.transfer_plan import TRAINER
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 2.0  # between looks at an engine that is behind, or that may have been restarted
-_PROBE_S = 5.0  # longest PREPARE of an engine that failed before, unless it is known to need more
+_AGAIN_S = 2.0  # seconds between checks of an engine that is behind or may have been restarted
+_PROBE_S = 5.0  # longest PREPARE of an engine that failed before, unless an earlier one took longer
 _ABORT_S = 5.0
-_SLACK_S = 2.0  # the controller answers this much after the deadline it was given
+_SLACK_S = 2.0  # seconds by which the controller's answer may come after the deadline
 
 Reply = TypeVar("Reply")
 Result = PublishResult | PublishFailure
 
 
 class Control(Protocol):
-    """A line to the controller; sockets belong to one thread, and end with their first error."""
+    """A connection to the controller; used by one thread, closed at its first error."""
 
     def expect(
         self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
@@ -77,23 +77,26 @@ class Control(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What both ends plan with; the same for all sessions of an engine."""
+    """The inputs of both ends' plans; the same for all sessions of an engine."""
 
     engine: int
-    plan_engine: int  # id to plan with; of another engine when that one may send its version on
+    plan_engine: int  # id to plan with; the source's id when another engine relays the version
     plan: str
     transport: str
     trainer: ParallelConfig
     policy: WirePolicy
     layer_spec: LayerSpec
     timeout_s: float
-    drain_s: float  # longest wait for requests in flight before a commit
-    folder: str = ""  # of the transport disk
+    drain_s: float  # longest wait for running requests before a commit
+    folder: str = ""  # folder of the transport disk
     delta: bool = False  # the senders may send deltas
 
 
 class EngineSession(threading.Thread):
-    """The training thread calls `publish` to `remove`, the rest runs on this one."""
+    """Publish sessions of one engine.
+
+    The training thread calls `publish` to `remove`; everything else runs on this thread.
+    """
 
     def __init__(
         self,
@@ -103,30 +106,30 @@ class EngineSession(threading.Thread):
         tracer: Tracer | None,
         source: EngineSession | None = None,
     ) -> None:
-        """source: of the engine that sends its version on to this one; None = the trainer does."""
+        """source: session of the engine that relays to this one; None = the trainer sends."""
         super().__init__(name=f"session-{spec.engine}", daemon=True)
         self._source = source
-        self._moved: dict[int, dict[int, Moved]] = {}  # digests of the version held
+        self._moved: dict[int, dict[int, Moved]] = {}  # digests of the held version
         self.spec, self._channel, self._connect, self._tracer = spec, channel, connect, tracer
         self._changed = threading.Condition()
         self._target: PolicyVersion | None = None
         self._tried = False  # the target had its first session
-        self._result: Result | None = None  # how that ended; taken once
+        self._result: Result | None = None  # result of the last publish; returned once
         self._held: PolicyVersion | None = None
-        self._layout = ""  # of the engine, as met at the last session
+        self._layout = ""  # layout of the engine at the last session
         self._behind = False
-        self._prepare_s = 0.0  # what its last PREPARE took that was answered
+        self._prepare_s = 0.0  # duration of the last answered PREPARE
         self._busy = self._paused = self._left = False
 
     # --- the training thread ----------------------------------------------------------------------
     def publish(self, version: PolicyVersion) -> None:
-        """Bring the engine to `version`, which is frozen or about to be; `settle` first."""
+        """Bring the engine to `version`, which the snapshot will hold; call `settle` first."""
         with self._changed:
             self._target, self._tried, self._result, self._paused = version, False, None, False
             self._changed.notify_all()
 
     def settle(self) -> Result | None:
-        """Wait until nothing is being sent and stop sending; how the publish ended, once.
+        """Stop sending and wait until that has happened; returns the publish's result, once.
 
         The weight snapshot may be overwritten from here on, until `resume`.
         """
@@ -138,13 +141,13 @@ class EngineSession(threading.Thread):
             return result
 
     def resume(self) -> None:
-        """Look after the engine again: the weight snapshot are still those of the last publish."""
+        """Check the engine again: the weight snapshot still holds the last publish."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def remove(self) -> None:
-        """The engine left the run: end, after the session under way."""
+        """The engine left the run: end after the current session."""
         with self._changed:
             self._left = True
             self._changed.notify_all()
@@ -167,15 +170,15 @@ class EngineSession(threading.Thread):
                     self._tried, self._result = True, result
                 self._changed.notify_all()
         with contextlib.suppress(TrainerError):
-            if not ready:  # senders that never said hello cannot be told
+            if not ready:  # no hello from the senders: they cannot receive a message
                 self._channel.wait_for_senders(time.monotonic() + self.spec.timeout_s)
         self._channel.tell(EngineRemoved())
         self._channel.close()
 
     def _next(self) -> PolicyVersion | None:
-        """Sleep until there is something to do, or to look after; None when the engine left."""
+        """Sleep until there is a version to publish or to check; None when the engine left."""
         with self._changed:
-            if self._tried:  # a second look: not at once, but a new version is
+            if self._tried:  # only a check: wait before it, unless a new version arrives
                 self._changed.wait_for(lambda: self._left or not self._tried, _AGAIN_S)
             self._changed.wait_for(lambda: self._left or self._has_work())
             if self._left:
@@ -184,7 +187,7 @@ class EngineSession(threading.Thread):
             return self._target
 
     def taken(self, version: PolicyVersion) -> dict[int, dict[int, Moved]] | None:
-        """For the session that this engine is the source of: digests of `version` once it is held.
+        """Digests of `version` once this engine holds it, for the engine that it relays to.
 
         Waits for the first session of `version`; None when that failed.
         """
@@ -214,12 +217,12 @@ class EngineSession(threading.Thread):
         return result
 
     def _lost_version(self, version: PolicyVersion) -> bool:
-        """Whether the engine, which took `version`, no longer has it."""
+        """Whether the engine, which committed `version`, has lost it."""
         control = self._connect()
         try:
             holds = control.expect(AskEngine(self.spec.engine), EngineHolds, _PROBE_S)
         except MoerlError:
-            return False  # nobody can say; a session will
+            return False  # unknown; the next session shows it
         finally:
             control.close()
         return holds.version != version or bool(holds.cause)
@@ -255,7 +258,7 @@ class EngineSession(threading.Thread):
                     self._tracer.add(f"publish {name}", start_s, end_s, engine=engine)
 
     def _abort(self, version: PolicyVersion, cause: str) -> None:
-        """Best effort: a staging buffer that nobody dropped is replaced by the next PREPARE."""
+        """Best effort: the next PREPARE replaces a staging buffer that was not dropped."""
         self._channel.tell(DropSession())
         control = self._connect()
         try:
@@ -268,7 +271,7 @@ class EngineSession(threading.Thread):
 
 
 class _Session:
-    """One attempt."""
+    """One attempt to publish a version to one engine."""
 
     def __init__(
         self,
@@ -283,14 +286,14 @@ class _Session:
         self.spec, self.version, self._channel, self._control = spec, version, channel, control
         self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER
-        self.relayed: dict[int, dict[int, Moved]] = {}  # what the source holds, if an engine is
+        self.relayed: dict[int, dict[int, Moved]] = {}  # digests of the source engine
         self.moved: dict[int, dict[int, Moved]] = {}  # by trainer rank and engine rank
         self.phase = "prepare"
         self.spans: list[tuple[str, float, float]] = []
         self._deadline = time.monotonic() + spec.timeout_s
 
     def run(self) -> PublishResult:
-        """Raises MoerlError; `phase` says where."""
+        """Raises MoerlError; `phase` is the phase that failed."""
         prepared = self._timed("prepare", self._prepare)
         transfer = self._relay if self.source != TRAINER else self._transfer
         self.moved = self._timed("transfer", lambda: transfer(prepared))
@@ -363,7 +366,7 @@ class _Session:
         return {src: sent.moved for src, sent in replies.items()}
 
     def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
-        """The same regions, sent by the engine that has them: the same digests."""
+        """Let the source engine send the same regions; they have the same digests."""
         left_s = self._left()
         message = RelayUpdate(self.source, self.version, prepared.endpoints, left_s)
         self._control.expect(message, Ok, left_s + _SLACK_S)
@@ -421,7 +424,7 @@ def _engine_ranks(moved: Mapping[int, Mapping[int, Moved]]) -> list[int]:
 
 
 def _of(dst: int, moved: Mapping[int, Mapping[int, Moved]]) -> list[tuple[int, Moved]]:
-    """(trainer rank, what it moved to `dst`), in the order of the receiver's plan."""
+    """(trainer rank, its part for `dst`), in the order of the receiver's plan."""
     return [(src, moved[src][dst]) for src in sorted(moved) if dst in moved[src]]
 
 

@@ -1,27 +1,21 @@
-"""The transfer plan: what each trainer rank sends to each rank of one engine, seen from both ends.
+"""The transfer plan, and the relay schedule between engines.
 
     plan.sender(rank)      a trainer rank's part: one region per engine rank that it sends to
     plan.receiver(rank)    an engine rank's part: one region per trainer rank that sends to it
 
-Both ends derive the same regions from the same inputs (the fields of `TransferPlan`); `plan.id`
-says whether the inputs are the same.  Nobody makes the part of anybody else.  What a region is:
-`wire`; how the parts are found in closed form: `deliveries`.
+A plan says what each trainer rank sends to each rank of one engine.  Both ends derive the same
+regions from the same inputs (the fields of `TransferPlan`); equal `plan.id` means equal inputs.
+No rank derives the parts of other ranks.  Regions: `buckets`; the closed form: `deliveries`.
 
-Rejected: pieces in the order of the trainer (an engine would have to know it).
-Idea: the expert-aware planners of Awex and checkpoint-engine; rotation and both ends are ours.
-
-Who sends a version to which engine, when engines that hold it send it on.
-
-The trainer sends to `direct` engines.  From then on every engine that has verified the version may
+Relay: the trainer sends to `direct` engines.  Then every engine that has verified the version may
 send it to one other engine per round, rank to equal rank, so the number of holders doubles.  The
-trainer's egress is `direct` copies however many engines there are; the price is a depth of
-1 + log2(engines / direct) rounds.
+trainer's egress is `direct` copies for any number of engines; the price is a depth of
+1 + log2(engines / direct) rounds.  A relayed engine plans with the id of the engine that the
+trainer served (`Hop.plan_engine`): equal layouts with equal ids give equal regions, so a staging
+buffer is forwarded in one piece, unchanged, and its digests stay valid.
 
-A relayed engine plans with the id of the engine that the trainer served (`Hop.plan_engine`): equal
-layouts with equal ids give equal regions, so a staging segment is forwarded as it lies, in one
-piece, and its digests stay valid.
-Rejected: a chain (least egress per engine, but one slow engine delays all behind it) and planning
-every hop anew (an engine would have to cut its live weights into boxes).
+Rejected: pieces in trainer order (engines do not know it), a chain of relays, a plan per hop.
+Idea: the expert-aware planners of Awex and checkpoint-engine; rotation and both ends are ours.
 """
 
 from __future__ import annotations
@@ -49,12 +43,12 @@ from moerl.weight_sync.deliveries import (
 )
 from moerl.weight_sync.held_shards import EngineLayout
 
-SCHEME = 1  # goes into the plan's id; a change of order, rotation or cuts raises it
+SCHEME = 1  # part of the plan's id; raise it when order, rotation or cuts change
 
 
 @dataclass(frozen=True, slots=True)
 class SenderPlan:
-    """Of trainer rank `rank`, towards one engine.  Ranks that get nothing have no region."""
+    """Part of trainer rank `rank` for one engine.  Engine ranks that get nothing have no region."""
 
     plan_id: str
     rank: int
@@ -67,29 +61,29 @@ class SenderPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverPlan:
-    """Of engine rank `rank`: what arrives from whom, and what else makes the weights complete."""
+    """Part of engine rank `rank`: its regions, and what else completes the weights."""
 
     plan_id: str
     rank: int
     regions: tuple[Region, ...]  # by trainer rank, ascending
-    starts: tuple[int, ...]  # of each region in the staging segment, multiples of ALIGN
-    padding: tuple[tuple[str, int], ...]  # (parameter, first row): from there on SGLang keeps 0
+    starts: tuple[int, ...]  # offset of each region in the staging buffer, multiples of ALIGN
+    padding: tuple[tuple[str, int], ...]  # (parameter, first row): SGLang keeps 0 from that row on
     hooks: tuple[str, ...]  # SGLang functions to run after the pieces are in place, in order
 
     @property
     def num_bytes(self) -> int:
-        """Exactly what this rank needs: the bytes that travel."""
+        """Bytes that this rank receives."""
         return sum(region.num_bytes for region in self.regions)
 
     @property
     def staging_bytes(self) -> int:
-        """Of the segment: num_bytes, and at most ALIGN - 1 more per region."""
+        """Size of the staging buffer: num_bytes, and at most ALIGN - 1 more per region."""
         return self.starts[-1] + self.regions[-1].num_bytes if self.regions else 0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferTotals:
-    """Bytes of one engine's plan, counted without making it."""
+    """Bytes of one engine's plan, counted without making the plan."""
 
     sent_bytes: tuple[int, ...]  # by trainer rank
     sent_parts: tuple[int, ...]  # a box with its scales counts once
@@ -98,7 +92,7 @@ class TransferTotals:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """From a trainer to one engine; `engine.num` does not matter.
+    """Transfer from a trainer to one engine; `engine.num` does not matter.
 
     Its methods raise ConfigError or LayoutError when sizes do not divide, or a cut is inside an
     fp8 block.
@@ -113,7 +107,7 @@ class TransferPlan:
 
     @property
     def id(self) -> str:
-        """16 hex digits, in every process the same for the same inputs."""
+        """16 hex digits, equal in every process for equal inputs."""
         inputs = {
             "scheme": SCHEME,
             "spec": asdict(self.spec),
@@ -166,7 +160,7 @@ class TransferPlan:
         )
 
     def totals(self) -> TransferTotals:
-        """The sums of all ranks' parts, for thousands of ranks in a second."""
+        """Sums over the parts of all ranks; takes a second for thousands of ranks."""
         tables = self._tables()
         sent, parts = [0] * self.trainer.world_size, [0] * self.trainer.world_size
         for ranks, by_turn in tables.by_turn:
@@ -183,12 +177,12 @@ class TransferPlan:
 
 
 def post_load_hooks(spec: ModelSpec, policy: WirePolicy) -> tuple[str, ...]:
-    """Functions of SGLang's model loader that derive other tensors from the written ones.
+    """Functions of SGLang's model loader that derive other tensors from the received ones.
 
     post_load_weights     latent attention keeps w_kc and w_vc, copies of kv_b_proj's halves
-    postprocess_weights   block-quantised layers may requantise or transpose their scales; the
-                          layer must be brought back by restore_weights_before_loading first
-    Unquantised layers of the other families are used as they are written.
+    postprocess_weights   block-quantised layers may requantise or transpose their scales;
+                          restore_weights_before_loading must undo that first
+    Unquantised layers of the other families are used as received.
     Source: sglang 0.5.23, srt/models/deepseek_common/deepseek_weight_loader.py,
     srt/model_executor/model_runner_components/weight_updater.py (begin/end_weight_update).
     """
@@ -221,13 +215,13 @@ class Hop(NamedTuple):
     round: int
     src: int  # engine id, or TRAINER
     dst: int  # engine id
-    plan_engine: int  # the id that both ends plan with
+    plan_engine: int  # id that both ends plan with
 
 
 def relay_schedule(engine_ids: Sequence[int], direct: int) -> tuple[Hop, ...]:
     """Hops that bring a version to every engine once, ordered by round.
 
-    direct: how many engines the trainer serves itself, in round 0; the first ones of engine_ids.
+    direct: number of engines that the trainer serves in round 0: the first ones of engine_ids.
     """
     assert direct >= 1 or not engine_ids, f"direct = {direct}: the trainer serves one at least"
     hops = [Hop(0, TRAINER, engine, engine) for engine in engine_ids[:direct]]
@@ -242,5 +236,5 @@ def relay_schedule(engine_ids: Sequence[int], direct: int) -> tuple[Hop, ...]:
 
 
 def num_rounds(hops: Sequence[Hop]) -> int:
-    """Rounds after the first one: how often a version is passed on."""
+    """Rounds after round 0: how often a version is relayed."""
     return hops[-1].round if hops else 0

@@ -84,7 +84,7 @@ def test_bad_override(override: str, names: str, allows: str) -> None:
         ("run: [1,\n", "not readable as YAML: line 2: expected the node content"),
         ("- a\n", "a YAML mapping of settings is needed"),
         ("include: models/tiny_moe\n", "a list of files is needed"),
-        ("include: [models/no_such]\n", "no such file beside"),
+        ("include: [models/no_such]\n", "no such file next to"),
         ("run:\n  steps: 3\n  steps: 4\n", "line 3 sets steps a second time"),
         ("run: 3\n", "run = 3 is not usable: it is a section"),
         ("{}\n", "model.path = '' is not usable: name a model's folder"),

@@ -94,7 +94,7 @@ def test_a_door_outlives_a_caller_that_could_not_be_taken(
         raise OSError(errno.EMFILE, "Too many open files")
 
     def no_thread(self: threading.Thread) -> None:
-        if self.name == "door" or failed.is_set():
+        if self.name == "token-server" or failed.is_set():
             return start(self)
         failed.set()
         raise RuntimeError("can't start new thread")

@@ -1,1 +1,1 @@
-"""Checkpoints for resume: what they hold, written while training goes on, and which are kept."""
+"""Checkpoints for resume: content, asynchronous writer, and which ones are kept."""

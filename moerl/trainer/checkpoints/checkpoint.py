@@ -1,7 +1,7 @@
-"""Checkpoints for resume: model, optimizer, schedule, random state and what the run has consumed.
+"""Checkpoints for resume: model, optimizer, schedule, random state and consumed groups.
 
-Format: megatron-core's torch_dist, in global coordinates: tensors are cut anew for the layout that
-loads them.  `moerl.trainer.checkpoints.checkpoint_writer` writes them while training goes on.
+Format: megatron-core's torch_dist, in global coordinates: tensors are cut for the layout that loads
+them.  `moerl.trainer.checkpoints.checkpoint_writer` writes them while training continues.
 
 The set of consumed groups is inside the checkpoint: a restart redoes the steps after it, and the
 controller never plans a consumed group again (design: exactly once in the surviving history).
@@ -46,21 +46,21 @@ _PREFIX = "critic."
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a resumed run continues from.
+    """Where a resumed run continues.
 
-    The data cursor is in `consumed`: prompt i belongs to group i, and a resumed run goes on with
-    the lowest that is not there.
+    The data cursor is in `consumed`: prompt i belongs to group i, and a resumed run continues with
+    the lowest id that is not in it.
     """
 
     version: PolicyVersion  # weights in the checkpoint; version.step optimizer steps are inside
     consumed: Ranges  # group ids trained so far
-    metrics_rows: int  # rows of metrics.jsonl that belong to the surviving history
+    metrics_rows: int  # rows of metrics.jsonl in the surviving history
 
 
 def save(
     writer: CheckpointWriter, learner: Learner, progress: Progress, parallel: Parallel
 ) -> None:
-    """Freeze everything that a resume needs and begin to write it, collective over all ranks."""
+    """Copy the state of a resume and start to write it; collective over all ranks."""
     state = _state(learner, parallel, is_loading=False)
     state["moerl"] = asdict(progress)
     manifest = resume_facts(learner.config) | {
@@ -77,11 +77,11 @@ def load(
 ) -> Progress:
     """Restore what `save` wrote, collective over all ranks, on any layout `check_resume` allows.
 
-    Rates, decay and Adam's constants are those of the configuration; moments and the place in the
-    schedule come from the checkpoint.
-    reset_optimizer: take weights and that place, begin with fresh optimizer state.  Random states
-    come back on the layout they were saved with; on another one they go on as they began.
-    Raises TrainerError for a folder that is not a whole checkpoint.
+    Rates, decay and Adam's constants are those of the configuration; moments and the position in
+    the schedule come from the checkpoint.
+    reset_optimizer: take weights and position, start with fresh optimizer state.  Random states
+    are restored on the layout they were saved with; on another layout they keep initial values.
+    Raises TrainerError for a folder that is not a complete checkpoint.
     """
     if not (path / "metadata.json").exists():
         raise TrainerError(f"{path} is not a whole checkpoint")
@@ -93,9 +93,9 @@ def load(
     wanted = _state(learner, parallel, is_loading=True, with_optimizer=not reset_optimizer)
     if not same:
         del wanted["random"]
-        log.warning("%s: of layout %s, random states go on as they began", path, saved["parallel"])
+        log.warning("%s has layout %s: random states stay as seeded", path, saved["parallel"])
     if reset_optimizer:
-        log.warning("%s: the optimizer begins anew, its moments are not used", path)
+        log.warning("%s: fresh optimizer state, the saved moments are not used", path)
     state = dist_checkpointing.load(wanted, str(path))
     _restore(learner, state, reset_optimizer=reset_optimizer)
     if same:
@@ -109,7 +109,7 @@ def load(
 
 
 def _ranges_of(consumed: Sequence[Any]) -> Ranges:
-    """Earlier checkpoints list every id."""
+    """Earlier checkpoints list every id instead of ranges."""
     if all(isinstance(one, int) for one in consumed):
         return ranges(consumed)
     return tuple((int(begin), int(end)) for begin, end in consumed)
@@ -146,9 +146,9 @@ def _trained(
 def _state(
     learner: Learner, parallel: Parallel, *, is_loading: bool, with_optimizer: bool = True
 ) -> dict[str, Any]:
-    """The sharded state: what is read of it is written, what is loaded goes into its tensors.
+    """The sharded state: the source of a save, the target tensors of a load.
 
-    with_optimizer: False leaves optimizers untouched, which asking for their state would not.
+    with_optimizer: False leaves optimizers untouched; requesting their state would create it.
     """
     model = {
         f"model{chunk.index}": chunk.gpt.sharded_state_dict(metadata=dict(METADATA))
@@ -163,7 +163,7 @@ def _state(
     if with_optimizer:
         state["optimizer"] = _optimizer_state(learner.optimizer, model, is_loading)
     if (critic := learner.critic) is not None:
-        # keys of a folder are global: the critic's tensors have a prefix of their own there
+        # keys of a folder are global: the critic's tensors get a prefix
         model = {
             f"critic_model{chunk.index}": {
                 key.removeprefix(_PREFIX): part
@@ -211,8 +211,10 @@ def _restore_random(state: dict[str, Any]) -> None:
 
 
 def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """What the configuration says of each parameter group; rate and weight decay follow from the
-    schedule.  A checkpoint holds the values of the run that wrote it."""
+    """The configured values of each parameter group; the schedule derives rate and weight decay.
+
+    A checkpoint holds the values of the run that wrote it.
+    """
     return [
         {name: group[name] for name in ("max_lr", "min_lr", "betas", "eps")}
         for group in optimizer.param_groups
@@ -233,7 +235,7 @@ def _unshare_adam_steps(optimizer: MegatronOptimizer) -> None:
 
 
 def _give_adam_state(ddp: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """One step with zero gradients and rate 0: torch Adam creates its state, nothing moves."""
+    """One step with zero gradients and rate 0: torch Adam creates its state, no weight changes."""
     for chunk in ddp:
         chunk.zero_grad_buffer()
     rates = [(group, group["lr"]) for group in optimizer.param_groups]

@@ -1,8 +1,8 @@
-"""The folder of finished checkpoints: which appear, which go, and which one is the best.
+"""The folder of finished checkpoints: publishing, removing, and naming the best.
 
-A checkpoint's figure is the mean of the metric `checkpoint.best` over the rows since the checkpoint
-before.  Of an `eval/` metric it is the evaluation of exactly its weights, which ends some steps
-later: each new checkpoint, and the end of the run, asks again for those that are still there.
+A checkpoint's score is the mean of the metric `checkpoint.best` over the rows since the previous
+checkpoint.  For an `eval/` metric it is the evaluation of exactly its weights, which ends some
+steps later: each new checkpoint, and the end of the run, scores the existing ones again.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ BACKEND, FORMAT = "torch_dist", 1
 
 @dataclass(slots=True)
 class CheckpointStore:
-    """Rank 0 has one."""
+    """Owner of the folder, on rank 0."""
 
     run: RunDir
     config: CheckpointConfig
     incarnation: int
-    _read_bytes: int = 0  # of metrics.jsonl
-    _values: dict[int, float] = field(default_factory=dict)  # of the metric, by steps of weights
+    _read_bytes: int = 0  # bytes of metrics.jsonl read so far
+    _values: dict[int, float] = field(default_factory=dict)  # metric, by step of the weights
 
     def hidden(self, step: int) -> Path:
-        """Where the checkpoint of `step` is while it is being written."""
+        """Folder of the checkpoint of `step` while it is being written."""
         path = self.run.checkpoint(step)
         return path.with_name(f".{path.name}.{self.incarnation}.writing")
 
     def clean(self) -> None:
-        """Remove what writers that died have left."""
+        """Remove the partial folders of writers that died."""
         for path in self.run.checkpoints.glob(".step-*.writing"):
             shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, step: int, manifest: dict[str, Any]) -> None:
-        """Make the hidden folder a checkpoint, and remove those that are not kept.
+        """Rename the hidden folder to a checkpoint and remove those that are not kept.
 
-        Raises TrainerError when another trainer has started: the folder is that one's.
+        Raises TrainerError when another trainer has started: the folder then belongs to it.
         """
         if (newest := newest_incarnation(self.run)) > self.incarnation:
             raise TrainerError(
@@ -86,7 +86,7 @@ class CheckpointStore:
         return self.config.best.startswith("eval/")
 
     def _mean_before(self, step: int) -> float | None:
-        """Of the rows between the checkpoint before and this one; None without a metric or row."""
+        """Mean over the rows since the previous checkpoint; None without a metric or row."""
         if not self.config.best or self._is_evaluated:
             return None
         self._read()
@@ -98,7 +98,7 @@ class CheckpointStore:
         return statistics.fmean(values) if values else None
 
     def _read(self) -> None:
-        """Take in the rows that were added; all of them again when rows were taken back."""
+        """Read the rows that were added; all rows when some were removed."""
         if not self.run.metrics.exists():
             return
         with self.run.metrics.open("rb") as file:
@@ -114,11 +114,11 @@ class CheckpointStore:
                 self._values[int(row[at])] = row[self.config.best]
 
     def _offer(self, step: int, score: float) -> None:
-        """This checkpoint is named the best, if it is."""
+        """Name this checkpoint the best if its score is."""
         found = self.run.best_checkpoint()
         sign = 1.0 if self.config.best_is == "highest" else -1.0
         before = json.loads(self.run.best.read_text()).get(self.config.best) if found else None
-        is_same = found is not None and found[0] == step  # made again after a crash, or known
+        is_same = found is not None and found[0] == step  # written again, or unchanged
         if before is None or is_same or sign * score > sign * before:
             named = {"step": step, self.config.best: score}
             atomic_write(self.run.best, json.dumps(named, indent=1), sync=True)

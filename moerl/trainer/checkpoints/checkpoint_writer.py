@@ -1,16 +1,16 @@
-"""Checkpoints written while training goes on: freeze a copy, write it in a thread, rename last.
+"""Checkpoints written while training continues: copy the state, write it in a thread, rename last.
 
 `save` stops training only while the state is planned and copied to buffers in host memory, which
-are kept between checkpoints.  A thread of each rank then writes its own file, rank 0's joins the
+are kept between checkpoints.  A thread of each rank then writes its own file; rank 0's joins the
 results, writes the manifest last and renames the folder.  At most one checkpoint is in flight.  A
-crash at any moment leaves a hidden folder, which the next writer removes, and the checkpoints
-before it as they were.  A write that fails, a full disk for example, does the same and is counted.
+crash or a failed write (a full disk) leaves a hidden folder, which the next writer removes, and
+older checkpoints unchanged; failed writes are counted.
 
 Megatron's own writers fork the trainer, with its sockets, threads and CUDA context, and pass
-results through a manager process; torch's want a process group that training uses as well.
-Rejected for that: here is one thread, and one gloo group of its own.
+results through a manager process; torch's need a process group that training uses as well.  So this
+one has a thread and its own gloo group.
 
-Idea of the split in plan, frozen copy and finalisation: megatron-core's and torch's asynchronous
+Idea of the split in plan, copy and finalisation: megatron-core's and torch's asynchronous
 checkpointing.
 """
 
@@ -71,24 +71,24 @@ class CheckpointWriter:
         tracer: Tracer,
         incarnation: int,
     ) -> None:
-        """incarnation: of this trainer; one that was replaced publishes no checkpoint."""
+        """incarnation: of this trainer; a replaced trainer publishes no checkpoint."""
         self._store = CheckpointStore(run, config, incarnation)
         self._parallel, self._tracer = parallel, tracer
         self._group = dist.new_group(backend="gloo", timeout=parallel.timeout)
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._ended: dict[str, float] = {}  # metrics of the write that ended last
-        self._error = ""  # of that write
+        self._ended: dict[str, float] = {}  # metrics of the last finished write
+        self._error = ""  # error of that write
         self._failed = 0
         self._is_checked = False
         if parallel.is_first:
             self._store.clean()
 
     def save(self, step: int, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
-        """Freeze `state` (Megatron's sharded form) and begin to write it; it may change afterwards.
+        """Copy `state` (Megatron's sharded form) and start to write it; it may change afterwards.
 
-        manifest: what can be read without torch (`moerl.run_dir.read_manifest`).  Waits for the
-        checkpoint before this one.
+        manifest: readable without torch (`moerl.run_dir.read_manifest`).  Waits for the previous
+        checkpoint.
         """
         self.wait()
         begin, failed = time.time(), ""
@@ -97,11 +97,11 @@ class CheckpointWriter:
             try:
                 shutil.rmtree(hidden, ignore_errors=True)
                 hidden.mkdir(parents=True)
-            except OSError as error:  # known to the others when the write ends
+            except OSError as error:  # the other ranks learn it when the write ends
                 failed = cause_of(error)
         dist.barrier(self._group)
         strategy = _StateCopy(self._group, self._buffers)
-        # the structure of the state never changes: its integrity is asked once
+        # the structure of the state never changes: its integrity is checked once
         strategy.copy_from(state, hidden, with_check=not self._is_checked)
         self._is_checked = True
         copied = time.time()
@@ -115,13 +115,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def metrics(self) -> dict[str, float]:
-        """Of the last checkpoint that ended, once; empty while it is being written."""
+        """Metrics of the last finished checkpoint, returned once; empty during a write."""
         if self._thread is not None and self._thread.is_alive():
             return {}
         ended, self._ended = self._ended, {}
@@ -138,12 +138,12 @@ class CheckpointWriter:
     def _write(
         self, step: int, strategy: _StateCopy, manifest: dict[str, Any], pause: float, failed: str
     ) -> None:
-        """failed: why there is no folder to write to; empty: there is one."""
+        """failed: reason why there is no folder to write to; empty when there is one."""
         begin = time.time()
         results: list[WriteResult] | str
         try:
             results = failed or strategy.writer.write()
-        except Exception as error:  # torch has words of its own for a disk that fills
+        except Exception as error:  # torch wraps the error of a full disk in types of its own
             log.exception("the checkpoint of step %d", step)
             results = cause_of(error)
         try:
@@ -181,7 +181,7 @@ class CheckpointWriter:
                     atomic_write(common, strategy.common, sync=True)
                     strategy.writer.finish(strategy.metadata, every)
                     self._store.publish(step, manifest)
-            except Exception as error:  # whatever it is, the other ranks wait for the verdict
+            except Exception as error:  # on any error: the other ranks wait for the result
                 log.exception("the checkpoint of step %d", step)
                 verdict = [cause_of(error)]
             if verdict[0]:
@@ -191,18 +191,20 @@ class CheckpointWriter:
 
 
 class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
-    """Megatron's strategy with our writer: plans over our group, freezes, writes nothing yet."""
+    """Megatron's strategy with our writer: plans over our group and copies, without writing."""
 
     def __init__(self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor]) -> None:
         super().__init__(BACKEND, FORMAT, thread_count=1)
         self._group, self._buffers = group, buffers
-        self.metadata: Metadata | None = None  # of all ranks, on rank 0
-        self.common = b""  # what is not a tensor of the model, as torch.save writes it, on rank 0
+        self.metadata: Metadata | None = None  # metadata of all ranks, on rank 0
+        self.common = b""  # state without model tensors, as torch.save writes it, on rank 0
         self.writer: _Writer
 
     def copy_from(self, state: dict[str, Any], folder: Path, *, with_check: bool) -> None:
-        """`dist_checkpointing.save` up to its first byte: it writes the common part here, where the
-        other ranks wait for this one."""
+        """Do what `dist_checkpointing.save` does before its first write.
+
+        That write, of the common part, would make the other ranks wait for this one.
+        """
         state["content_metadata"] = dict(METADATA)
         sharded, common = save_preprocess(state, with_check)
         if dist.get_rank(self._group) == 0:
@@ -224,7 +226,7 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
 
 
 class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
-    """Copies what its rank has to write, and writes it to one file when it is told to."""
+    """Copies its rank's part, and writes it to one file when `write` is called."""
 
     def __init__(self, folder: Any, buffers: dict[MetadataIndex, Tensor]) -> None:
         super().__init__(folder, thread_count=1)
@@ -233,11 +235,11 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
         self._name = ""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is: the folder exists, or its disk is full."""
+        """Returns the plan unchanged: the folder exists, or its disk is full."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """The frozen moment: objects are pickled, tensors are copied to host buffers."""
+        """Take the copy: objects are pickled, tensors are copied to host buffers."""
         self._name = f"{plan.storage_data.prefix}0.distcp"
         self._copied = []
         for item in plan.items:
@@ -246,7 +248,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
                 (item, self._copy(item, data) if isinstance(data, Tensor) else data)
             )
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # copies to pinned memory do not wait
+            torch.cuda.synchronize()  # copies to pinned memory are asynchronous
 
     def _copy(self, item: WriteItem, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -259,7 +261,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
         return buffer.copy_(tensor, non_blocking=True)
 
     def write(self) -> list[WriteResult]:
-        """Write the frozen copy.  Raises OSError, for a full disk for example."""
+        """Write the copy.  Raises OSError, for a full disk for example."""
         if not self._copied:
             return []
         path = Path(self.checkpoint_dir) / self._name

@@ -1,1 +1,1 @@
-"""Hugging Face folders and live parameters: read, gathered, saved, converted; no model is built."""
+"""Hugging Face folders and live parameters: read, gather, save, convert without a model."""

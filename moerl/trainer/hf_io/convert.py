@@ -14,8 +14,8 @@ Ranks are those of the smallest trainer with the layout's axes; a data-parallel 
 replica loads the file of the rank that shares its (tp, pp, ep, etp).  A tensor is made from tiles,
 written and dropped, so peak memory is the largest local tensor plus FILL_BYTES and what the
 source maps, whatever the size of the model.
-Idea of one streamed job per rank: the loaders of Megatron-Bridge stream too, but through live
-modules and collectives; here no process group and no module exists.
+Idea of one streamed job per rank: the loaders of Megatron-Bridge stream too, but need live modules
+and collectives.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class MegatronFolder:
         return DTYPE_NAMES[self._dtype_of.get(name, self._dtype)]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """One tensor, or a box of it, put together from the ranks' tiles."""
+        """One tensor, or a box of it, assembled from the ranks' tiles."""
         if name not in self._shapes:
             raise ModelError(f"{self.path}: has no tensor {name}")
         box = box if box is not None else tuple(range(n) for n in self._shapes[name])
@@ -160,7 +160,7 @@ class MegatronFolder:
                         )
 
     def _piece(self, op: Op, local: Local) -> Tensor:
-        """What an op copies; a whole tile is compared with its checksum."""
+        """The data that an op copies; a whole tile is compared with its checksum."""
         piece = self._files.read(rank_file(op.src), op.src_name, op.src_box)
         lead = len(op.src_box) - len(op.dst_box)
         for tile, want in zip(local.tiles, self._tile_sums(op.src, op.src_name), strict=True):
@@ -182,7 +182,7 @@ Source = HfFolder | MegatronFolder
 
 
 def open_source(path: str | Path) -> Source:
-    """A checkpoint where there is a manifest, else a Hugging Face folder."""
+    """A checkpoint if the folder has a manifest, else a Hugging Face folder."""
     return MegatronFolder(path) if (Path(path) / MANIFEST).exists() else HfFolder(path)
 
 
@@ -201,10 +201,10 @@ def convert_to_megatron(
     dtype: torch.dtype | None = None,
     replace: bool = False,
 ) -> None:
-    """Write a checkpoint of `layout`.  Collective over the trainer.
+    """Write a checkpoint of `layout`.  Collective over the conversion ranks.
 
-    dtype: of the parameters; None keeps the source's.  Tensors that the layout pins (the float32
-    expert bias) keep their own.
+    dtype: of the parameters; None keeps the source's.  Tensors whose dtype the layout pins (the
+    float32 expert bias) keep it.
     Raises ConfigError or LayoutError when the model does not divide, ModelError for a source that
     cannot be read or a target that cannot be written.
     """
@@ -252,7 +252,7 @@ def convert_to_hf(
     max_shard_bytes: int = 4 * 2**30,
     replace: bool = False,
 ) -> None:
-    """Write a folder that transformers and SGLang open.  Collective over the trainer.
+    """Write a folder that transformers and SGLang open.  Collective over the conversion ranks.
 
     dtype: None gives every tensor the dtype it had before it became a checkpoint.
     """
@@ -330,7 +330,7 @@ def _local_dtype(name: str, local: Local, source: Source, dtype: torch.dtype | N
 
 
 def _hf_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Dtype of every Hugging Face tensor after conversion; what a layout pins is not cast."""
+    """Dtype of every Hugging Face tensor after conversion; pinned tensors are not cast."""
     shapes = hf_shapes(source.spec)
     if dtype is None:
         return {name: source.dtype(name) for name in shapes}
@@ -342,9 +342,9 @@ def _hf_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dty
 def _config(
     source: Source, dtype: torch.dtype | None, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Any]:
-    """The model's config; it names the dtype asked for, else its own, else that of the tensors.
+    """The model's config; its dtype is the requested one, else its own, else that of the tensors.
 
-    A pinned tensor does not count: transformers keeps the expert bias in float32 by itself.
+    Pinned tensors do not count: transformers always keeps the expert bias in float32.
     """
     if dtype is not None:
         return with_dtype(source.config, [dtype])
@@ -357,7 +357,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _fingerprint(folder: Path) -> Mapping[str, Any]:
-    """Changes when a file of the source does: names, sizes and times, no contents."""
+    """Names, sizes and times of the source's files; changes when a file changes."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     stats = ((str(path.relative_to(folder)), path.stat()) for path in files)
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats}

@@ -84,7 +84,7 @@ def megatron_to_hf(description: str | None) -> int:
     group = parser.add_argument_group(
         "layout on the way",
         "By default tensors are read from the checkpoint's own layout.  With any of these it is "
-        "resharded first, into a hidden folder beside OUT that is removed afterwards: a proof "
+        "resharded first, into a hidden folder next to OUT that is removed afterwards: a proof "
         "that the weights survive that layout.",
     )
     _add_axes(group, default=None)
@@ -132,7 +132,7 @@ def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> 
 
 
 def smallest_layout(args: argparse.Namespace, **more: int) -> ParallelConfig:
-    """The smallest trainer with the axes asked for: experts may need more ranks than tp has."""
+    """The smallest trainer with these axes: experts may need more ranks than tp has."""
     axes = {axis: getattr(args, axis) or 1 for axis in AXES}
     for axis, size in axes.items():
         if size < 1:

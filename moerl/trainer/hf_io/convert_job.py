@@ -1,15 +1,14 @@
-"""A conversion as a list of files to write: streamed, resumed, verified, published at once.
+"""A conversion as a list of files to write: streamed, resumable, verified, published at once.
 
-A job writes `units` (one safetensors file each) into the hidden folder `.NAME.partial` beside its
+A job writes `units` (one safetensors file each) into the hidden folder `.NAME.partial` next to its
 target.  A unit is written tensor by tensor, flushed, and only then gets its name and its list of
-checksums; after all units are read back and agree, the folder is renamed to the target.  So a
-target that exists is whole, and a killed or failed job leaves only a hidden folder, which the same
+checksums; after all units are read back and agree, the folder is renamed to the target.  So an
+existing target is complete, and a killed or failed job leaves only a hidden folder, which the same
 command continues: units whose bytes still match their checksums are kept.
 
-Several processes (torchrun) share the units and meet through torchrun's key-value store, so a
-conversion needs no process group.  Rejected: torch.distributed.checkpoint (its planner wants every
-rank's state dict in memory at once, and its files name no Hugging Face tile), and writing straight
-to the target (after a crash it looks complete).
+Several processes (torchrun) share the units and synchronise through torchrun's key-value store, so
+a conversion needs no process group.
+Rejected: torch.distributed.checkpoint (holds every rank's state dict at once), writing in place.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _READ_BYTES = 8 * 2**20
 
 
 class Planned(NamedTuple):
-    """A tensor of a unit, made when its turn comes and dropped when it is written."""
+    """A tensor of a unit, made when it is written and dropped afterwards."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
-    boxes: tuple[Box, ...] = ()  # parts that get a checksum of their own
+    boxes: tuple[Box, ...] = ()  # parts with separate checksums
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +63,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One file.  `plan` lists its tensors; it is called when the file's turn comes."""
+    """One file.  `plan` lists its tensors; it is called when the file is written."""
 
     file: str
     sums: str  # file of the checksums, relative like `file`
@@ -73,26 +72,26 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """identity: what makes two runs the same job; a partial folder of another one is discarded.
+    """identity: runs with equal identities are the same job; other partial folders are deleted.
 
-    finish: writes what belongs to the folder as a whole, in one process, after verification.
+    finish: writes the files that belong to the whole folder, in one process, after verification.
     """
 
     target: Path
     units: tuple[Unit, ...]
     identity: Mapping[str, Any]
     finish: Callable[[Path], None]
-    replace: bool = False  # an existing target gives way
+    replace: bool = False  # replace an existing target
 
 
 class ConversionProgress(Protocol):
-    """Told of bytes done, of the total once it is known, and of the stage."""
+    """Called with the stage, the bytes done, and the total once it is known."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
 
 
 class ConversionRanks:
-    """The processes of one conversion: one, or those that torchrun started."""
+    """The processes of one conversion: one, or the ranks of torchrun."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -148,7 +147,7 @@ class _Run:
 
 
 def run_job(job: Job, ranks: ConversionRanks, progress: ConversionProgress) -> None:
-    """Write, verify and publish.  Collective over the trainer.
+    """Write, verify and publish.  Collective over the conversion ranks.
 
     Raises ModelError naming the tensor for a failed read or write, a full disk included, and for
     bytes that do not read back.
@@ -218,7 +217,7 @@ def _keep_finished(run: _Run, units: Sequence[Unit]) -> None:
 
 
 def _count(run: _Run, units: Sequence[Unit]) -> None:
-    """Bytes that are still to be written, over all processes."""
+    """Bytes still to be written, over all processes."""
     todo = [unit for unit in units if unit.file not in run.kept]
     nbytes = sum(planned.nbytes for unit in todo for planned in unit.plan())
     run.ranks.add(f"{run.job.target}/total", nbytes)
@@ -235,7 +234,7 @@ def _check_space(run: _Run) -> None:
 
 
 def _where_it_ends(run: _Run, free: int) -> str:
-    """The tensor at which the disk would be full, were the files written one after another."""
+    """The tensor at which the disk would be full if the files were written in order."""
     todo = (unit for unit in run.job.units if not (run.folder / unit.file).exists())
     names = [(planned.name, planned.nbytes) for unit in todo for planned in unit.plan()]
     ends = accumulate(nbytes for _, nbytes in names)
@@ -320,7 +319,7 @@ def _publish(run: _Run) -> None:
 
 # --- reading back --------------------------------------------------------------------------------
 def _verify(run: _Run, unit: Unit) -> None:
-    """Every tensor of a unit reads back as it was made, and the file holds nothing else."""
+    """Check that every tensor of a unit reads back as written, and the file holds nothing else."""
     wanted = dict(run.written.get(unit.file) or {}) or read_sums(run.folder / unit.sums)
     for name, found, nbytes in _read_back(run.folder / unit.file):
         if name not in wanted or found != wanted[name].whole:

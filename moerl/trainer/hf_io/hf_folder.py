@@ -1,10 +1,10 @@
 """Hugging Face folders: checked when opened, read by box, into this rank's live parameters.
 
-    HfFolder   one expert per tensor whatever the files hold; FP8 and MXFP4 come out dequantised
-    load_hf    folder -> this rank's parameters, reading only the bytes the rank holds
+HfFolder   one expert per tensor, also if the files stack them; FP8 and MXFP4 are dequantised
+load_hf    folder -> this rank's parameters, reading only the bytes the rank holds
 
-It runs on the tiles of `moerl.layout`, so no tensor name or cut is written here.  Rejected:
-building a transformers model to read (it holds the whole model in memory on every rank).
+Names and cuts come from the tiles of `moerl.layout`.
+Rejected: building a transformers model to read (the whole model in memory on every rank).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FILL_BYTES = 64 * 2**20  # a tile is copied in bands of rows no larger than this
 
 
 class TensorSource(Protocol):
-    """Where Hugging Face tensors come from: a folder of theirs, or a Megatron-side checkpoint."""
+    """A source of Hugging Face tensors: their folder, or a Megatron-side checkpoint."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -63,7 +63,7 @@ class _Stored(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a Hugging Face tensor is in the files; `inside` = its box when the file stacks it."""
+    """Position of a Hugging Face tensor in the files; `inside`: its box in a stack."""
 
     tensor: str
     inside: Box | None

@@ -1,7 +1,7 @@
 """Every rank's parameters -> whole Hugging Face tensors on rank 0.
 
-Rejected: one message per tensor (thousands of small sends; here each source rank packs what rank 0
-lacks into one message per dtype).
+Each source rank packs what rank 0 lacks into one message per dtype.
+Rejected: one message per tensor (thousands of small sends).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class HfGather:
         return every
 
     def _messages(self, src: int) -> Iterable[tuple[torch.dtype, list[Op]]]:
-        """The ops of one source by wire dtype, in an order both ends compute alike."""
+        """The ops of one source by wire dtype, in an order that both ends compute."""
         by_dtype: dict[torch.dtype, list[Op]] = defaultdict(list)
         for op in self._plan[src]:
             by_dtype[self._dtypes[src][op.src_name]].append(op)

@@ -1,7 +1,7 @@
-"""Hugging Face tensors -> a folder that transformers and SGLang open as it is.
+"""Hugging Face tensors -> a folder that transformers and SGLang can open.
 
-Everything is written beside the target and moved into its place at the end: a save that is killed
-leaves nothing that looks complete.
+Everything is written to a sibling folder and moved to the target at the end, so a killed save
+leaves no folder that looks complete.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class FileTensor(NamedTuple):
 
 
 def file_form(spec: ModelSpec) -> dict[str, FileTensor]:
-    """What a saved folder holds: one tensor per expert, except in a family that knows only stacks.
+    """Tensors of a saved folder: one per expert, except in families that only have stacks.
 
     Prediction layers repeat the embedding and the head.
     """
@@ -109,7 +109,7 @@ def assemble(tensor: FileTensor, dtype: torch.dtype, read: Callable[[str], Tenso
 
 
 def _in_file_form(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Tensors as the family's folders hold them; what is not stacked is not copied."""
+    """Tensors in the form of the family's folders; tensors that are not stacked are not copied."""
     return {
         name: tensors[name]
         if name in tensors
@@ -137,7 +137,7 @@ def _check_tensors(
 
 
 def with_dtype(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """transformers loads in the dtype the config names, whatever the files hold."""
+    """Set the config's dtype: transformers loads in that dtype, whatever the files hold."""
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     # with several, the widest: a float32 router must not be rounded by the loader
     dtype = "float32" if "float32" in names else min(names)
@@ -147,7 +147,7 @@ def with_dtype(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what a model folder holds beside config and weights."""
+    """Copy everything in a model folder apart from config and weights."""
     for pattern in TOKENIZER_FILES:
         for path in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(path, target / path.name)
@@ -187,13 +187,13 @@ def _write_shards(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) -
         path = folder / file
         path.touch()
         mode = path.stat().st_mode
-        save_file(ready, path, metadata={"format": "pt"})  # transformers asks for it
-        path.chmod(mode)  # safetensors lets nobody else read what it writes
+        save_file(ready, path, metadata={"format": "pt"})  # transformers requires it
+        path.chmod(mode)  # safetensors writes files that only the owner can read
     write_index(folder, shards, sum(nbytes.values()))
 
 
 def replace_folder(target: Path, fresh: Path) -> None:
-    """Put `fresh` in the place of `target`; a crash in between leaves both under hidden names."""
+    """Move `fresh` to `target`; a crash in between leaves both under hidden names."""
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

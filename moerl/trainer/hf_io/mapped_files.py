@@ -1,9 +1,9 @@
-"""Safetensors files of one folder, mapped while they are read and let go after a budget of bytes.
+"""Safetensors files of one folder, mapped for reading and unmapped after a budget of bytes.
 
-A mapped page counts as resident memory until it is unmapped, so a process that walks through a
-large model would seem to hold all of it.  Here the mappings are dropped, and made again on demand,
-whenever `budget_bytes` have been touched.  Rejected: reading with pread (a column cut becomes one
-system call per row) and `madvise` (safetensors owns the mapping).
+A mapped page counts as resident memory until it is unmapped, so a process that reads a large model
+once would seem to hold all of it.  Here the mappings are dropped, and made again on demand,
+whenever `budget_bytes` have been touched.
+Rejected: pread (one system call per row of a column cut), madvise (safetensors owns the mapping).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MappedFiles:
 
 
 def _first_lost(path: Path) -> str:
-    """Which tensor a file that was cut short ends in; empty where its header does not say."""
+    """The tensor in which a truncated file ends; empty where its header does not say."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -1,1 +1,1 @@
-"""What learns from a plan: the step and its sums, optimizer, critic, policies never trained."""
+"""Learning from a plan: the step and its sums, optimizer, critic, reference models."""

@@ -1,16 +1,16 @@
 """The critic of PPO: a model like the policy with one number per token instead of logits.
 
 It starts as a copy of the policy's weights under a head of zeros, so its first values are 0 and the
-first advantages are the whitened rewards.  It has routers of its own (always live), an optimizer of
-its own with the policy's settings and `algorithm.critic_lr`, and the policy's ranks in the policy's
-layout: the head lies where the policy has its logits, on the last stage.
+first advantages are the whitened rewards.  It has its own routers (always live), its own optimizer
+with the policy's settings and `algorithm.critic_lr`, and the policy's ranks and layout: the head is
+where the policy has its logits, on the last stage.
 
-Each step it values the sampled tokens of the plan (no gradient), the advantages follow for the
-whole plan on every rank (`moerl.algorithms.advantages.plan_gae`), and after the policy's optimizer
-steps it learns the returns in as many of its own, on the same minibatches.  Values are not clipped.
+Each step it values the sampled tokens of the plan (no gradient); every rank then computes the
+advantages of the whole plan (`moerl.algorithms.advantages.plan_gae`); after the policy's optimizer
+steps the critic takes as many steps towards the returns, on the same minibatches.  Values are not
+clipped.
 
-The value of the state that PRODUCES token t stands at the position of token t-1, the row its
-logits stand at.
+The value of the state that PRODUCES token t is at the position of token t-1, like its logits.
 
 Legend: B rows, S positions, H hidden, N sampled tokens of a microbatch.
 """
@@ -62,12 +62,12 @@ _NO_TOKENS = torch.tensor(0, dtype=torch.int)  # gradients are not divided by a 
 
 
 class ValueHead(torch.nn.Module):
-    """Stands where GPTModel has its output layer: [S, B, H] -> [S, B, 1] fp32.
+    """Replaces GPTModel's output layer: [S, B, H] -> [S, B, 1] fp32.
 
     Under sequence parallelism a tensor-parallel rank has the hidden states of a run of positions.
-    It values those, and the values are gathered: one number per position instead of H.  All of
+    It computes their values, which are gathered: one number per position instead of H.  All of
     these ranks then compute one loss, so the backward pass takes a rank's own positions out of it,
-    and the head's gradient is what Megatron sums over them (`sequence_parallel` of a parameter).
+    and Megatron sums the head's gradient over them (`sequence_parallel` of a parameter).
     """
 
     def __init__(self, hidden: int, *, sequence_parallel: bool) -> None:
@@ -77,7 +77,7 @@ class ValueHead(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden_SBH: Tensor, **_unused: Any) -> tuple[Tensor, None]:
-        """Called with the output layer's own arguments; the second result is its bias."""
+        """Called with the output layer's arguments; the second result is its bias."""
         value_SB1 = torch.nn.functional.linear(hidden_SBH.float(), self.weight.float())
         if self.sequence_parallel:
             value_SB1 = gather_from_sequence_parallel_region(
@@ -88,7 +88,7 @@ class ValueHead(torch.nn.Module):
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one rank: tokens, weighted loss, and first and second moments of return and error."""
+    """Sums of one rank: tokens, weighted loss, first and second moments of return and error."""
 
     values: Tensor
 
@@ -99,7 +99,7 @@ class _Sums:
         self.values += torch.stack([part.double().cpu() for part in parts])
 
     def metrics(self, num_steps: int) -> dict[str, float]:
-        """num_steps: optimizer steps in the sums, each with a denominator of its own."""
+        """num_steps: optimizer steps in the sums, each with its own denominator."""
         n, loss, value, r, rr, e, ee = self.values.tolist()
         if not n:
             return {}
@@ -118,7 +118,7 @@ class Critic:
     """One rank's part of the critic."""
 
     def __init__(self, config: Config, parallel: Parallel, store: BlobStore) -> None:
-        """Raises ConfigError, LayoutError as the policy's own model does."""
+        """Raises ConfigError, LayoutError as the policy's model does."""
         self.config, self.parallel, self.store = config, parallel, store
         source = HfFolder(config.model.path)
         trainer = without_router_losses(config.trainer)
@@ -128,7 +128,7 @@ class Critic:
             chunk.gpt.share_embeddings_and_output_weights = False  # the head is not the embedding
             if chunk.has_loss:
                 head = ValueHead(source.spec.hidden, sequence_parallel=parallel.tp_size > 1)
-                # of the dtype of the others: megatron-core 0.16.1 cannot save bf16 beside fp32
+                # dtype of the other parameters: megatron-core 0.16.1 cannot save bf16 with fp32
                 chunk.gpt.output_layer = head.to(parallel.device, self.model.config.params_dtype)
         settings = config.trainer.optimizer
         rate = config.algorithm.critic_lr
@@ -174,7 +174,7 @@ class Critic:
         return [joined[idx] for idx in range(len(plan.rows))]
 
     def update(self, parts: Sequence[Minibatch]) -> dict[str, float]:
-        """An optimizer step for each part towards the returns of the last `advantages`; metrics.
+        """Take one optimizer step per part towards the returns of the last `advantages`; metrics.
 
         Raises TrainerError when a gradient is not finite.
         """
@@ -201,17 +201,17 @@ class Critic:
         return metrics | {"perf/critic_s": time.perf_counter() - begin}
 
     def _batches(self, plan: BatchPlan, loss: LossInputs | None = None) -> Batches:
-        """Returns stand where a policy has its advantages."""
+        """Batches with returns in the field where a policy has advantages."""
         return Batches(plan, self.config, self.parallel, self.store, loss=loss, with_masks=False)
 
     @property
     def _counts(self) -> bool:
-        """True on the first of the ranks that know the same values: last stage, tp, cp."""
+        """True on the first of the ranks that have the same values: last stage, tp, cp."""
         p = self.parallel
         return p.is_last_stage and p.tp_rank == 0 and p.cp_rank == 0
 
     def _values_of(self, batch: Microbatch, output_BS1: Tensor) -> Tensor:
-        """[N] fp32 of all sampled tokens of the data-parallel rank, from a rank's own positions."""
+        """[N] fp32 of all sampled tokens of the data-parallel rank, from this rank's positions."""
         value_M = output_BS1.flatten()[batch.sampled_rows.to(output_BS1.device)].float()
         return forward.join(value_M, batch, self.parallel)
 

@@ -86,7 +86,7 @@ def make_schedule(
         end_wd=settings.weight_decay,
         wd_incr_steps=1,
         wd_incr_style="constant",
-        # a checkpoint brings the place in the schedule, never the schedule itself
+        # a checkpoint restores the position in the schedule, never the schedule itself
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -98,10 +98,10 @@ def _floor(settings: OptimizerConfig) -> float:
 
 
 def take_step(optimizer: MegatronOptimizer, whose: str) -> list[float]:
-    """One optimizer step; the gradient norm before clipping, where Megatron computed one.
+    """Take one optimizer step; returns the gradient norm before clipping if Megatron computed one.
 
-    whose: for the error.  Raises TrainerError when the norm is not finite: the weights are then not
-    to be used.
+    whose: for the error.  Raises TrainerError when the norm is not finite: the weights must then
+    not be used.
     """
     _, grad_norm, _ = optimizer.step()
     if grad_norm is None:

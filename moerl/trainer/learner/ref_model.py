@@ -1,13 +1,13 @@
-"""A second policy, never trained: the reference of a KL or a teacher.
+"""A policy that is never trained: the reference of a KL, or a teacher.
 
-A model of its own, with its own routers (always live: the recorded routes are the student's) and
-its own weights.  It scores the student's tokens at the student's temperature and over the
-student's recorded sampling masks, so that both distributions have the same support; an engine's
-prompt log-probabilities would be at temperature 1 over the whole vocabulary.
+It has its own weights and routers (always live: the recorded routes are the student's).  It scores
+the student's tokens at the student's temperature and over the student's recorded sampling masks, so
+that both distributions have the same support; an engine's prompt log-probabilities would be at
+temperature 1 over the whole vocabulary.
 
 `ref_models.placement: trainer` keeps it on the ranks and in the layout of the student: one more
-forward pass without gradient over the batch, before its first optimizer step.  With `own` it lives
-in a trainer of its own (`moerl.trainer.ref_model_loop`), beside the step before.
+forward pass without gradient over the batch, before its first optimizer step.  With `separate`
+it has its own ranks (`moerl.trainer.ref_model_loop`): they score while the previous batch trains.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""One batch of rollouts from its plan: what must be known first, then its optimizer steps.
+"""One batch of rollouts from its plan: forward passes without gradient, then its optimizer steps.
 
 A batch is one optimizer step, or `trainer.minibatches` of them (`moerl.data.batching`); each has
-the global denominators of its own groups.  What has to be known before the first of them, such as
-the proximal policy, is found by forward passes without gradient (`moerl.trainer.passes.proximal`).
+the global denominators of its own groups.  Inputs of the loss that need a model, such as the
+proximal policy, come from forward passes before the first step (`moerl.trainer.passes.proximal`).
 
 The loss of an optimizer step is the plain sum of weight x token loss over all ranks and
 microbatches, with weights that depend on the plan alone.  Megatron's schedule would divide by a
 token count; its finaliser is called without one, so gradients stay sums and the split cannot change
 them.
 
-Masks and losses belong to the last stage, routes to the stage that owns the layer; what ranks count
-is summed over the whole trainer, each token and each row once.
+Masks and losses belong to the last stage, routes to the stage that owns the layer; counts are
+summed over the whole trainer, each token and each row once.
 
 Legend: N sampled tokens of a microbatch.
 """
@@ -74,7 +74,7 @@ Advantages = Sequence[float | Array]  # by row of a plan
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of a batch."""
+    """Seconds of the parts of a batch."""
 
     score: float = 0.0
     pack: float = 0.0
@@ -93,7 +93,7 @@ class Learner:
         store: BlobStore,
         critic: Critic | None = None,
     ) -> None:
-        """critic: gives the advantages and is trained too (`moerl.trainer.learner.critic`)."""
+        """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
         self.critic = critic
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         optimizer = config.trainer.optimizer
@@ -106,7 +106,7 @@ class Learner:
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
         self.ref_models: dict[
             str, RefModel
-        ] = {}  # by role; elsewhere with ref_models.placement: separate
+        ] = {}  # by role; on other ranks with ref_models.placement: separate
         if config.ref_models.placement == "trainer":
             self.ref_models = open_ref_models(config, model.spec.vocab_size, parallel)
         self.watches_routers = bool(model.spec.moe_layers) and not optimizer.distributed
@@ -120,8 +120,8 @@ class Learner:
         """Train one plan; returns the metrics of the step, equal on all ranks.
 
         Raises RecordError for a record that breaks replay, ConfigError when its groups do not
-        divide, TrainerError when the loss or the gradient is not finite (the weights are then not
-        to be used).
+        divide, TrainerError when the loss or the gradient is not finite (the weights must then not
+        be used).
         """
         begin, times = time.perf_counter(), _Times()
         parts = split_plan(plan, self.config.trainer, seed=self.config.run.seed)
@@ -151,8 +151,9 @@ class Learner:
         return self._accumulate(part, advantages, known, _Times())
 
     def _know(self, plan: BatchPlan, parts: Sequence[Minibatch]) -> list[Known]:
-        """Forward passes over the whole batch, before anything is trained; what reference ranks
-        found came with the plan."""
+        """Forward passes over the whole batch, before it is trained; scores of separate reference
+        ranks come with the plan.
+        """
         config, known = self.config, []
         came = received(plan, config) if config.ref_models.placement == "separate" else {}
         for part in parts:
@@ -173,7 +174,7 @@ class Learner:
     def _advantages(
         self, plan: BatchPlan, parts: Sequence[Minibatch], known: Sequence[Known]
     ) -> tuple[Advantages, dict[str, float]]:
-        """By row of the whole plan, and metrics that come with them."""
+        """Advantages by row of the whole plan, and their metrics."""
         algorithm, drift = self.config.algorithm, None
         if algorithm.advantage == "online_dpo" or algorithm.reward_kl_coef:
             drift = proximal.over_reference(parts, known, self.parallel)
@@ -228,7 +229,7 @@ class Learner:
         return partial(_load_both, load, self.router_losses.prepare)
 
     def _update(self, step: int, times: _Times) -> list[float]:
-        """One optimizer step; the gradient norm before clipping, where Megatron computed one."""
+        """One optimizer step; returns the gradient norm before clipping if Megatron has one."""
         begin = time.perf_counter()
         norms = take_step(self.optimizer, f"step {step}")
         times.optimizer += time.perf_counter() - begin
@@ -242,7 +243,7 @@ class Learner:
         scheduled_passes: Iterator[ScheduledPass],
         ddp: DistributedDataParallel,
     ) -> tuple[Tensor, LossOf]:
-        """wide: also the entropy over the whole vocabulary."""
+        """wide: compute also the entropy over the whole vocabulary."""
         scheduled = next_pass(scheduled_passes)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
         output = forward.run_chunk(
@@ -273,7 +274,7 @@ class Learner:
         if self.parallel.tp_rank == 0:
             sums.count_held(batch)
             if self.parallel.cp_rank == 0:
-                # of the weights the batch started from: later ones would count their own progress
+                # weights of the batch's start: later steps would count their own progress
                 prox_N, engine_N = tokens.prox, tokens.engine
                 sums.loss += result.sums
                 sums.mismatch += MismatchSums.of(prox_N, engine_N, batch.lag, tokens.sequences)

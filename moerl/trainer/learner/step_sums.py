@@ -1,7 +1,7 @@
-"""What a training pass adds up on each rank, joined over the trainer once, and the metrics of it.
+"""Sums of a training pass on each rank, joined over the trainer once, and their metrics.
 
-Each token and each row is counted by one rank: ranks that compute the same (tensor parallel peers,
-or context parallel ones after the join of log-probabilities) leave it to the first of them.
+Each token and each row is counted by one rank: where several ranks compute the same (tensor
+parallel peers, or context parallel ones after the join of log-probabilities), the first counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moerl.data.packing import Microbatch
 
 _COUNTS = (
     "fed",  # fed-in tokens without padding
-    "forwarded",  # with padding
+    "forwarded",  # fed-in tokens with padding
     "fed_rows",  # fed-in tokens that this rank routes x its MoE layers
     "replayed_rows",  # recorded (token, layer) rows that routers consumed
     "routing_bytes",
@@ -30,9 +30,9 @@ _COUNTS = (
     "kept_singleton",
     "mask_bytes",
     "entropy",
-    "entropy_full",  # over the whole vocabulary
-    "sampled_full",  # tokens that it was computed of
-    "router_z",  # weighted terms, as they are added
+    "entropy_full",  # entropy over the whole vocabulary
+    "sampled_full",  # tokens of entropy_full
+    "router_z",  # weighted terms as added to the loss
     "router_balance",
 )
 
@@ -63,7 +63,7 @@ class StepSums:
         )
 
     def __iadd__(self, other: StepSums) -> StepSums:
-        """The next optimizer step of the same batch."""
+        """Add the next optimizer step of the same batch."""
         self.loss = self.loss + other.loss
         self.mismatch += other.mismatch
         self.exact += other.exact
@@ -72,7 +72,7 @@ class StepSums:
         return self
 
     def count_held(self, batch: Microbatch) -> None:
-        """What context-parallel ranks hold a part of."""
+        """Count what is split over context-parallel ranks."""
         counts = self.counts
         counts["fed"] += batch.num_fed
         counts["forwarded"] += batch.tokens.numel()
@@ -86,7 +86,7 @@ class StepSums:
                 self.kept_max = max(self.kept_max, float(sizes.max()))
 
     def count_sampled(self, batch: Microbatch, scores: Scores) -> None:
-        """What context-parallel ranks hold alike."""
+        """Count what is equal on context-parallel ranks."""
         self.counts["sampled"] += len(batch.sampled)
         self.counts["entropy"] += float(scores.entropy.sum())
         if scores.full_entropy is not None:
@@ -98,7 +98,7 @@ class StepSums:
 
 
 def describe(sums: StepSums, *, replayed: bool) -> dict[str, float]:
-    """Coverage and payload metrics; what could not be computed is absent."""
+    """Coverage and payload metrics; metrics that could not be computed are absent."""
     counts = sums.counts
     metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
     if counts["sampled"]:

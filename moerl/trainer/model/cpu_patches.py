@@ -1,4 +1,4 @@
-"""What an unmodified megatron-core needs on a machine without CUDA: one table, run by `apply`.
+"""Changes that an unmodified megatron-core needs without CUDA: one table, run by `apply`.
 
 megatron-core 0.16.1 assumes CUDA in about ten places.  Each row of `PATCHES` replaces the symbols
 that it names, in torch or in megatron-core, before the rest of megatron is imported.
@@ -28,12 +28,12 @@ class Patch:
     """One reason to replace symbols of torch or megatron-core."""
 
     replace: Callable[[], None]
-    why: str  # what megatron-core does that fails without it
+    why: str  # behaviour of megatron-core that fails without it
     symbols: tuple[str, ...]  # dotted paths that `replace` assigns
 
 
 def apply() -> None:
-    """Run all rows of `PATCHES`, once a process.  Call it before megatron is imported."""
+    """Run all rows of `PATCHES`, once per process.  Call it before megatron is imported."""
     global _applied
     if _applied:
         return
@@ -240,7 +240,7 @@ def _patch_adam_step() -> None:
         group, index = self.model_param_group_index_map[model_param]
         live = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
         if "step" in live and "step" not in tensors:
-            # it comes back through the parameter groups; the loader copies the live one onto itself
+            # restored through the parameter groups; the loader copies the live one onto itself
             tensors = tensors | {"step": live["step"]}
         return original(self, model_param, tensors)
 

@@ -2,8 +2,8 @@
 
 OLMoE normalises queries and keys over all heads at once; megatron-core builds one norm of head
 size.  gpt-oss gives each head a learned logit that takes attention (a sink) and slides a window on
-every second layer: megatron-core's own attention does both, the fused one of the CPU platform does
-neither.  Its experts have biases, which megatron-core adds in a way that cannot be differentiated.
+every second layer: megatron-core's own attention does both, the fused CPU attention does neither.
+Its experts have biases, which megatron-core adds in a way that cannot be differentiated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Megatron-core GPT/MoE model from a Hugging Face config, for every family of `moerl.layout`.
 
-What the installed megatron-core cannot express is refused in one sentence (`check_family`).
+`check_family` refuses models that the installed megatron-core cannot express.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Chunk:
 class Model:
     """One rank's model, its configuration and its layout."""
 
-    spec: ModelSpec  # of what is live: without prediction layers
+    spec: ModelSpec  # of the live model: without prediction layers
     config: TransformerConfig
     chunks: tuple[Chunk, ...]
     tiles: Named  # layout of this rank's parameters
@@ -161,7 +161,7 @@ def _vocab_rows(spec: ModelSpec, sizes: ParallelConfig) -> int:
 
 
 def live_tensors(gpt: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What the layout describes: all parameters, and the buffers that are weights."""
+    """Tensors that the layout describes: all parameters, and the buffers that are weights."""
     bias = {name: t for name, t in gpt.named_buffers() if name.endswith(".expert_bias")}
     return dict(gpt.named_parameters()) | bias
 
@@ -171,7 +171,7 @@ def check_family(
 ) -> None:
     """Raises ConfigError naming what megatron-core 0.16.1 lacks for this model.
 
-    Conversion needs none of it: the layout tables cover all of these.
+    Conversion does not need megatron-core: the layout tables cover all of these models.
     """
     group_top = spec.experts_per_token // spec.group_topk
     lacks = (

@@ -1,7 +1,7 @@
 """The two layers megatron-core's local spec lacks on a machine without Transformer Engine.
 
-RMSNorm: the stock one refuses sequence parallelism, although marking the weight is all that is
-missing (gradient finalisation sums marked parameters over the tensor-parallel group).
+RMSNorm: the stock one refuses sequence parallelism; only the mark on the weight is missing
+(gradient finalisation sums marked parameters over the tensor-parallel group).
 CausalAttention: the stock one materialises scores, repeats the key/value heads and has neither
 packed sequences nor context parallelism.  Here padded batches need no mask but the causal one;
 packed rollouts are attended one by one; with context parallelism keys and values are gathered and

@@ -1,8 +1,8 @@
-"""Process groups of the trainer, as one value that is handed down.
+"""Process groups of the trainer, as one value that is passed down.
 
-megatron-core reads groups from its own module global, which cannot be avoided; our code never does:
-it takes a `Parallel`.  Rank order is Megatron's default, tp-cp-ep-dp-pp, so tensor-parallel peers
-are neighbours and the expert-parallel group lies inside the data-parallel one.
+megatron-core reads groups from its own module global, which cannot be avoided; our code takes a
+`Parallel`.  Rank order is Megatron's default, tp-cp-ep-dp-pp, so tensor-parallel peers are
+neighbours and the expert-parallel group lies inside the data-parallel one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONTROL_SLACK = timedelta(seconds=60)  # rank 0 waits for the controller, the o
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """This rank's place in the trainer.  Set once by `start`."""
+    """This rank's process groups.  Set once by `start`."""
 
     sizes: ParallelConfig
     platform: Platform
@@ -102,7 +102,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
-        distributed_timeout_minutes=timeout_s / 60,  # a timedelta takes parts of them
+        distributed_timeout_minutes=timeout_s / 60,  # a timedelta accepts fractions
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -128,7 +128,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
 
 
 def stop() -> None:
-    """Leave the trainer."""
+    """Leave the trainer's process groups."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Where the trainer runs: CUDA with Transformer Engine, or an unmodified megatron-core on the CPU.
+"""The trainer's platform: CUDA with Transformer Engine, or unmodified megatron-core on the CPU.
 
 megatron-core 0.16.1 assumes CUDA in about ten places.  On a machine without CUDA `prepare` replaces
 exactly those places, before megatron is imported (`cpu_patches`); on CUDA it changes nothing, so
@@ -6,9 +6,8 @@ the same program runs on both.  Two modules complete the local (non Transformer 
 an RMSNorm that may be sequence parallel (which MoE with tensor parallelism requires) and a causal
 attention.
 
-Rejected: a fork of megatron-core (every release would have to be merged into it), and a per-call
-`if cpu` in our own code (the CUDA assumptions are inside megatron).  The table of patches is that
-of the 0.16.1 wheel, so another version is refused unless it is allowed explicitly.
+The patches are those for the 0.16.1 wheel, so other versions are refused unless allowed explicitly.
+Rejected: a fork of megatron-core, `if cpu` at our own calls (the assumptions are inside megatron).
 """
 
 from __future__ import annotations

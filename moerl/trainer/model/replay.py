@@ -42,15 +42,15 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Mode(Enum):
-    """What routers do in a forward pass."""
+    """Source of the routers' choice in a forward pass."""
 
     OFF = "off"  # live top-k
     REPLAY = "replay"  # recorded ids
-    RECORD = "record"  # live top-k, kept: for R2 and for the agreement audit
+    RECORD = "record"  # live top-k, stored for R2 and for the agreement audit
 
 
 class Key(NamedTuple):
-    """Whose routes: layer is the global 0-based number."""
+    """Identifies the rows of one router: layer is the global 0-based number."""
 
     microbatch: int
     chunk: int
@@ -58,7 +58,7 @@ class Key(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """The forward pass that is running."""
+    """The forward pass in progress."""
 
     microbatch: int
     chunk: int
@@ -89,9 +89,9 @@ class RouteReplay:
         self.chunks = tuple(tuple(layers) for layers in chunks)
         self.layers = tuple(layer for layers in self.chunks for layer in layers)
         self.num_experts, self.top_k = num_experts, top_k
-        self.rows_replayed = 0  # by forward passes, over layers and microbatches of the step
+        self.rows_replayed = 0  # in forward passes, over layers and microbatches of the step
         self.rows_loaded = 0
-        self.held_bytes = self.peak_bytes = 0  # of ids that wait for their last use
+        self.held_bytes = self.peak_bytes = 0  # of ids before their last use
         self._chunk_of = {layer: idx for idx, layers in enumerate(self.chunks) for layer in layers}
         assert len(self._chunk_of) == len(self.layers), f"chunks {self.chunks} share a layer"
         self._pass: _Pass | None = None
@@ -104,9 +104,9 @@ class RouteReplay:
         self._live: dict[Key, LiveChoice] = {}
 
     def load(self, microbatch: int, routes: Mapping[int, Tensor], chunk: int = 0) -> None:
-        """Give the recorded ids of one microbatch and chunk: one [N, K] integer tensor per layer.
+        """Load the recorded ids of one microbatch and chunk: one [N, K] integer tensor per layer.
 
-        The tensors are kept as they are, u8 or u16, until a router needs them.
+        The tensors are kept unchanged, u8 or u16, until a router needs them.
         Raises RecordError: `routing_rows` (layers missing or unknown, wrong shape, loaded twice),
         `routing_range`, `routing_duplicate`.
         """
@@ -173,7 +173,7 @@ class RouteReplay:
         return self._live[self._key(microbatch, layer)]
 
     def rows(self, key: Key) -> Tensor:
-        """Rows that are loaded and not used for the last time: [N, K] u8 or u16."""
+        """Loaded rows before their last use: [N, K] u8 or u16."""
         return self._rows[key]
 
     def serves(self, layer: int) -> Key:
@@ -189,7 +189,7 @@ class RouteReplay:
         return {key: self._live.pop(key) for key in keys}
 
     def finish_step(self) -> float:
-        """Check that every loaded row was used once per pass, forget all; 1.0 = all covered.
+        """Check that every loaded row was used once per pass, drop all; 1.0 = all covered.
 
         Raises RecordError `routing_rows` when rows were left over by the forward or by the
         recompute of a checkpointed layer.
@@ -206,7 +206,7 @@ class RouteReplay:
         return cover
 
     def clear(self) -> None:
-        """Forget everything, used or not; `peak_bytes` stays."""
+        """Drop everything, used or not; `peak_bytes` stays."""
         for kept in (self._rows, self._live, self._gradient_of):
             kept.clear()
         for keys in (self._loaded, self._forwarded, self._awaited, self._recomputed):
@@ -295,7 +295,7 @@ class RouteReplay:
 
 
 class LayerReplay:
-    """What one router holds as its `router_replay`; the interface megatron-core calls."""
+    """The `router_replay` of one router; the interface megatron-core calls."""
 
     def __init__(self, replay: RouteReplay, layer: int) -> None:
         self.replay, self.layer = replay, layer
@@ -317,9 +317,9 @@ class LayerReplay:
 
 
 def attach(*chunks: Any, num_experts: int, top_k: int) -> RouteReplay:
-    """Put one `LayerReplay` on every MoE router of the chunks' decoders and return their owner.
+    """Put one `LayerReplay` on every MoE router of the chunks' decoders; returns their owner.
 
-    chunks: the unwrapped GPTModels of this rank.  Multi-token-prediction routers are left alone.
+    chunks: the unwrapped GPTModels of this rank.  Multi-token-prediction routers are unchanged.
     """
     routers: list[dict[int, Any]] = []
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""TransformerConfig of a model: what the checkpoint, the layout, the precision and the user say.
+"""TransformerConfig of a model, from checkpoint, layout, precision and user settings.
 
 Every field can be set through `trainer.megatron`, except fields that follow from the model, the
 parallel layout, the precision or the platform (they would contradict the checkpoint or the process
@@ -22,7 +22,7 @@ from moerl.errors import ConfigError
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.platform import Platform
 
-# Fields no setting may change, with the reason shown to the person.
+# Fields no setting may change, with the reason shown to the user.
 _REFUSED: dict[str, str] = {
     "moe_enable_routing_replay": "moerl attaches its own replay; remove it",
     "mtp_num_layers": "multi-token prediction is not supported; null",
@@ -31,7 +31,7 @@ _REFUSED: dict[str, str] = {
     "grad_scale_func": "it is a function, set by moerl; remove it",
     "no_sync_func": "it is a function, set by moerl; remove it",
 }
-# Values that would let a live choice pass the replayed one by, or drop a recorded row.
+# Fields whose values would bypass the replayed choice or drop a recorded row.
 _BREAKS_REPLAY: dict[str, str] = {
     "moe_router_fusion": "the fused router returns before replay is consulted",
     "moe_expert_capacity_factor": "it drops tokens after the replayed choice",
@@ -65,8 +65,8 @@ def equal_shapes(trainer: TrainerConfig) -> bool:
     """Whether all microbatches of a step must have one shape, on all ranks.
 
     The allgather dispatcher gathers equal shares.  Stages that pass chunks round in both directions
-    exchange shapes without saying which direction they belong to, so with two stages they mix them
-    up (megatron-core 0.16.1, p2p_communication.py `_communicate_shapes`).
+    exchange shapes without their direction, so two stages confuse them
+    (megatron-core 0.16.1, p2p_communication.py `_communicate_shapes`).
     """
     return trainer.dispatcher == "allgather" or trainer.parallel.vpp > 1
 
@@ -126,7 +126,7 @@ def _check_router_losses(user: Mapping[str, Any], *, with_replay: bool) -> None:
 
 
 def _check_type(field: str, value: object, hint: Any) -> None:
-    """Plain annotations only: megatron-core itself checks no type and fails much later."""
+    """Checks plain annotations only: megatron-core checks no type and fails much later."""
     kinds = set(get_args(hint)) or {hint}
     if not kinds <= {bool, int, float, str, type(None)}:
         return
@@ -172,7 +172,7 @@ def _router_fields(spec: ModelSpec) -> dict[str, Any]:
         "moe_router_score_function": spec.score,
         "moe_router_pre_softmax": spec.pre_softmax,
         "moe_router_enable_expert_bias": spec.expert_bias,
-        "moe_router_bias_update_rate": 0.0,  # policies are trained at the balance they came with
+        "moe_router_bias_update_rate": 0.0,  # keep the balance of the checkpoint
         "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
         "moe_shared_expert_gate": spec.shared_gate,
     }
@@ -227,7 +227,7 @@ def _gpt_oss_fields(spec: ModelSpec) -> dict[str, Any]:
 
 def set_yarn(config: TransformerConfig, spec: ModelSpec) -> None:
     """GPTModel reads these by name from a config that does not declare them (0.16.1)."""
-    assert spec.yarn is not None, "the caller asked whether there is one"
+    assert spec.yarn is not None, "the caller checks that there is one"
     for name, value in {
         "rotary_scaling_factor": spec.yarn.factor,
         "original_max_position_embeddings": spec.yarn.original_max_positions,

@@ -1,1 +1,1 @@
-"""A model over the microbatches of a plan: schedules, router losses, what forward passes tell."""
+"""A model over the microbatches of a plan: schedules, router losses, gradient-free forwards."""

@@ -1,8 +1,8 @@
 """One microbatch through a model chunk: replayed routes in, log-probabilities out.
 
 With context parallelism a rank has the logits of a part of the positions.  The log-probabilities
-of all sampled tokens of the data-parallel rank are put together before the loss, so every loss,
-also one over whole sequences, is written as if there were one rank.
+of all sampled tokens of the data-parallel rank are joined before the loss, so every loss, also one
+over whole sequences, is written as for one rank.
 
 Legend: B rows, S slots, V vocabulary entries of this rank, N sampled tokens of the data-parallel
 rank, M of them on this rank.
@@ -33,7 +33,7 @@ from moerl.trainer.model.replay import Mode
 
 
 def grid_of(parallel: Parallel, *, packed: bool, shape: tuple[int, int] = (1, 1)) -> Grid:
-    """How this rank lays out microbatches.  shape: at least so many rows and slots."""
+    """Microbatch grid of this rank.  shape: lower bound of rows and slots."""
     return Grid(packed, parallel.cp_rank, parallel.cp_size, parallel.tp_size, *shape)
 
 
@@ -133,8 +133,8 @@ def sampled_logprobs(
     """Log-probability and entropy of each sampled token, [N] fp32 each, equal on all tp, cp ranks.
 
     Over the recorded sampling mask when the microbatch carries one, over the vocabulary otherwise.
-    full_entropy: also the entropy over the vocabulary (beside sampling masks, a pass over all
-    logits).
+    full_entropy: compute also the entropy over the vocabulary (with sampling masks, one more pass
+    over all logits).
     """
     device = logits_BSV.device
     held = batch.held.to(device)
@@ -160,7 +160,7 @@ def sampled_logprobs(
             rows_S=rows,
             full_entropy_of=model.spec.vocab_size if full_entropy else None,
         )
-    if not full_entropy:  # the same numbers of parts on all ranks, whatever they hold
+    if not full_entropy:  # all ranks join the same number of parts
         scores = scores._replace(full_entropy=None)
     full = scores.full_entropy
     return Scores(
@@ -182,7 +182,7 @@ def join(values_M: Tensor, batch: Microbatch, parallel: Parallel) -> Tensor:
 class _Join(Function):
     """Values of the tokens each context-parallel rank holds -> values of all of them.
 
-    Every rank computes the same loss from the result, so its gradient is already the whole one.
+    Every rank computes the same loss from the result, so its gradient is already the full one.
     """
 
     @staticmethod

@@ -1,26 +1,24 @@
-"""The consistency probe: do the records and the model still agree?  A sample, during training.
+"""The consistency probe: checks on a sample, during training, that records and model agree.
 
-1. exact, in every step and for free: tokens at lag 0 of rollouts that no update interrupted must
-   have the engine's log-probability up to rounding (a resumed rollout carries prefix rows of older
-   weights, so its newest tokens differ honestly).
+1. exact, in every step without another forward: tokens at lag 0 of rollouts that no update
+interrupted must have the engine's log-probability up to rounding (a resumed rollout carries prefix
+rows of older weights, so its newest tokens differ legitimately).
 
 Every `replay.probe` steps, before the step trains, one microbatch goes through the model twice
 without gradients: once with its recorded routes, once with the live router.
 
-2. routes: on inputs that no earlier difference has touched, the live router must agree with the
-   record on most tokens;
+2. routes: on inputs that no earlier difference has changed, the live router must agree with the
+record on most tokens;
 3. worth: recorded routes must not explain the engine much worse than live ones do.
 
-The second and third hold at any lag and precision, so they also watch a pipeline that never trains
-at lag 0.  What fails is an alert, a number `alert/NAME` of 1 in the metrics of the step: it is for
-a person, who can look closer with `moerl mismatch`.  Rejected: ending the run (a record that breaks
-its contract is refused at the door already; this is a statistic), keeping older weights to score
-old tokens exactly (a copy of the model; the segment audit does it after the run).
+Checks 2 and 3 hold at any lag and precision, so they also cover a pipeline that never trains at
+lag 0.  A failed check is an alert, a number `alert/NAME` of 1 in the metrics of the step; `moerl
+mismatch` then gives the details.  Rejected: ending the run (this is a statistic; records that break
+their contract are refused on arrival), a copy of older weights (the segment audit has it).
 
-Every layout is asked: the two forwards are passes of Megatron's schedule, and where a rank's
-routers saw another choice is put together over tensor, context and pipeline parallel ranks (one
-byte per token and layer of the microbatch), because a difference touches later positions and
-layers, which may be elsewhere.
+Every layout is covered: the two forwards are passes of Megatron's schedule, and the differences of
+a rank's routers are joined over tensor, context and pipeline parallel ranks (one byte per token and
+layer of the microbatch), because a difference affects later positions and layers on other ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ from moerl.types import BatchPlan
 # Weights that an engine rounded to fp8 blocks alone move tokens by more than that: no limit then.
 EXACT_FP32, EXACT_BF16 = 1e-3, 0.5
 # Share of tokens.  Right records: 0.98 and more at lag 0, 0.85 to 0.95 one large step later and
-# falling with age; rows of other tokens: a chance hit or two.
+# falling with age; rows of other tokens: near 0.
 AGREE_FRESH, AGREE_STALE = 0.8, 0.3
 WORSE_MAX, K3_FLOOR = 3.0, 1e-5  # k3 with the record against k3 of the live router; nats
 MIN_TOKENS = 32  # fewer sampled tokens say nothing about a mean
@@ -65,7 +63,7 @@ class Findings:
     routes: RouteAgreement = field(default_factory=RouteAgreement)
 
     def join(self, parallel: Parallel) -> Findings:
-        """Ranks that see the same leave it to one of them."""
+        """Sum over ranks; of ranks with equal values the first counts."""
         group = parallel.control
         counts = torch.tensor(self.routes.counts(), dtype=torch.float64)
         dist.all_reduce(counts, group=group)
@@ -108,7 +106,7 @@ def probe(
 
 
 class _OwnRoutes:
-    """Where this rank's live routers chose other experts than the record says."""
+    """Differences between this rank's live routers and the record."""
 
     def __init__(self, replay: RouteReplay, batch: Microbatch, parallel: Parallel) -> None:
         self._replay, self._batch, self._parallel = replay, batch, parallel
@@ -129,7 +127,7 @@ class _OwnRoutes:
             self._differs[key.layer] = self._by_position(other)
 
     def _by_position(self, rows: Tensor) -> Tensor:
-        """[slots * B] bool in router order -> [positions, rollouts] u8, 0 where others look."""
+        """[slots * B] bool in router order -> [positions, rollouts] u8, 0 on other ranks."""
         grid = rows.view(self._span[1] - self._span[0], -1)
         result = torch.zeros(self._shape, dtype=torch.uint8)
         for rollout in range(len(self._batch.rollouts)):
@@ -139,7 +137,7 @@ class _OwnRoutes:
         return result
 
     def agreement(self, layers: Sequence[int]) -> RouteAgreement:
-        """Of all layers and positions of this data-parallel rank; counted by its first rank."""
+        """Over all layers and positions of this data-parallel rank; counted by its first rank."""
         ranks, nothing = self._parallel, torch.zeros(self._shape, dtype=torch.uint8)
         if not nothing.numel():
             return RouteAgreement()
@@ -178,7 +176,7 @@ def exact_sums(batch: Microbatch, logprob_N: Tensor) -> MismatchSums:
 
 
 def exact_metrics(exact: MismatchSums, config: Config) -> dict[str, float]:
-    """The first question, from joined sums; empty without fresh tokens or without both replays."""
+    """Check 1, from joined sums; empty without fresh tokens or without both replays."""
     if config.replay.routing != "R3" or not config.replay.sampling_mask:
         return {}
     values = exact.metrics()
@@ -197,7 +195,7 @@ def exact_metrics(exact: MismatchSums, config: Config) -> dict[str, float]:
 
 
 def judge(found: Findings) -> dict[str, float]:
-    """The second and third question: metrics of joined findings, an alert (1 or 0) for each."""
+    """Checks 2 and 3: metrics of joined findings, an alert (1 or 0) for each."""
     metrics: dict[str, float] = {}
     replayed, live, exact = (
         {name.removeprefix("mismatch/"): value for name, value in sums.metrics().items()}

@@ -1,16 +1,16 @@
-"""What is known of a batch before its first optimizer step: forward passes without gradient.
+"""Forward passes without gradient over a batch, before its first optimizer step.
 
 The weights a batch starts from are the proximal policy of decoupled PPO (arXiv 2110.00641).  With
 one optimizer step they are the weights of every forward, and no further pass is needed.  With more,
-or where something has to be known of the whole batch first, each minibatch goes through the model
-once before any is trained: with the routes, sampling masks and microbatches that its training will
-use, so that in the first optimizer step theta / prox is exactly 1.
+or for values that need the whole batch first, each minibatch goes through the model once before any
+is trained: with the routes, sampling masks and microbatches of its training pass, so that in the
+first optimizer step theta / prox is exactly 1.
 
 `replay.routing: R2` takes the live routes of this pass for the training passes, as published under
 that name (arXiv 2512.01374; the older "routing replay" of GSPO, 2507.18071): routes of the proximal
 policy, per (minibatch, microbatch, chunk, layer), where `R3` (2510.11370) takes the engine's.
 
-The store of routes is empty after each pass, so the passes never see each other's.
+The store of routes is empty after each pass, so passes never see each other's routes.
 Rejected: a copy of the weights for the later passes (another model in memory for the same numbers).
 
 Legend: N sampled tokens of a microbatch.
@@ -46,20 +46,20 @@ Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
 
 @dataclass(slots=True)
 class Known:
-    """Of one minibatch, before its optimizer step: log-probabilities on the last stage only."""
+    """Results for one minibatch before its optimizer step; log-probabilities on the last stage."""
 
     logprobs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """proximal, reference, teacher (those that are needed) -> microbatch -> [N] fp32."""
-    routes: Routes | None = None  # R2: what the training pass replays
+    """proximal, reference, teacher (if needed) -> microbatch -> [N] fp32."""
+    routes: Routes | None = None  # R2: routes that the training pass replays
     m2_bound: float = math.inf
 
     def tokens(self, microbatch: int) -> dict[str, Tensor]:
-        """The fields of `moerl.algorithms.tokens.Tokens` that are known of a microbatch."""
+        """The fields of `moerl.algorithms.tokens.Tokens` that are known for a microbatch."""
         return {role: found[microbatch] for role, found in self.logprobs.items()}
 
 
 def is_needed(config: Config) -> bool:
-    """Whether the batch goes through the policy before its first optimizer step."""
+    """Whether the batch needs a forward pass of the policy before its first optimizer step."""
     several = config.trainer.minibatches > 1
     return several or config.replay.routing == "R2" or "proximal_pass" in needed(config.algorithm)
 
@@ -81,7 +81,7 @@ def proximal_pass(model: Model, config: Config, batches: Batches) -> Known:
 
 
 def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
-    """Gives the routers what the engine recorded (R3)."""
+    """Loads the engine's recorded routes (R3)."""
 
     def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
         forward.load_routes(model, batch, microbatch, parallel, chunk.index)
@@ -90,7 +90,7 @@ def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
 
 
 def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
-    """Gives the routers what they chose in the proximal pass (R2); each row once."""
+    """Loads the routes of the proximal pass (R2); each row once."""
     replay = model.replay
     assert replay is not None, "R2 needs a model built with replay"
 

@@ -1,7 +1,7 @@
-"""Agreement of two choices of experts for the same tokens, differences counted where they begin.
+"""Agreement of two choices of experts for the same tokens; differences count at their origin.
 
-A layer reads what lower layers put out at its own and at earlier positions, so one near tie in a
-prompt shows as many differences; only the first is two routers disagreeing about one input.
+A layer reads the outputs of lower layers at its own and at earlier positions, so one near tie in a
+prompt causes many differences; only the first is two routers disagreeing about one input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RouteAgreement:
 
     pairs: float = 0.0
     agree: float = 0.0
-    clean: float = 0.0  # pairs whose inputs no earlier difference has touched
+    clean: float = 0.0  # pairs whose inputs no earlier difference has changed
     roots: float = 0.0  # clean pairs that differ
 
     @classmethod

@@ -1,11 +1,11 @@
-"""Router z loss and sequence-wise balance loss beside replayed routes, the same in every layout.
+"""Router z loss and sequence-wise balance loss with replayed routes, equal in every layout.
 
     z         coeff / T x sum over tokens of logsumexp(router logits)^2  (ST-MoE 2202.08906 eq. 5)
     balance   coeff / R x sum over rollouts of sum_i f_i P_i,  f_i = E c_i / (K t),  P_i = mean p_i
               (DeepSeek-V3 2412.19437 eq. 17-20; `seq_aux_loss` of megatron-core)
 
 of each MoE layer, over the T fed-in tokens and R rollouts (of t tokens) of an optimizer step,
-padding excluded.  c_i counts the tokens whose REPLAYED choice names expert i, those that ran;
+padding excluded.  c_i counts the tokens whose REPLAYED choice names expert i, as computed;
 megatron-core 0.16.1 counts a live top-k instead, without expert bias and groups.  p_i are the live
 probabilities over all experts (sigmoid scores normalised), so the gradient reaches the router.
 
@@ -42,7 +42,7 @@ _SETTINGS = ("moe_z_loss_coeff", "moe_aux_loss_coeff", "moe_router_load_balancin
 
 
 def without_router_losses(trainer: TrainerConfig) -> TrainerConfig:
-    """The same settings for a model whose routers are not trained by them."""
+    """The same settings for a model that is not trained by router losses."""
     kept = {name: value for name, value in trainer.megatron.items() if name not in _SETTINGS}
     return replace(trainer, megatron=kept)
 
@@ -68,7 +68,7 @@ class RouterLosses:
                     router._apply_seq_aux_loss = partial(self._balance, number)
 
     def begin(self, plan: BatchPlan) -> None:
-        """Before the training pass of an optimizer step."""
+        """Call before the training pass of an optimizer step."""
         turns = [turn for group in plan.groups for turn in group.rollouts()]
         self._tokens, self._rollouts = sum(r.num_tokens - 1 for r in turns), len(turns)
         self.values = dict.fromkeys(NAMES, 0.0)
@@ -76,9 +76,9 @@ class RouterLosses:
             kept.clear()
 
     def prepare(self, batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
-        """After a turn's routes were given to the routers: whose rows they are, how often chosen.
+        """Record the rows of a pass after its routes were loaded: their rollouts and expert counts.
 
-        Collective over tensor and context parallel ranks, which take turns in the same order.
+        Collective over tensor and context parallel ranks, which run passes in the same order.
         """
         first, last = forward.routed_slots(batch, self.parallel)
         grid = torch.full((last - first, len(batch.tokens)), -1)
@@ -107,7 +107,7 @@ class RouterLosses:
         return counts.view(rollouts, self.replay.num_experts).float()
 
     def _z(self, layer: int, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """In place of `TopKRouter.apply_z_loss`.  logits: [N, E]."""
+        """Replaces `TopKRouter.apply_z_loss`.  logits: [N, E]."""
         if not (self.z_coeff and torch.is_grad_enabled()):
             return logits
         real_N = self._sequence[self.replay.serves(layer).microbatch] >= 0
@@ -117,7 +117,7 @@ class RouterLosses:
     def _balance(
         self, layer: int, probs: Tensor, scores_NE: Tensor, *_live: Any, **_unused: Any
     ) -> Tensor:
-        """In place of `TopKRouter._apply_seq_aux_loss`.  scores: live probabilities."""
+        """Replaces `TopKRouter._apply_seq_aux_loss`.  scores: live probabilities."""
         key = self.replay.serves(layer)
         if not (self.balance_coeff and torch.is_grad_enabled() and key in self._counts):
             return probs

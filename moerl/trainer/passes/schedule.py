@@ -1,11 +1,10 @@
 """One pass of a model over the microbatches of a plan, by Megatron's own schedules.
 
-Every pass takes this path: training, the forward passes without gradient before it (proximal
-policy, reference, teacher, probe) and the critic, so all of them run under pipeline stages,
-interleaving and context parallelism alike.
+Training, the forward passes without gradient (proximal policy, reference, teacher, probe) and the
+critic all use it, so all of them support pipeline stages, interleaving and context parallelism.
 
 A microbatch and a model chunk travel together as a `ScheduledPass`, so routes never depend on the
-order in which a schedule calls; the number that the schedule itself keeps is compared.
+order in which a schedule calls; the schedule's own microbatch number is compared with it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from moerl.trainer.model.transformer import equal_shapes
 from moerl.trainer.passes import forward
 from moerl.types import Array, BatchPlan
 
-LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # of a chunk's output
+LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # loss of a chunk's output
 ForwardStep = Callable[[Iterator["ScheduledPass"], Any], tuple[Tensor, LossOf]]
-LoadRoutes = Callable[[Microbatch, int, Chunk], None]  # gives a turn's routes to the routers
+LoadRoutes = Callable[[Microbatch, int, Chunk], None]  # loads the routes of a pass
 
 
 class ScheduledPass(NamedTuple):
@@ -59,15 +58,16 @@ class Batches:
         only: int | None = None,
     ) -> None:
         """loss: None = for scoring only.  with_masks: read sampling masks, where the last stage
-        needs them.  only: this microbatch alone, as number 0."""
+        needs them.  only: this microbatch alone, as number 0.
+        """
         self.plan, self.parallel = plan, parallel
         self._config, self._store = config, store
         self._read_mask = with_masks and config.replay.sampling_mask and parallel.is_last_stage
         self._loss = loss
         self.pack_s = 0.0
         self._numbers = list(range(plan.num_microbatches)) if only is None else [only]
-        if parallel.sizes.vpp > 1:  # the interleaved schedule wants whole rounds: the rest is
-            rest = -len(self._numbers) % parallel.sizes.pp  # padding, numbers beyond the plan's
+        if parallel.sizes.vpp > 1:  # the interleaved schedule needs whole rounds:
+            rest = -len(self._numbers) % parallel.sizes.pp  # pad with numbers beyond the plan's
             self._numbers += range(plan.num_microbatches, plan.num_microbatches + rest)
         self.num_microbatches = len(self._numbers)
         self.shape = step_shape(plan, config.trainer, parallel)
@@ -95,8 +95,10 @@ class Batches:
 
 
 def step_shape(plan: BatchPlan, trainer: TrainerConfig, parallel: Parallel) -> tuple[int, int]:
-    """Rows and slots that hold any microbatch of any data-parallel rank, where all must be equal;
-    otherwise (1, 1), no lower bound."""
+    """Rows and slots that hold every microbatch of all data-parallel ranks if shapes must be equal.
+
+    Otherwise (1, 1), no lower bound.
+    """
     if not equal_shapes(trainer):
         return 1, 1
     grid = forward.grid_of(parallel, packed=trainer.packing)
@@ -117,10 +119,10 @@ def run_pass(
     load: LoadRoutes | None = None,
     forward_only: bool = False,
 ) -> None:
-    """All microbatches through all chunks; afterwards no routes are left in the store.
+    """All microbatches through all chunks; afterwards no routes are loaded.
 
-    modules: what is called of each chunk, itself or what wraps it.  load: called when a turn is
-    taken; None = nothing is replayed.
+    modules: the module to call for each chunk, itself or its wrapper.  load: called before each
+    pass of a chunk; None = nothing is replayed.
     Raises RecordError when a loaded row was not used exactly once.
     """
     packed: dict[int, Microbatch] = {}
@@ -133,7 +135,7 @@ def run_pass(
         data_iterator=scheduled_passes if len(scheduled_passes) > 1 else scheduled_passes[0],
         model=list(modules),
         num_microbatches=batches.num_microbatches,
-        # of hidden states between stages; unused where their shapes are sent along
+        # shape of hidden states between stages; unused where shapes are exchanged
         seq_length=length * batches.parallel.cp_size,
         micro_batch_size=rows,
         forward_only=forward_only,
@@ -149,7 +151,7 @@ def _scheduled_passes(
     packed: dict[int, Microbatch],
     load: LoadRoutes | None,
 ) -> Iterator[ScheduledPass]:
-    """A microbatch is packed when the first chunk needs it, and kept until the last one did."""
+    """A microbatch is packed when the first chunk needs it and kept until the last has run."""
     for index in range(batches.num_microbatches):
         begin = time.perf_counter()
         batch = packed.pop(index, None) or batches.pack(index)
@@ -162,7 +164,7 @@ def _scheduled_passes(
 
 
 def next_pass(scheduled_passes: Iterator[ScheduledPass]) -> ScheduledPass:
-    """The next turn.  Raises TrainerError when the schedule is at another microbatch."""
+    """The next pass.  Raises TrainerError when the schedule is at another microbatch."""
     scheduled = next(scheduled_passes)
     for layer in scheduled.chunk.gpt.decoder.layers:  # the schedule's own number
         if layer.current_microbatch not in (None, scheduled.microbatch):
@@ -198,7 +200,7 @@ def score(
 ) -> dict[int, Tensor]:
     """A forward pass without gradient: log-probabilities of the sampled tokens, by microbatch.
 
-    after: called when a turn's forward is done.  Returns [N] fp32 each, equal on all tensor and
+    after: called after each pass of a chunk.  Returns [N] fp32 each, equal on all tensor and
     context parallel ranks of the last stage; empty on the other stages.
     """
     found: dict[int, Tensor] = {}

@@ -1,3 +1,1 @@
-"""Byte movers between trainer ranks and engine ranks, behind one seam
-(`moerl.weight_sync.transports.base`).
-"""
+"""Transports of weight bytes between trainer and engine ranks, behind one interface (`base`)."""

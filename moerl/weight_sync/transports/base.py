@@ -1,9 +1,9 @@
-"""The seam between a publish session and what moves its bytes.
+"""The interface between a publish session and the transport of its bytes.
 
-An engine rank opens a `Staging` buffer and gives its endpoint away in a control message; each
+An engine rank opens a `Staging` buffer and passes its endpoint on in a control message; each
 trainer rank connects a `Link` to it and puts bytes at offsets.  A put is one-sided for the caller:
-whatever the receiving side must do for it (accept, receive, acknowledge) runs in threads of the
-Staging, so a session never waits for a peer's program to reach a certain line.
+threads of the Staging do what the receiving side must do (accept, receive, acknowledge), so a
+session never waits for the program of a peer.
 
     engine rank                                  trainer rank
     staging = transport.open(num_bytes)
@@ -12,16 +12,15 @@ Staging, so a session never waits for a peer's program to reach a certain line.
                                                  link.flush(deadline)
                       <-- control message ---    "flushed"
     staging.fetch(deadline)
-    staging.buffer now holds what was put
+    staging.buffer now holds the bytes
 
 Deadlines are `time.monotonic()` seconds.  Every call ends by its deadline or raises TransportError;
-after an error a Link is not used again.  A Staging whose session failed is closed and never used
-again either: a sender that was only late then writes into memory that nobody reads.
-What a transport promises is data (`Guarantees`), so that a session and the tests can ask for it.
+after an error a Link is not used again.  A Staging whose session failed is closed and never reused:
+a late sender then writes into memory that no process reads.
+`Guarantees` states what a transport promises as data, for sessions and tests.
 
-Rejected: collectives behind this seam (a broadcast has no endpoint and cannot be retried alone),
-pickled tensors through SGLang's HTTP port (copies, and a deserialiser within reach of the network).
-Idea: the registered segments and one-sided writes of RDMA, as Mooncake's Transfer Engine has them.
+Rejected: collectives (a broadcast has no endpoint and no retry), pickled tensors over HTTP.
+Idea: the registered segments and one-sided writes of Mooncake's Transfer Engine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Guarantees:
-    """What a transport promises; a missing promise is handled by the session, never assumed."""
+    """What a transport promises; the session handles each missing promise."""
 
     one_sided: bool  # a put needs no thread of the receiving process
     late_join: bool  # a new engine is served without touching the links of the others
@@ -52,7 +51,7 @@ class Guarantees:
 class Staging(Protocol):
     """The receiving end, owned by one engine rank."""
 
-    endpoint: bytes  # small; means something to `Transport.connect` only
+    endpoint: bytes  # small; only `Transport.connect` interprets it
     buffer: Tensor  # flat uint8 of the size asked for
 
     def fetch(self, deadline: float) -> None:
@@ -63,7 +62,7 @@ class Staging(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back, files included; senders get errors from here on.  Twice is fine."""
+        """Release everything, files included; senders get errors from now on.  Repeatable."""
         ...
 
 
@@ -88,12 +87,12 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Repeatable."""
         ...
 
 
 class Transport(Protocol):
-    """One way to move bytes; stateless apart from what its stagings and links hold."""
+    """Opens stagings and links; keeps no state outside them."""
 
     name: str
     guarantees: Guarantees
@@ -119,7 +118,7 @@ def check_range(offset: int, num_bytes: int, size: int) -> None:
 
 
 def read_endpoint(endpoint: bytes, kind: type[T], transport: str) -> T:
-    """What a Staging of this transport wrote as JSON.  Raises TransportError `refused`."""
+    """Decode the endpoint that a Staging wrote as JSON.  Raises TransportError `refused`."""
     try:
         return msgspec.json.decode(endpoint, type=kind)
     except msgspec.DecodeError as error:

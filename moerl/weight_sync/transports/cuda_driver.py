@@ -1,4 +1,4 @@
-"""The few functions of the CUDA driver that torch does not offer, in torch's primary contexts."""
+"""CUDA driver functions that torch does not offer, called in torch's primary contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Memory:
-    """Device memory as torch takes it without a copy; torch keeps this object as long as it."""
+    """Device memory that torch wraps without a copy; each tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int, gone: Callable[[], None]) -> None:
         self.__cuda_array_interface__ = {
@@ -31,11 +31,11 @@ class _Memory:
             "data": (address, False),
             "version": 3,
         }
-        weakref.finalize(self, gone).atexit = False  # the driver is gone first
+        weakref.finalize(self, gone).atexit = False  # at exit the driver is unloaded first
 
 
 class Driver:
-    """Memory by address; a call of the driver that fails is a TransportError."""
+    """Device memory by address; a failed driver call raises TransportError."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -46,7 +46,7 @@ class Driver:
         return _uuid(torch.cuda.current_device())
 
     def allocate(self, num_bytes: int) -> int:
-        """On the current device.  Raises TransportError (room)."""
+        """Allocate on the current device.  Raises TransportError (room)."""
         address, ordinal = ctypes.c_uint64(), torch.cuda.current_device()
         self._call(
             "room", ordinal, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes)
@@ -66,7 +66,7 @@ class Driver:
         return bytes(handle.data)
 
     def map(self, gpu: str, handle: bytes, num_bytes: int) -> int:
-        """Raises TransportError (refused): a GPU that this process does not see, a bad handle."""
+        """Raises TransportError (refused): the process does not see the GPU, or bad handle."""
         seen = [_uuid(i) for i in range(torch.cuda.device_count())]
         if gpu not in seen or len(handle) != _HANDLE_BYTES:
             raise TransportError("refused", f"GPU {gpu} is not visible here, {seen} are")
@@ -95,7 +95,7 @@ class Driver:
         return torch.as_tensor(memory, device=f"cuda:{where}")
 
     def wait(self, buffer: Tensor, deadline: float) -> None:
-        """Until the copies that this thread began are done, or the deadline has passed."""
+        """Wait until this thread's copies are done or the deadline has passed."""
         with torch.cuda.device(buffer.device):
             done = torch.cuda.Event()
             done.record()

@@ -3,17 +3,15 @@
 Packing straight into the mapping makes a transfer one copy, GPU to GPU (over NVLink where there is
 one), without NCCL and without the receiver's threads.  The memory handle is 64 opaque bytes inside
 the endpoint; nothing is unpickled.  Buffers come from the driver and not from torch's allocator,
-whose segments hold other tensors too: what is exported here is a staging buffer and nothing else.
+whose segments hold other tensors too: only the staging buffer is exported.
 
-Beside each buffer stands a memory file without a name (as in `shm`).  It shows senders that its
-owner lives and has not closed the staging, lets in the same user only, and carries the lock by
-which the owner knows that no sender maps the buffer any more: CUDA leaves freeing exported memory
-under a mapping undefined.  A late sender therefore delays the freeing, never writes into memory
-that is somebody else's.
+Each buffer has a memory file without a name (as in `shm`).  It shows senders that the owner is
+alive and has not closed the staging, admits the same user only, and carries the lock that tells the
+owner when no sender maps the buffer: in CUDA, freeing exported memory that is still mapped is
+undefined.  So a late sender delays the free and never writes into memory with another owner.
 
-Rejected: torch's reductions of CUDA tensors (pickle), mapping the trainer's memory into the engine
-(every trainer rank's shard would have to stay exported, and the engine would have to copy twice).
-**Has not run on hardware yet**; the bookkeeping is tested with memory in the place of a GPU.
+Rejected: torch's reductions of CUDA tensors (pickle), mapping the trainer's memory into the engine.
+**Has not run on hardware yet**; the bookkeeping is tested with host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from moerl.weight_sync.transports.base import Guarantees, check_range
 from moerl.weight_sync.transports.cuda_driver import Driver
 from moerl.weight_sync.transports.shm import check_memfd, open_memfd
 
-_GRAIN = 2 * 2**20  # a driver allocation of whole pages shares none, so no more is exported
+_GRAIN = 2 * 2**20  # whole pages: the allocation shares none, so only the buffer is exported
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
@@ -61,7 +59,7 @@ class CudaIpc:
         self._driver = driver
 
     def open(self, num_bytes: int) -> CudaStaging:
-        """On the calling thread's current device."""
+        """Allocates on the calling thread's current device."""
         return CudaStaging(self._driver, num_bytes)
 
     def connect(self, endpoint: bytes, deadline: float) -> CudaLink:
@@ -70,7 +68,7 @@ class CudaIpc:
 
 @cache
 def make(address: str) -> CudaIpc:
-    """address: of the private interface; the GPUs of a node have no use for it."""
+    """address: of the private interface, not used here."""
     if not torch.cuda.is_available():
         raise TransportError(
             "missing", "cuda_ipc needs a CUDA GPU on both sides, torch sees none: use shm or gloo"
@@ -101,7 +99,7 @@ class CudaStaging:
         """Nothing to do: senders write into the buffer itself."""
 
     def close(self) -> None:
-        """No sender gets in from here on; the memory goes when nobody uses it any more."""
+        """Refuse new senders; the memory is freed when no link and no tensor uses it."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -109,13 +107,13 @@ class CudaStaging:
 
 
 class _Exported:
-    """Memory to free once no tensor here and no link elsewhere uses it."""
+    """Exported memory, freed when no tensor here and no link elsewhere uses it."""
 
     def __init__(self, driver: Driver, address: int, lock: int) -> None:
         self._driver, self._address, self._lock = driver, address, lock
 
     def free(self) -> None:
-        """The last tensor over it is gone; a link that still maps it holds a shared lock."""
+        """Called when its last tensor is gone; links that still map it have a shared lock."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -168,14 +166,14 @@ class CudaLink:
         return self._buffer[offset : offset + num_bytes]
 
     def flush(self, deadline: float) -> None:
-        """Copies are done when the device says so."""
+        """Wait until the device has done the copies."""
         self._driver.wait(self._buffer, deadline)
         if time.monotonic() > deadline:
             raise TransportError("deadline", f"staging {self._name} was not written in time")
         check_memfd(self._path, self._name)
 
     def close(self) -> None:
-        """The mapping goes with the last view of it."""
+        """The memory is unmapped with its last view."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
 

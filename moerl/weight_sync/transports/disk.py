@@ -1,17 +1,17 @@
-"""Files on a shared file system: for engines in another cluster, where no socket reaches.
+"""Files on a shared file system: for engines in another cluster that no socket reaches.
 
 A staging is a folder; every put becomes one safetensors file in it, a flat uint8 tensor named by
 its offset, with its digest in the header, written under another name and renamed.  So a file that
-exists is whole, any safetensors reader opens it, and the engine needs no sender alive to fetch it.
+exists is whole, any safetensors reader opens it, and the engine can fetch it after its sender died.
 
-Nothing stays behind: the engine rank removes a file once it is in the buffer and the folder when it
-closes; a sender removes what it did not flush.  The owner holds a lock on its folder, which the
-kernel releases when it dies, so a sender notices a dead engine, and whoever comes next to the same
-root (a sender closing, an engine opening) removes folders without an owner.  The file system must
-support flock across machines (NFS 4 and Lustre do).
+All files are removed: the engine rank removes a file once it is in the buffer and the folder when
+it closes; a sender removes what it did not flush.  The owner holds a lock on its folder, which the
+kernel releases when it dies, so a sender notices a dead engine, and every process that uses the
+same root (a sender closing, an engine opening) removes folders without an owner.  The file system
+must support flock across machines (NFS 4 and Lustre do).
 
-Rejected: safetensors' own writer (it holds a second copy of every tensor in memory while it
-writes), fsync (a machine that loses power loses its engine as well; the digest finds a torn file).
+Rejected: safetensors' own writer (a second copy of every tensor in memory), fsync (the digest finds
+a torn file).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Disk:
     )
 
     def __init__(self, root: Path) -> None:
-        """root: an existing folder, writable by both sides' user and nobody else."""
+        """root: an existing folder that only the user of both sides can write to."""
         self._root = root
 
     def open(self, num_bytes: int) -> DiskStaging:
@@ -72,7 +72,7 @@ class Disk:
 
 
 def make(root: str) -> Disk:
-    """root: the shared folder.  Not the one for temporary files: every engine has its own."""
+    """root: the shared folder, not the temporary folder, which each engine has for itself."""
     return Disk(Path(root))
 
 
@@ -82,7 +82,7 @@ class DiskStaging:
     def __init__(self, root: Path, num_bytes: int) -> None:
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         self._lock = -1
-        # born under a name that no sweep looks at: without its lock it would seem abandoned
+        # created under a name that cleanup ignores: before it is locked it looks abandoned
         folder = root.resolve() / f".{_PREFIX}{secrets.token_hex(16)}"
         try:
             folder.mkdir(mode=0o700)
@@ -144,7 +144,7 @@ class DiskLink:
         return None
 
     def flush(self, deadline: float) -> None:
-        """Files are renamed by their put; what can fail is the engine.  They are its from here."""
+        """The puts have renamed the files; from here the engine owns them.  Fails if it is dead."""
         self._check_owner()
         self._written = []
 
@@ -170,7 +170,7 @@ def _write(path: Path, offset: int, data: Tensor, deadline: float) -> None:
             str(offset): {"dtype": "U8", "shape": [len(raw)], "data_offsets": [0, len(raw)]},
         }
     ).encode()
-    header += b" " * (-len(header) % 8)  # the format wants the data aligned
+    header += b" " * (-len(header) % 8)  # the format requires aligned data
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for begin in range(0, len(raw), _CHUNK):
@@ -209,15 +209,15 @@ def _on_time(deadline: float, path: Path) -> None:
         raise TransportError("deadline", f"{path} was not finished in time")
 
 
-# --- whose folder it is ---------------------------------------------------------------------------
+# --- owners of folders ----------------------------------------------------------------------------
 def _abandoned(folder: Path) -> bool:
-    """Whether nobody holds the owner's lock; a folder that is gone counts as abandoned."""
+    """Whether no process holds the owner's lock; a missing folder counts as abandoned."""
     try:
         lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
-        return False  # nobody can say just now; a put will
+        return False  # unknown; a put finds out
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""Transports by the name that `sync.transport` uses; each is imported only when it is chosen."""
+"""Transports by their name in `sync.transport`; a module is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = tuple(_MODULES)
 def make(name: str, *, address: str, folder: str = "") -> Transport:
     """The transport called `name`.
 
-    address: of the interface that trainer and engines share; folder: what `disk` writes below.
+    address: of the interface that trainer and engines share; folder: root of `disk`'s files.
     Raises ConfigError for an unknown name, TransportError (missing) when a library is not there.
     """
     if name not in _MODULES:

@@ -1,23 +1,23 @@
 """One-sided writes by Mooncake's Transfer Engine: RDMA on clusters, TCP anywhere.
 
 The engine rank registers its staging buffer; senders write into it without any of its threads.
-Ranges are checked here for every write, on both ends: over TCP the library accepts a write from
-memory that its sender never registered, which over RDMA fails, so a test without RDMA hardware
-would not find the mistake (seen with mooncake 0.3.13).
+Both ends check the range of every write here: over TCP the library accepts a write from memory
+that its sender never registered, which fails over RDMA, so a test without RDMA hardware would not
+find the mistake (seen with mooncake 0.3.13).
 
-The library has no token: whoever reaches its ports and knows an address can write to registered
-memory.  It belongs on an interface that nobody else reaches (docs/clusters.md).  The library's
-handshake waits a minute for a process that is stopped and holds Python's lock meanwhile; `connect`
-therefore knocks first at a door of ours, which knows a token and a deadline.
+The library has no token: any process that reaches its ports and knows an address can write to
+registered memory.  Use it on a private interface only (docs/weight-sync.md).  The library's
+handshake waits a minute for a stopped process and holds Python's lock meanwhile; `connect`
+therefore first connects to a `TokenServer`, which has a token and a deadline.
 
-Writes are submitted and polled, because the library's blocking call knows no deadline.  A write
-that is abandoned at its deadline may still read its source, which therefore stays registered and
+Writes are submitted and polled, because the library's blocking call has no deadline.  A write that
+is abandoned at its deadline may still read its source, which therefore stays registered and
 alive; the staging it writes to is closed by then.
 
-A source is registered by its whole storage at the first put from it and stays so until the link
-closes: put from few long-lived buffers (`_MAX_SOURCES` bounds what a caller of many can pin).
+A source is registered by its whole storage at the first put from it and stays registered until the
+link closes: put from few long-lived buffers (`_MAX_SOURCES` bounds the pinned memory).
 
-Needs the extra `moerl[mooncake]` (`moerl[mooncake-cpu]` without CUDA) and libibverbs of the system.
+Needs the extra `moerl[mooncake]` (`moerl[mooncake-cpu]` without CUDA) and the system's libibverbs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from moerl.weight_sync.transports.token_server import ServerAddress, TokenServer
 
 _POLL_S = 0.0002
 _MAX_SOURCES = 64
-_DONE, _FAILED = 1, -1  # of transfer_check_status
+_DONE, _FAILED = 1, -1  # results of transfer_check_status
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
     protocol: str
-    server_address: ServerAddress  # where to ask whether the process answers
-    session: str  # host:port of the library's own handshake
-    address: int  # of the buffer in the receiving process
+    server_address: ServerAddress  # TokenServer that shows whether the process answers
+    session: str  # host:port of the library's handshake
+    address: int  # address of the buffer in the receiving process
     num_bytes: int
 
 
@@ -95,10 +95,10 @@ def make(address: str) -> Mooncake:
 
 
 class _Registered:
-    """Memory that this process registered, by base address: what every write is checked against.
+    """Memory that this process registered, by base address: every write is checked against it.
 
-    Holds the tensors, so that no address is freed and given to somebody else while registered;
-    counts its users, because the library knows an address once.
+    Holds the tensors, so that no address is freed and reused while registered; counts users,
+    because the library accepts an address once.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -107,7 +107,7 @@ class _Registered:
         self._lock = threading.Lock()
 
     def add(self, tensor: Tensor) -> int:
-        """Register the storage of a tensor, or count one more user of it; returns its base."""
+        """Register the storage of a tensor, or count one more user; returns the base address."""
         storage = tensor.untyped_storage()
         base = storage.data_ptr()
         with self._lock:
@@ -147,7 +147,7 @@ class MooncakeStaging:
         self, table: _Registered, protocol: str, session: str, address: str, num_bytes: int
     ) -> None:
         device = "cuda" if protocol == "rdma" and torch.cuda.is_available() else "cpu"
-        # one byte at least: nothing cannot be registered
+        # at least one byte: an empty range cannot be registered
         self._memory = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=device)
         self.buffer = self._memory[:num_bytes]
         self._base = table.add(self._memory)
@@ -220,7 +220,7 @@ class MooncakeLink:
             self._release()
 
     def close(self) -> None:
-        """Writes that never ended keep their sources registered, hence alive, for good."""
+        """Unfinished writes keep their sources registered, and so alive, for good."""
         if not self._running:
             self._release()
         self._running = []
@@ -232,7 +232,7 @@ class MooncakeLink:
 
 
 def _library() -> Any:
-    """The Transfer Engine's class.  Raises TransportError (missing) in one sentence."""
+    """The Transfer Engine's class.  Raises TransportError (missing) with the extra to install."""
     try:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError as error:

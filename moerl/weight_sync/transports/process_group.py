@@ -1,20 +1,19 @@
 """Point to point over torch's process groups: gloo between hosts' memory, NCCL between GPUs.
 
-Every (sender, staging) pair is a group of two of its own.  So an engine joins by forming new pairs
-and nobody else notices, and a broken pair stalls nobody else.  The receiving member is a thread of
-the Staging: it reads what is coming from a control socket and posts the matching receive.
+Every (sender, staging) pair is its own group of two.  So an engine joins by forming new pairs
+without the other engines, and a broken pair blocks no other.  The receiving member is a thread of
+the Staging: it reads the announced ranges from a control socket and posts the matching receives.
 
-The control socket asks for the token of the endpoint before anything else, and the group's
-rendezvous runs through it as well, so no store with a port of its own exists that a stranger could
-read.  The data sockets that gloo and NCCL open themselves know no token: they bind to the address
-of the private interface, and only there (gloo) or where NCCL_SOCKET_IFNAME says (NCCL).
+The control socket checks the token of the endpoint first, and the group's rendezvous runs through
+it too, so no store with its own port is open to unauthenticated readers.  The data sockets of gloo
+and NCCL have no token: they bind to the address of the private interface, and only there (gloo),
+or where NCCL_SOCKET_IFNAME says (NCCL).
 
-One code path serves both; the backend decides the device of the buffer.  NCCL was never run: this
-project's machines have no GPU.  Two things differ there: several communicators share one GPU, and a
-peer's death is noticed by NCCL's own watchdog, which is why its guarantees promise less.
+One code path serves both; the backend decides the device of the buffer.  NCCL has not been run: no
+GPU was available.  Two things differ there: several communicators share one GPU, and NCCL's own
+watchdog notices a peer's death, which is why its guarantees promise less.
 
-Rejected: one group over all engines (a dead engine takes the others with it; a late one means a new
-group), TCPStore (no token, and it lists its keys to anyone).
+Rejected: one group over all engines (a dead engine fails the others), TCPStore (no token).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from moerl.weight_sync.transports.token_server import (
 
 _RECEIVER, _SENDER = 0, 1  # ranks in a pair
 _KEY, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket
-_RANGE = struct.Struct("<QQd")  # offset, bytes, seconds the receive may take
+_RANGE = struct.Struct("<QQd")  # offset, bytes, time limit of the receive in seconds
 _RENDEZVOUS_S = 60.0
 
 
@@ -58,7 +57,7 @@ class GroupTransport:
     """gloo or NCCL, one group of two per pair."""
 
     def __init__(self, address: str, *, backend: str = "gloo") -> None:
-        """address: of the interface that trainer and engines share with nobody else."""
+        """address: of the private interface that trainer and engines share."""
         assert backend in ("gloo", "nccl"), f"backend {backend!r} is neither gloo nor nccl"
         self.name = backend
         self.guarantees = Guarantees(
@@ -99,7 +98,7 @@ class GroupStaging:
         self._server.close()
 
     def _serve(self, channel: Channel) -> None:
-        """One sender until it leaves, breaks a rule or dies; each of them ends this pair only."""
+        """Serve one sender until it leaves, violates the protocol or dies; ends this pair only."""
         deadline = time.monotonic() + _RENDEZVOUS_S
         group = _pair(channel, _RECEIVER, self._backend, self._address, deadline)
         while True:
@@ -167,7 +166,7 @@ class GroupLink:
 
 # --- the group ---------------------------------------------------------------------------------
 class _PairStore(dist.Store):
-    """Rendezvous of a group of two: what one side sets is sent to the other."""
+    """Rendezvous of a group of two: a value that one side sets is sent to the other."""
 
     def __init__(self, channel: Channel, deadline: float) -> None:
         super().__init__()
@@ -202,7 +201,7 @@ class _PairStore(dist.Store):
 
 
 def _pair(channel: Channel, rank: int, backend: str, address: str, deadline: float) -> Any:
-    """The group of two, without a default group and without registering anything in torch.
+    """The group of two, without a default group and unknown to torch's registry.
 
     Returns ProcessGroupGloo or ProcessGroupNCCL, which torch's stubs describe in part.
     """

@@ -1,14 +1,14 @@
 """Shared memory: the receiver's staging buffer is a memory file that senders map and write into.
 
-The file has no name in any folder (memfd), so nothing is left behind by a crash on either side: it
-lives as long as somebody maps it.  A sender opens it through /proc/PID/fd, which the kernel allows
-to the same user only.  The size is sealed: a receiver cannot shrink the file under a sender (a
-write beyond the end would kill the sender).
+The file has no name in any folder (memfd), so a crash on either side leaves no file behind: it
+exists as long as a process maps it.  A sender opens it through /proc/PID/fd, which the kernel
+allows to the same user only.  The size is sealed: a receiver cannot shrink the file under a sender
+(a write beyond the end would kill the sender).
 
-Packing straight into the mapping makes a transfer one copy, which is what a memcpy costs.
+Packing straight into the mapping makes a transfer one copy, at the speed of memcpy.
 
-Rejected: files in /dev/shm (a killed receiver leaves gigabytes behind until somebody cleans up),
-multiprocessing.shared_memory (its resource tracker removes memory that others still use).
+Rejected: files in /dev/shm (stay after a crash), multiprocessing.shared_memory (its resource
+tracker removes memory that other processes use).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharedMemory:
 
 
 def make(address: str) -> SharedMemory:
-    """address: of the private interface; shared memory has no use for it."""
+    """address: of the private interface, not used here."""
     return SharedMemory()
 
 
@@ -77,7 +77,7 @@ class SharedStaging:
         """Nothing to do: senders write into the buffer itself."""
 
     def close(self) -> None:
-        """The memory goes when the last mapping does; no sender can open it from here on."""
+        """Refuse new senders; the memory is freed with the last mapping."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -116,7 +116,7 @@ class SharedLink:
         return self._buffer[offset : offset + num_bytes]
 
     def flush(self, deadline: float) -> None:
-        """Stores to shared memory are done when they return; what can fail is the receiver."""
+        """Stores to shared memory are done when they return; only the receiver can have failed."""
         self._alive(deadline)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def open_memfd(path: str, name: str) -> int:
 
 
 def check_memfd(path: str, name: str) -> None:
-    """The owner of /proc/PID/fd/N still holds this very file: it lives and has not closed it."""
+    """Check that the owner of /proc/PID/fd/N is alive and still holds this very file open."""
     try:
         found = os.readlink(path)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""A listening socket that lets in nobody without its token.
+"""A listening socket that serves only callers that know its token.
 
-The token is part of an endpoint, which travels in control messages only.  A stranger that reaches
-the port learns nothing and holds a thread for a few seconds.  A process that is stopped does not
-answer a knock, so a sender learns that within its deadline and not from a library's time-out.
+The token is part of an endpoint, which travels in control messages only.  An unauthenticated caller
+learns nothing and holds a thread for a few seconds.  A stopped process does not answer, so a sender
+learns that within its own deadline and not from a library's time-out.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 _FRAME = struct.Struct("<BI")  # kind, bytes that follow
 _MAX_FRAME = 1 << 20
 _TOKEN_CHARACTERS = 32
-_CONNECT_S = 10.0  # a silent stranger holds a thread for this long, nothing else
-_AGAIN_S = 0.1  # after a caller that could not be taken: no descriptor, no thread
+_CONNECT_S = 10.0  # a silent caller holds a thread for this long, nothing else
+_AGAIN_S = 0.1  # pause after a caller that could not be accepted: no descriptor, no thread
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """Where to knock; part of an endpoint."""
+    """Address and token of a TokenServer; part of an endpoint."""
 
     host: str
     port: int
@@ -57,13 +57,13 @@ class TokenServer:
         self._lock = threading.Lock()
         self._inside: set[Channel] | None = set()  # None once closed
         try:
-            threading.Thread(target=self._accept, name="door", daemon=True).start()
+            threading.Thread(target=self._accept, name="token-server", daemon=True).start()
         except RuntimeError as error:
             listener.close()
             raise TransportError("room", f"no thread for a socket: {error}") from error
 
     def close(self) -> None:
-        """Send everybody away; twice is fine."""
+        """Close all connections; repeatable."""
         with self._lock:
             inside, self._inside = self._inside or set(), None
         with contextlib.suppress(OSError):  # closed already
@@ -83,12 +83,12 @@ class TokenServer:
                 time.sleep(_AGAIN_S)
 
     def _take(self, connection: socket.socket) -> None:
-        """Serve a caller in a thread of its own; one that cannot be served is sent away."""
+        """Serve a caller in its own thread; close the connection if that is not possible."""
         try:
             channel = Channel(connection)
             with self._lock:
                 if self._inside is None:
-                    raise OSError("the door was closed")
+                    raise OSError("the token server is closed")
                 self._inside.add(channel)
             threading.Thread(target=self._let_in, args=(channel,), daemon=True).start()
         except BaseException:
@@ -112,7 +112,7 @@ class TokenServer:
 
 
 def open_channel(server_address: ServerAddress, deadline: float) -> Channel:
-    """A connection that was let in.  Raises TransportError (peer, refused, deadline)."""
+    """An authenticated connection.  Raises TransportError (peer, refused, deadline)."""
     where = f"{server_address.host}:{server_address.port}"
     try:
         connection = socket.create_connection(
@@ -140,7 +140,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
-        """Close even while another thread waits on it; twice is fine."""
+        """Close even while another thread waits on it; repeatable."""
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -178,7 +178,7 @@ class Channel:
 
 
 def seconds_left(deadline: float) -> float:
-    """Seconds until the deadline; a little more than zero, which sockets take for `no limit`."""
+    """Seconds until the deadline, at least slightly above 0, which sockets read as `no limit`."""
     return max(deadline - time.monotonic(), 0.001)
 
 
