@@ -9,8 +9,8 @@ from moerl.weight_sync.transports.base import Transport
 
 _MODULES = {
     "shm": "shm",
-    "gloo": "group",
-    "nccl": "group",
+    "gloo": "process_group",
+    "nccl": "process_group",
     "mooncake": "mooncake",
     "disk": "disk",
     "cuda_ipc": "cuda_ipc",
@@ -27,7 +27,7 @@ def make(name: str, *, address: str, folder: str = "") -> Transport:
     if name not in _MODULES:
         raise ConfigError("sync.transport", name, f"use one of {NAMES}")
     module = import_module(f"moerl.weight_sync.transports.{_MODULES[name]}")
-    if _MODULES[name] == "group":
+    if _MODULES[name] == "process_group":
         transport: Transport = module.GroupTransport(address, backend=name)
     else:
         transport = module.make(folder if name == "disk" else address)
