@@ -371,11 +371,11 @@ def test_a_listening_socket_wants_the_token(listening: str) -> None:
     transport = make(listening, address="127.0.0.1")
     staging = transport.open(MIB)
     told = json.loads(staging.endpoint)
-    place = told["place"]
+    place = told["server_address"]
     with socket.create_connection(("127.0.0.1", place["port"]), timeout=10) as stranger:
         stranger.sendall(b"x" * len(place["token"]))
         assert stranger.recv(100) == b""
-    forged = told | {"place": place | {"token": "0" * len(place["token"])}}
+    forged = told | {"server_address": place | {"token": "0" * len(place["token"])}}
     connecting = partial(transport.connect, json.dumps(forged).encode(), soon())
     assert raised(connecting).reason == "refused"
     transport.connect(staging.endpoint, soon()).close()
@@ -384,7 +384,7 @@ def test_a_listening_socket_wants_the_token(listening: str) -> None:
 
 def test_gloo_binds_to_the_given_address_only() -> None:
     staging = make("gloo", address="127.0.0.2").open(8)
-    port = json.loads(staging.endpoint)["place"]["port"]
+    port = json.loads(staging.endpoint)["server_address"]["port"]
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=10)
     staging.close()
