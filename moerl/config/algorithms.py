@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from moerl.config.functions import check_is_there
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.errors import ConfigError
 
@@ -118,7 +119,7 @@ _ALWAYS_READ = frozenset(
 def check_algorithm(config: Config, *, folders: bool = True) -> None:
     """Every rule about `algorithm`: names, settings that nothing reads, data that nothing provides.
 
-    folders: models that a step needs beside its own must be there.
+    folders: models that a step needs beside its own, and an objective of one's own, must be there.
     Raises ConfigError naming the field, its value and what is allowed.
     """
     a = config.algorithm
@@ -131,6 +132,8 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     _check_measure(a)
     if folders:
         _check_folders(config)
+        if a.objective not in OBJECTIVES:
+            check_is_there("algorithm.objective", a.objective)
 
 
 def needed(a: AlgorithmConfig) -> set[str]:

@@ -34,7 +34,9 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.preference import plan_pairs
+from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
+from moerl.config.algorithms import OBJECTIVES
 from moerl.config.schema import Config
 from moerl.data.minibatches import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
@@ -94,6 +96,8 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         """critic: gives the advantages and is trained too (`moerl.trainer.learner.critic`)."""
+        # a user's objective that is not there ends the start, not the first step
+        choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         self.critic = critic
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         optimizer = config.trainer.optimizer
