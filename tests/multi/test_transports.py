@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from moerl.config.schema import SyncConfig
+from moerl.config.schema import SAME_MACHINE, TransportName
 from moerl.errors import ConfigError, TransportError
 from moerl.weight_sync.transports.base import Link, Transport
 from moerl.weight_sync.transports.factory import NAMES, make
@@ -117,8 +117,9 @@ def test_promises_are_the_table(name: str, transport: Transport) -> None:
 
 
 def test_every_transport_is_here_in_the_factory_and_in_the_settings() -> None:
-    choices = get_args(get_type_hints(SyncConfig)["transport"])
-    assert set(NAMES) == {*CASES, *ELSEWHERE} == set(choices) - {"auto"}
+    assert set(NAMES) == {*CASES, *ELSEWHERE} == set(get_args(TransportName)) - {"auto"}
+    here = {name for name, case in CASES.items() if case.guarantees.same_machine}
+    assert here == set(SAME_MACHINE) - set(ELSEWHERE)
 
 
 def test_bytes_arrive(transport: Transport, spawn: Spawn) -> None:
