@@ -96,10 +96,10 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         """critic: gives the advantages and is trained too (`moerl.trainer.learner.critic`)."""
-        # a user's objective that is not there ends the start, not the first step
-        choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         self.critic = critic
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
+        # a user's objective that is not there ends the start, not the first step
+        choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(
             model, distributed_optimizer=optimizer.distributed
