@@ -8,9 +8,10 @@ made of parts that exist; a new kind of tensor is a new `Part` with its Hugging 
 Megatron rules and its SGLang rules.
 
 The check runs on shapes: every parameter of every rank is tiled exactly, and every byte of an
-engine is covered once, or the tensor that is not is named.  It cannot see a swap of k and v, so a
-family becomes part of moerl with comparisons against transformers, Megatron-core and SGLang:
-CONTRIBUTING.md says which files, docs/layout.md walks through them.
+engine is covered once, or the tensor that is not is named.  It cannot see a swap of k and v, and it
+registers the family in this process only: `moerl check-layout` and `moerl train` start others, and
+refuse it.  A family becomes part of moerl with comparisons against transformers, Megatron-core and
+SGLang: CONTRIBUTING.md says which files, docs/layout.md walks through them.
 """
 
 from __future__ import annotations

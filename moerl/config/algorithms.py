@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from moerl.config.functions import check_is_there
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.errors import ConfigError
 
@@ -117,7 +118,7 @@ _ALWAYS_READ = frozenset(
 def check_algorithm(config: Config, *, folders: bool = True) -> None:
     """Every rule about `algorithm`: names, settings that are not read, data that is not provided.
 
-    folders: require the folders of the reference models.
+    folders: require the folders of the reference models, and load an objective of the user.
     Raises ConfigError naming the field, its value and what is allowed.
     """
     a = config.algorithm
@@ -130,6 +131,8 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     _check_measure(a)
     if folders:
         _check_folders(config)
+        if a.objective not in OBJECTIVES:
+            check_is_there("algorithm.objective", a.objective)
 
 
 def needed(a: AlgorithmConfig) -> set[str]:

@@ -17,7 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig, Role
+from moerl.config.schema import (
+    SAME_MACHINE,
+    ClusterConfig,
+    Config,
+    NodeGroup,
+    ParallelConfig,
+    Role,
+    TransportName,
+)
+from moerl.config.validate import either
 from moerl.errors import ConfigError
 
 
@@ -133,9 +142,12 @@ def _check_network(config: Config) -> None:
         raise ConfigError(
             "cluster.interface", "lo", "name the interface that the nodes reach each other by"
         )
-    if config.sync.transport == "shm":
+    if config.sync.transport in SAME_MACHINE:
+        others = tuple(n for n in get_args(TransportName) if n not in ("auto", *SAME_MACHINE))
         raise ConfigError(
-            "sync.transport", "shm", "it ends at the machine; use gloo, nccl, mooncake or disk"
+            "sync.transport",
+            config.sync.transport,
+            f"it ends at the machine; use {either(others)}",
         )
     numbers = {
         "controller": ports.controller,

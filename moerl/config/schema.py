@@ -270,10 +270,13 @@ class RefModelsConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # separate: their layout
 
 
+TransportName = Literal["auto", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"]
+SAME_MACHINE = ("shm", "cuda_ipc")  # transports that end at the machine
+
+
 @dataclass(frozen=True)
 class SyncConfig:
-    # auto: by the cluster (`moerl.config.clusters.default_transport`)
-    transport: Literal["auto", "shm", "cuda_ipc", "gloo", "nccl", "mooncake", "disk"] = "auto"
+    transport: TransportName = "auto"  # by the cluster: `moerl.config.clusters.default_transport`
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 16 * 2**20
     # Engines that the trainer sends to, the others copy from them; 0 = all
     direct: Natural = 0

@@ -1,4 +1,9 @@
-"""Add a model family in this process only: to try its tables before they become part of moerl."""
+"""Add a model family in this process only: to try its tables before they become part of moerl.
+
+That is enough to prove a layout on shapes (`moerl.planning.layout_check.check_layout` in the same
+process).  `moerl check-layout`, the trainer's ranks and the engines are processes of their own and
+refuse the family; a run needs it in `moerl/layout/spec.py` and `moerl/layout/families.py`.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import pytest
 from moerl.errors import EngineError
 from moerl.types import PolicyVersion
 from tests.helpers.sync_world import Publish, World
-from tests.helpers.transport_peer import mooncake_missing
+from tests.helpers.transport_cases import skip_if_missing, transports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -36,19 +36,11 @@ def made(tmp_path: Path) -> Iterator[Callable[..., World]]:
         world.end()
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "shm",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("gloo", "disk")),
-        pytest.param("mooncake", marks=pytest.mark.mooncake),
-    ],
-)
+@pytest.mark.parametrize("transport", transports(default=["shm"]))
 def test_a_tp2_engine_holds_what_sglang_would_have_loaded(
     made: Callable[..., World], transport: str
 ) -> None:
-    if transport == "mooncake" and (reason := mooncake_missing()):
-        pytest.skip(reason)
+    skip_if_missing(transport)
     world = made(transport)
     start = world.checksums(0)
     assert len(start) == 2

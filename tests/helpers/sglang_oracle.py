@@ -11,9 +11,13 @@ each rank; a rank takes 20 ms here).
     FOLDER/MODEL/                           config.json, model.safetensors
     FOLDER/FP8_MODEL.plain/                 of FP8_MODELS, before they were quantised
     FOLDER/loaded/CASE.RANK.safetensors     of CASES
-    FOLDER/loaded/VARIANT.safetensors       of VARIANTS, one rank
+    FOLDER/loaded/VARIANT.0.safetensors     of VARIANTS, one rank
     FOLDER/reports.json                     of each case and runner: its resolved arguments
     FOLDER/refused.json                     of REFUSED_CASES: the error of each
+    FOLDER/failed.json                      why a case, runner or variant did not load
+
+An entry that fails (its config lacks a field that SGLang's class reads, say) is reported by the
+tests of that entry alone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -396,37 +401,68 @@ def main(folder: Path) -> None:
     from moerl.engine import torchvision_fix
 
     torchvision_fix.arm()
-    from safetensors.torch import save_file
     from sglang.srt.plugins import load_plugins
-
-    from tests.helpers.fp8_folder import quantise
 
     load_plugins()
     (folder / "loaded").mkdir()
-    for name, (config, change) in (MODELS | VARIANTS | REFUSED | FP8_MODELS).items():
-        write_model(folder / name, config, change)
-    for name in FP8_MODELS:
-        quantise((folder / name).rename(folder / f"{name}.plain"), folder / name)
-    reports = {}
+    failed = _write_models(folder)
+    reports: dict[str, object] = {}
     for case in (*CASES, *FP8_CASES):
-        for rank in range(case.tp):
-            loaded = load(folder / case.model, case.server_args, rank)
-            save_file(loaded.parameters, folder / "loaded" / f"{case}.{rank}.safetensors")
-        reports[str(case)] = {"args": loaded.server_args, "refusal": loaded.refusal}
+        ranks = range(case.tp)
+        if report := _keep(folder, str(case), case.model, case.server_args, ranks, failed):
+            reports[str(case)] = report
     for runner in RUNNERS:
         args = Case("qwen3_moe", 1).server_args | {"moe_runner_backend": runner}
-        loaded = load(folder / "qwen3_moe", args, 0)
-        save_file(loaded.parameters, folder / "loaded" / f"{runner}.0.safetensors")
-        reports[runner] = {"args": loaded.server_args, "refusal": loaded.refusal}
-    (folder / "reports.json").write_text(json.dumps(reports, default=str))
+        if report := _keep(folder, runner, "qwen3_moe", args, range(1), failed):
+            reports[runner] = report
     for name in VARIANTS:
-        loaded = load(folder / name, Case(name.removesuffix(".tied"), 1).server_args, 0)
-        save_file(loaded.parameters, folder / "loaded" / f"{name}.safetensors")
+        args = Case(name.removesuffix(".tied"), 1).server_args
+        _keep(folder, name, name, args, range(1), failed)
     refused = {
         name: error(folder / (name if name in REFUSED else "gpt_oss"), args)
         for name, args in REFUSED_CASES.items()
     }
-    (folder / "refused.json").write_text(json.dumps(refused))
+    for file, found in (("reports", reports), ("refused", refused), ("failed", failed)):
+        (folder / f"{file}.json").write_text(json.dumps(found, default=str))
+
+
+def _write_models(folder: Path) -> dict[str, str]:
+    """Write all checkpoints; returns why those that transformers cannot make failed."""
+    from tests.helpers.fp8_folder import quantise
+
+    failed: dict[str, str] = {}
+    for name, (config, change) in (MODELS | VARIANTS | REFUSED | FP8_MODELS).items():
+        try:
+            write_model(folder / name, config, change)
+        except Exception as problem:
+            failed[name] = _sentence(problem)
+    for name in FP8_MODELS.keys() - failed.keys():
+        quantise((folder / name).rename(folder / f"{name}.plain"), folder / name)
+    return failed
+
+
+def _keep(
+    folder: Path,
+    name: str,
+    model: str,
+    args: dict[str, Any],
+    ranks: Iterable[int],
+    failed: dict[str, str],
+) -> dict[str, object]:
+    """Load a model and write its parameters; returns its report, {} where `failed` has a reason."""
+    from safetensors.torch import save_file
+
+    if model in failed:
+        failed[name] = failed[model]
+        return {}
+    try:
+        for rank in ranks:
+            loaded = load(folder / model, args, rank)
+            save_file(loaded.parameters, folder / "loaded" / f"{name}.{rank}.safetensors")
+    except Exception as problem:
+        failed[name] = _sentence(problem)
+        return {}
+    return {"args": loaded.server_args, "refusal": loaded.refusal}
 
 
 def error(model: Path, args: dict[str, Any]) -> str:
@@ -434,9 +470,13 @@ def error(model: Path, args: dict[str, Any]) -> str:
     try:
         load(model, args, 0)
     except Exception as problem:
-        where = traceback.extract_tb(problem.__traceback__)[-1].name
-        return f"{type(problem).__name__} in {where}: {problem}"
+        return _sentence(problem)
     return ""
+
+
+def _sentence(problem: Exception) -> str:
+    where = traceback.extract_tb(problem.__traceback__)[-1].name
+    return f"{type(problem).__name__} in {where}: {problem}"
 
 
 if __name__ == "__main__":

@@ -61,6 +61,13 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def loaded(oracle: Path, name: str, rank: int = 0) -> Tensors:
+    """What SGLang wrote for a case, runner or variant.  Raises AssertionError where it failed."""
+    failed = json.loads((oracle / "failed.json").read_text())
+    assert name not in failed, f"SGLang did not load {name}: {failed[name]}"
+    return load_file(oracle / "loaded" / f"{name}.{rank}.safetensors")
+
+
 def config_of(folder: Path) -> dict[str, object]:
     config: dict[str, object] = json.loads((folder / "config.json").read_text())
     return config
@@ -105,15 +112,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def check(oracle: Path, case: Case, loaded: str = "") -> None:
+def check(oracle: Path, case: Case, runner: str = "") -> None:
     """Every parameter of every rank.  Raises LayoutError, or AssertionError naming tensors.
 
-    loaded: what to compare with instead of the case's own parameters.
+    runner: whose parameters to compare with, in place of the case's own.
     """
+    everything = [loaded(oracle, runner or str(case), rank) for rank in range(case.tp)]
     folder = oracle / case.model
     spec, hf = model_spec(config_of(folder)), checkpoint(folder)
-    for rank in range(case.tp):
-        live = load_file(oracle / "loaded" / f"{loaded or case}.{rank}.safetensors")
+    for rank, live in enumerate(everything):
         named = sglang_tiles(spec, case.tp, rank, case.ep, case.dp)
         check_covers(named, {name: tuple(value.shape) for name, value in live.items()})
         want = by_tiles(named, hf, getattr(torch, case.dtype))
@@ -138,6 +145,7 @@ def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
 
     Compared with what SGLang's loader wrote, bit by bit.  Raises AssertionError naming a tensor.
     """
+    everything = [loaded(oracle, str(case), rank) for rank in range(case.tp)]
     folder = oracle / case.model
     spec, hf = model_spec(config_of(folder)), checkpoint(folder)
     tp = 1 if spec.kv_heads % 2 else 2
@@ -152,8 +160,7 @@ def planned(oracle: Path, case: Case, *, harm: str = "") -> None:
             parts = [as_sent(held[p.src_name][at(p.src_box)], p, harm) for p in region.pieces]
             flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
             wire[region.src, region.dst] = torch.cat(flat)
-    for rank in range(case.tp):
-        live = load_file(oracle / "loaded" / f"{case}.{rank}.safetensors")
+    for rank, live in enumerate(everything):
         got = {name: torch.full_like(value, float("nan")) for name, value in live.items()}
         receiver = plan.receiver(rank)
         for region in receiver.regions:
@@ -262,8 +269,8 @@ def test_a_repacking_runner_differs_and_is_refused(
 @pytest.mark.parametrize("model", VARIANTS)
 def test_a_variant_is_loaded_whole_or_refused(oracle: Path, model: str) -> None:
     """Tied heads and dense layers: refused exactly where SGLang leaves parameters unfilled."""
+    live = loaded(oracle, model)
     config = config_of(oracle / model)
-    live = load_file(oracle / "loaded" / f"{model}.safetensors")
     unfilled = [name for name, value in live.items() if value.isnan().any()]
     if unfilled:
         with pytest.raises(ConfigError, match=r"unfilled") as refusal:

@@ -18,18 +18,12 @@ from moerl.errors import TrainerError
 from moerl.messages import AskEngine, PublishFailure, PublishResult
 from moerl.types import PolicyVersion
 from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer
-from tests.helpers.transport_peer import mooncake_missing
+from tests.helpers.transport_cases import skip_if_missing, transports
 
 pytestmark = pytest.mark.timeout(300)
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
 FULL = pytest.mark.full
-OTHERS = [
-    pytest.param("gloo", marks=FULL),
-    pytest.param("mooncake", marks=pytest.mark.mooncake),
-    pytest.param("disk", marks=FULL),
-]
-ALSO = OTHERS[1:]
 LATE_S = 60.0  # nothing here may take longer, however slow the machine
 
 
@@ -41,12 +35,11 @@ class Made(list):
         self.mover = {"transport": transport, "folder": str(folder)}
 
 
-@pytest.fixture(params=["shm", *OTHERS])
+@pytest.fixture(params=transports(default=["shm"]))
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
     folder = tmp_path / "shared"
     folder.mkdir()
-    if request.param == "mooncake" and (reason := mooncake_missing()):
-        pytest.skip(reason)
+    skip_if_missing(request.param)
     things = Made(request.param, folder)
     yield things
     for thing in reversed(things):
@@ -74,7 +67,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("made", ["shm", "gloo", *ALSO], indirect=True)
+@pytest.mark.parametrize("made", transports(default=["shm", "gloo"]), indirect=True)
 def test_every_rank_of_two_engines_takes_each_version(made: Made, tmp_path: Path) -> None:
     both = engines(made, tmp_path, 2, tp=2)
     job = trainer(made, both)

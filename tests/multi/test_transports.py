@@ -1,9 +1,8 @@
 """Every transport against a peer process: what it promises, and how it fails.
 
-The table says what each transport guarantees.  `nccl` needs two GPUs and is not here, `cuda_ipc`
-one (tests/unit/test_cuda_ipc.py, tests/gpu/test_cuda_ipc_gpu.py).  `mooncake` runs where its
-library can be loaded; elsewhere its cases are skipped with the library's own complaint, while its
-refusal is always tested.
+The table of tests/helpers/transport_cases.py says what each transport guarantees and which ones run
+here.  `mooncake` runs where its library can be loaded; elsewhere its cases are skipped with the
+library's own complaint, while its refusal is always tested.
 """
 
 from __future__ import annotations
@@ -16,44 +15,27 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from moerl.config.schema import SAME_MACHINE, TransportName
 from moerl.errors import ConfigError, TransportError
 from moerl.weight_sync.transports.base import Link, Transport
 from moerl.weight_sync.transports.factory import NAMES, make
-from tests.helpers.transport_peer import mooncake_missing, pattern, serve
+from tests.helpers.transport_cases import CASES, ELSEWHERE, skip_if_missing, transports
+from tests.helpers.transport_peer import pattern, serve
 
 MIB = 2**20
-#        one_sided late_join survives_death needs_group same_machine
-PROMISES = {
-    "shm": (True, True, True, False, True),
-    "gloo": (False, True, True, False, False),
-    "mooncake": (True, True, True, False, False),
-    "disk": (True, True, True, False, False),
-}
 
 
-@pytest.fixture(scope="session")
-def missing() -> dict[str, str]:
-    return {"mooncake": mooncake_missing()}
-
-
-def marked(*names: str) -> list[object]:
-    """Transports as parameters; those that need a library of their own have its mark."""
-    return [pytest.param(n, marks=pytest.mark.mooncake) if n == "mooncake" else n for n in names]
-
-
-@pytest.fixture(params=marked(*PROMISES))
-def name(request: pytest.FixtureRequest, missing: dict[str, str]) -> str:
-    if missing.get(request.param):
-        pytest.skip(missing[request.param])
+@pytest.fixture(params=transports())
+def name(request: pytest.FixtureRequest) -> str:
+    skip_if_missing(request.param)
     chosen: str = request.param
     return chosen
 
@@ -131,7 +113,13 @@ def raised(work: Callable[[], object]) -> TransportError:
 
 
 def test_promises_are_the_table(name: str, transport: Transport) -> None:
-    assert (transport.name, astuple(transport.guarantees)) == (name, PROMISES[name])
+    assert (transport.name, transport.guarantees) == (name, CASES[name].guarantees)
+
+
+def test_every_transport_is_here_in_the_factory_and_in_the_settings() -> None:
+    assert set(NAMES) == {*CASES, *ELSEWHERE} == set(get_args(TransportName)) - {"auto"}
+    here = {name for name, case in CASES.items() if case.guarantees.same_machine}
+    assert here == set(SAME_MACHINE) - set(ELSEWHERE)
 
 
 def test_bytes_arrive(transport: Transport, spawn: Spawn) -> None:
@@ -168,7 +156,7 @@ def test_a_mapped_range_is_the_remote_memory(name: str, transport: Transport, sp
     receiver = spawn()
     link = connect(transport, receiver, MIB)
     view = link.view(10, 100)
-    assert (view is not None) == (name == "shm")
+    assert (view is not None) == CASES[name].is_mapped
     if view is not None:
         view.copy_(pattern(100, 3))
         link.flush(soon())
@@ -279,10 +267,10 @@ def test_a_stopped_receiver_costs_no_more_than_the_deadline(
         link.put(0, data, begin + 1.5)
         link.flush(begin + 1.5)
 
-    if name in ("shm", "disk"):
-        write()  # the receiving process has no part in it
-    else:
+    if CASES[name].needs_receiver:
         assert raised(write).reason == "deadline"
+    else:
+        write()
     assert time.monotonic() - begin < 30
 
 
@@ -293,10 +281,10 @@ def test_a_stopped_receiver_is_not_waited_for_when_connecting(
     endpoint = receiver.do("open", MIB)
     receiver.signal(signal.SIGSTOP)
     begin = time.monotonic()
-    if name in ("shm", "disk"):
-        transport.connect(endpoint, begin + 1.0)
-    else:
+    if CASES[name].needs_receiver:
         assert raised(lambda: transport.connect(endpoint, begin + 1.0)).reason == "deadline"
+    else:
+        transport.connect(endpoint, begin + 1.0)
     assert time.monotonic() - begin < 30
 
 
@@ -377,19 +365,18 @@ def leftovers(folder: Path) -> list[str]:
 
 
 # --- particular transports ------------------------------------------------------------------------
-@pytest.mark.parametrize("listening", marked("gloo", "mooncake"))
-def test_a_listening_socket_wants_the_token(listening: str, missing: dict[str, str]) -> None:
-    """An unauthenticated peer hears nothing, a wrong token makes no link; the right one does."""
-    if missing.get(listening):
-        pytest.skip(missing[listening])
+@pytest.mark.parametrize("listening", transports(listening=True))
+def test_a_listening_socket_wants_the_token(listening: str) -> None:
+    """Nothing is said to a stranger, and a wrong token makes no link; the right one does."""
+    skip_if_missing(listening)
     transport = make(listening, address="127.0.0.1")
     staging = transport.open(MIB)
     told = json.loads(staging.endpoint)
-    server = told["server_address"]
-    with socket.create_connection(("127.0.0.1", server["port"]), timeout=10) as peer:
-        peer.sendall(b"x" * len(server["token"]))
-        assert peer.recv(100) == b""
-    forged = told | {"server_address": server | {"token": "0" * len(server["token"])}}
+    place = told["server_address"]
+    with socket.create_connection(("127.0.0.1", place["port"]), timeout=10) as stranger:
+        stranger.sendall(b"x" * len(place["token"]))
+        assert stranger.recv(100) == b""
+    forged = told | {"server_address": place | {"token": "0" * len(place["token"])}}
     connecting = partial(transport.connect, json.dumps(forged).encode(), soon())
     assert raised(connecting).reason == "refused"
     transport.connect(staging.endpoint, soon()).close()
@@ -458,5 +445,4 @@ def test_mooncake_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) ->
 def test_unknown_transports_are_refused() -> None:
     with pytest.raises(ConfigError, match="shm") as caught:
         make("rsync", address="127.0.0.1")
-    assert set(NAMES) >= set(PROMISES)
     assert caught.value.value == "rsync"

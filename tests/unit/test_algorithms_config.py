@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,48 @@ def test_another_objective_is_refused_with_the_known_names(name: str) -> None:
 def test_an_own_objective_that_is_not_there_is_refused(name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm.objective .*{why}.*use cispo, "):
         choose("algorithm.objective", name, OBJECTIVES)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none.such:f", "there is no module none.such on PYTHONPATH"),
+        ("heavy.none:loss", "there is no module heavy.none on"),
+        ("heavy.objectives:lost", "objectives.py defines no lost"),
+    ],
+)
+def test_an_own_objective_is_looked_for_before_a_run_without_an_import(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "heavy"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "objectives.py").write_text(
+        "raise SystemExit('imported')\nfrom somewhere import given\ndef loss(): ...\nalias = loss\n"
+    )
+    (package / "open.py").write_text("from somewhere import *\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for good in ("heavy.objectives:loss", "heavy.objectives:alias", "heavy.objectives:given"):
+        check_algorithm(config(objective=good))
+    check_algorithm(config(objective="heavy.open:anything"))
+    with pytest.raises(ConfigError, match=rf"algorithm.objective .*{why}"):
+        check_algorithm(config(objective=name))
+    check_algorithm(config(objective=name), folders=False)  # a manifest: its image may have it
+
+
+def test_a_trainer_does_not_start_without_its_objective() -> None:
+    """Before the model is touched; in a process of its own, because megatron-core is patched."""
+    start = (
+        "from moerl.trainer.model import platform\n"
+        "platform.prepare('cpu')\n"
+        "from moerl.config.schema import AlgorithmConfig, Config\n"
+        "from moerl.trainer.learner.step import Learner\n"
+        "Learner(None, None, Config(algorithm=AlgorithmConfig(objective='os:none')), None)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", start], capture_output=True, text=True, timeout=120
+    )
+    assert "algorithm.objective = 'os:none' is not usable" in done.stderr
 
 
 def test_only_objectives_may_be_a_users_own() -> None:

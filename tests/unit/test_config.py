@@ -62,7 +62,7 @@ BAD = [
     ("trainer.optimizer.eps=0", "trainer.optimizer.eps = 0.0", "above 0"),
     ("model.tiny.num_heads=0", "model.tiny.num_heads = 0", "at least 1"),
     ("run.name=../x", "run.name = '../x'", "not . or - first"),
-    ("task.reward=exact", "task.reward = 'exact'", "math_verify, position_steps, turn_gains or"),
+    ("task.reward=exact", "task.reward = 'exact'", "turn_gains or package.module:function"),
     ("task.environment=x", "task.environment = 'x'", "check_digits or package.module:function"),
     ("steps", "override = 'steps'", "key=value"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from tests.conftest import one_stage_each
 from tools import stages
@@ -55,6 +57,25 @@ def test_every_file_belongs_to_a_stage() -> None:
     assert len(files) > 100
     for file in map(str, files):
         assert any(stages_of(file, marks) for marks in ([], ["gpu"])), file
+
+
+def test_what_github_runs_and_names_is_there(tmp_path: Path) -> None:
+    """Stages, files and folders in the workflows and the forms of issues."""
+    files = sorted((ROOT / ".github").rglob("*.yml"))
+    text = "\n".join(file.read_text() for file in files)
+    stage_names = {stage.name for stage in STAGES}
+    asked = set(re.findall(r"tools/test --stage ([\w-]+)", text))
+    assert {"checks"} <= asked <= stage_names
+    named = set(re.findall(r"\b(?:tools|docs|requirements)/[\w./*-]*[\w*]|\b[A-Z]+\.md", text))
+    assert {"tools/test", "SECURITY.md", "CONTRIBUTING.md"} <= named
+    assert not {name for name in named if not list(ROOT.glob(name))}
+    full = yaml.safe_load((ROOT / ".github/workflows/full.yml").read_text())
+    (step,) = (one for one in full["jobs"]["stages"]["steps"] if one.get("id") == "names")
+    output = tmp_path / "output"
+    command = ["bash", "-euc", step["run"]]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"GITHUB_OUTPUT": str(output)}, check=True)
+    key, _, value = output.read_text().strip().partition("=")
+    assert (key, set(json.loads(value))) == ("names", stage_names)
 
 
 def test_a_test_outside_the_table_is_found(tmp_path: Path) -> None:

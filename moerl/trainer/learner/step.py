@@ -34,7 +34,9 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.preference import plan_pairs
+from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
+from moerl.config.algorithms import OBJECTIVES
 from moerl.config.schema import Config
 from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
@@ -96,6 +98,8 @@ class Learner:
         """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
         self.critic = critic
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
+        # a user's objective that is not there ends the start, not the first step
+        choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(
             model, distributed_optimizer=optimizer.distributed

@@ -1,0 +1,101 @@
+"""The transports that tests run on, and what each promises: a new one is added here.
+
+`transports()` are the parameters of every test that goes over all of them.  A transport that needs
+special hardware is listed in ELSEWHERE with the tests that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import pytest
+
+from moerl.weight_sync.transports.base import Guarantees
+from tests.helpers.transport_peer import mooncake_missing
+
+
+@dataclass(frozen=True, slots=True)
+class TransportCase:
+    """What the tests expect of one transport."""
+
+    guarantees: Guarantees
+    is_mapped: bool = False  # a link shows the remote buffer as local memory
+    needs_receiver: bool = True  # a put waits for the receiving process when that is stopped
+    listens: bool = False  # on a socket, whose peers must know a token
+    missing: Callable[[], str] | None = None  # why its library cannot be loaded here; empty: it can
+
+
+CASES = {
+    "shm": TransportCase(
+        Guarantees(
+            one_sided=True,
+            late_join=True,
+            survives_peer_death=True,
+            needs_group=False,
+            same_machine=True,
+        ),
+        is_mapped=True,
+        needs_receiver=False,
+    ),
+    "gloo": TransportCase(
+        Guarantees(
+            one_sided=False,
+            late_join=True,
+            survives_peer_death=True,
+            needs_group=False,
+            same_machine=False,
+        ),
+        listens=True,
+    ),
+    "mooncake": TransportCase(
+        Guarantees(
+            one_sided=True,
+            late_join=True,
+            survives_peer_death=True,
+            needs_group=False,
+            same_machine=False,
+        ),
+        listens=True,
+        missing=mooncake_missing,
+    ),
+    "disk": TransportCase(
+        Guarantees(
+            one_sided=True,
+            late_join=True,
+            survives_peer_death=True,
+            needs_group=False,
+            same_machine=False,
+        ),
+        needs_receiver=False,
+    ),
+}
+ELSEWHERE = {
+    "nccl": "two GPUs; it shares the code of gloo",
+    "cuda_ipc": "one GPU: tests/unit/test_cuda_ipc.py, tests/gpu/test_cuda_ipc_gpu.py",
+}
+
+
+def transports(*, default: Collection[str] = CASES, listening: bool = False) -> list[object]:
+    """Names as parameters, with the mark of those that need a library of their own.
+
+    default: those that run in the default selection; the others are for --full.
+    """
+    return [
+        pytest.param(name, marks=_marks(name, case, default))
+        for name, case in CASES.items()
+        if case.listens or not listening
+    ]
+
+
+def _marks(name: str, case: TransportCase, default: Collection[str]) -> list[pytest.MarkDecorator]:
+    if case.missing is not None:
+        return [pytest.mark.mooncake]
+    return [] if name in default else [pytest.mark.full]
+
+
+def skip_if_missing(name: str) -> None:
+    """Skip a test, with the library's own complaint, where its transport cannot be loaded."""
+    missing = CASES[name].missing
+    if missing is not None and (reason := missing()):
+        pytest.skip(reason)
