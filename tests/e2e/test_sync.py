@@ -111,7 +111,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def two(shared: World) -> World:
     """Both engines serve one version, and a trainer is there: whatever the test before left."""
     if shared.job is None or shared.job.ended:
-        shared.start_gang()
+        shared.start_trainer()
     for engine in range(2):
         if shared.hosts[engine]._health.ended.is_set():
             shared.restart_engine(engine)
@@ -225,7 +225,7 @@ def test_a_trainer_killed_in_a_publish_leaves_whole_versions(two: World, whole: 
         _says(two, publish, r"transfer failed: .*ranks \[1\] did not send in time")
     two.check_serves(0, publish.version)
     two.check_serves(1, before)
-    two.start_gang()
+    two.start_trainer()
     again = two.publish()
     assert two.done(again)["async/sync_engines_behind"] == 0
     assert again.version.incarnation == publish.version.incarnation + 1

@@ -101,7 +101,7 @@ class World:
             for i, size in engine.sizes.items()
         ]
         self.known: dict[PolicyVersion, Checksums] = {}
-        self.job: Gang | None = None
+        self.job: TrainerJob | None = None
         self.logged = 0  # characters of rank 0's log when a test began
         self._incarnation = -1
         self._asked = 0
@@ -139,14 +139,14 @@ class World:
         self.run(self.hosts[engine].start(START))
 
     # --- the trainer -----------------------------------------------------------------------------
-    def start_gang(self) -> Gang:
+    def start_trainer(self) -> TrainerJob:
         """New ranks, as the next incarnation, in the place of the old ones."""
 
-        async def start() -> Gang:
+        async def start() -> TrainerJob:
             if self.job is not None:
                 await self.job.end()
             self._incarnation += 1
-            made = Gang(self.run_dir, self.server.endpoint, self._incarnation)
+            made = TrainerJob(self.run_dir, self.server.endpoint, self._incarnation)
             await made.start()
             return made
 
@@ -155,7 +155,7 @@ class World:
 
     def publish(self, fault: str = "", *, rank: int = 0, engine: int = 1) -> Publish:
         """The next version, with a fault on the way from a trainer rank to an engine."""
-        job = self.job if self.job is not None else self.start_gang()
+        job = self.job if self.job is not None else self.start_trainer()
         return job.publish(fault, rank, engine)
 
     def done(self, publish: Publish) -> dict[str, float]:
@@ -251,7 +251,7 @@ class World:
         self.run(wait())
 
 
-class Gang:
+class TrainerJob:
     """The trainer's processes of one incarnation."""
 
     def __init__(self, run_dir: RunDir, controller: str, incarnation: int) -> None:
@@ -314,7 +314,7 @@ class Gang:
 class Publish:
     """One order on its way."""
 
-    def __init__(self, job: Gang, path: Path, version: PolicyVersion) -> None:
+    def __init__(self, job: TrainerJob, path: Path, version: PolicyVersion) -> None:
         self.job, self.version = job, version
         self._path = path
 

@@ -220,7 +220,7 @@ def cut_trainer(run: ClusterRun) -> list[psutil.Process]:
     """The last host is away until its trainer fell or was given up; returns the next processes."""
     before = incarnation(run)
     run.hosts[2].cut()
-    run.wait_for(lambda: gang_fell(run) or "trainer died" in run.output.read_text())
+    run.wait_for(lambda: trainer_fell(run) or "trainer died" in run.output.read_text())
     run.hosts[2].restore()
     run.wait_for(lambda: incarnation(run) > before)
     return run.members()
@@ -259,7 +259,7 @@ def incarnation(run: ClusterRun) -> int:
     return int(run.rows()[-1]["version"].split(".")[0])
 
 
-def gang_fell(run: ClusterRun) -> bool:
+def trainer_fell(run: ClusterRun) -> bool:
     """Its ranks ended: they say so in the log that torchrun keeps."""
     logs = run.dir.logs.glob("torchrun-*.log")
     return any("TrainerError: trainer rank" in log.read_text(errors="replace") for log in logs)

@@ -173,11 +173,11 @@ class Supervisor:
             with contextlib.suppress(EngineError):  # it just died
                 found = self.get(ref, name, timeout_s=_ANSWER_S)
                 pids[name] = found.pid if name in servers else found
-        gangs = {
+        jobs = {
             "trainer": self._trainer.pid,
             "ref_models": self._ref_models and self._ref_models.pid,
         }
-        pids |= {name: pid for name, pid in gangs.items() if pid is not None}
+        pids |= {name: pid for name, pid in jobs.items() if pid is not None}
         self._pids = pids
         atomic_write(self.plan.run.root / "pids.json", json.dumps(pids))
 
