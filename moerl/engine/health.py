@@ -18,7 +18,7 @@ from typing import TypeVar
 from moerl.engine.sglang_client import BadRequest
 from moerl.errors import EngineError
 
-WATCH_S = 0.5  # between looks at the server process
+WATCH_S = 0.5  # seconds between checks of the server process
 
 T = TypeVar("T")
 

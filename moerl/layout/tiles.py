@@ -161,7 +161,7 @@ def _meet_ranges(a: range, b: range) -> range:
     if step == 1:
         return range(max(a.start, b.start), min(a.stop, b.stop))
     if step % a.step or step % b.step:
-        raise LayoutError(f"rows {a} and {b} are interleaved in ways that do not nest")
+        raise LayoutError(f"rows {a} and {b} are interleaved and do not nest")
     coarse, fine = (a, b) if a.step == step else (b, a)
     if (coarse.start - fine.start) % fine.step:
         return range(0)

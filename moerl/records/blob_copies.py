@@ -44,7 +44,7 @@ class CopiedBlob:
     digest: str
 
     def read(self) -> bytes:
-        """All bytes.  Raises OSError; BlobError when they differ from what was written."""
+        """All bytes.  Raises OSError; BlobError when they differ from the sealed bytes."""
         data = self.read_spans([(0, self.num_bytes)])
         if xxhash.xxh3_64_hexdigest(data) != self.digest:
             raise BlobError(f"{self.path} at byte {self.offset} does not match its digest")
@@ -120,7 +120,7 @@ class Copies:
     def read(self, uri: str, spans: Sequence[tuple[int, int]] | None) -> bytes | None:
         """Spans of a copy, unchecked, or all of it, checked; None when there is no readable copy.
 
-        Raises BlobError when the bytes differ from what was written.
+        Raises BlobError when the bytes differ from the sealed bytes.
         """
         part = self._find([uri]).get(uri)
         try:

@@ -45,7 +45,7 @@ def main() -> None:
     run = RunDir(args.run_dir)
     job = "ref_models" if args.ref_models else "trainer"
     _log_to(run.logs / f"{job}-{os.environ.get('RANK', '0')}.log")
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also inside a wait for a peer that never comes
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also during a wait for a missing peer
     config = here(load_saved(run.config))
     torch.set_num_threads(config.trainer.cpu_threads)
     try:
@@ -55,7 +55,7 @@ def main() -> None:
     except MoerlError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe(place.name))
-    # the platform comes before anything that imports megatron
+    # `prepare` must run before any import of megatron
     from moerl.trainer.join_run import set_engines
     from moerl.trainer.model import parallel
     from moerl.trainer.ref_model_loop import RefModelLoop, own_layout

@@ -60,7 +60,7 @@ def _train(config: Config, run: RunDir) -> None:
     place = platform.prepare(
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
-    # the platform comes before anything that imports megatron
+    # `prepare` must run before any import of megatron
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.hf_io.hf_gather import HfGather
     from moerl.trainer.hf_io.hf_save import save_hf

@@ -49,7 +49,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, step: int, manifest: dict[str, Any]) -> None:
-        """Rename the hidden folder to a checkpoint and remove those that are not kept.
+        """Rename the hidden folder to a checkpoint and remove the ones not kept.
 
         Raises TrainerError when another trainer has started: the folder then belongs to it.
         """

@@ -34,7 +34,7 @@ from moerl.weight_sync.transports.base import Guarantees, check_range, read_endp
 
 _PREFIX = "moerl-staging-"
 _OWNER = "owner.lock"
-_CHUNK = 16 * 2**20  # bytes between two looks at the clock
+_CHUNK = 16 * 2**20  # bytes between two checks of the deadline
 
 
 class _Endpoint(msgspec.Struct, frozen=True):

@@ -103,7 +103,7 @@ class TokenServer:
                 channel.write(b"+", deadline)
                 self._serve(channel)
         except (TransportError, RuntimeError):
-            return  # the caller sees its connection closed; its session hears it from there
+            return  # the caller's connection is closed, which fails its session
         finally:
             channel.close()
             with self._lock:
