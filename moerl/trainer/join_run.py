@@ -29,7 +29,7 @@ def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
     return RankContext(run, controller, token, -1, cluster_reader(config, run, token), None), start
 
 
-def set_engines(context: RankContext, parallel: Parallel) -> RankContext:
+def join_run(context: RankContext, parallel: Parallel) -> RankContext:
     """Collective: the next incarnation of the trainer, from the newest checkpoint."""
     holder: list[Any] = [None]
     if parallel.is_first:

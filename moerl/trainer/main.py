@@ -56,13 +56,13 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe(place.name))
     # `prepare` must run before any import of megatron
-    from moerl.trainer.join_run import set_engines
+    from moerl.trainer.join_run import join_run
     from moerl.trainer.model import parallel
     from moerl.trainer.ref_model_loop import RefModelLoop, own_layout
     from moerl.trainer.train_loop import TrainLoop
 
     config = own_layout(config) if args.ref_models else config
-    context, start = _find_post(args, run, config)
+    context, start = _find_context(args, run, config)
 
     def end(error: BaseException) -> None:
         _tell(error, context, job)
@@ -76,7 +76,7 @@ def main() -> None:
             RefModelLoop(config, context, ranks).run()
         else:
             if start:
-                context = set_engines(context, ranks)
+                context = join_run(context, ranks)
             TrainLoop(config, context, ranks, end).run()
             if start and ranks.is_first:
                 run.endpoints.done(start)
@@ -85,7 +85,7 @@ def main() -> None:
         end(error)
 
 
-def _find_post(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[RankContext, str]:
+def _find_context(args: argparse.Namespace, run: RunDir, config: Config) -> tuple[RankContext, str]:
     """This rank's context, and the opening of the endpoints folder that it comes from.
 
     The second is empty when the context comes from the command line.

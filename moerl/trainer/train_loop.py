@@ -120,7 +120,7 @@ class TrainLoop:
             timeout_s = config.trainer.step_timeout_s
             self.client = ControllerClient(context.controller, context.token, timeout_s=timeout_s)
         if config.engine.count:
-            self.publisher = open_publisher(config, self._slot(on_failure))
+            self.publisher = open_publisher(config, self._sync_context(on_failure))
 
     def run(self) -> None:
         """Train until the controller stops the run, then save the checkpoint and the HF folder."""
@@ -278,7 +278,7 @@ class TrainLoop:
             checkpoint.save(self.writer, self.learner, progress, self.parallel)
         self.saved_step = self.version.step
 
-    def _slot(self, on_failure: Callable[[BaseException], None]) -> SyncContext:
+    def _sync_context(self, on_failure: Callable[[BaseException], None]) -> SyncContext:
         config, context, parallel = self.config, self.context, self.parallel
         return SyncContext(
             rank=parallel.rank,
