@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
 # Environment variable of every process of one trainer: its incarnation, or REF_MODELS.
-TRAINER_JOB = "MOERL_GANG"
+TRAINER_JOB = "MOERL_TRAINER_JOB"
 REF_MODELS = "ref_models"
 
 

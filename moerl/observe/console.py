@@ -81,7 +81,7 @@ class Console:
         if mode == "auto":
             mode = "panel" if terminal.is_terminal and not terminal.is_dumb_terminal else "lines"
         self._mode = mode
-        self._endpoints = _Board(total_steps)
+        self._status = _Status(total_steps)
         self._lock = threading.RLock()
         self._last_line_s = time.monotonic()
         self._live: Live | None = None
@@ -97,38 +97,38 @@ class Console:
     def wait(self, what: str) -> None:
         """Show that the run waits for `what`, with the seconds, until `ready(what)`."""
         with self._lock:
-            self._endpoints.waits[_plain(what)] = time.monotonic()
+            self._status.waits[_plain(what)] = time.monotonic()
             self._line(f"waiting for {_plain(what)}")
 
     def ready(self, what: str) -> None:
         with self._lock:
-            start = self._endpoints.waits.pop(_plain(what), None)
+            start = self._status.waits.pop(_plain(what), None)
             if start is not None:
                 self.event(f"{what} ready after {time.monotonic() - start:.1f} s")
 
     def give_up(self, what: str) -> None:
         """Stop waiting for `what` without an event."""
         with self._lock:
-            self._endpoints.waits.pop(_plain(what), None)
+            self._status.waits.pop(_plain(what), None)
 
     def event(self, text: str) -> None:
         """Show a publish, a checkpoint, a refusal or a restart."""
         with self._lock:
-            self._endpoints.event = _plain(text)
-            self._line(self._endpoints.event)
+            self._status.event = _plain(text)
+            self._line(self._status.event)
 
     def status(self, values: Mapping[str, Any]) -> None:
         """Update metrics (docs/metrics.md) between two steps, about once a second."""
         with self._lock:
-            self._endpoints.latest.update(values)
-            if self._endpoints.waits and time.monotonic() - self._last_line_s >= STILL_WAITING_S:
-                self._line(f"still waiting for {self._endpoints.waiting()}")
+            self._status.latest.update(values)
+            if self._status.waits and time.monotonic() - self._last_line_s >= STILL_WAITING_S:
+                self._line(f"still waiting for {self._status.waiting()}")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show one complete row of metrics.jsonl."""
         with self._lock:
-            self._endpoints.add_step(row)
-            self._line(step_line(self._endpoints))
+            self._status.add_step(row)
+            self._line(step_line(self._status))
             if raised := alerts(row):
                 self.event(f"ALERT at step {row['step']}: {', '.join(raised)}; see docs/metrics.md")
 
@@ -136,12 +136,12 @@ class Console:
         """Count the steps before a resume and add them to the sparkline; print nothing."""
         with self._lock:
             for row in rows:
-                self._endpoints.add_step(row)
+                self._status.add_step(row)
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
         """Show the final state, then one `name  value` line per entry; nothing in quiet mode."""
         with self._lock:
-            self._endpoints.waits.clear()
+            self._status.waits.clear()
         if self._live is not None:
             self._live.stop()  # outside the lock: it joins the drawing thread, which takes the lock
         if self._mode != "quiet":
@@ -151,7 +151,7 @@ class Console:
     def _panel(self, terminal: RichConsole) -> Panel:
         """The panel at the terminal's current width; called by rich's drawing thread."""
         with self._lock:
-            return panel(self._endpoints, terminal)
+            return panel(self._status, terminal)
 
     def _line(self, text: str) -> None:
         if self._mode == "lines":
@@ -182,7 +182,7 @@ class _Values(dict[str, Any]):
 
 
 @dataclass
-class _Board:
+class _Status:
     """State that panel and lines show."""
 
     total_steps: int
@@ -233,17 +233,17 @@ class _Board:
 
 
 # --- text ----------------------------------------------------------------------------------------
-def step_line(endpoints: _Board) -> str:
+def step_line(status: _Status) -> str:
     """The newest step in one line."""
-    parts = [f"step {endpoints.num_done}/{endpoints.total_steps}", *map(endpoints.fill, STEP_LINE)]
-    if endpoints.refused:
-        parts.append(f"refused {endpoints.refusals()}")
-    if endpoints.eta:
-        parts.append(f"eta {endpoints.eta}")
+    parts = [f"step {status.num_done}/{status.total_steps}", *map(status.fill, STEP_LINE)]
+    if status.refused:
+        parts.append(f"refused {status.refusals()}")
+    if status.eta:
+        parts.append(f"eta {status.eta}")
     return "  ".join(parts)
 
 
-def panel(endpoints: _Board, terminal: RichConsole) -> Panel:
+def panel(status: _Status, terminal: RichConsole) -> Panel:
     """The panel as one table of (label, value) rows.
 
     Where the terminal cannot show Unicode, rich draws frame and bar in ASCII, and the sparkline is
@@ -254,18 +254,18 @@ def panel(endpoints: _Board, terminal: RichConsole) -> Panel:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("progress", _progress(endpoints, room))
-    table.add_row("reward", _reward(endpoints, 0 if terminal.options.ascii_only else room))
-    if "eval/reward_mean" in endpoints.latest:
-        table.add_row("held out", Text(endpoints.fill(HELD_OUT)))
+    table.add_row("progress", _progress(status, room))
+    table.add_row("reward", _reward(status, 0 if terminal.options.ascii_only else room))
+    if "eval/reward_mean" in status.latest:
+        table.add_row("held out", Text(status.fill(HELD_OUT)))
     for label, text in PANEL_ROWS.items():
-        table.add_row(label, Text(endpoints.fill(text)))
-    table.add_row("replay", _coverage(endpoints))
-    table.add_row("refused", Text(endpoints.refusals(), "red" if endpoints.refused else ""))
-    if endpoints.waits:
-        table.add_row("waiting", Text(endpoints.waiting(), "yellow"))
-    table.add_row("last", Text(endpoints.event[: 2 * room] or "-"))
-    return Panel(table, title=Text(_title(endpoints), "bold"), title_align="left", width=width)
+        table.add_row(label, Text(status.fill(text)))
+    table.add_row("replay", _coverage(status))
+    table.add_row("refused", Text(status.refusals(), "red" if status.refused else ""))
+    if status.waits:
+        table.add_row("waiting", Text(status.waiting(), "yellow"))
+    table.add_row("last", Text(status.event[: 2 * room] or "-"))
+    return Panel(table, title=Text(_title(status), "bold"), title_align="left", width=width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -287,17 +287,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _title(endpoints: _Board) -> str:
-    elapsed = clock(time.monotonic() - endpoints.start)
-    state = (
-        f"step {endpoints.num_done}/{endpoints.total_steps}" if endpoints.num_done else "starting"
-    )
+def _title(status: _Status) -> str:
+    elapsed = clock(time.monotonic() - status.start)
+    state = f"step {status.num_done}/{status.total_steps}" if status.num_done else "starting"
     return f"moerl | {state} | {elapsed}"
 
 
-def _progress(endpoints: _Board, room: int) -> Table:
-    share = min(1.0, endpoints.num_done / endpoints.total_steps) if endpoints.total_steps else 0.0
-    text = f"{share:4.0%}" + (f"  eta {endpoints.eta}" if endpoints.eta else "")
+def _progress(status: _Status, room: int) -> Table:
+    share = min(1.0, status.num_done / status.total_steps) if status.total_steps else 0.0
+    text = f"{share:4.0%}" + (f"  eta {status.eta}" if status.eta else "")
     width = max(1, min(40, room - len(text) - 1))
     bar = ProgressBar(total=1.0, completed=share, width=width, complete_style="green")
     row = Table.grid(padding=(0, 1))
@@ -305,19 +303,19 @@ def _progress(endpoints: _Board, room: int) -> Table:
     return row
 
 
-def _reward(endpoints: _Board, room: int) -> Text:
-    if not endpoints.rewards:
+def _reward(status: _Status, room: int) -> Text:
+    if not status.rewards:
         return Text("-")
-    head = f"{endpoints.rewards[-1]:.3f}  "
-    line = sparkline(endpoints.rewards, min(60, room - len(head)))
+    head = f"{status.rewards[-1]:.3f}  "
+    line = sparkline(status.rewards, min(60, room - len(head)))
     return Text.assemble((head, "bold"), (line, "green"))
 
 
-def _coverage(endpoints: _Board) -> Text:
+def _coverage(status: _Status) -> Text:
     """Shares of replayed tokens as percentages; red unless 100."""
     text = Text()
     for label, name in COVERAGE.items():
-        share = endpoints.latest.get(name)
+        share = status.latest.get(name)
         percent = "-" if share is None else f"{share * 100:.6g}"
         text.append(f"{label} {percent}%   ", "" if share in (None, 1.0) else "bold red")
     return text

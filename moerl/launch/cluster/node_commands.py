@@ -16,7 +16,7 @@ from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
 TRAINER_JOBS = ("trainer", "ref_models")
-_Seat = TypeVar("_Seat", Node, TrainerSlot)
+_Slot = TypeVar("_Slot", Node, TrainerSlot)
 
 
 def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> dict[str, list[str]]:
@@ -69,7 +69,7 @@ def slots_of(placed: Placement, job: str) -> tuple[TrainerSlot, ...]:
     return placed.trainers if job == "trainer" else placed.ref_models
 
 
-def nth(nodes: Sequence[_Seat], index: int, kind: str) -> _Seat:
+def nth(nodes: Sequence[_Slot], index: int, kind: str) -> _Slot:
     """Node `index` of `kind`, from 0.  Raises ConfigError."""
     if not 0 <= index < len(nodes):
         raise ConfigError("INDEX", index, f"the run has {len(nodes)} {kind} node(s), from 0 on")

@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
     parser.add_argument("index", type=int, help="index of this trainer node, from 0")
-    parser.add_argument("trainer", nargs="?", default="trainer", choices=TRAINER_JOBS)
+    parser.add_argument("job", nargs="?", default="trainer", choices=TRAINER_JOBS)
     parser.add_argument(
         "--wait-s", type=float, default=600.0, help="wait for the controller's node, seconds"
     )
