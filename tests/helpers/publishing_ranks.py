@@ -107,9 +107,9 @@ class Faults:
         self.order, self.files = order, files
         if order.fault == "plan" and self._rank == 0:
             session = publisher._destinations.sessions[order.engine]
-            plain = session.terms
-            session.terms = replace(plain, plan="0123456789abcdef")
-            self._repair = lambda: setattr(session, "terms", plain)
+            plain = session.spec
+            session.spec = replace(plain, plan="0123456789abcdef")
+            self._repair = lambda: setattr(session, "spec", plain)
 
     def disarm(self) -> None:
         self.order = Order(0)
