@@ -67,7 +67,8 @@ def run(folder: Path, repeats: int, spec: ModelSpec) -> None:
     parameters = sum(p.numel() for p in model.gpt.parameters())
     directory = RunDir(folder / "run")
     directory.create()
-    writer = CheckpointWriter(directory, CheckpointConfig(), ranks, Tracer(directory.trace, "t"))
+    tracer = Tracer(directory.trace, "t")
+    writer = CheckpointWriter(directory, CheckpointConfig(), ranks, tracer, incarnation=0)
     pauses: list[float] = []
     writes: list[float] = []
     synchronous: list[float] = []

@@ -153,6 +153,8 @@ class EngineServer:
         code = self._process.poll()
         if code is None and all(_alive(child) for child in self._children):
             return None
+        if code is None:  # workers die with their server: a dead one may have been seen first
+            code = self._process.poll()
         how = "a worker of the server ended" if code is None else f"server {_ending(code)}"
         return f"{how}: {cause_in(self._log_lines()) or 'no exception in its log'}"
 
