@@ -181,18 +181,18 @@ def measure(run: RunDir) -> Result:
 
     steps, calls = inside("trainer-0", "step"), inside("engine", "generate")
     wait_s = length(inside("trainer-0", "wait"))
-    freezes, updates = inside("trainer-0", "freeze"), inside("engine", "update")
+    snapshots, updates = inside("trainer-0", "snapshot"), inside("engine", "update")
     tokens = sum(row["async/lag_mean"] * row["mismatch/tokens"] for row in rows)
     samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
     return {
         "wall_s": end - begin,
         "engine_busy_s": length(calls),
-        "trainer_busy_s": length(steps) + length(freezes),
+        "trainer_busy_s": length(steps) + length(snapshots),
         "engine_idle": 1 - length(calls) / (end - begin),
         "trainer_idle": wait_s / (end - begin),
         "lag_mean": tokens / sum(row["mismatch/tokens"] for row in rows),
         "train_s": [b - a for a, b in steps],
-        "freeze_s": [b - a for a, b in freezes],
+        "snapshot_s": [b - a for a, b in snapshots],
         "sync_s": [b - a for a, b in intersect(intervals(spans, "trainer", "publish"), window)],
         "pause_s": [row["async/sync_pause_s"] for row in rows if "async/sync_pause_s" in row],
         "updates": len(updates),

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: frozen and written beside it, or synchronously.
+"""How long training stands still for a checkpoint: copied and written beside it, or synchronously.
 
     python bench/checkpoint_pause.py [--repeats 5] [--hidden 256] [--folder DIR]
 

@@ -47,7 +47,7 @@ def weights(folder: Path, dtype: torch.dtype | None) -> Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class Snapshot:
     """One version in flat buckets."""
 
     version: PolicyVersion
@@ -59,7 +59,7 @@ class Frozen:
         return sum(map(len, self.buckets))
 
 
-def freeze(tensors: Weights, version: PolicyVersion, bucket_bytes: int) -> Frozen:
+def snapshot(tensors: Weights, version: PolicyVersion, bucket_bytes: int) -> Snapshot:
     """Tensors of one dtype back to back, at most `bucket_bytes` (a larger one stands alone)."""
     groups: list[list[torch.Tensor]] = []
     for tensor in tensors.values():
@@ -69,7 +69,7 @@ def freeze(tensors: Weights, version: PolicyVersion, bucket_bytes: int) -> Froze
             last.append(tensor)
         else:
             groups.append([tensor])
-    return Frozen(
+    return Snapshot(
         version,
         tuple(torch.cat([t.reshape(-1).view(torch.uint8) for t in group]) for group in groups),
         tuple(group[0].itemsize for group in groups),
@@ -78,11 +78,11 @@ def freeze(tensors: Weights, version: PolicyVersion, bucket_bytes: int) -> Froze
 
 def publishes(
     run: RunDir, dtype: torch.dtype | None, bucket_bytes: int
-) -> Iterator[tuple[Frozen, Frozen]]:
+) -> Iterator[tuple[Snapshot, Snapshot]]:
     """(before, after) of each publish; every version in buffers of its own."""
     before = None
     for version, folder in versions(run):
-        after = freeze(weights(folder, dtype), version, bucket_bytes)
+        after = snapshot(weights(folder, dtype), version, bucket_bytes)
         if before is not None:
             yield before, after
         before = after

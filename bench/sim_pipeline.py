@@ -35,7 +35,8 @@ def main() -> None:
     print(
         f"from the synchronous runs: train {statistics.fmean(costs.train_s):.3f} s, "
         f"decode step {costs.token_s * 1e3:.2f} ms + "
-        f"{costs.request_token_s * 1e3:.3f} ms per request, freeze {costs.freeze_s * 1e3:.0f} ms, "
+        f"{costs.request_token_s * 1e3:.3f} ms per request, "
+        f"snapshot {costs.snapshot_s * 1e3:.0f} ms, "
         f"publish {costs.transfer_s * 1e3:.0f} ms, pause {costs.pause_s * 1e3:.0f} ms, overhead "
         f"{costs.overhead_s * 1e3:.0f} ms"
     )
@@ -88,7 +89,7 @@ def costs_of(runs: list[Result]) -> Costs:
         token_s=token_s,
         request_token_s=request_token_s,
         prefill_token_s=request_token_s,  # at most: a prompt token is cheaper than a decoded one
-        freeze_s=median(runs, "freeze_s"),
+        snapshot_s=median(runs, "snapshot_s"),
         transfer_s=max(0.0, median(runs, "sync_s") - pause_s),
         pause_s=pause_s,
         overhead_s=max(0.0, statistics.fmean(idle) / runs[0]["steps"]),

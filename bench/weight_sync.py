@@ -7,9 +7,9 @@ One process plays the trainer ranks one after the other, one the engine ranks, o
 each.  The regions and buckets are those of the project's plan.  Timed: from the first put until
 every byte is in the staging buffers and acknowledged; both ends' bytes are compared by digest.
 
-    memcpy          the frozen regions copied within one process, bucket by bucket
+    memcpy          the same regions copied within one process, bucket by bucket
     shm             the same, but the destination is the other process' staging, mapped
-    freeze          the pieces of trainer rank 0 from its tensors into its regions
+    snapshot        the pieces of trainer rank 0 from its tensors into its regions
     verify          digests of all pieces in the staging buffers
     commit          the pieces of engine rank 0 from its staging into its parameters
 
@@ -104,7 +104,7 @@ def at(tensor: Tensor, box: Box) -> Tensor:
 def copy_pieces(
     region: Region, tensors: dict[str, Tensor], flat: Tensor, *, into_flat: bool
 ) -> None:
-    """Between a region's bytes and the tensors of a rank: what freeze and commit do."""
+    """Between a region's bytes and the tensors of a rank: what snapshot and commit do."""
     for piece in region.pieces:
         wire = flat[piece.offset : piece.offset + piece.num_bytes].view(torch.bfloat16)
         name, box = (
@@ -293,7 +293,7 @@ class Bench:
     def prepare_memcpy(self) -> None:
         self.targets = [(region, torch.ones_like(raw)) for region, raw in self.regions()]
 
-    def freeze(self) -> None:
+    def snapshot(self) -> None:
         for region, flat in self.mine:
             copy_pieces(region, self.tensors, flat, into_flat=True)
 
@@ -352,17 +352,17 @@ def measure(bench: Bench, names: Sequence[str], rounds: int) -> None:
     for name in names:
         assert bench.ask("digests", name) == bench.wanted, f"{name}: the bytes differ"
     for _ in range(rounds + 1):  # last: it overwrites what the digests are of
-        bench.clock("freeze", bench.freeze)
+        bench.clock("snapshot", bench.snapshot)
 
 
 def table(bench: Bench, names: Sequence[str]) -> list[dict[str, object]]:
     """One row per path; ratios to the best and to the median memcpy."""
     own = sum(region.num_bytes for region, _ in bench.mine)
     first = bench.plans[0].num_bytes
-    sizes = {"freeze": own, "commit": first, "copy": first}
+    sizes = {"snapshot": own, "commit": first, "copy": first}
     reference = bench.seconds["memcpy"][2:]
     rows = []
-    for name in ("memcpy", *names, "freeze", "verify", "commit", "copy"):
+    for name in ("memcpy", *names, "snapshot", "verify", "commit", "copy"):
         warm = 2 if name == "memcpy" else 1
         seconds, cpu = bench.seconds[name][warm:], bench.cpu[name][warm:]
         size = sizes.get(name, bench.num_bytes)

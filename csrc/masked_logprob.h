@@ -28,7 +28,7 @@
 
 extern "C" {
 
-// One call of any pass; unused fields are null.  Mirrored by moerl/kernels/kept.py: keep the order.
+// One call of any pass; unused fields are null.  Mirrored by moerl/kernels/masked_logprob_call.py: keep the order.
 struct KeptCall {
   int64_t dtype;        // of logits and gradient: 0 fp32, 1 bf16, 2 fp64
   int64_t id_bytes;     // of one id: 4 or 8

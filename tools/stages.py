@@ -145,6 +145,8 @@ def _tests(stage: Stage, results: Results, hang_s: float) -> Result:
         why = f"pytest ended with exit status {code} and no report"
         return Result(stage.name, results.tree, "failed", why=why)
     result = read_junit(junit, Result(stage.name, results.tree, "failed" if code else "passed"))
+    if not code and not result.passed:
+        return replace(result, state="failed", why="every test was skipped")
     if code and not result.failed:
         return replace(result, why="no test" if code == NO_TESTS else f"exit status {code}")
     return result

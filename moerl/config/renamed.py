@@ -37,12 +37,14 @@ def refuse_old_keys(layer: Mapping[str, Any]) -> None:
     if not found:
         return
     key, value, why = found[0]
-    others = ", ".join(other for other, _, _ in found[1:])
+    others = "; ".join(f"{other}: {reason}" for other, _, reason in found[1:])
     raise ConfigError(key, value, f"{why} (old keys, too: {others})" if others else why)
 
 
 def _why(field: str, value: Any) -> str:
     """The sentence about an old key; empty for a current key."""
+    if field.endswith(".roles") and "frozen" in (value if isinstance(value, list) else [value]):
+        return "the role frozen is called ref_models now"
     for key in (f"{field}={value}", *_sections(field)):
         if key in REMOVED:
             return REMOVED[key]

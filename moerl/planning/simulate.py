@@ -49,7 +49,7 @@ class Costs:
     request_token_s: float  # more per decode step, per running request
     call_s: float = 0.0  # an engine is blocked while it starts a group
     prefill_token_s: float = 0.0  # per prompt token, and per token recomputed after an update
-    freeze_s: float = 0.0  # the trainer is blocked while weights are copied
+    snapshot_s: float = 0.0  # the trainer is blocked while weights are copied
     transfer_s: float = 0.0  # from then until an engine can commit
     pause_s: float = 0.0  # an engine is blocked while it commits
     overhead_s: float = 0.0  # per step of the trainer, neither training nor waiting
@@ -159,7 +159,7 @@ class _Run:
         self._next_step = 0
         self._training = False
         self._publishing = 0  # engines that have not committed the version in flight
-        self._to_freeze = False
+        self._to_snapshot = False
         self._idle_since = self._idle_s = 0.0
         self._taken: list[tuple[float, float]] = []  # when a batch was taken, idle seconds so far
         self._lags: dict[int, float] = {}
@@ -302,11 +302,11 @@ class _Run:
         if self._next_step >= self.steps:
             self._training = False  # the last version is not published
         elif self._publishing:
-            self._to_freeze, self._idle_since = True, self.now_s
+            self._to_snapshot, self._idle_since = True, self.now_s
         else:
-            self._after(self.costs.freeze_s, self._ref_models)
+            self._after(self.costs.snapshot_s, self._snapshot_done)
 
-    def _ref_models(self) -> None:
+    def _snapshot_done(self) -> None:
         self._training, self._idle_since = False, self.now_s
         self._publishing = len(self.engines)
         version = self._next_step
@@ -343,10 +343,10 @@ class _Run:
         self._watch(engine)
         self._publishing -= 1
         self._after(0.0, self._fill)  # after all commits at this time
-        if not self._publishing and self._to_freeze:
-            self._to_freeze = False
+        if not self._publishing and self._to_snapshot:
+            self._to_snapshot = False
             self._idle_s += self.now_s - self._idle_since
-            self._after(self.costs.freeze_s, self._ref_models)
+            self._after(self.costs.snapshot_s, self._snapshot_done)
 
 
 # --- choosing ------------------------------------------------------------------------------------

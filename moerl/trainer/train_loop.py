@@ -246,7 +246,7 @@ class TrainLoop:
         """Snapshot the weights, start publishing them; returns metrics of the previous publish."""
         if self.publisher is None:
             return {}
-        with self.tracer.span("freeze", version=str(self.version)):
+        with self.tracer.span("snapshot", version=str(self.version)):
             return self.publisher.publish(self.version)
 
     def _settle(self) -> None:

@@ -24,7 +24,7 @@ OWN = [
 ]
 
 
-def test_a_killed_trainer_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_killed_reference_ranks_are_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     run = start(tmp_path, "deepseek-v32", *SMALL, *ENOUGH, *OWN, "run.steps=12", name="x")
     try:
         run.wait_for(lambda: len(run.rows()) >= 3)
@@ -55,7 +55,9 @@ def test_a_killed_trainer_is_started_again_and_the_run_goes_on(tmp_path: Path) -
     assert len(of["score"]) >= 2
 
 
-def test_a_trainer_that_is_not_started_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+def test_reference_ranks_that_are_not_started_again_end_the_run_with_its_cause(
+    tmp_path: Path,
+) -> None:
     settings = [*SMALL, *ENOUGH, *OWN, "run.steps=50", "supervision.max_restarts=0"]
     run = start(tmp_path, "deepseek-v32", *settings, name="x")
     try:

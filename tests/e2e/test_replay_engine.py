@@ -82,7 +82,7 @@ def rows_of_other_segments(rollout: Rollout) -> list[Rollout]:
 
 
 def latest(rollout: Rollout) -> Rollout:
-    """The record with the rows of its last prefill: the alternative to `replay.rows: sampled`."""
+    """The record with the rows of its last prefill, not of each token's own pass."""
     return replace(rollout, routing=(rollout.audit_rows[-1], rollout.routing[-1]))
 
 

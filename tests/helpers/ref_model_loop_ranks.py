@@ -1,7 +1,7 @@
-"""Worker of test_frozen_gang: one plan trained with reference and teacher inside the trainer, and
-with the scores that a reference ranks of another layout gave; rank 0 prints what both found.
+"""Ranks of test_ref_model_ranks: one plan trained with reference and teacher inside the trainer,
+and with the scores of reference ranks of another layout; rank 0 prints what both found.
 
-torchrun ... frozen_ranks.py --run-dir RUN --scored FILE --work DIR
+torchrun ... ref_model_loop_ranks.py --run-dir RUN --scored FILE --work DIR
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def run_trainer_rank(
     delta: bool,
     plan_ids: list[int],
 ) -> None:
-    """Sender threads towards all engines; freezes each version that comes over the queue."""
+    """Sender threads towards all engines; stores each version that comes over the queue."""
     torch.set_num_threads(1)
     named = megatron_tiles(spec(), TRAINER, rank)
     offer = SharedSnapshot(WeightSnapshot(), threading.Condition())

@@ -240,7 +240,7 @@ def check_rows(run: ClusterRun) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_reference_ranks_over_two_hosts(three: list[Host], tmp_path: Path) -> None:
-    """A second torchrun trainer beside the trainer's, with a rendezvous of its own."""
+    """The reference ranks are a second torchrun job, with a rendezvous of its own."""
     settings = ("run.steps=3", "ref_models.placement=separate", "ref_models.parallel.pp=2")
     with cluster_run(three, tmp_path, *settings, recipe="deepseek-v32") as run:
         run.finish()

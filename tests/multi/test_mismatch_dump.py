@@ -46,13 +46,13 @@ def test_a_dump_is_scored_like_its_records(tmp_path: Path) -> None:
             [f"model.path={model}", "trainer.parallel.dp=1", "trainer.parallel.ep=1"],
         )
     )
-    plan = _plan(config, tmp_path / "separate")
+    plan = _plan(config, tmp_path / "own")
     rollouts = [r for group in make_plan(plan.blobs()).groups for r in group.rollouts()]
     dump = tmp_path / "other.jsonl"
     lines = [json.dumps(row(rollout, plan.blobs())) for rollout in rollouts]
     dump.write_text("\n".join(lines))
     found = measure(config, tmp_path / "audit", dump=dump, dtypes=["fp32"])
-    job = score(plan, rollouts, tmp_path / "separate", variants=["both"], dtypes=["fp32"])
+    job = score(plan, rollouts, tmp_path / "own", variants=["both"], dtypes=["fp32"])
     mine, theirs = np.load(job.out), np.load(tmp_path / "audit" / "scores.npz")
     np.testing.assert_array_equal(mine["engine"], theirs["engine"])
     assert np.abs(mine["fp32/both"] - theirs["fp32/both"]).max() <= 1e-5

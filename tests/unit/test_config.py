@@ -333,8 +333,26 @@ def test_an_old_key_is_refused_with_the_new_one(
         assert str(error.value).startswith(says)
     saved = tmp_path / "config.yaml"
     saved.write_text("fixed: {placement: own}\nseeds: {one: 3}\n")
-    with pytest.raises(ConfigError, match=r"ref_models.placement now \(old keys, too: seeds.one\)"):
+    with pytest.raises(ConfigError, match=r"placement now .*seeds.one: it is called run"):
         load_saved(saved)
+
+
+def test_saved_settings_of_the_old_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
+    """As `save_config` wrote them before the renaming, the role of a node included."""
+    saved = tmp_path / "config.yaml"
+    saved.write_text(
+        "frozen: {ranks: own, parallel: {tp: 2}}\n"
+        "cluster: {ports: {frozen: 0}, nodes: {all: {roles: [trainer, frozen]}}}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_saved(saved)
+    for says in (
+        "frozen.ranks = 'own' is not usable: it is called ref_models.placement=separate now",
+        "frozen.parallel.tp: it is called ref_models.parallel.tp now",
+        "cluster.ports.frozen: it is called cluster.ports.ref_models now",
+        "cluster.nodes.all.roles: the role frozen is called ref_models now",
+    ):
+        assert says in str(error.value)
 
 
 def test_the_table_of_old_keys_fits_the_schema() -> None:

@@ -325,6 +325,15 @@ def last_tensor(file: Path) -> str:
     return str(max(header, key=lambda name: header[name]["data_offsets"][1]))
 
 
+def test_a_folder_of_an_older_format_is_refused(tmp_path: Path, model: Path) -> None:
+    out = to_megatron(model, tmp_path / "out")
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["flavor"] = manifest.pop("layer_spec")
+    (out / "manifest.json").write_text(json.dumps(manifest | {"format": "moerl-megatron-1"}))
+    with pytest.raises(ModelError, match="'moerl-megatron-1' is not readable"):
+        MegatronFolder(out)
+
+
 @pytest.mark.parametrize("harm", ["truncated", "missing", "shape", "layout"])
 def test_unusable_sources_are_one_sentence(
     tmp_path: Path,

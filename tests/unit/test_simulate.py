@@ -14,13 +14,13 @@ from moerl.planning.simulate import MODES, Choice, Costs, Workload, advise, simu
 
 WORK = Workload(groups_per_step=2, group_size=2, lengths=[100], waits_s=(0.5,))
 COSTS = Costs(
-    train_s=[2.0], token_s=0.01, request_token_s=0.0, freeze_s=0.1, transfer_s=0.2, pause_s=0.3
+    train_s=[2.0], token_s=0.01, request_token_s=0.0, snapshot_s=0.1, transfer_s=0.2, pause_s=0.3
 )
 
 
 def test_a_synchronous_run_is_the_sum_of_its_parts() -> None:
     found = simulate(WORK, COSTS, Choice(1, 0), steps=5)
-    # decode 100 x 0.01, wait 0.5, train 2; four publishes: freeze, transfer, pause
+    # decode 100 x 0.01, wait 0.5, train 2; four publishes: snapshot, transfer, pause
     assert found.wall_s == pytest.approx(5 * (1.0 + 0.5 + 2.0) + 4 * (0.1 + 0.2 + 0.3))
     assert found.step_s == pytest.approx(1.5 + 2.0 + 0.6)
     assert found.trainer_idle == pytest.approx((1.5 + 0.5) / 4.1)

@@ -264,6 +264,17 @@ def test_a_report_is_counted(tmp_path: Path) -> None:
     assert "    1 skipped: no such library" in stages.table([found])
 
 
+def test_a_stage_whose_tests_were_all_skipped_is_not_green(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for body, state in (("pass", "passed"), ("pytest.skip('no rights')", "failed")):
+        file = tmp_path / "test_a.py"
+        file.write_text(f"import pytest\ndef test_a():\n    {body}\n")
+        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+        monkeypatch.setattr(stages, "pytest_command", lambda _stage, words=words: words)
+        assert stages._tests(STAGES[0], Results("t", tmp_path), 60.0).state == state
+
+
 def test_a_result_is_read_back(tmp_path: Path) -> None:
     results = Results("t", tmp_path)
     assert results.of(STAGES[1]) is None

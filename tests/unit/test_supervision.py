@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import zmq
 
 from moerl.errors import ConfigError, ProtocolError, TrainerError
 from moerl.launch import prepare
-from moerl.launch.nodes.process_tree import first_error, last_error
+from moerl.launch.nodes.process_tree import first_error, last_error, serving
 from moerl.launch.supervision.actors import RemoteScorer
 from moerl.messages import AskEngine, EngineHolds, Message, Ok, Refused
 from moerl.serialization import decode, encode
@@ -192,3 +193,13 @@ def test_the_error_that_a_log_is_read_for(tmp_path: Path) -> None:
     log.write_text("\n".join(lines))
     assert first_error(log) == "[rank0]: ValueError: one"
     assert last_error(log) == "moerl.errors.TrainerError: 3"
+
+
+def test_stacks_are_read_from_the_logs_that_processes_write(tmp_path: Path) -> None:
+    """`pids.json` says engine-0, the engine host writes engine0.log."""
+    pids = {"controller": 1, "engine-0-host": 2, "engine-0": os.getpid(), "trainer": 3}
+    names = {pid: log.name for pid, log in serving(pids, tmp_path)}
+    assert names[1] == "controller.log"
+    assert names[2] == "engine-0.host.log"
+    assert names[os.getpid()] == "engine0.log"
+    assert 3 not in names

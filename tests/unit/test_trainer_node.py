@@ -35,7 +35,7 @@ def ended(run: RunDir, start: str, *command: str) -> int | None:
         return _torchrun(list(command), dict(os.environ), log, run, start)
 
 
-def test_a_new_opening_of_the_endpoints_ends_the_trainer(tmp_path: Path) -> None:
+def test_a_new_opening_of_the_endpoints_folder_ends_the_trainer(tmp_path: Path) -> None:
     """The supervisor gave it up, but its ranks live: they would train beside the next trainer."""
     run, start = posted(tmp_path)
     again = threading.Timer(0.2, run.endpoints.open, ("tcp://127.0.0.1:1", "token"))
@@ -44,14 +44,16 @@ def test_a_new_opening_of_the_endpoints_ends_the_trainer(tmp_path: Path) -> None
     assert run.endpoints.start() not in ("", start)
 
 
-def test_a_closed_endpoints_ends_the_trainer(tmp_path: Path) -> None:
+def test_a_closed_endpoints_folder_ends_the_trainer(tmp_path: Path) -> None:
     """The run is over: ranks without a controller would wait for hours."""
     run, start = posted(tmp_path)
     run.endpoints.close()
     assert ended(run, start, "sleep", "60") is None
 
 
-def test_an_open_endpoints_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_open_endpoints_folder_leaves_the_trainer_alone(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     run, start = posted(tmp_path)
     assert ended(run, start, "sh", "-c", "sleep 1.2; exit 3") == 3
     answers = iter([start, OSError("stale file handle"), "", start])

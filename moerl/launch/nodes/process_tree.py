@@ -136,7 +136,7 @@ def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
             with contextlib.suppress(psutil.Error):
                 server = psutil.Process(pid)
                 own = (server, *server.children(recursive=True))
-                found += [(process.pid, logs / f"{name}.log") for process in own]
+                found += [(process.pid, logs / f"{name.replace('-', '')}.log") for process in own]
     return found
 
 

@@ -31,6 +31,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moerl.config.resume import resume_facts
+from moerl.config.schema import ParallelConfig
 from moerl.errors import TrainerError
 from moerl.id_sets import IdSet, Ranges, ranges
 from moerl.run_dir import read_manifest
@@ -86,7 +87,7 @@ def load(
     if not (path / "metadata.json").exists():
         raise TrainerError(f"{path} is not a whole checkpoint")
     saved = read_manifest(path)
-    same = saved["parallel"] == asdict(parallel.sizes)
+    same = ParallelConfig(**saved["parallel"]) == parallel.sizes  # absent: the default
     if learner.config.trainer.optimizer.distributed and not reset_optimizer:
         for ddp, optimizer, _ in _trained(learner):
             _give_adam_state(ddp, optimizer)

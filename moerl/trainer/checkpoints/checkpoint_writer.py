@@ -105,7 +105,7 @@ class CheckpointWriter:
         strategy.copy_from(state, hidden, with_check=not self._is_checked)
         self._is_checked = True
         copied = time.time()
-        self._tracer.add("checkpoint freeze", begin, copied, step=step)
+        self._tracer.add("checkpoint copy", begin, copied, step=step)
         self._thread = threading.Thread(
             target=self._write,
             args=(step, strategy, dict(manifest), copied - begin, failed),

@@ -75,7 +75,7 @@ from moerl.trainer.hf_io.hf_save import (
 )
 from moerl.trainer.hf_io.mapped_files import MappedFiles
 
-FORMAT = "moerl-megatron-1"
+FORMAT = "moerl-megatron-2"  # 1 called the layer spec `flavor`
 MANIFEST, WEIGHTS, CHECKSUMS = "manifest.json", "model.safetensors", "checksums.json"
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
