@@ -97,7 +97,8 @@ _HOSTS = (
     "tests/multi/test_hosts.py",
     "tests/multi/test_slurm.py",
 )
-_SEVERAL_PROCESSES = ("tests/multi", "tests/e2e")
+_SAFE = ("tests/security",)
+_SEVERAL_PROCESSES = ("tests/multi", "tests/e2e", "tests/security")
 
 STAGES = (
     Stage("checks", 60, "none"),
@@ -111,6 +112,7 @@ STAGES = (
     Stage("variants", 1200, "full", _VARIANTS),
     Stage("faults", 1800, "full", _FAULTS),
     Stage("hosts", 1200, "full", _HOSTS),
+    Stage("safe", 1800, "full", _SAFE),
     Stage("gpu", 300, "gpu", ("tests/gpu",)),
     Stage("references", 120, "reference", ("tests/references",), environment="reference"),
     Stage("mooncake", 600, "mooncake", _SEVERAL_PROCESSES, environment="mooncake"),
