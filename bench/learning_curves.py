@@ -19,7 +19,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ import ray
 from moerl.config import load_config, save_config
 from moerl.data.tiny_model import make_tiny_model
 from moerl.launch.nodes.process_tree import become_subreaper, end_descendants
+from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.prepare import prepare
 from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
 from moerl.launch.supervision.actors import ControllerActor, EngineActor, ScorerActor, place
@@ -129,24 +129,18 @@ class Bed:
         endpoint = ray.get(controller.open.remote())
         watch = controller.watch.remote()
         ray.get(controller.engines_started.remote())
-        with (plan.run.logs / "trainer.log").open("ab") as log:
-            trainer = subprocess.Popen(
-                trainer_command(plan, endpoint),
-                env=trainer_environment(plan),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                while (code := trainer.poll()) is None:
-                    if ray.wait([watch], timeout=_POLL_S)[0]:
-                        ray.get(watch)
-                    yield from ray.get(controller.poll.remote())[1]
-            finally:
-                trainer.terminate()
-                trainer.wait()
+        log = plan.run.logs / "trainer.log"
+        trainer = TorchrunJob(trainer_command(plan, endpoint), trainer_environment(plan), log)
+        try:
+            while (code := trainer.poll()) is None:
+                if ray.wait([watch], timeout=_POLL_S)[0]:
+                    ray.get(watch)
+                yield from ray.get(controller.poll.remote())[1]
+        finally:
+            trainer.terminate()
+            trainer.wait()
         if code:
-            sys.exit(f"the trainer of {plan.run.root} ended with {code}; see {log.name}")
+            sys.exit(f"the trainer of {plan.run.root} ended with {code}; see {log}")
         yield from ray.get(controller.poll.remote())[1]
         ray.get(controller.stop.remote())
         ray.kill(controller)

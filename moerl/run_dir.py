@@ -188,6 +188,10 @@ class Endpoints:
         except TrainerError:
             return False
 
+    def store(self, job: str) -> Path:
+        """Where the first node of a job says how its ranks find each other, token included."""
+        return self.folder / f"{job}-store.json"
+
     def _secret(self, name: str, text: str) -> None:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.folder.chmod(0o700)

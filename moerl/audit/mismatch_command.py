@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -38,8 +37,8 @@ from moerl.launch.nodes.process_tree import (
     become_subreaper,
     die_with_parent,
     end_descendants,
-    first_error,
 )
+from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
@@ -115,17 +114,10 @@ def score(
     )
     job.save(folder / "job.json")
     log = folder / "score.log"
-    with log.open("wb") as file:
-        done = subprocess.run(
-            scoring_command(plan, folder / "job.json"),
-            env=trainer_environment(plan),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    if done.returncode:
-        raise TrainerError(f"scoring failed: {first_error(log)}")
+    log.unlink(missing_ok=True)  # the folder may hold an earlier one
+    ranks = TorchrunJob(scoring_command(plan, folder / "job.json"), trainer_environment(plan), log)
+    if ranks.wait():
+        raise TrainerError(f"scoring failed: {ranks.first_cause()}")
     return job
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
     from moerl.scoring import ProcessScorer
 
 
+# What ranks inherit of the environment: names, and beginnings of names, ...
+_NAMES = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"}
+_NAMES |= {"CC", "CXX", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX", "XDG_CACHE_HOME", "HF_HOME"}
+_BEGINNINGS: tuple[str, ...] = ("LC_", "LD_", "PYTHON", "MALLOC_", "OMP_", "MKL_", "KMP_", "MOERL_")
+_BEGINNINGS += ("CUDA_", "NVIDIA_", "NVTE_", "TORCH", "PYTORCH_", "TRITON_", "SLURM_")
+_BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
+# ... but never one that looks like a secret.
+_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
 # Environment variable of every process of one trainer: its incarnation, or REF_MODELS.
 TRAINER_JOB = "MOERL_TRAINER_JOB"
@@ -210,9 +219,16 @@ def supervised_command(plan: RunContext) -> list[str]:
 
 
 def _torchrun(plan: RunContext, ranks: int) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "moerl.distributed.torchrun", "--nproc-per-node", str(ranks)]
     return [*command, "--local-addr", plan.config.cluster.address]
+
+
+def _allowed(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name in _NAMES or name.startswith(_BEGINNINGS)) and not _SECRET.search(name)
+    }
 
 
 def trainer_environment(plan: RunContext) -> dict[str, str]:
@@ -230,8 +246,12 @@ def _environment(plan: RunContext, slot: TrainerSlot, mark: str) -> dict[str, st
 
 
 def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
-    """Environment of a rank on any node; nothing here changes results."""
-    env = dict(os.environ) | config.cluster.environment
+    """Environment of a rank on any node; nothing here changes results.
+
+    Of this process's own variables only those that ranks read: no token of Ray, W&B, Hugging Face
+    or a cloud.
+    """
+    env = _allowed(os.environ) | config.cluster.environment
     if slot.devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.devices))
     return env | {

@@ -5,9 +5,9 @@ No Ray, no engine: one trainer through torchrun; each step is a row of metrics.j
 
 from __future__ import annotations
 
+import io
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from moerl.launch.nodes.process_tree import (
     become_subreaper,
     die_with_parent,
     end_descendants,
-    first_error,
 )
+from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.prepare import prepare
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
 from moerl.observe.metrics import MetricsWriter
@@ -34,24 +34,16 @@ def sft(config: Config) -> RunDir:
     save_config(plan.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            supervised_command(plan),
-            env=trainer_environment(plan),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-        )
-        assert process.stdout is not None, "Popen was given stdout=PIPE"
-        for line in process.stdout:
+    job = TorchrunJob(supervised_command(plan), trainer_environment(plan), log, pipe=True)
+    with log.open("a") as file:
+        for line in io.TextIOWrapper(job.output, errors="replace"):
             if line.startswith(STEP):
                 _report(plan, writer, json.loads(line.removeprefix(STEP)))
             else:
                 file.write(line)
     writer.close()
-    if process.wait():
-        raise TrainerError(f"supervised training failed: {first_error(log)}")
+    if job.wait():
+        raise TrainerError(f"supervised training failed: {job.first_cause()}")
     return run
 
 

@@ -60,7 +60,6 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
             cause = ""
         run.endpoints.close_ray()
         end_descendants(grace_s=_GRACE_S)
-        supervisor.close()
         kept = _tidy(supervisor.plan, is_done=not cause, has_steps=bool(read_rows(run.metrics)))
         return _close(plan, console, summary, cause, kept, err)
 

@@ -194,7 +194,7 @@ def run_gang(
     controller: FakeController, run: RunDir, blobs: BlobStore, ranks: int, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the trainer under torchrun to its end; closes the controller."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "moerl.distributed.torchrun"]
     command += ["--nproc-per-node", str(ranks), "-m", "moerl.trainer.main", *arguments]
     command += ["--run-dir", str(run.root), "--controller", controller.endpoint]
     command += ["--blob-dir", str(blobs.root), "--blob-node", "n0"]

@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from moerl.distributed.store_server import StoreServer
+from moerl.distributed.token_store import store_variable
 from tests.helpers.trainer_support import ROOT
 
 _GRACE_S = 5.0  # for the others of a failed rank to say what they saw
@@ -41,13 +43,8 @@ class Request:
 # --- the caller's side ---------------------------------------------------------------------------
 def run_ranks(ranks: int, arguments: list[str], *, timeout_s: float = 120.0) -> str:
     """Run `python ARGUMENTS` on that many ranks; returns the output, raises with it on failure."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks meet in the store above, as under torchrun
+    store = StoreServer("127.0.0.1", slots=1)
+    shared = store_variable(store.server_address, 0) | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
@@ -56,6 +53,7 @@ def run_ranks(ranks: int, arguments: list[str], *, timeout_s: float = 120.0) -> 
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         codes = _ask(Request(arguments, own, [str(log) for log in logs], timeout_s))
         output = "".join(log.read_text() for log in logs)
+    store.close()
     assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
     return output
 

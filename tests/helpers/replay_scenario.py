@@ -301,7 +301,7 @@ class Scoring:
         log = self.folder / "score.log"
         with log.open("w") as file:
             done = subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                [sys.executable, "-m", "moerl.distributed.torchrun"]
                 + ["--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
                 + ["-m", "moerl.audit.score_ranks", "--job", *paths],
                 env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"},

@@ -162,8 +162,8 @@ def without_mask(plan: BatchPlan) -> BatchPlan:
 
 def torchrun(ranks: int, args: list[str], *, timeout_s: float = 120.0) -> str:
     """Run `python ARGS` on `ranks` processes; returns the output, raises with it on failure."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--standalone", *args]
+    command = [sys.executable, "-m", "moerl.distributed.torchrun", "--nproc-per-node", str(ranks)]
+    command += args
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",

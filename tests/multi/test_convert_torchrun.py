@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +40,7 @@ def run_tool(num_processes: int, tool: str, *args: object) -> subprocess.Complet
     """One process runs plainly, several under torchrun."""
     launch = [sys.executable]
     if num_processes > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"]
-        launch += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+        launch += ["-m", "moerl.distributed.torchrun", f"--nproc-per-node={num_processes}"]
     return subprocess.run(
         [*launch, str(ROOT / "tools" / tool), *map(str, args)],
         capture_output=True,

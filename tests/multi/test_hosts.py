@@ -202,7 +202,7 @@ def ranks_of(run: ClusterRun) -> list[psutil.Process]:
     for member in run.members():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             is_python = "moerl.trainer.main" in member.cmdline()
-            if is_python and "torch.distributed.run" not in member.cmdline():
+            if is_python and "moerl.distributed.torchrun" not in member.cmdline():
                 found.append(member)
     return found
 

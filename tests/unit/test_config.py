@@ -447,7 +447,7 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
         app, ["train", "quickstart", f"run.root={tmp_path}", "--dry-run", "--run", "x"]
     )
     assert result.exit_code == 0, result.output
-    assert "torch.distributed.run" in result.output
+    assert "moerl.distributed.torchrun" in result.output
     assert "trainer rank" in result.output
     assert not list(tmp_path.iterdir())
 

@@ -23,24 +23,28 @@ BASE = {"types", "id_sets", "packed_ids", "errors", "messages", "serialization"}
 BASE |= {"atomic", "config", "resources", "trace", "run_dir", "stack_dump"}
 # What each package may import besides: the whole graph.
 ALLOWED: dict[str, set[str]] = {
+    "distributed": set(),
     "kernels": set(),
     "records": set(),
     "layout": set(),
     "algorithms": {"kernels"},
     "data": {"records", "layout"},
     "scoring": {"data"},
-    "weight_sync": {"kernels", "layout"},
-    "engine": {"records", "layout", "weight_sync"},
-    "trainer": {"kernels", "records", "layout", "algorithms", "data", "weight_sync"},
+    "weight_sync": {"distributed", "kernels", "layout"},
+    "engine": {"distributed", "records", "layout", "weight_sync"},
+    "trainer": {
+        "distributed", "kernels", "records", "layout", "algorithms", "data", "weight_sync",
+    },
     "controller": {"records", "algorithms", "data"},
     "observe": set(),
     "launch": {
         "records", "layout", "data", "engine", "trainer", "scoring", "controller", "observe",
     },
     "audit": {
-        "records", "layout", "algorithms", "data", "trainer", "controller", "observe", "launch",
+        "distributed", "records", "layout", "algorithms", "data", "trainer", "controller",
+        "observe", "launch",
     },
-    "planning": {"records", "layout", "weight_sync", "engine", "launch", "audit"},
+    "planning": {"distributed", "records", "layout", "weight_sync", "engine", "launch", "audit"},
     "cli": {"observe", "launch", "planning"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -328,10 +328,12 @@ def test_a_cluster_starts_the_trainer_on_its_own_port() -> None:
     ]
     command = torchrun(config, placed, placed.ref_models[1], job="ref_models")
     assert command[-1] == "--ref-models"
-    assert "10.9.0.2:17104" in command
+    assert "slot=1,port=17104,join_timeout=3600" in command
+    assert "/r/a/endpoints/ref_models-store.json" in command
     assert "a-ref_models" in command
     trainer = torchrun(config, placed, placed.trainers[1])
-    assert "10.9.0.2:17103" in trainer
+    assert "slot=1,port=17103,join_timeout=3600" in trainer
+    assert "/r/a/endpoints/trainer-store.json" in trainer
     assert "--ref-models" not in trainer
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
 from moerl.controller.trainer_server import TrainerServer
+from moerl.distributed.token_server import Channel, TokenServer, open_channel
 from moerl.errors import BlobError, LayoutError, TransportError
 from moerl.messages import AskEngine, Message, Ok, PrepareUpdate, PublishFailure, UpdatePrepared
 from moerl.records.blob_store import BlobStore
@@ -35,7 +36,6 @@ from moerl.weight_sync.transfer_plan import ReceiverPlan
 from moerl.weight_sync.transports.disk import Disk
 from moerl.weight_sync.transports.mooncake import MooncakeStaging, _Registered
 from moerl.weight_sync.transports.process_group import GroupTransport
-from moerl.weight_sync.transports.token_server import Channel, TokenServer, open_channel
 
 V1 = PolicyVersion(0, 1)
 

@@ -31,8 +31,8 @@ def posted(root: Path) -> tuple[RunDir, str]:
 
 
 def ended(run: RunDir, start: str, *command: str) -> int | None:
-    with (run.logs / "torchrun-0.log").open("ab") as log:
-        return _torchrun(list(command), dict(os.environ), log, run, start)
+    log = run.logs / "torchrun-0.log"
+    return _torchrun(list(command), dict(os.environ), log, run, start)
 
 
 def test_a_new_opening_of_the_endpoints_folder_ends_the_trainer(tmp_path: Path) -> None:

@@ -28,14 +28,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRank
     made.now = now
     made.start(None, "")
     yield made
-    if made._process is not None:
-        made._process.kill()
-        made._process.wait()
-    made.close()
+    if made._job is not None:
+        made._job.kill()
+        made._job.wait()
 
 
 def ended(job: Any) -> int:
-    return job._process.wait(10)
+    return job._job.wait(10)
 
 
 def test_a_late_trainer_is_shown_once_and_then_ended(job: Any) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from moerl.config.clusters import Node, Placement, TrainerSlot
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
+from moerl.run_dir import RunDir
 
 TRAINER_JOBS = ("trainer", "ref_models")
 _Slot = TypeVar("_Slot", Node, TrainerSlot)
@@ -44,23 +46,25 @@ def torchrun(
 ) -> list[str]:
     """torchrun command of one trainer node.  address: of this node, if the scheduler names it.
 
-    torchrun agents rendezvous at the trainer's first node.  When a rank ends or a node returns, all
+    torchrun agents meet at the trainer's first node, which writes into the endpoints folder where
+    it listens (`moerl.distributed.elastic_rendezvous`).  When a rank ends or a node returns, all
     ranks restart and ask the controller for the checkpoint to load.
     """
     slots, ports = slots_of(placed, job), config.cluster.ports
     port = ports.rendezvous if job == "trainer" else ports.ref_models
-    command = ["python", "-m", "torch.distributed.run"]
+    root = f"{config.run.root}/{config.run.name}"
+    command = ["python", "-m", "moerl.distributed.torchrun"]
     command += ["--nnodes", str(len(slots))]
-    command += ["--nproc-per-node", str(len(slot.ranks)), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", f"{host_of(slots[0].node)}:{port}"]
+    command += ["--nproc-per-node", str(len(slot.ranks))]
+    command += ["--rdzv-endpoint", str(RunDir(Path(root)).endpoints.store(job))]
     command += ["--rdzv-id", config.run.name + ("" if job == "trainer" else f"-{job}")]
-    command += ["--rdzv-conf", f"is_host={int(slot.node_rank == 0)},join_timeout=3600"]
+    command += ["--rdzv-conf", f"slot={slot.node_rank},port={port},join_timeout=3600"]
     command += ["--max-restarts", str(config.supervision.max_restarts)]
     if slot.devices:
         command += ["--numa-binding", "node"]  # cores and memory of each rank's GPU
     if address or slot.node.address:
         command += ["--local-addr", address or slot.node.address]
-    command += ["-m", "moerl.trainer.main", "--run-dir", f"{config.run.root}/{config.run.name}"]
+    command += ["-m", "moerl.trainer.main", "--run-dir", root]
     return command if job == "trainer" else [*command, f"--{job.replace('_', '-')}"]
 
 

@@ -18,13 +18,11 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, placement
@@ -32,7 +30,8 @@ from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError, TrainerError
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
-from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.nodes.process_tree import become_subreaper, end_descendants
+from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import rank_environment
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir, newest_incarnation
@@ -99,9 +98,8 @@ def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) ->
         config = load_saved(run.config)  # another opening may have another layout
         slot = nth(slots_of(placement(config), job), index, job)
         name = f"torchrun-{index}.log" if job == "trainer" else f"torchrun-{job}-{index}.log"
-        with (run.logs / name).open("ab") as log:
-            command, environment = _command(config, slot, job), _environment(config, slot)
-            code = _torchrun(command, environment, log, run, start)
+        command, environment = _command(config, slot, job), _environment(config, slot)
+        code = _torchrun(command, environment, run.logs / name, run, start)
         end_descendants(_GRACE_S)
         is_wanted = code != 0 or (job == "ref_models" and _falls_back(run, start))
         if (not is_wanted and _opening(run, start) in (start, "")) or run.endpoints.was_done(start):
@@ -143,25 +141,18 @@ def _falls_back(run: RunDir, start: str) -> bool:
 
 
 def _torchrun(
-    command: list[str], environment: dict[str, str], log: IO[bytes], run: RunDir, start: str
+    command: list[str], environment: dict[str, str], log: Path, run: RunDir, start: str
 ) -> int | None:
     """Exit status of torchrun; None, after SIGTERM, when the endpoints folder ends this opening.
 
     torchrun gets SIGTERM when this process dies too.
     """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        preexec_fn=die_with_parent,
-    )
+    torchrun_job = TorchrunJob(command, environment, log, ends_with_parent=True)
     unwanted = 0
-    while (code := process.poll()) is None:
+    while (code := torchrun_job.poll()) is None:
         unwanted = unwanted + 1 if _opening(run, start) != start else 0
         if unwanted == 2:  # seen twice, because file servers have short failures
-            process.terminate()
+            torchrun_job.terminate()
             return None
         time.sleep(_LOOK_S)
     return code

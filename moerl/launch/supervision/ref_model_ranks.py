@@ -5,19 +5,9 @@ They have no state, so they are simply restarted; unanswered scores are requeste
 
 from __future__ import annotations
 
-import subprocess
-
 from moerl.errors import TrainerError
-from moerl.launch.nodes.process_tree import end_descendants, ending_of, last_error
-from moerl.launch.run_context import (
-    REF_MODELS,
-    TRAINER_JOB,
-    RunContext,
-    ref_model_command,
-    ref_model_environment,
-)
-
-_GRACE_S = 2.0
+from moerl.launch.nodes.torchrun_job import TorchrunJob
+from moerl.launch.run_context import RunContext, ref_model_command, ref_model_environment
 
 
 class RefModelRanks:
@@ -26,37 +16,32 @@ class RefModelRanks:
     def __init__(self, plan: RunContext, endpoint: str) -> None:
         self.starts = 0
         self._plan, self._endpoint = plan, endpoint
-        self._process: subprocess.Popen[bytes] | None = None
+        self._job: TorchrunJob | None = None
+        self._is_dead = False  # `death` has returned why
 
     def start(self) -> None:
         """Start torchrun, after ending remaining processes of an earlier one."""
-        if self.starts:
-            end_descendants(_GRACE_S, mark=(TRAINER_JOB, REF_MODELS))
-        plan = self._plan
-        with (plan.run.logs / "ref_models.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                ref_model_command(plan, self._endpoint, self.starts),
-                env=ref_model_environment(plan),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        if self._job is not None:
+            self._job.end()
+        plan, self._is_dead = self._plan, False
+        command = ref_model_command(plan, self._endpoint, self.starts)
+        log = plan.run.logs / "ref_models.log"
+        self._job = TorchrunJob(command, ref_model_environment(plan), log)
         self.starts += 1
 
     @property
     def pid(self) -> int | None:
         """Pid of torchrun; None when it is not running."""
-        return None if self._process is None else self._process.pid
+        return None if self._job is None or self._is_dead else self._job.pid
 
     def is_through(self) -> bool:
         """True if it ended with status 0: all scores are done."""
-        return self._process is not None and self._process.poll() == 0
+        return self._job is not None and self._job.poll() == 0
 
     def death(self) -> TrainerError | None:
         """Why it died, returned once; None while it runs and after status 0."""
-        code = None if self._process is None else self._process.poll()
-        if not code:
+        code = None if self._job is None or self._is_dead else self._job.poll()
+        if self._job is None or not code:
             return None
-        self._process = None
-        cause = last_error(self._plan.run.logs / "ref_models.log")
-        return TrainerError(f"the reference ranks ended with {ending_of(code)}: {cause}")
+        self._is_dead = True
+        return TrainerError(f"the reference ranks ended with {self._job.last_cause(code)}")

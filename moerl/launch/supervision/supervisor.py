@@ -116,9 +116,6 @@ class Supervisor:
         self._watch_until_trained()
         return self._measure()
 
-    def close(self) -> None:
-        self._trainer.close()
-
     # --- start --------------------------------------------------------------------------------
     def _start_ray(self) -> None:
         self.console.wait("ray")

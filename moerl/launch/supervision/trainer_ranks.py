@@ -8,13 +8,12 @@ timeout starts again.
 from __future__ import annotations
 
 import math
-import subprocess
 import time
 from pathlib import Path
-from typing import IO
 
 from moerl.errors import TrainerError
-from moerl.launch.nodes.process_tree import children_with, ending_of, last_error
+from moerl.launch.nodes.process_tree import ending_of
+from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
 
 
@@ -25,8 +24,7 @@ class TrainerRanks:
         """limit_s: longest time between two steps, `trainer.step_timeout_s`."""
         self.rank_died = 0.0  # unix time when a rank was first seen dead; 0 = none
         self._logs, self._limit_s = logs, limit_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self._job: TorchrunJob | None = None
         self._since = time.monotonic()  # monotonic time of the last step or start
         self._is_late = False  # the timeout was logged
         self._given_up = ""  # why the supervisor ended this trainer
@@ -35,32 +33,22 @@ class TrainerRanks:
         self._most_ranks = 0  # most ranks of this trainer alive at once
 
     def start(self, plan: RunContext, endpoint: str) -> None:
-        self.close()
         self.restart_clock()
         self._given_up, self._fell, self.rank_died, self._most_ranks = "", False, 0.0, 0
-        self._log = (self._logs / "trainer.log").open("ab")
-        self._process = subprocess.Popen(
-            trainer_command(plan, endpoint),
-            env=trainer_environment(plan),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
+        self._job = TorchrunJob(
+            trainer_command(plan, endpoint), trainer_environment(plan), self._logs / "trainer.log"
         )
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
 
     @property
     def pid(self) -> int | None:
         """None while no trainer runs."""
-        return None if self._process is None else self._process.pid
+        return None if self._job is None else self._job.pid
 
     def exit_status(self) -> int | None:
         """None while it runs or is absent; also notes a rank's death, before torchrun ends."""
-        if self._process is None:
+        if self._job is None:
             return None
-        code = self._process.poll()
+        code = self._job.poll()
         if code is None:
             alive = len(self.ranks())
             if alive < self._most_ranks and not self.rank_died:
@@ -70,16 +58,16 @@ class TrainerRanks:
 
     def bury(self, code: int) -> TrainerError:
         """Forget the ended trainer; returns the error with its cause."""
-        self._process = None
-        cause = self._given_up or last_error(self._logs / "trainer.log")
-        return TrainerError(f"the trainer ended with {ending_of(code)}: {cause}")
+        assert self._job is not None, "it has ended"
+        given_up = self._given_up and f"{ending_of(code)}: {self._given_up}"
+        cause, self._job = given_up or self._job.last_cause(code), None
+        return TrainerError(f"the trainer ended with {cause}")
 
     def ranks(self) -> list[tuple[int, Path]]:
         """(pid, log) of the living ranks on this machine."""
-        if self._process is None:
+        if self._job is None:
             return []
-        ranks = children_with(self._process.pid, "RANK")
-        return [(pid, self._logs / f"trainer-{rank}.log") for pid, rank in ranks]
+        return [(pid, self._logs / f"trainer-{rank}.log") for pid, rank in self._job.ranks()]
 
     # --- clock ----------------------------------------------------------------------------------
     def restart_clock(self) -> None:
@@ -92,7 +80,7 @@ class TrainerRanks:
 
     def says_hello(self, incarnation: int) -> bool:
         """Record a hello.  Returns True for a new incarnation; cluster nodes choose the number."""
-        if self._process is None or incarnation <= self._incarnation:
+        if self._job is None or incarnation <= self._incarnation:
             return False
         self._incarnation, self._fell = incarnation, False
         self.restart_clock()
@@ -100,7 +88,7 @@ class TrainerRanks:
 
     def fell(self) -> bool:
         """Record a rank failure.  Returns True for the first failure of this incarnation."""
-        if self._fell or self._process is None:
+        if self._fell or self._job is None:
             return False
         self._fell = True
         self.restart_clock()
@@ -111,12 +99,12 @@ class TrainerRanks:
         trainer.
         """
         waited_s = time.monotonic() - self._since
-        if self._process is None or waited_s < self._limit_s:
+        if self._job is None or waited_s < self._limit_s:
             return ""
         if not self._is_late:
             self._is_late = True
             return f"no step for {waited_s:.0f} s, trainer.step_timeout_s = {self._limit_s:g}"
         if waited_s > 2 * self._limit_s:
             self._given_up = f"it made no step for {waited_s:.0f} s"
-            self._process.kill()
+            self._job.kill()
         return ""

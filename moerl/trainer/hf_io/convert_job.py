@@ -6,7 +6,7 @@ checksums; after all units are read back and agree, the folder is renamed to the
 existing target is complete, and a killed or failed job leaves only a hidden folder, which the same
 command continues: units whose bytes still match their checksums are kept.
 
-Several processes (torchrun) share the units and synchronise through torchrun's key-value store, so
+Several processes (torchrun) share the units and synchronise through their key-value store, so
 a conversion needs no process group.
 Rejected: torch.distributed.checkpoint (holds every rank's state dict at once), writing in place.
 """
@@ -99,10 +99,10 @@ class ConversionRanks:
         self._stage = 0
         self._alone: dict[str, int] = {}
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            from torch.distributed import rendezvous
+            from moerl.distributed.token_store import rank_store
 
-            found = rendezvous("env://", timeout=timedelta(days=2))
-            self._store, self.rank, self.size = next(found)
+            self._store = rank_store(timedelta(days=2))
+            self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that all processes share; returns its value."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.schema import ParallelConfig
+from moerl.distributed.token_store import rank_store
 from moerl.errors import ConfigError, TrainerError
 from moerl.trainer.model.platform import Platform
 
@@ -80,6 +81,7 @@ class Parallel:
 def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Parallel:
     """Join the trainer described by torchrun's environment and build Megatron's groups.
 
+    Ranks meet in the job's own store, and all groups are made over it.
     Raises TrainerError outside torchrun, ConfigError when the trainer has another size.  Layouts
     that train wrong or are not proven with replay are refused earlier, by `moerl.config.checks`.
     """
@@ -94,7 +96,13 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
     from megatron.core import parallel_state, tensor_parallel
 
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(platform.backend, timeout=timeout)
+    dist.init_process_group(
+        platform.backend,
+        store=rank_store(timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     parallel_state.initialize_model_parallel(
         sizes.tp,
         sizes.pp,

@@ -31,9 +31,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from moerl.distributed.token_server import ServerAddress, TokenServer, open_channel
 from moerl.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
-from moerl.weight_sync.transports.token_server import ServerAddress, TokenServer, open_channel
 
 _POLL_S = 0.0002
 _MAX_SOURCES = 64

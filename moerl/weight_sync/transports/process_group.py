@@ -30,9 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.errors import TransportError
-from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
-from moerl.weight_sync.transports.token_server import (
+from moerl.distributed.token_server import (
     Channel,
     ServerAddress,
     TokenServer,
@@ -40,6 +38,8 @@ from moerl.weight_sync.transports.token_server import (
     open_channel,
     seconds_left,
 )
+from moerl.errors import TransportError
+from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
 
 _RECEIVER, _SENDER = 0, 1  # ranks in a pair
 _KEY, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket

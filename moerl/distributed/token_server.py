@@ -1,7 +1,9 @@
 """A listening socket that serves only callers that know its token.
 
-The token is part of an endpoint, which travels in control messages only.  An unauthenticated caller
-learns nothing and holds a thread for a few seconds.  A stopped process does not answer, so a sender
+The token is part of an endpoint, which travels in control messages only.  It is never sent here:
+both sides prove that they know it, by HMACs over two random numbers.  So a process that listens in
+place of ours learns nothing and is refused.  An unauthenticated caller holds a thread for a few
+seconds, and there is a limit on such callers.  A stopped process does not answer, so a sender
 learns that within its own deadline and not from a library's time-out.
 """
 
@@ -26,7 +28,9 @@ log = logging.getLogger(__name__)
 _FRAME = struct.Struct("<BI")  # kind, bytes that follow
 _MAX_FRAME = 1 << 20
 _TOKEN_CHARACTERS = 32
+_NONCE = _DIGEST = 32  # bytes
 _CONNECT_S = 10.0  # a silent caller holds a thread for this long, nothing else
+_STRANGERS = 512  # callers that have not proved the token yet; one more is sent away
 _AGAIN_S = 0.1  # pause after a caller that could not be accepted: no descriptor, no thread
 
 
@@ -41,19 +45,20 @@ class ServerAddress(msgspec.Struct, frozen=True):
 class TokenServer:
     """Listens on one address and serves each caller that knows the token in a thread."""
 
-    def __init__(self, address: str, serve: Callable[[Channel], None]) -> None:
+    def __init__(self, address: str, serve: Callable[[Channel], None], port: int = 0) -> None:
         """serve: talks to one caller until it returns or raises; both end that caller only.
 
-        Raises TransportError when no port, descriptor or thread is left.
+        port: 0 = any free one.  Raises TransportError when no port, descriptor or thread is left.
         """
         self._serve = serve
         self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
         try:
-            listener = socket.create_server((address, 0), backlog=128)
+            listener = socket.create_server((address, port), backlog=128)
         except OSError as error:
             raise TransportError("room", f"no socket on {address}: {error}") from error
         self.server_address = ServerAddress(address, int(listener.getsockname()[1]), self._token)
         self._listener = listener
+        self._strangers = threading.BoundedSemaphore(_STRANGERS)
         self._lock = threading.Lock()
         self._inside: set[Channel] | None = set()  # None once closed
         try:
@@ -84,6 +89,9 @@ class TokenServer:
 
     def _take(self, connection: socket.socket) -> None:
         """Serve a caller in its own thread; close the connection if that is not possible."""
+        if not self._strangers.acquire(blocking=False):
+            connection.close()
+            return
         try:
             channel = Channel(connection)
             with self._lock:
@@ -92,15 +100,13 @@ class TokenServer:
                 self._inside.add(channel)
             threading.Thread(target=self._let_in, args=(channel,), daemon=True).start()
         except BaseException:
+            self._strangers.release()
             connection.close()
             raise
 
     def _let_in(self, channel: Channel) -> None:
         try:
-            deadline = time.monotonic() + _CONNECT_S
-            token = channel.read(_TOKEN_CHARACTERS, deadline)
-            if hmac.compare_digest(token, self._token.encode()):
-                channel.write(b"+", deadline)
+            if self._is_known(channel):
                 self._serve(channel)
         except (TransportError, RuntimeError):
             return  # the caller's connection is closed, which fails its session
@@ -109,6 +115,25 @@ class TokenServer:
             with self._lock:
                 if self._inside is not None:
                     self._inside.discard(channel)
+
+    def _is_known(self, channel: Channel) -> bool:
+        """Both sides prove that they know the token.  Raises TransportError."""
+        try:
+            deadline = time.monotonic() + _CONNECT_S
+            ours = secrets.token_bytes(_NONCE)
+            channel.write(ours, deadline)
+            reply = channel.read(_NONCE + _DIGEST, deadline)
+            both = ours + reply[:_NONCE]
+            if not hmac.compare_digest(reply[_NONCE:], _proof(self._token, b"caller", both)):
+                return False
+            channel.write(_proof(self._token, b"server", both), deadline)
+            return True
+        finally:
+            self._strangers.release()
+
+
+def _proof(token: str, side: bytes, numbers: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + numbers, "sha256")
 
 
 def open_channel(server_address: ServerAddress, deadline: float) -> Channel:
@@ -122,14 +147,22 @@ def open_channel(server_address: ServerAddress, deadline: float) -> Channel:
         raise failure(deadline, f"{where} cannot be reached: {error}") from error
     channel = Channel(connection)
     try:
-        channel.write(server_address.token.encode(), deadline)
-        channel.read(1, deadline)
+        _prove(channel, server_address.token, deadline)
     except TransportError as error:
         channel.close()
         if error.reason != "peer":
             raise
         raise TransportError("refused", f"{where} did not accept the token") from error
     return channel
+
+
+def _prove(channel: Channel, token: str, deadline: float) -> None:
+    """Raises TransportError: the other side does not know the token, or says that we do not."""
+    ours = secrets.token_bytes(_NONCE)
+    both = channel.read(_NONCE, deadline) + ours
+    channel.write(ours + _proof(token, b"caller", both), deadline)
+    if not hmac.compare_digest(channel.read(_DIGEST, deadline), _proof(token, b"server", both)):
+        raise TransportError("refused", "the process that listens there does not know the token")
 
 
 class Channel:

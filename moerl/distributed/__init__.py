@@ -1,0 +1,1 @@
+"""How the ranks of one job find each other, and what they exchange besides tensors."""

@@ -1,0 +1,95 @@
+"""One torchrun with its ranks, as the process that starts it sees them.
+
+Trainer, reference ranks, supervised training and scoring start, watch and end their ranks with it.
+Ranks have sessions of their own, so no process group holds all of them; a variable of the
+environment marks all processes of the job, also those whose torchrun was killed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from moerl.launch.nodes.process_tree import (
+    children_with,
+    die_with_parent,
+    end_descendants,
+    ending_of,
+    first_error,
+    last_error,
+)
+from moerl.launch.run_context import TRAINER_JOB
+
+_GRACE_S = 2.0
+
+
+class TorchrunJob:
+    """Runs from its construction on; its output is appended to the log."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        pipe: bool = False,
+        ends_with_parent: bool = False,
+    ) -> None:
+        """environment: all of it.  pipe: standard output goes to `output` and not to the log.
+
+        ends_with_parent: torchrun gets SIGTERM when the thread that started it ends.
+        """
+        self.log = log
+        self._mark = environment.get(TRAINER_JOB, "")
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipe else file,
+                stderr=file,
+                preexec_fn=die_with_parent if ends_with_parent else None,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> IO[bytes]:
+        assert self._process.stdout is not None, "asked for with pipe"
+        return self._process.stdout
+
+    def poll(self) -> int | None:
+        """Exit status; None while torchrun runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        return self._process.wait(timeout_s)
+
+    def terminate(self) -> None:
+        """Ask torchrun to end its ranks and itself."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End torchrun at once; `end` ends its ranks."""
+        self._process.kill()
+
+    def end(self, grace_s: float = _GRACE_S) -> None:
+        """End torchrun and all processes of the job that this process or its children started."""
+        assert self._mark, f"{TRAINER_JOB} names the job"
+        end_descendants(grace_s, mark=(TRAINER_JOB, self._mark))
+
+    def ranks(self) -> list[tuple[int, str]]:
+        """(pid, rank) of the living ranks."""
+        return children_with(self._process.pid, "RANK")
+
+    def last_cause(self, code: int) -> str:
+        """How it ended, with the last error in its log: of a job that is started again."""
+        return f"{ending_of(code)}: {last_error(self.log)}"
+
+    def first_cause(self) -> str:
+        """The first error in its log."""
+        return first_error(self.log)
