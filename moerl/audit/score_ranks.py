@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moerl.audit.score_job import VARIANTS, ScoreJob, load_job
@@ -48,6 +47,7 @@ from moerl.audit.segment_split import split_segments
 from moerl.config.schema import ParallelConfig, Precision, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.distributed.object_collectives import gather_values
 from moerl.errors import MoerlError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
@@ -119,9 +119,10 @@ def _score_job(job: ScoreJob, ranks: Parallel) -> None:
     rollouts = _read_rollouts(job)
     plan = _plan(rollouts, job, ranks.world_size)
     store = BlobStore(Path(job.blob_dir), job.blob_node)
-    tallies = {dtype: _score_dtype(job, dtype, plan, store, ranks) for dtype in job.dtypes}
-    every: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(every, tallies, group=ranks.control)
+    tallies: dict[str, ScoreTally] = {
+        dtype: _score_dtype(job, dtype, plan, store, ranks) for dtype in job.dtypes
+    }
+    every = gather_values(tallies, dict[str, ScoreTally], ranks.control)
     if ranks.is_first:
         _write(job, rollouts, every, store)
 

@@ -126,12 +126,12 @@ class Rounds:
 class StoreServer:
     """Serves one job; `server_address` tells callers where and with which token."""
 
-    def __init__(self, address: str, slots: int, port: int = 0) -> None:
-        """Raises TransportError when the port is taken."""
+    def __init__(self, address: str, slots: int = 1, port: int = 0, token: str = "") -> None:
+        """port and token as of `TokenServer`.  Raises TransportError when the port is taken."""
         self._values: dict[str, bytes] = {}
         self._rounds = Rounds(slots)
         self._changed = threading.Condition()
-        self._server = TokenServer(address, self._serve, port)
+        self._server = TokenServer(address, self._serve, port, token)
         self.server_address = self._server.server_address
 
     def close(self) -> None:

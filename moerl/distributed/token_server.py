@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _FRAME = struct.Struct("<BI")  # kind, bytes that follow
 _MAX_FRAME = 1 << 20
-_TOKEN_CHARACTERS = 32
+_TOKEN_BYTES = 16
 _NONCE = _DIGEST = 32  # bytes
 _CONNECT_S = 10.0  # a silent caller holds a thread for this long, nothing else
 _STRANGERS = 512  # callers that have not proved the token yet; one more is sent away
@@ -45,13 +45,16 @@ class ServerAddress(msgspec.Struct, frozen=True):
 class TokenServer:
     """Listens on one address and serves each caller that knows the token in a thread."""
 
-    def __init__(self, address: str, serve: Callable[[Channel], None], port: int = 0) -> None:
+    def __init__(
+        self, address: str, serve: Callable[[Channel], None], port: int = 0, token: str = ""
+    ) -> None:
         """serve: talks to one caller until it returns or raises; both end that caller only.
 
-        port: 0 = any free one.  Raises TransportError when no port, descriptor or thread is left.
+        port: 0 = any free one.  token: empty = a random one.
+        Raises TransportError when no port, descriptor or thread is left.
         """
         self._serve = serve
-        self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
+        self._token = token or secrets.token_hex(_TOKEN_BYTES)
         try:
             listener = socket.create_server((address, port), backlog=128)
         except OSError as error:

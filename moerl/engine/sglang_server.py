@@ -196,7 +196,7 @@ class EngineServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment() | {"TMPDIR": str(self._scratch.path)},  # its sockets
+                env=self._environment() | _private(self._scratch.path),
             )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode())
@@ -247,6 +247,15 @@ def free_port(host: str) -> int:
         if _is_free(host, port):
             return port
     raise EngineError(f"no free port between 20000 and 32000 on {host}")
+
+
+def _private(folder: Path) -> dict[str, str]:
+    """Environment by which a server keeps its sockets and its ranks' store in its own folder."""
+    return {
+        "TMPDIR": str(folder),
+        # in place of torch's TCPStore on nccl_port, which listens on all interfaces
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/ranks",
+    }
 
 
 def _is_free(host: str, port: int) -> bool:

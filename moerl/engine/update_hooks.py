@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moerl.config.json_files import read_json
+from moerl.distributed.object_collectives import all_gather_values
 from moerl.engine import in_flight
 from moerl.engine.weight_layout import check_modules, engine_layout, weights
 from moerl.errors import EngineError, MoerlError
@@ -90,7 +91,7 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
 
     receiver = _receiver
     cause = "no receiver" if receiver is None else receiver.claim(str(request.weight_version))
-    causes = _everywhere(cause, manager.tp_cpu_group)
+    causes = all_gather_values(cause, str, manager.tp_cpu_group)
     if receiver is None or any(causes):
         if receiver is not None:
             receiver.release()
@@ -169,12 +170,6 @@ def _refusing(cause: str) -> Callable[[Message], Message]:
         raise EngineError(cause)
 
     return handle
-
-
-def _everywhere(cause: str, group: dist.ProcessGroup) -> list[str]:
-    causes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(causes, cause, group=group)
-    return causes
 
 
 class SglangModel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import secrets
 import shlex
 import subprocess
 import sys
@@ -376,15 +377,21 @@ def _links(config: Config, placed: Placement, answers: Sequence[Answer]) -> list
     ]
     command += ["--master", f"{addresses[0]}:{config.cluster.ports.rendezvous}"]
     command += ["--wait-s", str(_LINK_S)]
+    token = secrets.token_hex(16)
     children = [
         subprocess.Popen(
             on_node(config, node, [*command, "--rank", str(rank)]),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank, node in enumerate(nodes)
     ]
+    for child in children:
+        assert child.stdin is not None, "asked for"
+        child.stdin.write(f"{token}\n")
+        child.stdin.flush()  # `communicate` closes it
     found, deadline = [], time.monotonic() + _LINK_S
     for node, after, child in zip(nodes, [*nodes[1:], nodes[0]], children, strict=True):
         link = f"{node.name} -> {after.name}"

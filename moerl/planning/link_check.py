@@ -3,7 +3,8 @@
     python -m moerl.planning.link_check --rank 0 --world 3 --master 10.9.0.1:17103 --interface eth0
 
 Prints {"reduce_ms", "gb_s"} as seen by this rank.  Uses no GPU: it checks whether the nodes reach
-each other on the ports that gloo and NCCL would use, and how fast.
+each other on the ports that gloo and NCCL would use, and how fast.  The first line of standard
+input is a token that all ranks share; rank 0 serves their store behind it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from datetime import timedelta
 
@@ -27,9 +29,18 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from moerl.distributed.store_server import StoreServer
+    from moerl.distributed.token_server import ServerAddress
+    from moerl.distributed.token_store import TokenStore
+
     wait = timedelta(seconds=args.wait_s)
     host, _, port = args.master.rpartition(":")
-    store = dist.TCPStore(host, int(port), args.world, args.rank == 0, wait)
+    server = ServerAddress(host, int(port), sys.stdin.readline().strip())
+    if not server.token:
+        sys.exit("link_check: the first line of standard input must be the token of all ranks")
+    if args.rank == 0:
+        _server = StoreServer(host, port=server.port, token=server.token)  # until this rank ends
+    store = TokenStore(server, wait)
     dist.init_process_group(
         "gloo",
         store=store,

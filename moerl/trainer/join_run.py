@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
-
-import torch.distributed as dist
+from pathlib import Path
 
 from moerl.config.schema import Config
+from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.remote_blobs import cluster_reader
 from moerl.run_dir import RunDir, next_incarnation
 from moerl.trainer.model.parallel import Parallel
@@ -31,13 +30,13 @@ def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
 
 def join_run(context: RankContext, parallel: Parallel) -> RankContext:
     """Collective: the next incarnation of the trainer, from the newest checkpoint."""
-    holder: list[Any] = [None]
+    mine: tuple[int, str] | None = None
     if parallel.is_first:
         found = context.run.latest_checkpoint()
-        holder = [(next_incarnation(context.run, resume=True), found[1] if found else None)]
-    dist.broadcast_object_list(holder, src=0, group=parallel.control)
-    incarnation, checkpoint = holder[0]
-    return replace(context, incarnation=incarnation, checkpoint=checkpoint)
+        mine = next_incarnation(context.run, resume=True), str(found[1]) if found else ""
+    incarnation, checkpoint = broadcast_value(mine, tuple[int, str], parallel.control)
+    newest = Path(checkpoint) if checkpoint else None
+    return replace(context, incarnation=incarnation, checkpoint=newest)
 
 
 def bind(config: Config) -> None:

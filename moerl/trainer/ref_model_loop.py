@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moerl.config.schema import Config
 from moerl.data.packing import by_row
 from moerl.data.ref_scores import basis_of, record_digest
+from moerl.distributed.object_collectives import broadcast_value, gather_values
 from moerl.errors import TrainerError
 from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
 from moerl.serialization import decode, encode
@@ -72,9 +73,7 @@ class RefModelLoop:
             role: by_row(plan, self.parallel.dp_rank, policy.logprobs(batches))
             for role, policy in self.policies.items()
         }
-        size = self.parallel.world_size if self.parallel.is_first else 0
-        every: list[dict[str, dict[int, Array]]] = [{} for _ in range(size)]
-        dist.gather_object(mine, every or None, group=self.parallel.control)
+        every = gather_values(mine, dict[str, dict[int, Array]], self.parallel.control)
         if not every:
             return []
         found = {
@@ -102,13 +101,11 @@ class RefModelLoop:
 
     def _request(self) -> Message:
         """The controller's reply to TakeRecords, on every rank."""
-        holder: list[bytes | None] = [None]
+        data: bytes | None = None
         with self.tracer.span("wait"):
             if self.client is not None:
                 request = TakeRecords(self.context.incarnation, self.parallel.dp_size, _ASK_S)
                 # the controller may be restarted meanwhile, and engines start slowly
                 limit_s = self.config.trainer.step_timeout_s + REPLY_SLACK_S
-                holder = [encode(self.client.request(request, limit_s))]
-            dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
-        assert holder[0] is not None, "rank 0 sends the controller's reply"
-        return decode(holder[0])
+                data = encode(self.client.request(request, limit_s))
+            return decode(broadcast_value(data, bytes, self.parallel.control))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.schema import Config
+from moerl.distributed.object_collectives import broadcast_value
 from moerl.errors import MoerlError, TrainerError
 from moerl.id_sets import IdSet
 from moerl.layout import LayerSpec
@@ -158,7 +159,7 @@ class TrainLoop:
         self.version = PolicyVersion(self.context.incarnation, progress.version.step)
 
     def _hello(self) -> None:
-        holder: list[bytes | None] = [None]
+        data: bytes | None = None
         if self.client is not None:
             hello = Hello(
                 token=self.context.token,
@@ -167,8 +168,8 @@ class TrainLoop:
                 version=self.version,
                 consumed=self.consumed.parts,
             )
-            holder = [self.client.request_encoded(hello)]
-        self._set_engines(self._shared(holder))
+            data = self.client.request_encoded(hello)
+        self._set_engines(self._shared(data))
 
     def _set_engines(self, message: Message) -> None:
         if isinstance(message, SetEngines) and self.publisher is not None:
@@ -197,23 +198,19 @@ class TrainLoop:
 
     def _ask_plan(self) -> Message:
         """The controller's reply to TakePlan, on every rank."""
-        holder: list[bytes | None] = [None]
+        data: bytes | None = None
         with self.tracer.span("wait", step=self.version.step):
             if self.client is not None:
                 limit_s = self.config.trainer.step_timeout_s
-                holder = [
-                    self.client.request_encoded(
-                        TakePlan(self.version.step, limit_s, self.version.incarnation),
-                        limit_s + REPLY_SLACK_S,
-                    )
-                ]
-            return self._shared(holder)
+                data = self.client.request_encoded(
+                    TakePlan(self.version.step, limit_s, self.version.incarnation),
+                    limit_s + REPLY_SLACK_S,
+                )
+            return self._shared(data)
 
-    def _shared(self, holder: list[bytes | None]) -> Message:
-        """The controller's reply on every rank; holder: rank 0 has it.  Raises TrainerError."""
-        dist.broadcast_object_list(holder, src=0, group=self.parallel.control)
-        assert holder[0] is not None, "rank 0 passes the controller's reply on"
-        reply = decode(holder[0])
+    def _shared(self, data: bytes | None) -> Message:
+        """The controller's reply on every rank; data: rank 0 has it.  Raises TrainerError."""
+        reply = decode(broadcast_value(data, bytes, self.parallel.control))
         if isinstance(reply, Refused):
             raise TrainerError(f"the controller refused at step {self.version.step}: {reply.cause}")
         return reply

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config, ParallelConfig
+from moerl.distributed.object_collectives import broadcast_value
 from moerl.errors import EngineError
 from moerl.layout import LayerSpec, ModelSpec
 from moerl.messages import PublishFailure, PublishResult, SyncTarget
@@ -177,11 +177,11 @@ class Destinations:
             for _ in engines
             if context.rank == 0
         ]
-        endpoints: list[Any] = [[channel.endpoint for channel in channels]]
-        dist.broadcast_object_list(endpoints, src=0, group=context.control)
+        mine = [channel.endpoint for channel in channels]
+        endpoints = broadcast_value(mine, list[str], context.control)
         hops = self._hops([one.engine for one in engines])
         plans = [
-            self._sender(one, hops[one.engine], endpoints[0][place])
+            self._sender(one, hops[one.engine], endpoints[place])
             for place, one in enumerate(engines)
         ]
         for channel, one, plan in zip(channels, engines, plans, strict=False):

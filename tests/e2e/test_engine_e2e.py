@@ -299,7 +299,7 @@ def ask(context: zmq.Context[Any], path: Path, frames: list[bytes]) -> object:
 
 
 def test_ports_are_ours_and_on_loopback(world: World) -> None:
-    """All but one: torch's TCPStore (nccl_port) always listens on every interface."""
+    """Its ranks meet in a file: torch's TCPStore (nccl_port) would listen on every interface."""
     server = world.host._server
     assert server is not None
     listening = {
@@ -308,9 +308,9 @@ def test_ports_are_ours_and_on_loopback(world: World) -> None:
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    loopback = {port for address, port in listening if address == "127.0.0.1"}
-    assert server.port in loopback
-    assert {port for _, port in listening} - loopback <= {server.args["nccl_port"]}
+    assert ("127.0.0.1", server.port) in listening
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+    assert server.args["nccl_port"] not in {port for _, port in listening}
 
 
 def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:

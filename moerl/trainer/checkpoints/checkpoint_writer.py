@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo, _write_item
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.atomic import atomic_write
 from moerl.config.schema import CheckpointConfig
+from moerl.distributed.object_collectives import all_gather_values, broadcast_value
 from moerl.errors import TrainerError, cause_of
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
@@ -170,24 +172,53 @@ class CheckpointWriter:
         results: list[WriteResult] | str,
     ) -> str:
         """Join what all ranks wrote; returns why there is no checkpoint, or an empty string."""
-        every: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(every, results, group=self._group)
-        verdict = [next((text for text in every if isinstance(text, str)), "")]
+        mine = (
+            (results, []) if isinstance(results, str) else ("", list(map(_WrittenItem.of, results)))
+        )
+        every = all_gather_values(mine, tuple[str, list[_WrittenItem]], self._group)
+        verdict = next((cause for cause, _ in every if cause), "")
         if self._parallel.is_first:
             try:
-                if not verdict[0]:
+                if not verdict:
                     assert strategy.metadata is not None, "rank 0 has the plan of all"
                     common = self._store.hidden(step) / COMMON_STATE_FNAME
                     atomic_write(common, strategy.common, sync=True)
-                    strategy.writer.finish(strategy.metadata, every)
+                    strategy.writer.finish(
+                        strategy.metadata, [[item.result() for item in items] for _, items in every]
+                    )
                     self._store.publish(step, manifest)
             except Exception as error:  # on any error: the other ranks wait for the result
                 log.exception("the checkpoint of step %d", step)
-                verdict = [cause_of(error)]
-            if verdict[0]:
+                verdict = cause_of(error)
+            if verdict:
                 shutil.rmtree(self._store.hidden(step), ignore_errors=True)
-        dist.broadcast_object_list(verdict, src=0, group=self._group)
-        return str(verdict[0])
+        return broadcast_value(verdict, str, self._group)
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenItem:
+    """torch's WriteResult for other ranks."""
+
+    name: str
+    offset: tuple[int, ...] | None
+    index: int | None
+    num_bytes: int
+    file: str
+    start: int  # in the file
+    length: int
+
+    @classmethod
+    def of(cls, result: WriteResult) -> _WrittenItem:
+        at, place = result.index, result.storage_data
+        assert not place.transform_descriptors, "files are written as they are"
+        offset = None if at.offset is None else tuple(at.offset)
+        size = result.size_in_bytes
+        return cls(at.fqn, offset, at.index, size, place.relative_path, place.offset, place.length)
+
+    def result(self) -> WriteResult:
+        offset = None if self.offset is None else torch.Size(self.offset)
+        index = MetadataIndex(self.name, offset, self.index)
+        return WriteResult(index, self.num_bytes, _StorageInfo(self.file, self.start, self.length))
 
 
 class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
+from moerl.distributed.object_collectives import all_gather_values
 from moerl.errors import LayoutError
 from moerl.layout import (
     LayerSpec,
@@ -93,9 +93,10 @@ class HfGather:
         """Dtypes of every rank's parameters: rank 0 must know how to read a message."""
         if world == 1:
             return [mine]
-        every: list[Any] = [None] * world
-        dist.all_gather_object(every, mine, group=self._group)
-        return every
+        assert self._group is not None, "several ranks have one"
+        names = {name: str(dtype) for name, dtype in mine.items()}
+        every = all_gather_values(names, dict[str, str], self._group)
+        return [{name: _dtype(text) for name, text in part.items()} for part in every]
 
     def _messages(self, src: int) -> Iterable[tuple[torch.dtype, list[Op]]]:
         """The ops of one source by wire dtype, in an order that both ends compute."""
@@ -134,6 +135,13 @@ def _pieces(flat: Tensor, ops: Iterable[Op]) -> Iterable[tuple[Op, Tensor]]:
         size = num_elements(op.src_box)
         yield op, flat[first : first + size].view(shape)
         first += size
+
+
+def _dtype(text: str) -> torch.dtype:
+    """The dtype that is printed as `text`, such as torch.bfloat16."""
+    found = getattr(torch, text.removeprefix("torch."))
+    assert isinstance(found, torch.dtype), text
+    return found
 
 
 def _message_device(params: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> torch.device:

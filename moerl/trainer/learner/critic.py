@@ -35,6 +35,7 @@ from moerl.algorithms.value_loss import value_loss
 from moerl.config.schema import Config
 from moerl.data.batching import Minibatch
 from moerl.data.packing import LossInputs, Microbatch, by_row
+from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.learner.optimizer import (
@@ -167,9 +168,8 @@ class Critic:
         with scoring(self.model):
             step = partial(self._forward_step, keep)
             run_pass(self.model, modules, batches, step, forward_only=True)
-        every: list[dict[int, Array]] = [{} for _ in range(self.parallel.world_size)]
         mine = by_row(plan, self.parallel.dp_rank, found) if self._counts else {}
-        dist.all_gather_object(every, mine, group=self.parallel.control)
+        every = all_gather_values(mine, dict[int, Array], self.parallel.control)
         joined = {idx: value for part in every for idx, value in part.items()}
         return [joined[idx] for idx in range(len(plan.rows))]
 

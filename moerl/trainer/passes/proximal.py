@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moerl.algorithms.corrections import m2_bound
@@ -32,6 +31,7 @@ from moerl.config.algorithms import needed
 from moerl.config.schema import Config
 from moerl.data.batching import Minibatch
 from moerl.data.packing import Microbatch, by_row, rollout_at
+from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Chunk, Model
@@ -129,9 +129,8 @@ def bound_second_moment(
         for part, scored in zip(minibatches, known, strict=True)
         for row, values in _by_row(part.plan, scored, "proximal", parallel).items()
     ]
-    every: list[np.ndarray] = [np.zeros(0)] * parallel.dp_size
     mine = np.concatenate([*gaps, np.zeros(0, np.float32)])
-    dist.all_gather_object(every, mine, group=parallel.dp_gloo)
+    every = all_gather_values(mine, Array, parallel.dp_gloo)
     bound = float(m2_bound(torch.from_numpy(np.concatenate(every)), limit))
     for scored in known:
         scored.m2_bound = bound
@@ -147,8 +146,7 @@ def over_reference(
             reference = _by_row(part.plan, scored, "reference", parallel)
             for row, values in _by_row(part.plan, scored, "proximal", parallel).items():
                 mine[part.rows[row]] = values.astype(np.float64) - reference[row]
-    every: list[dict[int, Array]] = [{}] * parallel.world_size
-    dist.all_gather_object(every, mine, group=parallel.control)
+    every = all_gather_values(mine, dict[int, Array], parallel.control)
     joined = {row: values for part in every for row, values in part.items()}
     return [joined[row] for row in range(len(joined))]
 
