@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moerl.config.clusters import is_local
 from moerl.config.load import load_config, load_saved
 from moerl.errors import MoerlError
 from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent
@@ -39,15 +40,18 @@ def _run(request: dict[str, Any]) -> int:
         "RAY_worker_niceness": "0",  # default 15, inherited by servers: engines would be slow
     }
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # cluster.ray: given
+    if resume := request["resume"]:
+        config = load_saved(Path(resume) / "config.yaml", request["overrides"])
+    else:
+        config = load_config(request["recipe"], request["overrides"])
+    if is_local(config.cluster):
+        # its setting for macOS and Windows: all of Ray listens on loopback, not on all interfaces
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     from moerl.launch.train import train
 
+    reset = bool(resume) and request["reset_optimizer"]
     scratch = Path(request["scratch"])
-    if request["resume"]:
-        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
-        reset = request["reset_optimizer"]
-        return train(config, resume=True, reset_optimizer=reset, scratch=scratch)
-    config = load_config(request["recipe"], request["overrides"])
-    return train(config, resume=False, scratch=scratch)
+    return train(config, resume=bool(resume), reset_optimizer=reset, scratch=scratch)
 
 
 if __name__ == "__main__":
