@@ -2,7 +2,8 @@
 """Convert a Megatron-side sharded checkpoint back to a Hugging Face folder.
 
     tools/megatron_to_hf.py CHECKPOINT OUT
-    torchrun --nproc_per_node 4 tools/megatron_to_hf.py CHECKPOINT OUT --dtype bfloat16
+    python -m moerl.distributed.torchrun --nproc-per-node 4 \
+        tools/megatron_to_hf.py CHECKPOINT OUT --dtype bfloat16
     tools/megatron_to_hf.py CHECKPOINT OUT --tp 1 --pp 2   (by way of another layout)
 
 The checkpoint's manifest says its layout; any number of processes reads it.  The result opens in

@@ -1,6 +1,6 @@
 """Score kept rollouts with the trainer's own forward pass: the numbers behind `moerl mismatch`.
 
-    torchrun --nproc-per-node N -m moerl.audit.score_ranks --job FILE...
+    python -m moerl.distributed.torchrun --nproc-per-node N -m moerl.audit.score_ranks --job FILE...
 
 The same model, replay and log-probability code as training.  Written to `job.out` (.npz), tokens in
 the order of the rollouts file:

@@ -10,10 +10,13 @@ from tests.helpers.rank_server import run_ranks
 
 PROGRAM = """
 import os, sys, time
+from datetime import timedelta
 import torch
 import torch.distributed as dist
+from moerl.distributed.token_store import rank_store
 
-dist.init_process_group("gloo")
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=rank_store(timedelta(seconds=60)), rank=rank, world_size=size)
 total = torch.ones(1)
 dist.all_reduce(total)
 print("ranks", int(total), sys.argv[1])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
 from moerl.distributed import elastic_rendezvous
 from moerl.distributed.elastic_rendezvous import JobPlace, MoerlRendezvous, create
@@ -19,6 +23,7 @@ from moerl.distributed.store_server import Rounds, StoreServer
 from moerl.distributed.token_store import VARIABLE, TokenStore, rank_store, store_variable
 from moerl.errors import ConfigError, TrainerError, TransportError
 
+ROOT = Path(__file__).resolve().parents[2]
 WAIT = timedelta(seconds=20)
 
 
@@ -147,7 +152,7 @@ def test_ranks_find_their_round_and_hide_it(
 ) -> None:
     monkeypatch.setenv(VARIABLE, store_variable(server.server_address, 3)[VARIABLE])
     rank_store(WAIT).set("a", "1")
-    assert VARIABLE not in __import__("os").environ, "what a rank starts does not inherit it"
+    assert VARIABLE not in os.environ, "what a rank starts does not inherit it"
     assert TokenStore(server.server_address, WAIT).get("round-3/a") == b"1"
     with pytest.raises(TrainerError, match=r"start the ranks with python -m moerl\.distributed"):
         rank_store(WAIT)
@@ -230,6 +235,17 @@ def test_a_node_that_stays_alone_says_so(tmp_path: Path) -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"2 nodes did not meet within 0\.3 s"):
         node.next_rendezvous()
     node.shutdown()
+
+
+def test_torchs_own_torchrun_finds_it_when_installed() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    point = EntryPoint(value=points["torchrun.handlers"]["moerl"], name="moerl", group="")
+    elastic_rendezvous.register()
+    rendezvous_handler_registry.register("moerl", point.load()())  # a second time, as torchrun does
+    params = RendezvousParameters("moerl", "", "run", 1, 1)
+    handler = rendezvous_handler_registry.create_handler(params)
+    assert isinstance(handler, MoerlRendezvous)
+    handler.shutdown()
 
 
 @pytest.mark.parametrize(
