@@ -11,10 +11,14 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tools.stage_table import stages_of
+
+if TYPE_CHECKING:
+    from tests.helpers.short_run import ShortRun
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,6 +55,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(folder, TinyModel(enabled=True), seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> ShortRun:
+    """A quickstart of two steps, looked at from outside."""
+    from tests.helpers import short_run
+
+    return short_run.make(tmp_path_factory.mktemp("short"))
 
 
 @pytest.fixture(scope="session")

@@ -9,33 +9,16 @@ import re
 
 import pytest
 
-from tests.helpers import path_trace
 from tests.helpers.architecture_page import PAGE, differences
 from tests.helpers.path_trace import Passed
-from tests.helpers.train_runs import start
+from tests.helpers.short_run import ShortRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SHORT = [
-    "run.steps=2",
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "rollout.groups_per_request=4",
-    "rollout.buffer_depth=0",
-    "observe.engine_alone_s=0",
-    "checkpoint.every=0",
-]
-
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Passed]:
-    root = tmp_path_factory.mktemp("architecture")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in path_trace.install(root / "trace").items():
-            patch.setenv(name, value)
-        run = start(root, "quickstart", *SHORT, name="x")
-    assert run.finish() == 0, run.text()
-    return path_trace.passed(root / "trace")
+def seen(short_run: ShortRun) -> list[Passed]:
+    return short_run.passed
 
 
 def test_the_page_lists_what_a_run_passes(seen: list[Passed]) -> None:
