@@ -207,7 +207,7 @@ def _ports(config: Config, placed: Placement) -> str:
     ports, head = config.cluster.ports, host_of(placed.controller)
     first = host_of(placed.trainers[0].node)
     table = Table(
-        title=f"ports on {config.cluster.interface}, all with the run's tokens but torch's"
+        title=f"ports on {config.cluster.interface}, all behind tokens but NCCL's and gloo's"
     )
     for column in ("port", "listens on", "connects"):
         table.add_column(column)
