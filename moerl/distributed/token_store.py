@@ -43,7 +43,8 @@ class TokenStore(dist.Store):
         self._timeout = timeout
 
     def clone(self) -> TokenStore:
-        return TokenStore(self._address, self._timeout)
+        _STORES.append(TokenStore(self._address, self._timeout))
+        return _STORES[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(wire.Write({key: _bytes(value)}))
