@@ -132,15 +132,15 @@ class GymReward:
     """The scorer of a reasoning-gym dataset, which has the prompt's entry made again."""
 
     def __init__(self, config: TaskConfig) -> None:
-        self._config = config
+        from reasoning_gym.utils import extract_answer
+
+        self._extract = extract_answer
         self._entries = lru_cache(maxsize=64)(self._make)  # siblings of a group share an entry
         self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, config))
 
     def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Score:
-        from reasoning_gym.utils import extract_answer
-
         dataset, item = self.entry(prompt)
-        answer = extract_answer(responses[-1])
+        answer = self._extract(responses[-1])
         text = responses[-1].strip() if answer is None else answer
         return Score(float(dataset.score_answer(text, item)))
 

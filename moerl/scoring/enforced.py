@@ -1,7 +1,7 @@
-"""What this machine can enforce of `task.isolation`; it is tried, not assumed.
+"""What this machine can enforce of `task.isolation`; for bwrap it is tried, not assumed.
 
-Policies write text, and the scorers of some data sets run it as Python (`EVALUATING`).  These need
-bwrap, and a box in which a test program has found all that bwrap is for.
+A box is used only if a test program in it found no network, no right, no foreign process, nothing
+to write to, and could not start more processes than its limit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import moerl
+from moerl.config.evaluating import check_isolation
 from moerl.config.functions import source_of
 from moerl.config.schema import TaskConfig
 from moerl.errors import ConfigError
@@ -29,6 +30,7 @@ _ENVIRONMENT = (
     *("VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SSL_CERT_FILE"),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
+SCRATCH = "/scratch"  # the one folder of a box that can be written
 _TRY_S = 60.0
 _NAMESPACES = ("pid", "net", "ipc", "uts")
 # Started inside a box: what it can do, as JSON.
@@ -40,8 +42,9 @@ found = {
     "may gain privileges": status["NoNewPrivs"] == "0",
     "network": sum(1 for line in open("/proc/net/dev") if ":" in line and "lo:" not in line),
     "processes": sum(name.isdigit() for name in os.listdir("/proc")) > 8,
-    "writes to " + sys.prefix: os.access(sys.prefix, os.W_OK),
 }
+for folder in ("/", "/dev", sys.prefix, "/usr"):
+    found["may write to " + folder] = os.access(folder, os.W_OK)
 made, most = 0, int(sys.argv[1])
 try:
     while made <= most:
@@ -59,8 +62,10 @@ print(json.dumps([name for name, is_so in found.items() if is_so]))
 def isolation_of(task: TaskConfig) -> Isolation:
     """How the programs of a task are started on this machine.
 
-    Raises ConfigError where it cannot enforce `task.isolation: bwrap`.
+    Raises ConfigError where it cannot enforce `task.isolation: bwrap`, and for a task that needs
+    it and does not ask for it.
     """
+    check_isolation(task)
     environment = {
         name: os.environ[name]
         for name in (*_ENVIRONMENT, *task.pass_environment)
@@ -108,7 +113,7 @@ def _others_may_read(path: str) -> bool:
 def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
     program = _find_bwrap()
     files = list(_binds(task))
-    environment = {**plain.environment, "HOME": "/tmp", "TMPDIR": "/tmp"}
+    environment = {**plain.environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
     trials = []
     for isolation in _kinds(replace(plain, environment=environment)):
         own_user = () if isolation.changes_user else ("--unshare-user", "--disable-userns")
@@ -158,23 +163,29 @@ def _find_bwrap() -> str:
 _FIXED = (
     *(f"--unshare-{name}" for name in _NAMESPACES),
     *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
-    *("--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"),
+    *("--proc", "/proc", "--dev", "/dev"),
 )
 
 
 def _binds(task: TaskConfig) -> Iterator[str]:
-    """Options that make the file system of a box: nothing of it can be written but /tmp."""
-    folders = sorted({os.path.abspath(path) for path in _visible(task)})
-    yield from ("--perms", "1777", "--size", str(max(1, task.limits.file_mb) << 20))
-    yield from ("--tmpfs", "/tmp")
-    parents = {str(parent) for folder in folders for parent in Path(folder).parents}
-    for parent in sorted(parents - {"/", "/tmp"}):  # bwrap makes them for root alone
+    """Options that make the file system of a box, read-only but for its scratch folder.
+
+    /tmp is that folder too, unless it holds something that the box reads.
+    """
+    paths = sorted({os.path.abspath(path) for path in _visible(task)})
+    parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
+    for parent in sorted(parents):  # bwrap itself makes them for root alone
         yield from ("--perms", "0755", "--dir", parent)
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         if os.path.islink(f"/{name}"):
             yield from ("--symlink", os.readlink(f"/{name}"), f"/{name}")
-    for folder in folders:
-        yield from ("--ro-bind", folder, folder)
+    for path in paths:
+        yield from ("--ro-bind", path, path)
+    size = str(max(1, task.limits.file_mb) << 20)
+    yield from ("--perms", "1777", "--size", size, "--tmpfs", SCRATCH, "--chdir", SCRATCH)
+    if "/tmp" not in parents:
+        yield from ("--symlink", SCRATCH, "/tmp")
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/")
 
 
 def _visible(task: TaskConfig) -> Iterator[str]:

@@ -11,11 +11,14 @@ import contextlib
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import struct
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -85,6 +88,8 @@ class Worker:
             data = self._in_child(request) if self._setup.forks else self._here(request)
             if keeper.has_children():
                 keeper.end_descendants(self._helpers)
+            if self._setup.forks:
+                _empty(Path(tempfile.gettempdir()))
             send(self._connection, data)
 
     def _here(self, request: Request) -> bytes:
@@ -174,6 +179,15 @@ def receive(connection: socket.socket) -> bytes:
 
 def _size_of(data: bytes) -> int:
     return int(_LENGTH.unpack_from(data)[0])
+
+
+def _empty(folder: Path) -> None:
+    """Remove what a child left in its scratch folder."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _one_line(error: BaseException) -> str:
