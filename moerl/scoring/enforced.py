@@ -115,7 +115,7 @@ def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
     files = list(_binds(task))
     environment = {**plain.environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
     trials = []
-    for isolation in _kinds(replace(plain, environment=environment)):
+    for isolation in _kinds(replace(plain, environment=environment, scratch=SCRATCH)):
         own_user = () if isolation.changes_user else ("--unshare-user", "--disable-userns")
         kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # `keeper.enter` drops them
         caps = ("--cap-drop", "ALL", *(kept if isolation.changes_user else ()))

@@ -145,6 +145,7 @@ class Isolation:
     limits: TaskLimits
     environment: Mapping[str, str]
     wrapper: tuple[str, ...] = ()
+    scratch: str = ""  # with a wrapper: the one folder that a program can write
     changes_user: bool = False
     cgroups: Path | None = None  # where a pids cgroup is made for each program
 

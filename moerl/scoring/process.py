@@ -132,7 +132,7 @@ class WorkerBox:
         self._isolation, self._timeout_s = isolation, timeout_s
         self._setup = Setup(
             task=task,
-            forks=bool(isolation.wrapper),
+            scratch=isolation.scratch,
             cpu_s=limits.cpu_s or math.ceil(2 * timeout_s),
             timeout_s=timeout_s,
             reply_bytes=limits.reply_kb * 1024,
@@ -149,7 +149,7 @@ class WorkerBox:
             data = encode(Request(kind, serial, prompt, texts))
         except (TypeError, ValueError, OverflowError) as error:
             return Answer(serial, failure=f"cannot be given what msgpack cannot hold ({error})")
-        wait_s = self._timeout_s + (_GRACE_S if self._setup.forks else 0.0)
+        wait_s = self._timeout_s + (_GRACE_S if self._setup.scratch else 0.0)
         try:
             answer = decode_answer(self._opened().call(data, wait_s))
             if answer.serial == serial:

@@ -1,8 +1,8 @@
 """A worker: the task's reward and environment, answering one request at a time.
 
-With `forks` each request is answered by a child process of its own, so that what one response did
-to the interpreter is gone with the next one; otherwise by this process.  Processes that a reward
-started and left behind end with its answer.
+With a scratch folder, in a box, a child process of its own answers each request, so that what one
+response did to the interpreter is gone with the next one; otherwise this process does.  Processes
+that a reward started and left behind end with its answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import struct
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +36,9 @@ class Setup:
     """First message to a worker."""
 
     task: TaskConfig
-    forks: bool
+    scratch: str  # folder that is emptied after each request; "" = this process answers itself
     cpu_s: int
-    timeout_s: float  # of a child, with forks
+    timeout_s: float  # of a child
     reply_bytes: int
 
 
@@ -81,15 +80,15 @@ class Worker:
 
     def serve(self) -> None:
         """Answer requests until the scorer closes the connection."""
-        if self._setup.forks:
+        if self._setup.scratch:
             keeper.hide_memory(True)
         while data := receive(self._connection):
             request = _decode_request(data)
-            data = self._in_child(request) if self._setup.forks else self._here(request)
+            data = self._in_child(request) if self._setup.scratch else self._here(request)
             if keeper.has_children():
                 keeper.end_descendants(self._helpers)
-            if self._setup.forks:
-                _empty(Path(tempfile.gettempdir()))
+            if self._setup.scratch:
+                _empty(Path(self._setup.scratch))
             send(self._connection, data)
 
     def _here(self, request: Request) -> bytes:
