@@ -193,7 +193,7 @@ def _one_line(error: BaseException) -> str:
     """What was raised, short and without control characters: a policy may have written it."""
     try:
         text = " ".join(str(error).split())
-    except Exception:
+    except BaseException:
         text = "without a readable message"
     plain = "".join(character if character.isprintable() else "?" for character in text[:300])
     return f"raised {type(error).__name__}: {plain}".encode(errors="replace").decode()
