@@ -441,25 +441,28 @@ def gym_texts(scene: Scene) -> dict[str, str]:
     return {name: f"<answer>{text}</answer>" for name, text in texts.items()}
 
 
-def check_gym(scene: Scene, dataset: str) -> None:
-    with scorer_of(gym(dataset), timeout_s=3.0) as scorer:
+def check_gym(scene: Scene, dataset: str, *names: str) -> None:
+    """names: of the texts; none: all."""
+    texts = gym_texts(scene)
+    with scorer_of(gym(dataset), timeout_s=1.5) as scorer:
         prompt = replace(scene.prompt(), extra={"seed": 1, "item": 0})
-        score(scorer, prompt, *gym_texts(scene).values())
+        score(scorer, prompt, *(texts[name] for name in names or texts))
         assert not left_behind(1)
         check_scene(scene)
         assert isinstance(score(scorer, prompt, "1")[0], Score)
 
 
 def test_a_scorer_that_evaluates_answers_does_it_in_a_box(scene: Scene) -> None:
-    check_gym(scene, "countdown")
+    check_gym(scene, "countdown", "import", "exec", "daemon", "power tower")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dataset", sorted(EVALUATING - {"composite", "countdown"}))
+@pytest.mark.parametrize("dataset", sorted(EVALUATING - {"composite"}))
 def test_each_scorer_that_evaluates_answers_does_it_in_a_box(scene: Scene, dataset: str) -> None:
     check_gym(scene, dataset)
 
 
+@pytest.mark.full
 def test_control_each_of_these_scorers_runs_the_answer(tmp_path: Path) -> None:
     names = sorted(EVALUATING - {"composite"})
     code = (
@@ -477,14 +480,12 @@ def test_control_each_of_these_scorers_runs_the_answer(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-@pytest.mark.parametrize("dataset", sorted(EVALUATING))
-def test_these_data_sets_are_refused_without_a_box(dataset: str) -> None:
-    if dataset != "composite":  # needs arguments of its own
-        with pytest.raises(ConfigError, match=r"task\.isolation = 'process' .*use bwrap"):
-            ProcessScorer(gym(dataset, "process"), 1, TIMEOUT_S)
+def test_such_a_data_set_is_refused_without_a_box() -> None:
+    with pytest.raises(ConfigError, match=r"task\.isolation = 'process' .*use bwrap"):
+        ProcessScorer(gym("countdown", "process"), 1, TIMEOUT_S)
 
 
-@pytest.mark.parametrize("isolation", ["process", "bwrap"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("bwrap", marks=pytest.mark.full)])
 def test_nothing_outlives_a_killed_scorer(scene: Scene, isolation: str) -> None:
     hang = _SEEK + "if os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\ntime.sleep(600)"
     code = (
