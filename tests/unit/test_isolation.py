@@ -31,6 +31,14 @@ def run(isolation: Isolation, *argv: str, timeout_s: float = 20.0, stdin: bytes 
     return isolation.run(argv, stdin, timeout_s=timeout_s, max_output=1000)
 
 
+def is_running(pid: int) -> bool:
+    """Not so for a dead process that nobody has reaped yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def python(code: str) -> Sequence[str]:
     return (sys.executable, "-I", "-S", "-c", code)
 
@@ -54,7 +62,7 @@ def test_a_program_ends_at_its_deadline_with_what_it_started(plain: Isolation) -
     done = run(plain, *python(code), timeout_s=1.0)
     assert done.why == "timeout"
     assert time.monotonic() - start < 8
-    assert not psutil.pid_exists(int(done.out))
+    assert not is_running(int(done.out))
 
 
 def test_output_without_end_ends_the_program(plain: Isolation) -> None:
@@ -154,7 +162,7 @@ def test_a_cgroup_ends_what_its_keeper_lost(plain: Isolation) -> None:
     (lost,) = (folder / "cgroup.procs").read_text().split()
     box.close()
     assert not folder.exists()
-    assert not psutil.pid_exists(int(lost))
+    assert not is_running(int(lost))
 
 
 def test_ids_of_users_are_those_that_exist_here(monkeypatch: pytest.MonkeyPatch) -> None:
