@@ -6,9 +6,10 @@ The quickstart's task shows four digits and wants them sorted.  This reward give
 right digits in the wrong order: a half for a rising answer, a half for the right set of digits.
 
 A reward runs in a worker process (`task.scorer_workers`) with a deadline (`task.score_timeout_s`).
-One that raises, hangs or returns something else than a number stops the run and names the prompt,
-or replaces the group with `task.on_score_error=drop`.  Rewards of steps or turns, and counted
-errors, are returned as a dict: docs/algorithms.md, "Advantages".
+When one raises, hangs or returns something else than a number, the group is replaced and counted;
+`task.on_score_error=stop` stops the run and names the prompt.  A reward sees few environment
+variables, and those that `task.pass_environment` names (docs/isolation.md).  Rewards of steps or
+turns, and counted errors, are returned as a dict: docs/algorithms.md, "Advantages".
 """
 
 from __future__ import annotations

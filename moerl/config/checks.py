@@ -13,6 +13,7 @@ from typing import Any
 
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster
+from moerl.config.evaluating import check_isolation
 from moerl.config.json_files import read_model_config
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.schema import Config, ParallelConfig, RefModelsConfig, RolloutConfig
@@ -305,6 +306,7 @@ def _check_task(config: Config) -> None:
         )
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
+    check_isolation(task)
 
 
 def _functions(named: Sequence[str]) -> str:

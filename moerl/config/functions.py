@@ -48,6 +48,16 @@ def check_is_there(field: str, path: str) -> None:
         raise ConfigError(field, path, f"{spec.origin} defines no {name}")
 
 
+def source_of(path: str) -> Path | None:
+    """The file or folder of the top-level module of `package.module:function`, if it is there."""
+    spec = _find(path.partition(":")[0].partition(".")[0])
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    found = folders[0] if folders else spec.origin
+    return None if found is None else Path(found)
+
+
 def _search_working_directory() -> None:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -52,6 +52,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class TaskLimits:
+    """Limits of each isolated program: a worker with rewards and environments, or a tool."""
+
+    memory_mb: Natural = 4096  # MiB of address space of each process; 0 = no limit
+    # CPU seconds of each process in one score or reply; 0 = twice score_timeout_s
+    cpu_s: Natural = 0
+    processes: Annotated[int, Meta(ge=4)] = 64  # processes and threads at once
+    file_mb: Natural = 64  # MiB of each file that it writes
+    open_files: Annotated[int, Meta(ge=64)] = 1024
+    reply_kb: Count = 1024  # KiB of a score with its steps, or of an environment's text
+    output_kb: Natural = 64  # KiB of printed text that reach the log of the scorer
+    # User of the programs when moerl runs as root; other: one without any file, where it can run
+    user: Literal["other", "same"] = "other"
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     """Source of prompts and reward."""
 
@@ -68,7 +84,13 @@ class TaskConfig:
     shuffle: bool = True
     scorer_workers: Count = 1
     score_timeout_s: Positive = 10.0
-    on_score_error: Literal["stop", "drop"] = "stop"  # drop: replace the group and count it
+    # drop: replace the group and count it, unless more than half of them fail; stop: end the run
+    on_score_error: Literal["drop", "stop"] = "drop"
+    # Where rewards and environments run (docs/isolation.md); bwrap: no network, read-only files
+    isolation: Literal["process", "bwrap"] = "process"
+    limits: TaskLimits = field(default_factory=TaskLimits)
+    pass_environment: list[str] = field(default_factory=list)  # further variables that they see
+    read_paths: list[str] = field(default_factory=list)  # bwrap: further files that they see
     # check_digits | package.module:function; answers between turns, with max_turns > 1
     environment: str = ""
     max_turns: Count = 1  # turns of the policy in one episode

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,8 @@ from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # refusals of one group before the run stops
-_MAX_SCORE_ERRORS = 32  # consecutive scoring failures before the run stops
+_WINDOW = 64  # groups: the run stops when scoring failed for more than half of the last ones
+_FIRST = 4  # and when it failed for each of the first ones: then a setting is wrong
 
 
 class ScoringStage:
@@ -37,7 +39,7 @@ class ScoringStage:
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
         self._dropped = 0  # groups of equal rewards since the last plan
-        self._score_errors = 0  # consecutive failures
+        self._scored: deque[bool] = deque(maxlen=_WINDOW)  # of the last groups: with success
         self._attempts: dict[int, int] = {}
         # Rewards of closed groups, once scored, for their late siblings.
         self._peers: dict[int, asyncio.Future[tuple[float, ...]]] = {}
@@ -112,7 +114,7 @@ class ScoringStage:
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
-        self._score_errors = 0
+        self._scored.append(True)
         peers = await self._swap(group_id, tuple(score.reward for score in scores))
         if self._drops_equal({score.reward for score in scores}.union(peers)):
             self._discard(group_id, partials)
@@ -177,14 +179,25 @@ class ScoringStage:
     def drop_unscored(
         self, group_id: int, partials: list[PartialEpisode], error: ScoreError
     ) -> None:
-        """Replace the group, if so configured and if scoring works at all."""
-        self._score_errors += 1
+        """Replace the group; ends the run if so configured, and if scoring does not work at all."""
+        self._scored.append(False)
         task = self._config.task
-        if task.on_score_error == "stop" or self._score_errors >= _MAX_SCORE_ERRORS:
-            raise ConfigError("task.reward", task.reward or task.name, str(error)) from error
+        problem = self._does_not_work()
+        if task.on_score_error == "stop" or problem:
+            why = f"{problem}; last: {error}" if problem else str(error)
+            raise ConfigError("task.reward", task.reward or task.name, why) from error
         self._step_metrics.score_failures += 1
         log.warning("group %d is dropped: %s", group_id, error)
         self._discard(group_id, partials)
+
+    def _does_not_work(self) -> str:
+        """Why the failures are not those of single answers; "" if they may be."""
+        failed = self._scored.count(False)
+        if failed == len(self._scored) >= _FIRST:
+            return f"none of the first {failed} groups could be scored"
+        if 2 * failed > _WINDOW:
+            return f"{failed} of the last {_WINDOW} groups could not be scored"
+        return ""
 
     def _drops_equal(self, rewards: Collection[float]) -> bool:
         """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): drop groups of equal rewards.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from moerl.config.functions import look_up
@@ -33,13 +33,21 @@ def make_reward(config: TaskConfig) -> Reward:
     if config.name == "sort_digits" and not config.reward:
         return _outcome(right_positions)
     if config.name == "reasoning_gym":
-        return _outcome(_reasoning_gym(config))
+        return GymReward(config)
     if config.reward in NAMED:
         _require(config.reward)
         return _outcome(NAMED[config.reward])
     if config.reward in PROCESS:
         return PROCESS[config.reward]
     return _dotted(config.reward, with_turns=config.max_turns > 1)
+
+
+def prepare_reward(config: TaskConfig, reward: Reward, prompt: Prompt) -> None:
+    """Do once for a prompt what a reward does before it reads a response: imports and its entry."""
+    if isinstance(reward, GymReward):
+        reward.entry(prompt)
+    elif config.reward == "math_verify":
+        _parsed_gold(str(prompt.answer))
 
 
 def right_positions(prompt: Prompt, response: str) -> float:
@@ -120,20 +128,29 @@ def _parsed_gold(answer: str) -> list[Any]:
     return found
 
 
-def _reasoning_gym(config: TaskConfig) -> Callable[[Prompt, str], float]:
-    from reasoning_gym.utils import extract_answer
+class GymReward:
+    """The scorer of a reasoning-gym dataset, which has the prompt's entry made again."""
 
-    @lru_cache(maxsize=64)  # siblings of a group share an entry
-    def entry(seed: int, index: int) -> tuple[Any, Any]:
-        dataset = reasoning_gym_dataset(config, seed)
+    def __init__(self, config: TaskConfig) -> None:
+        from reasoning_gym.utils import extract_answer
+
+        self._extract = extract_answer
+        self._entries = lru_cache(maxsize=64)(self._make)  # siblings of a group share an entry
+        self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, config))
+
+    def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Score:
+        dataset, item = self.entry(prompt)
+        answer = self._extract(responses[-1])
+        text = responses[-1].strip() if answer is None else answer
+        return Score(float(dataset.score_answer(text, item)))
+
+    def entry(self, prompt: Prompt) -> tuple[Any, Any]:
+        """(dataset, entry) of a prompt."""
+        return self._entries(prompt.extra["seed"], prompt.extra["item"])
+
+    def _make(self, seed: int, index: int) -> tuple[Any, Any]:
+        dataset = self._datasets(seed)
         return dataset, dataset[index]
-
-    def reward(prompt: Prompt, response: str) -> float:
-        dataset, item = entry(prompt.extra["seed"], prompt.extra["item"])
-        answer = extract_answer(response)
-        return float(dataset.score_answer(response.strip() if answer is None else answer, item))
-
-    return reward
 
 
 def _dotted(path: str, *, with_turns: bool) -> Reward:

@@ -21,6 +21,7 @@ from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
 from moerl.run_dir import RunDir, next_incarnation, read_manifest
+from moerl.scoring.enforced import isolation_of
 
 
 def prepare(
@@ -75,6 +76,7 @@ def prepare(
     spec = plan.spec()  # raises for an unknown family before anything starts
     for role, path in ref_models_of(plan.config).items():
         _check_ref_models(f"algorithm.{role}", path, spec)
+    isolation_of(plan.config.task)  # raises where this machine cannot enforce it
     plan.prompts().prompt(0)  # raises for a task that has no prompt
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)

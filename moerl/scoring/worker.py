@@ -1,0 +1,236 @@
+"""A worker: the task's reward and environment, answering one request at a time.
+
+With a scratch folder, in a box, a child process of its own answers each request, so that what one
+response did to the interpreter is gone with the next one; otherwise this process does.  Processes
+that a reward started and left behind end with its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from moerl.config.schema import TaskConfig
+from moerl.data.environments import make_environment
+from moerl.data.rewards import Reward, make_reward, prepare_reward
+from moerl.scoring import keeper
+from moerl.types import Prompt, Score
+
+_LENGTH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """First message to a worker."""
+
+    task: TaskConfig
+    scratch: str  # folder that is emptied after each request; "" = this process answers itself
+    cpu_s: int
+    timeout_s: float  # of a child
+    reply_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A score of the last response, or the environment's reply to it."""
+
+    kind: Literal["score", "reply"]
+    serial: int
+    prompt: Prompt
+    responses: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A result or a failure, which continues "the reward ..."."""
+
+    serial: int
+    score: Score | None = None
+    text: str = ""
+    failure: str = ""
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Worker:
+    """The loop of a worker over its connection to the scorer."""
+
+    def __init__(self, connection: socket.socket, setup: Setup) -> None:
+        self._connection, self._setup = connection, setup
+        self._reward: Reward = make_reward(setup.task)
+        self._environment = make_environment(setup.task)
+        keeper.become_subreaper()
+        # Helpers that an import started stay; anything later ends with its request.
+        self._helpers = keeper.descendants(os.getpid()) if keeper.has_children() else set()
+
+    def serve(self) -> None:
+        """Answer requests until the scorer closes the connection."""
+        if self._setup.scratch:
+            keeper.hide_memory(True)
+        while data := receive(self._connection):
+            request = _decode_request(data)
+            data = self._in_child(request) if self._setup.scratch else self._here(request)
+            if keeper.has_children():
+                keeper.end_descendants(self._helpers)
+            if self._setup.scratch:
+                _empty(Path(self._setup.scratch))
+            send(self._connection, data)
+
+    def _here(self, request: Request) -> bytes:
+        spent = int(time.process_time()) + 1
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + self._setup.cpu_s, hard))
+        return self._evaluated(request)
+
+    def _in_child(self, request: Request) -> bytes:
+        """The answer of a forked child; nothing that it can reach leads to another answer."""
+        if request.kind == "score":
+            prepare_reward(self._setup.task, self._reward, request.prompt)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._be_child(request, write)
+        os.close(write)
+        with open(read, "rb", buffering=0) as answers:
+            data, problem = self._child_answer(answers.fileno(), child)
+        return data or encode(Answer(request.serial, failure=problem))
+
+    def _be_child(self, request: Request, write: int) -> None:
+        try:
+            self._connection.close()
+            os.setsid()
+            keeper.hide_memory(False)
+            resource.setrlimit(resource.RLIMIT_CPU, (self._setup.cpu_s, self._setup.cpu_s))
+            data = self._evaluated(request)
+            with open(write, "wb", closefd=False) as answers:
+                answers.write(_LENGTH.pack(len(data)) + data)
+        finally:
+            os._exit(0)
+
+    def _child_answer(self, answers: int, child: int) -> tuple[bytes, str]:
+        """A child's answer, or why there is none.  It may hold any bytes."""
+        deadline = time.monotonic() + self._setup.timeout_s
+        data = b""
+        watched = select.poll()
+        watched.register(answers, select.POLLIN)
+        while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _size_of(data):
+            if not watched.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+                return b"", f"took longer than task.score_timeout_s = {self._setup.timeout_s}"
+            part = os.read(answers, 1 << 16)
+            data += part
+            if not part:
+                return b"", _how_it_ended(child)
+            if len(data) >= _LENGTH.size and _size_of(data) > self._setup.reply_bytes:
+                return b"", f"answered with {_size_of(data)} bytes, {_TOO_LONG}"
+        return data[_LENGTH.size :], ""
+
+    def _evaluated(self, request: Request) -> bytes:
+        """An encoded answer; a user's function may raise or return anything."""
+        try:
+            data = encode(self._evaluate(request))
+        except BaseException as error:
+            data = encode(Answer(request.serial, failure=_one_line(error)))
+        if len(data) > self._setup.reply_bytes:
+            problem = f"answered with {len(data)} bytes, {_TOO_LONG}"
+            data = encode(Answer(request.serial, failure=problem))
+        return data
+
+    def _evaluate(self, request: Request) -> Answer:
+        if request.kind == "score":
+            return Answer(request.serial, score=self._reward(request.prompt, request.responses))
+        assert self._environment is not None, "a reply without task.environment"
+        text = self._environment(request.prompt, request.responses)
+        if not isinstance(text, str):
+            wanted = "want text (empty: the episode ends)"
+            return Answer(request.serial, failure=f"returned {type(text).__name__}, {wanted}")
+        return Answer(request.serial, text=text)
+
+
+_TOO_LONG = "more than task.limits.reply_kb allows"
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket) -> bytes:
+    """The next message; empty at the end of the connection."""
+    head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(head) < _LENGTH.size:
+        return b""
+    return connection.recv(_size_of(head), socket.MSG_WAITALL)
+
+
+def _size_of(data: bytes) -> int:
+    return int(_LENGTH.unpack_from(data)[0])
+
+
+def _empty(folder: Path) -> None:
+    """Remove what a child left in its scratch folder."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _one_line(error: BaseException) -> str:
+    """What was raised, short and without control characters: a policy may have written it."""
+    try:
+        text = " ".join(str(error).split())
+    except BaseException:
+        text = "without a readable message"
+    plain = "".join(character if character.isprintable() else "?" for character in text[:300])
+    return f"raised {type(error).__name__}: {plain}".encode(errors="replace").decode()
+
+
+def _how_it_ended(child: int) -> str:
+    """About a child that closed its connection; one that has not ended gets 0.2 s."""
+    for _ in range(40):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                return f"was ended by {signal.Signals(-code).name}"
+            return f"ended its process with exit code {code}"
+        time.sleep(0.005)
+    return "closed its connection"
+
+
+def _own_connection() -> socket.socket:
+    """The connection from standard input; what is printed goes to standard error from now on."""
+    connection = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return connection
+
+
+def main() -> None:
+    """Take the Setup, say that the task's functions are there, and serve."""
+    connection = _own_connection()
+    setup = msgspec.msgpack.decode(receive(connection), type=Setup)
+    try:
+        worker = Worker(connection, setup)
+    except BaseException as error:
+        send(connection, encode(Answer(0, failure=_one_line(error))))
+        return
+    send(connection, encode(Answer(0)))
+    with contextlib.suppress(OSError):  # the scorer has ended
+        worker.serve()
