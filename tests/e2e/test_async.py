@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.audit.mismatch_command import score
 from moerl.observe.overlap import decode_overlap
 from moerl.serialization import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, Rollout
 from tests.helpers.train_runs import Run, start
+from tests.helpers.warm_score import score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
