@@ -27,25 +27,46 @@ def score(
     version: str = "",
 ) -> ScoreJob:
     """Score `rollouts` (or, with `version`, their segments of it) as the run's trainer would."""
-    records, saved = folder / "rollouts.msgpack", folder / "job.json"
+    (job,) = score_all(
+        plan, rollouts, folder, variants=variants, dtypes=dtypes, weights=[(model, version)]
+    )
+    return job
+
+
+def score_all(
+    plan: RunContext,
+    rollouts: Sequence[Rollout],
+    folder: Path,
+    *,
+    variants: Sequence[str],
+    dtypes: Sequence[Precision],
+    weights: Sequence[tuple[Path, str]],
+) -> list[ScoreJob]:
+    """`score` with each (model, version) in one start of the ranks."""
+    records = folder / "rollouts.msgpack"
     records.write_bytes(encode_value(list(rollouts)))
     trainer = plan.config.trainer
-    job = ScoreJob(
-        model=str(model),
-        rollouts=str(records),
-        blob_dir=str(plan.blob_dir),
-        blob_node=plan.node,
-        out=str(folder / f"scores{version and '-' + version}.npz"),
-        variants=list(variants),
-        dtypes=list(dtypes),
-        ep=trainer.parallel.ep,
-        platform=trainer.platform,
-        dispatcher=trainer.dispatcher,
-        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
-        version=version,
-        megatron=dict(trainer.megatron),
-    )
-    job.save(saved)
-    arguments = ["-m", "moerl.audit.score_ranks", "--job", str(saved)]
+    jobs = [
+        ScoreJob(
+            model=str(model),
+            rollouts=str(records),
+            blob_dir=str(plan.blob_dir),
+            blob_node=plan.node,
+            out=str(folder / f"scores-{number}.npz"),
+            variants=list(variants),
+            dtypes=list(dtypes),
+            ep=trainer.parallel.ep,
+            platform=trainer.platform,
+            dispatcher=trainer.dispatcher,
+            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+            version=version,
+            megatron=dict(trainer.megatron),
+        )
+        for number, (model, version) in enumerate(weights)
+    ]
+    files = [folder / f"job-{number}.json" for number in range(len(jobs))]
+    for job, file in zip(jobs, files, strict=True):
+        job.save(file)
+    arguments = ["-m", "moerl.audit.score_ranks", "--job", *map(str, files)]
     run_ranks(trainer.parallel.dp, arguments, timeout_s=300.0)
-    return job
+    return jobs
