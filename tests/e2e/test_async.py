@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.audit.mismatch_command import score
 from moerl.observe.overlap import decode_overlap
 from moerl.serialization import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, Rollout
 from tests.helpers.train_runs import Run, start
+from tests.helpers.warm_score import score, score_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -97,36 +97,25 @@ def test_outputs_are_long_and_some_span_versions(trained: list[tuple[int, Rollou
 def test_each_segment_matches_its_own_version(
     long_run: Run, trained: list[tuple[int, Rollout]], tmp_path: Path
 ) -> None:
-    plan = long_run.plan()
     rollouts = [rollout for _, rollout in trained if len(rollout.versions) >= 2][:24]
     versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
-    wrong = {}
-    for version in versions:
-        weights = long_run.dir.versions / str(version)
-        job = score(
-            plan,
-            rollouts,
-            tmp_path,
-            variants=["both"],
-            dtypes=["fp32"],
-            model=weights,
-            version=str(version),
-        )
-        gap = difference(Path(job.out))
+    folders = [long_run.dir.versions / str(version) for version in versions]
+    weights = [(folder, str(version)) for folder, version in zip(folders, versions, strict=True)]
+    controls = [(folders[0], str(version)) for version in versions[1:]]
+    jobs = score_all(
+        long_run.plan(),
+        rollouts,
+        tmp_path,
+        variants=["both"],
+        dtypes=["fp32"],
+        weights=weights + controls,
+    )
+    gaps = [difference(Path(job.out)) for job in jobs]
+    for version, gap in zip(versions, gaps, strict=False):
         assert gap.max() <= 5e-5, f"segments of {version}: {gap.max()}"
         assert gap.mean() <= 5e-6
-        if version != versions[0]:  # control: another version's weights must not fit
-            other = long_run.dir.versions / str(versions[0])
-            wrong[version] = score(
-                plan,
-                rollouts,
-                tmp_path,
-                variants=["both"],
-                dtypes=["fp32"],
-                model=other,
-                version=str(version),
-            )
-            assert difference(Path(wrong[version].out)).max() > 1e-3
+    for gap in gaps[len(versions) :]:
+        assert gap.max() > 1e-3, "control: another version's weights must not fit"
 
 
 def test_one_version_for_the_whole_rollout_fails(

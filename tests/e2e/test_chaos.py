@@ -18,11 +18,11 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.audit.mismatch_command import score
 from moerl.serialization import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, PolicyVersion, Rollout
 from tests.helpers.train_runs import Run, start, survivors
+from tests.helpers.warm_score import score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

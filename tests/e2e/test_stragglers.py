@@ -11,11 +11,11 @@ from statistics import fmean
 
 import pytest
 
-from moerl.audit.mismatch_command import score
 from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup
 from tests.e2e.test_async import difference
 from tests.helpers.train_runs import Run, start
+from tests.helpers.warm_score import score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

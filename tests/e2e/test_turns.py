@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from moerl.audit.mismatch_command import score
 from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup, Rollout
 from tests.e2e.test_async import difference
 from tests.helpers.train_runs import start
+from tests.helpers.warm_score import score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

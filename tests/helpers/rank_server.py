@@ -2,7 +2,7 @@
 
 Importing them takes longer than most worker programs run.  `run_ranks` is for programs of
 tests/helpers that need a trainer, not its launcher; the launcher itself runs in
-test_trainer_gang.py and in every `moerl train` of a test.
+test_processes.py and in every `moerl train` of a test.
 
 The server reads requests on its standard input, one JSON line each, and answers with exit codes.
 It starts no thread, so that forking it is safe; the store where ranks meet is the caller's.

@@ -4,7 +4,7 @@ Starting a process costs more than a case, so a worker lives through several tra
 one after the other: one-rank references, then trainers of two, then one trainer of four; `SCHEDULE`
 says who belongs where.  Every case writes NAME.pt (rank 0 of its trainer); the test compares.
 
-    RANK4=0 python replay_matrix_ranks.py WORK          (four of them, RANK4 = 0..3)
+    LOCAL_RANK=0 python replay_matrix_ranks.py WORK     (four of them, LOCAL_RANK = 0..3)
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Seen:
 
 def main() -> None:
     work = Path(sys.argv[1])
-    me = int(os.environ["RANK4"])
+    me = int(os.environ["LOCAL_RANK"])
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # each trainer has a store of its own
     for stage in json.loads((work / "schedule.json").read_text()):
         for job in stage:
             if me in job["ranks"]:
@@ -271,7 +272,7 @@ def resumed(
 
 
 def make_learner(work: Path, case: dict[str, Any], ranks: Parallel) -> tuple[Learner, Records]:
-    folder = work / "models" / case["model"] / f"rank{os.environ['RANK4']}"
+    folder = work / "models" / case["model"] / f"rank{os.environ['LOCAL_RANK']}"
     if not folder.exists():
         write_model(folder, json.loads((work / f"{case['model']}.json").read_text()))
     optimizer = OptimizerConfig(lr=1.0, min_lr=1.0, eps=10.0, clip_grad=0.0)

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +33,7 @@ from moerl.serialization import encode_value
 from moerl.types import PolicyVersion, Prompt, Rollout, RoutingBlob, SamplingParams, Segment, check
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
+from tests.helpers.rank_server import run_ranks
 
 TOKEN = "replay-run-token"
 A, B, C = (PolicyVersion(0, step) for step in range(3))
@@ -298,19 +296,7 @@ class Scoring:
 
     def run(self) -> None:
         paths = [str(self.folder / f"{name}.json") for name in self.jobs]
-        log = self.folder / "score.log"
-        with log.open("w") as file:
-            done = subprocess.run(
-                [sys.executable, "-m", "moerl.distributed.torchrun"]
-                + ["--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
-                + ["-m", "moerl.audit.score_ranks", "--job", *paths],
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-                timeout=240,
-            )
-        assert done.returncode == 0, log.read_text()[-3000:]
+        run_ranks(1, ["-m", "moerl.audit.score_ranks", "--job", *paths], timeout_s=240.0)
 
     def gaps(self, name: str, variant: str = "both") -> dict[str, np.ndarray]:
         """Trainer minus engine log-probability of each sampled token, by rollout id."""

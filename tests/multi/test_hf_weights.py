@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from moerl.layout import hf_shapes, megatron_tiles, model_spec
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_gather import HfGather
 from moerl.trainer.hf_io.hf_save import save_hf
+from tests.helpers.rank_server import run_ranks
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -238,47 +237,6 @@ def test_save_refuses_an_incomplete_model_and_keeps_the_old_folder(
 
 
 # --- several ranks -------------------------------------------------------------------------------
-def run_workers(tmp_path: Path, task: str, world: int, *args: str) -> list[str]:
-    """Run this file as `world` processes; returns their standard outputs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    shared = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "PYTHONPATH": path,
-    }
-    workers, outputs = [], []
-    for rank in range(world):
-        log = (tmp_path / f"worker{rank}.log").open("w+")
-        outputs.append(log)
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, __file__, task, *args],
-                env=shared | {"RANK": str(rank)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        )
-    try:
-        codes = [worker.wait(timeout=200) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    texts = []
-    for log in outputs:
-        log.seek(0)
-        texts.append(log.read())
-        log.close()
-    assert not any(codes), "\n".join(text[-1500:] for text in texts)
-    return texts
-
-
 @pytest.mark.parametrize(
     "axes",
     [{"ep": 2, "dp": 2}, {"tp": 2, "pp": 2, "ep": 2}],
@@ -288,8 +246,8 @@ def test_gather_returns_the_folder_bitwise(
     tmp_path: Path, folder: Path, tensors: dict[str, torch.Tensor], axes: dict[str, int]
 ) -> None:
     out = tmp_path / "gathered"
-    world = ParallelConfig(**axes).world_size
-    run_workers(tmp_path, "gather", world, str(folder), str(out), json.dumps(axes))
+    arguments = [__file__, "gather", str(folder), str(out), json.dumps(axes)]
+    run_ranks(ParallelConfig(**axes).world_size, arguments)
     first, changed = (load_file(f"{out}.{i}") for i in range(2))
     assert first.keys() == changed.keys() == tensors.keys()
     for name, want in tensors.items():
@@ -297,17 +255,18 @@ def test_gather_returns_the_folder_bitwise(
         assert torch.equal(changed[name], 2 * want), name
 
 
-def test_live_models_have_exactly_the_tensors_of_the_layout(tmp_path: Path, folder: Path) -> None:
+def test_live_models_have_exactly_the_tensors_of_the_layout() -> None:
     """Oracle: named_parameters() of megatron-core's GPTModel on every rank of several meshes."""
-    (text,) = run_workers(tmp_path, "live", 1)
-    assert "checked 22 ranks" in text
+    assert "checked 22 ranks" in run_ranks(1, [__file__, "live"])
 
 
 def gather_worker(folder: str, out: str, axes: str) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    rank, layout, source = dist.get_rank(), ParallelConfig(**json.loads(axes)), HfFolder(folder)
+    rank = int(os.environ["RANK"])
+    layout, source = ParallelConfig(**json.loads(axes)), HfFolder(folder)
+    store_file = f"file://{out}.store"
+    dist.init_process_group("gloo", store_file, rank=rank, world_size=layout.world_size)
     tiles = megatron_tiles(source.spec, layout, rank)
     params = empty_params(tiles)
     load_hf(params, tiles, source)

@@ -11,10 +11,6 @@ subset runs by default.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ import pytest
 import torch
 
 from moerl.observe.console import alerts
+from tests.helpers.rank_server import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(1000)
@@ -220,40 +217,9 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
 
 
 def start_workers(work: Path) -> None:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-    }
-    program = [sys.executable, str(ROOT / "tests/helpers/replay_matrix_ranks.py"), str(work)]
-    logs = [work / f"log{me}" for me in range(4)]
-    workers = []
-    for me, log in enumerate(logs):
-        with log.open("wb") as file:
-            workers.append(
-                subprocess.Popen(
-                    program,
-                    env=environment | {"RANK4": str(me)},
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        while any(worker.poll() is None for worker in workers):
-            failed = [me for me, worker in enumerate(workers) if worker.poll()]
-            if failed or time.monotonic() > deadline:
-                text = logs[failed[0] if failed else 0].read_text()[-4000:]
-                raise AssertionError(f"worker {failed or 'none'} failed, or too slow:\n{text}")
-            time.sleep(0.1)
-        assert not any(worker.returncode for worker in workers), logs[0].read_text()[-4000:]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    """Four processes; the schedule says which trainers they form."""
+    program = str(ROOT / "tests/helpers/replay_matrix_ranks.py")
+    run_ranks(4, [program, str(work)], timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

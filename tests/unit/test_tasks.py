@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from moerl.config.schema import TaskConfig, TinyModel
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
-from moerl.data.tiny_model import make_tiny_model, make_tokenizer
+from moerl.data.tiny_model import make_tiny_model
 from moerl.errors import ConfigError, ModelError, MoerlError
 from moerl.types import Prompt, Score
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return make_tokenizer()
+def tokenizer(tiny_model: Path) -> Any:
+    return load_tokenizer(tiny_model)
 
 
 def jsonl(path: Path, *lines: object) -> str:
@@ -92,11 +92,11 @@ def test_jsonl_fields_and_messages_travel(tokenizer: Any, tmp_path: Path) -> Non
     assert tokenizer.decode(chat.token_ids) == chat.text
 
 
-def test_the_chat_template_is_applied_on_request(tokenizer: Any) -> None:
+def test_the_chat_template_is_applied_on_request(tokenizer: Any, tiny_model: Path) -> None:
     prompt = PromptStream(TaskConfig(chat_template=True), tokenizer, 0).prompt(0)
     plain = PromptStream(TaskConfig(), tokenizer, 0).prompt(0)
     assert prompt.text == f"user: {plain.text}\nassistant: "
-    bare = make_tokenizer()
+    bare: Any = load_tokenizer(tiny_model)
     bare.chat_template = None
     with pytest.raises(ConfigError, match=r"task\.chat_template = True .*no template"):
         PromptStream(TaskConfig(chat_template=True), bare, 0)
@@ -273,6 +273,25 @@ def test_transformers_opens_the_tiny_model_without_a_missing_tensor(tiny_model: 
     assert logits.shape == (1, 3, len(load_tokenizer(tiny_model)))
     assert torch.isfinite(logits).all()
     assert 0.01 < logits.std().item() < 10
+
+
+def test_the_tiny_model_has_the_files_that_transformers_writes(
+    tiny_model: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """It is written without transformers, which takes seconds to import."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (tiny_model / name).read_bytes(), name
+    again = AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""}
+    assert again == config.to_dict() | {"_name_or_path": ""}
+    assert (config.num_experts, config.rope_parameters["rope_theta"]) == (8, 10000.0)
+    program = "import sys; from moerl.launch.prepare import prepare; import moerl.data.tiny_model"
+    check = "sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", f"{program}; {check}"], cwd=ROOT, check=True)
 
 
 def test_the_tool_makes_a_folder_and_refuses_an_unknown_key(tmp_path: Path) -> None:
