@@ -146,12 +146,17 @@ class AskEngine:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The trainer is about to end with this cause.  Reply: Ok."""
+    """The trainer is about to end with this cause.  Reply: Ok.
+
+    blob: URI of the damaged blob that it has read, if that is the cause; its groups are generated
+    again.
+    """
 
     rank: int
     cause: str
     job: str = "trainer"  # trainer | ref_models
     incarnation: int = -1  # -1 = unknown
+    blob: str = ""
 
 
 # --- reference ranks (reference, teacher) -> controller ------------------------------------------

@@ -109,6 +109,7 @@ class Controller:
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""
         self.context.tasks.spawn(look_after_memory())
+        self._availability.check_waiting()
         self.producer.start()
         self._evaluator.start()
         await self.context.tasks.failure

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.schema import Config
-from moerl.errors import MoerlError, TrainerError
+from moerl.errors import BlobError, MoerlError, TrainerError, cause_of
 from moerl.id_sets import IdSet
 from moerl.layout import LayerSpec
 from moerl.messages import (
@@ -59,6 +59,7 @@ from moerl.types import BatchPlan, PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 REPLY_SLACK_S = 30.0  # added to the controller's own deadline
+_FAREWELL_S, _DAMAGE_S = 2.0, 20.0  # longest wait of a dying rank for the controller's answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +315,13 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def report_failure(context: RankContext, cause: str, job: str) -> None:
+def report_failure(context: RankContext, error: BaseException, job: str) -> None:
     """Tell the controller why this rank dies, if the controller can be reached."""
+    blob = error.uri if isinstance(error, BlobError) else ""
+    failed = Failed(
+        int(os.environ.get("RANK", "0")), cause_of(error), job, context.incarnation, blob
+    )
+    # a damaged blob would end the next trainer too: a restarting controller is waited for
+    limit_s = _DAMAGE_S if blob else _FAREWELL_S
     with contextlib.suppress(MoerlError):
-        client = ControllerClient(context.controller, context.token, timeout_s=2.0)
-        client.request(Failed(int(os.environ.get("RANK", "0")), cause, job, context.incarnation))
+        ControllerClient(context.controller, context.token, timeout_s=limit_s).request(failed)
