@@ -143,17 +143,15 @@ class Journal:
             self._db = None
 
     # --- written before the effect is visible ---------------------------------------------------
-    def began(self, version: PolicyVersion, dp_size: int, consumed: Ranges) -> None:
-        """A trainer starts with these weights; groups of steps after them are ready again."""
+    def began(self, begins: tuple[PolicyVersion, ...], dp_size: int, consumed: Ranges) -> None:
+        """A trainer starts with the last of these weights; groups of later steps are ready again.
+
+        begins: all starts that are known.
+        """
         spent, controller_state = IdSet(consumed), self._controller_state
-        begins = (
-            controller_state.begins
-            if controller_state.begins[-1:] == (version,)
-            else (*controller_state.begins, version)
-        )
         again = sorted(one for one in self._ids(_TRAINED) if one not in spent)
         controller_state = replace(
-            controller_state, begins=begins, dp_size=dp_size, done=version.step
+            controller_state, begins=begins, dp_size=dp_size, done=begins[-1].step
         )
         with self._transaction() as db:
             self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)

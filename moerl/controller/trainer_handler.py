@@ -131,11 +131,12 @@ class TrainerHandler:
         await self.engines_up.wait()
         self._pool.expect_no_newer(message.version.incarnation)
         consumed = IdSet(message.consumed)
-        self._journal.began(message.version, message.dp_size, consumed.parts)
+        begins = self._history.joined(message.begins)
+        self._journal.began(begins, message.dp_size, consumed.parts)
         self._dp_size = message.dp_size
         self._rows = self._config.run.steps
         self._pool.incarnation = message.version.incarnation
-        self._history.begin(message.version)
+        self._history.restore(begins)
         again, spent = self._batches.restart(message.version.step, consumed)
         spent += self._buffer.restart(message.version.step, message.consumed, again)
         self._let_go(spent)
@@ -146,6 +147,11 @@ class TrainerHandler:
 
     def _drop_branch(self) -> None:
         """Drop ready groups with tokens of weights outside the trainer's history."""
+        strange = self._buffer.evict(lambda group: not self._history.explains(group))
+        self._journal.left(group.group_id for group in strange)
+        for group in strange:
+            self._step_metrics.refused["lineage"] += 1
+            self._ref_counts.forget(group)
         branch = self._buffer.evict(lambda group: not self._history.holds_all(group))
         self._journal.left(group.group_id for group in branch)
         for group in branch:

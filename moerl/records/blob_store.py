@@ -170,6 +170,14 @@ class BlobStore:
             path.unlink(missing_ok=True)
         return len(gone)
 
+    def uris(self) -> list[str]:
+        """All blobs of this node, partial ones too."""
+        return [f"blob://{self.node}/{path.name}" for path in self.root.iterdir()]
+
+    def delete_all(self, uris: Iterable[str]) -> None:
+        for uri in uris:
+            self.delete(uri)
+
     def delete(self, uri: str) -> None:
         """Remove a blob; a missing blob is no error (deletion is idempotent)."""
         self._path(uri).unlink(missing_ok=True)

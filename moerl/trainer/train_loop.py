@@ -110,6 +110,8 @@ class TrainLoop:
             parallel.control,
         )
         self.version = PolicyVersion(context.incarnation, 0)
+        # first version of each trainer in the history of these weights
+        self.begins: tuple[PolicyVersion, ...] = (self.version,)
         self.consumed = IdSet()  # group ids trained
         self.saved_step = -1  # optimizer steps inside the newest checkpoint
         self.writer = CheckpointWriter(
@@ -157,6 +159,7 @@ class TrainLoop:
         self.consumed = IdSet(progress.consumed)
         self.saved_step = progress.version.step
         self.version = PolicyVersion(self.context.incarnation, progress.version.step)
+        self.begins = (*progress.begins, self.version)
 
     def _hello(self) -> None:
         holder: list[bytes | None] = [None]
@@ -167,6 +170,7 @@ class TrainLoop:
                 dp_size=self.parallel.dp_size,
                 version=self.version,
                 consumed=self.consumed.parts,
+                begins=self.begins,
             )
             holder = [self.client.request_encoded(hello)]
         self._set_engines(self._shared(holder))
@@ -274,6 +278,7 @@ class TrainLoop:
             version=self.version,
             consumed=self.consumed.parts,
             metrics_rows=self.version.step,
+            begins=self.begins,
         )
         with self.tracer.span("checkpoint", step=self.version.step):
             checkpoint.save(self.writer, self.learner, progress, self.parallel)
