@@ -14,9 +14,8 @@ import pytest
 
 from moerl.audit.mismatch_command import score
 from moerl.observe.overlap import decode_overlap
-from moerl.serialization import decode_value
 from moerl.trace import read_spans
-from moerl.types import EpisodeGroup, Rollout
+from moerl.types import Rollout
 from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -39,7 +38,6 @@ LONG = [
     "run.steps=16",  # the first step and the last max_lag ones have nothing left to overlap with
     "rollout.buffer_depth=2",
     "replay.audit=true",
-    "rollout.keep_records=true",
     "checkpoint.keep_versions=true",
 ]
 
@@ -47,7 +45,7 @@ LONG = [
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("async")
-    run = start(root, "quickstart", *LONG, f"task.path={prompts(root)}", name="x")
+    run = start(root, "quickstart", *LONG, f"task.path={prompts(root)}", name="x", copies=True)
     assert run.finish() == 0, run.text()
     return run
 
@@ -55,12 +53,8 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def trained(long_run: Run) -> list[tuple[int, Rollout]]:
     """(step, rollout) of everything that was trained."""
-    found = []
-    for path in sorted((long_run.dir.records / "0").glob("step-*.msgpack")):
-        step = int(path.stem.removeprefix("step-"))
-        groups = decode_value(path.read_bytes(), list[EpisodeGroup])
-        found += [(step, rollout) for group in groups for rollout in group.rollouts()]
-    return found
+    groups = long_run.trained.groups(long_run.rows())
+    return [(step, rollout) for step, group in groups for rollout in group.rollouts()]
 
 
 def test_the_engine_decodes_while_the_trainer_steps(long_run: Run) -> None:

@@ -146,6 +146,7 @@ def test_resume_continues_exactly_and_publishes_first(
     assert done.returncode == 0, done.stderr[-4000:]
     assert resumed.hello.version == PolicyVersion(1, 2)
     assert resumed.hello.consumed == ((0, 2), (1000, 1002))
+    assert resumed.hello.begins == (PolicyVersion(0, 0), PolicyVersion(1, 2))
     assert resumed.engines[0].versions[0] == PolicyVersion(1, 2)
     assert [step.step for step in resumed.steps] == [2, 3]
     for before, after in zip(whole.steps[2:], resumed.steps, strict=True):
