@@ -202,7 +202,7 @@ class Soak:
         if not math.isfinite(self._ends_by):
             self.ends.append(last_line(self.folder / "output.txt"))
         self._ends_by = math.inf
-        self.faults += [f"left after an end: {name}" for name in self.watch.survivors()]
+        self.faults += [f"left after an end: {name}" for name in self.watch.survivors(END_S)]
         if len(self.ends) > 2 * len(self.happened) + 3:
             self.faults.append("the run ends again and again")
             return True
@@ -272,7 +272,7 @@ class Soak:
         steps = [row["step"] for row in read_rows(self.run_dir.metrics)]
         if steps != list(range(self.steps)):
             self.faults.append(f"{len(steps)} rows for {self.steps} steps")
-        self.faults += [f"left at the end: {name}" for name in self.watch.survivors()]
+        self.faults += [f"left at the end: {name}" for name in self.watch.survivors(10.0)]
         left = [folder for folder in (self.watch.blobs, self.run_dir.journal) if folder.exists()]
         self.faults += [f"left at the end: {path}" for folder in left for path in folder.iterdir()]
         happened = {kind: {"times": float(n)} for kind, n in sorted(self.happened.items())}
@@ -326,13 +326,14 @@ class Watch:
                 with contextlib.suppress(psutil.Error):
                     process = psutil.Process(pids[role])
                     mib = process.memory_full_info().uss / 2**20
-                    self.memory[role][process.pid].append((step, mib))
+                    if mib:  # 0: it is ending
+                        self.memory[role][process.pid].append((step, mib))
         self.files.append((step, self._sizes()))
         with contextlib.suppress(psutil.Error, KeyError):  # one of them is down
             self.held.append((step, self._held(pids)))
         return step
 
-    def survivors(self, within_s: float = 10.0) -> list[str]:
+    def survivors(self, within_s: float) -> list[str]:
         """Processes of the run that are still there, in words."""
         deadline = time.monotonic() + within_s
         while left := [process for process in self.members if is_alive(process)]:
