@@ -93,6 +93,7 @@ def main() -> int:
     print(describe_plan(events, args))
     if args.plan:
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the run
     folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     with small_disk(folder / "disk", wanted=args.full_disk > 0) as disk:
@@ -158,6 +159,7 @@ class Soak:
         self.happened: Counter[str] = Counter()
         self.faults: list[str] = []
         self.ends: list[str] = []  # why the run ended before its last step
+        self._resumed_at = -1  # last step before this start: a death before its first step ends it
         self.process = self._start()
         self._ends_by, self._roomy_at = math.inf, math.inf  # monotonic seconds
 
@@ -195,7 +197,7 @@ class Soak:
             if now > self._ends_by:
                 self.faults.append(f"the run has not ended {END_S:g} s after {self.ends[-1]}")
                 self.process.kill()
-                self._ends_by = math.inf
+                self.watch.end()
             return False
         if self.process.returncode == 0:
             return True
@@ -203,10 +205,12 @@ class Soak:
             self.ends.append(last_line(self.folder / "output.txt"))
         self._ends_by = math.inf
         self.faults += [f"left after an end: {name}" for name in self.watch.survivors(END_S)]
+        self.watch.end()
         if len(self.ends) > 2 * len(self.happened) + 3:
             self.faults.append("the run ends again and again")
             return True
         self._filler.unlink(missing_ok=True)
+        self._resumed_at = self.watch.last_step()
         self.process = self._start()
         return False
 
@@ -217,7 +221,7 @@ class Soak:
     def _happen(self, step: int) -> None:
         """The next event, when it is due and the last one is over."""
         waits = math.isfinite(self._ends_by) or math.isfinite(self._roomy_at)
-        if waits or not self.events or step < self.events[0][0]:
+        if waits or step <= self._resumed_at or not self.events or step < self.events[0][0]:
             return
         kind = self.events[0][1]
         what, _, detail = kind.partition(" ")
@@ -313,8 +317,7 @@ class Watch:
 
     def look(self, front: int) -> int:
         """Take one sample; returns the last step."""
-        rows = read_rows(self.run.metrics)
-        step = int(rows[-1]["step"]) if rows else -1
+        step = self.last_step()
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(front)
             self.members |= {process, *process.children(recursive=True)}
@@ -333,6 +336,10 @@ class Watch:
             self.held.append((step, self._held(pids)))
         return step
 
+    def last_step(self) -> int:
+        rows = read_rows(self.run.metrics)
+        return int(rows[-1]["step"]) if rows else -1
+
     def survivors(self, within_s: float) -> list[str]:
         """Processes of the run that are still there, in words."""
         deadline = time.monotonic() + within_s
@@ -347,6 +354,7 @@ class Watch:
         for process in self.members:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        self.members.clear()
 
     def findings(self, warm: int) -> dict[str, Any]:
         return {

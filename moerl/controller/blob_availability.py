@@ -64,11 +64,11 @@ class BlobAvailability:
         found = await asyncio.to_thread(self._find, groups, self._patience_s)
         if found.gone:  # other records of that store are lost too
             found = await asyncio.to_thread(self._find, self._buffer.ready(), 0.0)
-        self._step_metrics.dropped_lost += self._evict(found.gone, "lost")
+        self._step_metrics.dropped_lost += len(self._evict(found.gone, "lost"))
         return found
 
-    def _evict(self, uris: Set[str], what: str) -> int:
-        """Drop ready groups with records in these blobs; they are regenerated.  Returns how many.
+    def _evict(self, uris: Set[str], what: str) -> list[EpisodeGroup]:
+        """Drop ready groups with records in these blobs; they are regenerated.
 
         what: is wrong with the records, for the log.
         """
@@ -77,7 +77,7 @@ class BlobAvailability:
         for group in gone:
             log.warning("records of group %d are %s, it is regenerated", group.group_id, what)
             self._ref_counts.forget(group)
-        return len(gone)
+        return gone
 
     def _find(self, groups: Sequence[EpisodeGroup], patience_s: float) -> Found:
         return self._blobs.find(sizes_of(group_refs(*groups)), patience_s)
@@ -99,8 +99,7 @@ class BlobAvailability:
         for step, groups in list(self._batches.planned.items()):
             if any(uri in group_uris(group) for group in groups):
                 self._buffer.unplan(step, self._batches.unplan(step))
-        self._step_metrics.refused["damaged"] += self._evict({uri}, "damaged")
-        self._blobs.delete(uri)  # a trained group or late siblings may refer to it: they miss it
+        self._evict_damaged({uri})
         self.check_waiting()
         self._tasks.notify()
 
@@ -115,11 +114,15 @@ class BlobAvailability:
             return True
         damaged = await asyncio.to_thread(self._blobs.damaged, list(group_refs(*unchecked)))
         self._unchecked.difference_update(group.group_id for group in unchecked)
-        self._step_metrics.refused["damaged"] += self._evict(damaged, "damaged")
-        for uri in damaged:
-            self._blobs.delete(uri)
+        self._evict_damaged(damaged)
         self._tasks.notify()
         return not damaged
+
+    def _evict_damaged(self, uris: Set[str]) -> None:
+        for _ in self._evict(uris, "damaged"):
+            self._step_metrics.refused["damaged"] += 1
+        for uri in uris:  # a trained group or late siblings may refer to it: they will miss it
+            self._blobs.delete(uri)
 
     def trainable(self) -> Iterator[EpisodeGroup]:
         """Groups that are ready, planned, or could be trained again."""

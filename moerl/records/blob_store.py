@@ -15,6 +15,7 @@ one 200k-token rollout), slices of a mapped file (SIGBUS when it is truncated).
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
@@ -27,6 +28,8 @@ import xxhash
 from moerl.atomic import atomic_file, atomic_write
 from moerl.errors import BlobError
 from moerl.types import Array, BlobRef
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4096  # the smallest range that is checked, and so read
 _FORMAT = "2:"  # prefix of every digest; format 1 had one digest per array and no table
@@ -138,7 +141,7 @@ class BlobStore:
     def damaged(self, refs: Iterable[BlobRef]) -> set[str]:
         """URIs of blobs whose bytes differ from the sealed ones; reads every array in full.
 
-        A missing blob, or one whose node does not answer, is not among them.
+        A blob that is missing, cannot be read now, or whose node does not answer is not among them.
         """
         found: set[str] = set()
         for ref in refs:
@@ -147,6 +150,8 @@ class BlobStore:
                     self.read_runs(ref, [(0, ref.num_bytes)])
             except BlobError as error:
                 found.update({error.uri} - {""})
+            except OSError as error:
+                log.warning("%s could not be checked: %s", ref.uri, error)
         return found
 
     def read(self, uri: str) -> bytes:
