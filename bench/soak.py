@@ -115,7 +115,8 @@ def schedule(args: argparse.Namespace) -> list[Event]:
     kinds = [f"kill {victim}" for victim in victims]
     kinds += [f"damage {('flip', 'cut', 'empty')[i % 3]}" for i in range(args.damaged)]
     kinds += ["full disk"] * args.full_disk
-    return sorted((draw.randint(3, max(4, args.publishes - 10)), kind) for kind in kinds)
+    last = max(4, args.publishes * 7 // 10)  # what has to wait for a resume needs steps, too
+    return sorted((draw.randint(3, last), kind) for kind in kinds)
 
 
 def describe_plan(events: list[Event], args: argparse.Namespace) -> str:
@@ -202,7 +203,7 @@ class Soak:
         if self.process.returncode == 0:
             return True
         if not math.isfinite(self._ends_by):
-            self.ends.append(last_line(self.folder / "output.txt"))
+            self.ends.append(cause_in(self.folder / "output.txt"))
         self._ends_by = math.inf
         self.faults += [f"left after an end: {name}" for name in self.watch.survivors(END_S)]
         self.watch.end()
@@ -276,6 +277,8 @@ class Soak:
         steps = [row["step"] for row in read_rows(self.run_dir.metrics)]
         if steps != list(range(self.steps)):
             self.faults.append(f"{len(steps)} rows for {self.steps} steps")
+        if self.events:
+            self.faults.append(f"{len(self.events)} events did not happen: the run was too short")
         self.faults += [f"left at the end: {name}" for name in self.watch.survivors(10.0)]
         left = [folder for folder in (self.watch.blobs, self.run_dir.journal) if folder.exists()]
         self.faults += [f"left at the end: {path}" for folder in left for path in folder.iterdir()]
@@ -299,9 +302,12 @@ def refused(run: RunDir) -> dict[str, dict[str, float]]:
     return {name: {"groups": n} for name, n in sorted(counts.items())}
 
 
-def last_line(path: Path) -> str:
-    lines = path.read_text().strip().splitlines()
-    return lines[-1][:200] if lines else ""
+def cause_in(path: Path) -> str:
+    """The last cause that a run printed when it ended."""
+    said = [line for line in path.read_text().splitlines() if line.startswith("moerl: ")]
+    hints = ("logs are in", "of finished rollouts wait in")
+    causes = [line for line in said if not any(hint in line for hint in hints)]
+    return causes[-1][:200] if causes else "no cause was printed"
 
 
 class Watch:
