@@ -47,7 +47,17 @@ class ModelError(MoerlError):
 
 
 class BlobError(MoerlError):
-    """A sealed blob that is missing, truncated or does not match its digest."""
+    """A sealed blob that is missing, truncated or does not match its digest.
+
+    `uri` names a damaged blob; it is empty when the blob is missing or its node does not answer.
+    """
+
+    def __init__(self, detail: str, uri: str = "") -> None:
+        self.uri = uri
+        super().__init__(detail)
+
+    def __reduce__(self) -> tuple[type[BlobError], tuple[str, str]]:
+        return BlobError, (str(self), self.uri)
 
 
 class JournalError(MoerlError):

@@ -35,6 +35,8 @@ class Hello:
 
     consumed: group ids trained before the checkpoint that the trainer loaded; the controller never
     plans them again.
+    begins: first version of each trainer in the history of its weights, this one last; it comes
+    from the checkpoint, because the controller's journal may be of another node.
     """
 
     token: str  # the run's random token
@@ -42,6 +44,7 @@ class Hello:
     dp_size: int
     version: PolicyVersion  # current weights of the trainer
     consumed: Ranges
+    begins: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +149,17 @@ class AskEngine:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The trainer is about to end with this cause.  Reply: Ok."""
+    """The trainer is about to end with this cause.  Reply: Ok.
+
+    blob: URI of the damaged blob that it has read, if that is the cause; its groups are generated
+    again.
+    """
 
     rank: int
     cause: str
     job: str = "trainer"  # trainer | ref_models
     incarnation: int = -1  # -1 = unknown
+    blob: str = ""
 
 
 # --- reference ranks (reference, teacher) -> controller ------------------------------------------
@@ -314,11 +322,13 @@ class Engine(Protocol):
         """Interrupt the running requests: each returns its tokens so far, to continue elsewhere."""
         ...
 
-    async def forget(self, kept: Sequence[str] | None) -> None:
+    async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         """A new controller takes over: abort the earlier one's calls and seal none of their
         records.
 
-        kept: blobs that it knows; all others of the engine's store are deleted.  None: delete none.
+        kept: blobs that it knows; others that earlier controllers asked for are deleted from the
+        engine's store.  None: delete none.
+        life: number of controllers before it; the message of an earlier one is ignored.
         """
         ...
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from moerl.id_sets import IdSet, Ranges
+from moerl.id_sets import IdSet, Ranges, ranges
 from moerl.types import EpisodeGroup
 
 
@@ -180,6 +180,12 @@ class GroupBuffer:
         now = time.monotonic()
         self.ages_s = [now - self._admitted.get(group_id, now) for group_id in chosen]
         return [self._remove(group_id) for group_id in chosen]
+
+    def unplan(self, step: int, groups: list[EpisodeGroup]) -> None:
+        """Undo `pop`: the batch of `step` is to be planned again."""
+        self.next_step = step
+        self._consumed = IdSet(ids=self._consumed.without(ranges(g.group_id for g in groups)))
+        self._ready |= {group.group_id: group for group in groups}
 
     def _remove(self, group_id: int) -> EpisodeGroup:
         """Remove a ready group from the buffer."""

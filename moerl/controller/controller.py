@@ -71,8 +71,7 @@ class Controller:
         checkpoint.
         """
         context, services, state = self.context, self.context.services, recovered.controller_state
-        for version in state.begins:
-            context.lineage.begin(version)
+        context.lineage.restore(state.begins)
         planned = {group.group_id for groups in recovered.planned.values() for group in groups}
         context.batches.restore(recovered)
         self.trainer.restore(recovered)
@@ -104,11 +103,12 @@ class Controller:
         """
         deletes, is_new_run = self.context.services.records is None, not self.context.batches.done
         kept = sorted(group_uris(*self._availability.trainable())) if deletes else None
-        await self.context.pool.poll(lost, is_new_run, kept)
+        await self.context.pool.poll(lost, is_new_run, kept, self.producer.life)
 
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""
         self.context.tasks.spawn(look_after_memory())
+        self._availability.check_waiting()
         self.producer.start()
         self._evaluator.start()
         await self.context.tasks.failure

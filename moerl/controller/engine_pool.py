@@ -168,18 +168,19 @@ class EnginePool:
             )
 
     async def poll(
-        self, lost: Collection[int], is_new_run: bool, kept: Sequence[str] | None
+        self, lost: Collection[int], is_new_run: bool, kept: Sequence[str] | None, life: int
     ) -> None:
         """Ask every engine for its version, when a new controller takes over running engines.
 
         kept: blobs of the groups that the controller knows; None: delete no other blobs.
+        life: number of controllers before this one.
         """
         for index, member in self.members.items():
             if index in lost:
                 member.phase = EnginePhase.LOST
                 continue
             try:
-                await _answer(member.engine.forget(kept), "forget")
+                await _answer(member.engine.forget(kept, life), "forget")
                 member.version = (await _answer(member.engine.status(), "status")).version
             except EngineError:
                 self.rest(index)

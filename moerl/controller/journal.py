@@ -35,11 +35,11 @@ from pathlib import Path
 import msgspec
 
 from moerl.controller.recovered_state import ControllerState, RecoveredState, SharedState, digest_of
-from moerl.controller.rollout_builder import group_uris
+from moerl.controller.rollout_builder import group_refs
 from moerl.controller.shared_groups import SharedGroups
 from moerl.errors import JournalError
 from moerl.id_sets import IdSet, Ranges, both, ids_of, pages_of, ranges
-from moerl.records import BlobStore
+from moerl.records.blob_store import BlobStore, sizes_of
 from moerl.serialization import decode_value, encode_value
 from moerl.types import EpisodeGroup, PolicyVersion
 
@@ -143,17 +143,15 @@ class Journal:
             self._db = None
 
     # --- written before the effect is visible ---------------------------------------------------
-    def began(self, version: PolicyVersion, dp_size: int, consumed: Ranges) -> None:
-        """A trainer starts with these weights; groups of steps after them are ready again."""
+    def began(self, begins: tuple[PolicyVersion, ...], dp_size: int, consumed: Ranges) -> None:
+        """A trainer starts with the last of these weights; groups of later steps are ready again.
+
+        begins: all starts that are known.
+        """
         spent, controller_state = IdSet(consumed), self._controller_state
-        begins = (
-            controller_state.begins
-            if controller_state.begins[-1:] == (version,)
-            else (*controller_state.begins, version)
-        )
         again = sorted(one for one in self._ids(_TRAINED) if one not in spent)
         controller_state = replace(
-            controller_state, begins=begins, dp_size=dp_size, done=version.step
+            controller_state, begins=begins, dp_size=dp_size, done=begins[-1].step
         )
         with self._transaction() as db:
             self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)
@@ -201,6 +199,11 @@ class Journal:
     def planned(self, step: int, group_ids: Iterable[int]) -> None:
         with self._transaction() as db:
             self._move(db, group_ids, _PLANNED, step)
+
+    def unplanned(self, group_ids: Iterable[int]) -> None:
+        """These planned groups are ready again."""
+        with self._transaction() as db:
+            self._move(db, group_ids, _READY, -1)
 
     def done(self, step: int, kept: Iterable[int]) -> None:
         """A step is trained; headers of `kept` stay for a trainer that restarts before it."""
@@ -286,10 +289,10 @@ class Journal:
         return True
 
     def _leave_out_missing(self, recovered: RecoveredState) -> None:
-        """Drop groups with missing blobs; they are regenerated."""
+        """Drop groups with missing or short blobs; they are regenerated."""
 
         def split(groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[int]]:
-            whole = [group for group in groups if not self._blobs.missing(group_uris(group))]
+            whole = [g for g in groups if not self._blobs.find(sizes_of(group_refs(g))).gone]
             return whole, [group.group_id for group in groups if group not in whole]
 
         recovered.ready, gone = split(recovered.ready)

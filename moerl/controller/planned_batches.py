@@ -47,6 +47,11 @@ class PlannedBatches:
         self.planned[step] = groups
         self._journal.planned(step, [group.group_id for group in groups])
 
+    def unplan(self, step: int) -> list[EpisodeGroup]:
+        """The step is planned again; returns its groups, which are ready again."""
+        self._journal.unplanned(group.group_id for group in self.planned[step])
+        return self.planned.pop(step)
+
     def finish(self, step: int) -> list[EpisodeGroup]:
         """The step's groups are consumed; kept until a checkpoint contains the step.
 

@@ -26,7 +26,7 @@ from moerl.controller.rollout_builder import (
 )
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.types import GenerateRequest, Segment
+from moerl.types import GenerateRequest, Segment, name_rollout
 
 log = logging.getLogger(__name__)
 
@@ -286,12 +286,11 @@ class Producer:
 
     def _partials(self, group_id: int) -> Partials:
         prompt = self.prompts.prompt(group_id)
-        # blobs of an earlier try, by this or an earlier controller, may still exist
-        tries = self.life, self._buffer.tries.pop(group_id, 0)
+        tries = self._buffer.tries.pop(group_id, 0)
         prompt_ids = np.asarray(prompt.token_ids, np.int32)
         return [
             PartialEpisode(
-                f"{group_id}.{sibling}" + (".r{}-{}".format(*tries) if any(tries) else ""),
+                name_rollout(group_id, sibling, self.life, tries),
                 prompt,
                 self._sampling,
                 audit=self._config.replay.audit,

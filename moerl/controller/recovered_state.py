@@ -2,10 +2,15 @@
 
 A trainer that resumes from the checkpoint of step s starts incarnation i there: versions of earlier
 incarnations up to step s belong to its history, later ones to a discarded branch (`Lineage`).
+
+Each checkpoint holds the starts that lead to it, and the trainer sends them with its hello.  The
+journal alone would not do: a run that moves from node A to B and back finds a journal on A that
+does not know the starts on B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -64,10 +69,21 @@ class Lineage:
     def __init__(self) -> None:
         self._begins: list[PolicyVersion] = []
 
-    def begin(self, version: PolicyVersion) -> None:
-        """A trainer starts with these weights; idempotent."""
-        if version not in self._begins:
-            self._begins.append(version)
+    @property
+    def begins(self) -> tuple[PolicyVersion, ...]:
+        return tuple(self._begins)
+
+    def joined(self, begins: Sequence[PolicyVersion]) -> tuple[PolicyVersion, ...]:
+        """The known starts and those of a trainer's checkpoint, ascending.
+
+        A checkpoint that does not know how its weights began leaves a gap in which steps may have
+        been discarded: then only its own starts are known.
+        """
+        known = [] if begins[0].step else self._begins
+        return tuple(sorted({*known, *begins}))
+
+    def restore(self, begins: Iterable[PolicyVersion]) -> None:
+        self._begins = list(begins)
 
     def knows(self, version: PolicyVersion, newest_step: int) -> bool:
         """True if some trainer may have published this version, discarded branches included."""
@@ -85,3 +101,9 @@ class Lineage:
     def holds_all(self, group: EpisodeGroup) -> bool:
         """True if every token was sampled under weights of the current history."""
         return all(self.holds(span.version) for r in group.rollouts() for span in r.versions)
+
+    def explains(self, group: EpisodeGroup) -> bool:
+        """True if every token was sampled under weights of a trainer whose start is known."""
+        starts = {begin.incarnation for begin in self._begins}
+        versions = (span.version for r in group.rollouts() for span in r.versions)
+        return all(version.incarnation in starts for version in versions)

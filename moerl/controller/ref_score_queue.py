@@ -45,7 +45,7 @@ class RefScoreQueue:
         begin = time.monotonic()
         while is_current():
             waited_s = time.monotonic() - begin
-            if not (waiting := self.waits(self._batches.planned[step])):
+            if not (waiting := self.waits(self._batches.planned.get(step, ()))):
                 return waited_s
             if waited_s > timeout_s:
                 raise ProtocolError(

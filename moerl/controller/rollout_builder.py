@@ -411,11 +411,16 @@ def blob_uris(*records: Rollout | Segment | RecordError) -> set[str]:
 
 def group_uris(*groups: EpisodeGroup) -> set[str]:
     """Blobs of all rollouts of some groups."""
-    return blob_uris(*(rollout for group in groups for rollout in group.rollouts()))
+    return {ref.uri for ref in group_refs(*groups)}
+
+
+def group_refs(*groups: EpisodeGroup) -> Iterator[BlobRef]:
+    """References to all arrays of all rollouts of some groups."""
+    return (ref for group in groups for rollout in group.rollouts() for ref in _refs(rollout))
 
 
 def _refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
-    """References to all blobs; the arrays of one engine reply are in one blob."""
+    """References to all arrays; those of one engine reply are in one blob."""
     routes: Sequence[RoutingBlob | None] = ()
     masks: Sequence[MaskBlob | None] = ()
     logprobs: Sequence[LogprobBlob | None] = ()
@@ -428,5 +433,5 @@ def _refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
         masks = [piece.sampling_mask for piece in pieces]
         logprobs = [piece.sealed_logprobs for piece in pieces]
     yield from (part.ids for part in routes if part is not None)
-    yield from (part.offsets for part in masks if part is not None)
+    yield from (ref for part in masks if part is not None for ref in (part.offsets, part.ids))
     yield from (part.values for part in logprobs if part is not None)

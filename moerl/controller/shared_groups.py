@@ -130,7 +130,7 @@ class SharedGroups:
             return None
         try:
             group: EpisodeGroup = decode_value(parts.pop(_HEADER).read(), EpisodeGroup)
-            for uri in blobs.missing(parts):
+            for uri in blobs.find({uri: part.num_bytes for uri, part in parts.items()}).gone:
                 blobs.put_back(uri, parts[uri].read())
         except (BlobError, msgspec.MsgspecError) as error:
             log.error("the copy of group %d is ignored: %s", group_id, error)

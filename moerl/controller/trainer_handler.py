@@ -114,6 +114,8 @@ class TrainerHandler:
         if message.job == "trainer" and is_newest:
             self.failure = str(error)
         log.error("%s", error)
+        if message.blob:
+            self._availability.report(message.blob)
         if not self._config.supervision.max_restarts:
             self._tasks.fail(error)
         return Ok()
@@ -129,11 +131,12 @@ class TrainerHandler:
         await self.engines_up.wait()
         self._pool.expect_no_newer(message.version.incarnation)
         consumed = IdSet(message.consumed)
-        self._journal.began(message.version, message.dp_size, consumed.parts)
+        begins = self._history.joined(message.begins)
+        self._journal.began(begins, message.dp_size, consumed.parts)
         self._dp_size = message.dp_size
         self._rows = self._config.run.steps
         self._pool.incarnation = message.version.incarnation
-        self._history.begin(message.version)
+        self._history.restore(begins)
         again, spent = self._batches.restart(message.version.step, consumed)
         spent += self._buffer.restart(message.version.step, message.consumed, again)
         self._let_go(spent)
@@ -144,6 +147,11 @@ class TrainerHandler:
 
     def _drop_branch(self) -> None:
         """Drop ready groups with tokens of weights outside the trainer's history."""
+        strange = self._buffer.evict(lambda group: not self._history.explains(group))
+        self._journal.left(group.group_id for group in strange)
+        for group in strange:
+            self._step_metrics.refused["lineage"] += 1
+            self._ref_counts.forget(group)
         branch = self._buffer.evict(lambda group: not self._history.holds_all(group))
         self._journal.left(group.group_id for group in branch)
         for group in branch:
@@ -159,9 +167,14 @@ class TrainerHandler:
         self._pool.expect_trainer()
         if news := self._sync_targets.pending_update():
             return news
-        if message.step in self._batches.planned:  # the reply was lost with an earlier controller
-            return await self._scored_plan(message)
-        return await self._collect(message) or await self._scored_plan(message)
+        while True:
+            # a step that is planned already: the reply was lost with an earlier controller
+            is_planned = message.step in self._batches.planned
+            if not is_planned and (other := await self._collect(message)):
+                return other
+            if plan := await self._scored_plan(message):
+                return plan
+            self._pool.expect_no_newer(message.incarnation)
 
     async def _collect(self, message: TakePlan) -> SetEngines | Refresh | None:
         """Plan a step when its batch is complete; or return what the trainer must do first.
@@ -215,30 +228,37 @@ class TrainerHandler:
             self._step_metrics.dropped_stale += 1
             self._ref_counts.forget(group)
 
-    async def _scored_plan(self, message: TakePlan) -> Plan:
-        """The plan of a complete step, after reference ranks have scored all its groups."""
-        incarnation = self._pool.incarnation
+    async def _scored_plan(self, message: TakePlan) -> Plan | None:
+        """The plan of a complete step, after reference ranks have scored all its groups.
+
+        None when a damaged record was found meanwhile: the step must be planned again.
+        """
+        incarnation, groups = self._pool.incarnation, self._batches.planned[message.step]
 
         def is_current() -> bool:
-            same = self._pool.incarnation == incarnation
-            return same and message.step in self._batches.planned
+            return self._pool.incarnation == incarnation
 
         waited_s = await self._ref_models.wait(message.step, message.timeout_s, is_current)
         self._step_metrics.ref_wait_s += waited_s
         self._step_metrics.trainer_wait_s += waited_s
-        return await self._plan(message.step)
+        return await self._plan(message.step, groups)
 
-    async def _plan(self, step: int) -> Plan:
-        """Build a plan; in a thread, because packing thousands of rollouts would block the loop."""
+    async def _plan(self, step: int, groups: list[EpisodeGroup]) -> Plan | None:
+        """Build a plan; in a thread, because packing thousands of rollouts would block the loop.
+
+        None when these are not the groups of the step any more.
+        """
         plan = await asyncio.to_thread(
             plan_batch,
             step,
             PolicyVersion(self._pool.incarnation or 0, step),
-            self._batches.planned[step],
+            groups,
             dp_size=self._dp_size,
             max_tokens_per_microbatch=self._config.trainer.max_tokens_per_microbatch,
             packed=self._config.trainer.packing,
         )
+        if self._batches.planned.get(step) is not groups:
+            return None
         return Plan(self._ref_models.with_scores(plan))
 
     async def _end(self, message: TakePlan) -> Message:
@@ -271,7 +291,9 @@ class TrainerHandler:
             )
         if message.step < self._batches.done:
             return Ok()  # already handled: the reply was lost with an earlier controller
-        groups = self._batches.planned[message.step]
+        groups = self._batches.planned.get(message.step)
+        if groups is None:
+            raise ProtocolError(f"step {message.step} is not planned: a record of it is damaged")
         metrics = dict(message.metrics)
         metrics |= found | self._step_metrics.row(engines, self._buffer.ages_s)
         metrics["async/buffer_depth"] = float(self._buffer.num_ready)

@@ -46,9 +46,12 @@ from moerl.types import (
     SamplingParams,
     Segment,
     VersionSpan,
+    life_of,
 )
 
 log = logging.getLogger(__name__)
+
+_INTERRUPT_S = 8.0  # shorter than the controller's wait for this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class EngineHost:
         self._generated = 0
         self._refused: Counter[str] = Counter()
         self._askers = 0  # number of controllers that were replaced
+        self._life = -1  # of the newest controller that took over
 
     # --- life ------------------------------------------------------------------------------------
     async def start(self, version: PolicyVersion) -> EngineStatus:
@@ -366,24 +370,43 @@ class EngineHost:
         if asker != self._askers:
             raise EngineError(f"engine {self.index}: a call is cancelled, its controller is gone")
 
-    async def forget(self, kept: Sequence[str] | None) -> None:
+    async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         """A new controller takes over: end the calls of the previous one and seal none of them.
 
-        kept: blobs that it knows, on any node; other blobs of this store are deleted.  None: all
-        of them are deleted.
+        kept: blobs that it knows, on any node; others that earlier controllers asked for are
+        deleted from this store.  None: none is deleted.
+        life: number of controllers before it; the message of an earlier one is ignored.  0: their
+        journal is lost.
+
+        The controller does not wait long for this.  Engines of one machine share a store, so
+        meanwhile others may seal for it there: only blobs that are there now, under names of
+        earlier lives, are deleted.
         """
+        if 0 < life < self._life:
+            log.warning("engine %d: controller %d takes over too late", self.index, life)
+            return
+        self._life = life
         self._askers += 1
+        left = [] if kept is None else self._left_behind(set(kept), life)
         with contextlib.suppress(EngineError):  # an unusable server has no calls to end
             await self.interrupt()
-        if kept is not None:
-            here = f"blob://{self._store.node}/"
-            await asyncio.to_thread(
-                self._store.sweep, [uri for uri in kept if uri.startswith(here)]
-            )
+        await asyncio.to_thread(self._store.delete_all, left)
+
+    def _left_behind(self, kept: set[str], life: int) -> list[str]:
+        """Blobs that earlier controllers asked for and that are not kept."""
+        others = [uri for uri in self._store.uris() if uri not in kept]
+        return [uri for uri in others if life_of(uri) < life or not life]
 
     async def interrupt(self) -> None:
-        """End the running requests: each returns its tokens so far, to be continued elsewhere."""
-        await self._health.guard(self._alive().abort_all())
+        """End the running requests: each returns its tokens so far, to be continued elsewhere.
+
+        Raises EngineError also when the server does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(_INTERRUPT_S):
+                await self._health.guard(self._alive().abort_all())
+        except TimeoutError as error:
+            raise EngineError(f"engine {self.index}: no interrupt in {_INTERRUPT_S:g} s") from error
 
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer) -> None:

@@ -14,8 +14,10 @@ one 200k-token rollout), slices of a mapped file (SIGBUS when it is truncated).
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,8 @@ import xxhash
 from moerl.atomic import atomic_file, atomic_write
 from moerl.errors import BlobError
 from moerl.types import Array, BlobRef
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4096  # the smallest range that is checked, and so read
 _FORMAT = "2:"  # prefix of every digest; format 1 had one digest per array and no table
@@ -39,7 +43,7 @@ Run = tuple[int, int]  # begin and end (exclusive), in bytes of an array
 class Found(NamedTuple):
     """Result of a search for blobs that are missing where they were sealed."""
 
-    gone: set[str]  # missing everywhere
+    gone: set[str]  # missing or too short everywhere
     copied: set[str]  # found in the run directory (durability `shared`)
 
 
@@ -123,23 +127,41 @@ class BlobStore:
 
     def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
         """The URIs that cannot be read; bytes of the others are checked when they are read."""
-        return self.find(uris, patience_s).gone
+        return self.find(dict.fromkeys(uris, 0), patience_s).gone
 
-    def find(self, uris: Iterable[str], patience_s: float = 0.0) -> Found:
-        """Which of these are missing where they were sealed.
+    def find(self, sizes: Mapping[str, int], patience_s: float = 0.0) -> Found:
+        """Which of these are missing, or too short, where they were sealed.
 
+        sizes: least number of bytes, by URI (`sizes_of`).
         patience_s: how long a node that does not answer is asked again; not used here.
         """
-        return Found({uri for uri in uris if not self._path(uri).exists()}, set())
+        gone = {uri for uri, size in sizes.items() if not holds(self._path(uri), size)}
+        return Found(gone, set())
+
+    def damaged(self, refs: Iterable[BlobRef]) -> set[str]:
+        """URIs of blobs whose bytes differ from the sealed ones; reads every array in full.
+
+        A blob that is missing, cannot be read now, or whose node does not answer is not among them.
+        """
+        found: set[str] = set()
+        for ref in refs:
+            try:
+                if ref.uri not in found:
+                    self.read_runs(ref, [(0, ref.num_bytes)])
+            except BlobError as error:
+                found.update({error.uri} - {""})
+            except OSError as error:
+                log.warning("%s could not be checked: %s", ref.uri, error)
+        return found
 
     def read(self, uri: str) -> bytes:
         """The sealed file unchanged, for a copy.  Raises OSError, BlobError."""
         return self._path(uri).read_bytes()
 
     def put_back(self, uri: str, data: bytes) -> None:
-        """Seal a copy made by `read`, unless the blob exists.  Raises OSError."""
+        """Seal a copy made by `read`, unless the blob is as long as it.  Raises OSError."""
         target = self._path(uri)
-        if not target.exists():
+        if not holds(target, len(data)):
             atomic_write(target, data)
 
     def sweep(self, uris: Iterable[str]) -> int:
@@ -152,6 +174,14 @@ class BlobStore:
         for path in gone:
             path.unlink(missing_ok=True)
         return len(gone)
+
+    def uris(self) -> list[str]:
+        """All blobs of this node, partial ones too."""
+        return [f"blob://{self.node}/{path.name}" for path in self.root.iterdir()]
+
+    def delete_all(self, uris: Iterable[str]) -> None:
+        for uri in uris:
+            self.delete(uri)
 
     def delete(self, uri: str) -> None:
         """Remove a blob; a missing blob is no error (deletion is idempotent)."""
@@ -167,16 +197,21 @@ class BlobStore:
         need = ref.offset + ref.num_bytes + _table_bytes(ref)
         if size < need:
             file.close()
-            raise BlobError(f"{ref.uri} holds {size} bytes, {need} needed")
+            raise BlobError(f"{ref.uri} holds {size} bytes, {need} needed", ref.uri)
         return file
 
     def _read(self, fd: int, ref: BlobRef, begin: int, end: int) -> bytes:
         """Bytes begin..end counted from the array's start."""
         parts, at = [], begin
         while at < end:
-            part = os.pread(fd, end - at, ref.offset + at)
+            try:
+                part = os.pread(fd, end - at, ref.offset + at)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise BlobError(f"{ref.uri} cannot be read: {error}", ref.uri) from error
             if not part:
-                raise BlobError(f"{ref.uri} ends at byte {ref.offset + at}")
+                raise BlobError(f"{ref.uri} ends at byte {ref.offset + at}", ref.uri)
             parts.append(part)
             at += len(part)
         self.bytes_read += end - begin
@@ -184,10 +219,11 @@ class BlobStore:
 
     def _table(self, fd: int, ref: BlobRef) -> bytes:
         if not ref.digest.startswith(_FORMAT):
-            raise BlobError(f"{ref.uri} was sealed in an older format, {_FORMAT[:-1]} is read here")
+            raise BlobError(
+                f"{ref.uri} was sealed in an older format, {_FORMAT[:-1]} is read here", ref.uri
+            )
         table = self._read(fd, ref, ref.num_bytes, ref.num_bytes + _table_bytes(ref))
-        if _FORMAT + xxhash.xxh3_64_hexdigest(table) != ref.digest:
-            raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest")
+        check_table(table, ref)
         return table
 
     def _path(self, uri: str) -> Path:
@@ -198,6 +234,29 @@ class BlobStore:
         if node != self.node:
             raise BlobError(f"{uri} is on node {node}, this process reads node {self.node} only")
         return self.root / name
+
+
+def sizes_of(refs: Iterable[BlobRef]) -> dict[str, int]:
+    """Least number of bytes of each blob: up to the end of its last array and table."""
+    sizes: dict[str, int] = {}
+    for ref in refs:
+        end = ref.offset + ref.num_bytes + _table_bytes(ref)
+        sizes[ref.uri] = max(end, sizes.get(ref.uri, 0))
+    return sizes
+
+
+def holds(path: Path, size: int) -> bool:
+    """True if the file exists and has at least `size` bytes."""
+    try:
+        return path.stat().st_size >= size
+    except OSError:
+        return False
+
+
+def check_table(table: bytes, ref: BlobRef) -> None:
+    """Raises BlobError when the digests of an array's chunks were altered."""
+    if _FORMAT + xxhash.xxh3_64_hexdigest(table) != ref.digest:
+        raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest", ref.uri)
 
 
 def _spans(runs: Sequence[Run]) -> Iterator[tuple[Run, list[tuple[Run, int]]]]:
@@ -226,7 +285,8 @@ def _verify(data: bytes | memoryview, table: bytes, begin: int, ref: BlobRef) ->
     for idx, digest in enumerate(_chunk_digests(data), first):
         if digest != table[idx * _DIGEST_BYTES : (idx + 1) * _DIGEST_BYTES]:
             raise BlobError(
-                f"{ref.uri} at byte {ref.offset + idx * CHUNK_BYTES} does not match its digest"
+                f"{ref.uri} at byte {ref.offset + idx * CHUNK_BYTES} does not match its digest",
+                ref.uri,
             )
 
 

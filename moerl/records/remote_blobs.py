@@ -19,6 +19,7 @@ deletion in the controller's event loop (a dead node would stall it).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import http.client
 import http.server
@@ -29,16 +30,24 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from moerl.config.schema import Config
 from moerl.errors import BlobError
 from moerl.records.blob_copies import Copies
-from moerl.records.blob_store import _FORMAT, BlobStore, Found, Run, _spans, _table_bytes, _verify
+from moerl.records.blob_store import (
+    BlobStore,
+    Found,
+    Run,
+    _spans,
+    _table_bytes,
+    _verify,
+    check_table,
+    holds,
+)
 from moerl.run_dir import RunDir
 from moerl.types import Array, BlobRef
 
@@ -51,6 +60,7 @@ _STRANGER_S = 10.0  # a silent caller holds a thread of the server for this long
 _IDLE_S = 300.0  # then a connection is closed; the connection of a lost node would keep its thread
 _BATCH = 256  # deletions per request
 _OWED_RETRY_S = 10.0  # seconds between retries of deletions
+_MISSING, _SHORT = 404, 400  # statuses: no such file; it ends before the range
 _OWED_S = 600.0  # age at which deletions are dropped
 
 
@@ -73,7 +83,7 @@ class RangeServer:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive; without it the whole file);
-    POST /delete, /missing with names.
+    POST /delete with names, /missing with the least size of each name.
     """
 
     protocol_version = "HTTP/1.1"
@@ -101,6 +111,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._answer(404)
         except ValueError:
             return self._answer(400)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return self._answer(400)  # the disk fails: the blob is as good as damaged
         self._answer(206, b"".join(parts))
 
     def do_POST(self) -> None:
@@ -116,7 +130,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/delete":
             for path in filter(None, paths.values()):
                 path.unlink(missing_ok=True)
-        gone = [name for name, path in paths.items() if path is None or not path.exists()]
+        sizes = names if isinstance(names, dict) else {}
+        gone = [n for n, path in paths.items() if path is None or not holds(path, sizes.get(n, 0))]
         self._answer(200, json.dumps(gone).encode())
 
     def _may(self) -> bool:
@@ -198,8 +213,7 @@ class ClusterBlobs(BlobStore):
         wanted = [(ref.num_bytes, ref.num_bytes + _table_bytes(ref)), *(span for span, _ in spans)]
         data = self._fetch(ref, wanted)
         table, at = data[: _table_bytes(ref)], _table_bytes(ref)
-        if _FORMAT + xxhash.xxh3_64_hexdigest(table) != ref.digest:
-            raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest")
+        check_table(table, ref)
         joined = np.empty(sum(end - begin for begin, end in runs), np.uint8)
         for (low, high), pieces in spans:
             chunk = data[at : at + high - low]
@@ -222,14 +236,14 @@ class ClusterBlobs(BlobStore):
             self._deleter.start()
         self._gone.put(uri)
 
-    def find(self, uris: Iterable[str], patience_s: float = 0.0) -> Found:
+    def find(self, sizes: Mapping[str, int], patience_s: float = 0.0) -> Found:
         """Blobs that their nodes do not have, or whose node does not answer within patience_s.
 
         A node that did not answer in that time is asked once from then on, until it answers again.
         """
-        by_node: dict[str, set[str]] = defaultdict(set)
-        for uri in uris:
-            by_node[_split(uri)[0]].add(uri)
+        by_node: dict[str, dict[str, int]] = defaultdict(dict)
+        for uri, size in sizes.items():
+            by_node[_split(uri)[0]][uri] = size
         found = Found(set(), set())
         for node, wanted in by_node.items():
             if node == self.node:
@@ -240,13 +254,13 @@ class ClusterBlobs(BlobStore):
                 found.copied.update(copied)
         return found
 
-    def _find_at(self, node: str, uris: set[str], patience_s: float) -> Found:
-        """The blobs that are missing at their node."""
-        copied = self._which(uris) if self._is_passed_over(node) else set()
+    def _find_at(self, node: str, sizes: Mapping[str, int], patience_s: float) -> Found:
+        """The blobs that are missing or too short at their node."""
+        copied = self._which(set(sizes)) if self._is_passed_over(node) else set()
         deadline = time.monotonic() + (0.0 if node in self._silent else patience_s)
-        while left := uris - copied:
+        while left := sizes.keys() - copied:
             try:
-                names = self._post(node, "/missing", sorted(_split(uri)[1] for uri in left))
+                names = self._post(node, "/missing", {_split(uri)[1]: sizes[uri] for uri in left})
             except (OSError, http.client.HTTPException) as error:
                 self._hang_up(node)
                 if new := self._which(left):
@@ -296,7 +310,7 @@ class ClusterBlobs(BlobStore):
         size = sum(end - begin for begin, end in spans)
         data = self._ask(ref.uri, [(ref.offset + begin, ref.offset + end) for begin, end in spans])
         if len(data) != size:
-            raise BlobError(f"{ref.uri}: {len(data)} bytes came, {size} asked for")
+            raise BlobError(f"{ref.uri}: {len(data)} bytes came, {size} asked for", ref.uri)
         self.bytes_read += size
         return data
 
@@ -308,12 +322,12 @@ class ClusterBlobs(BlobStore):
         deadline = time.monotonic() + (0.0 if node in self._silent else self._timeout_s)
         while True:
             try:
-                data = self._get(uri, spans)
+                status, data = self._get(uri, spans)
             except (OSError, http.client.HTTPException) as error:
                 self._hang_up(node)
-                if (data := self._read_copy(uri, spans)) is not None:
+                if (copy := self._read_copy(uri, spans)) is not None:
                     self._pass_over(node, error)
-                    return data
+                    return copy
                 if time.monotonic() > deadline:
                     self._silent.add(node)
                     raise BlobError(
@@ -322,30 +336,30 @@ class ClusterBlobs(BlobStore):
                 time.sleep(_PAUSE_S)
                 continue
             self._silent.discard(node)
-            if data is None:
-                if (data := self._read_copy(uri, spans)) is None:
-                    raise BlobError(f"{uri}: its node answered 404")
+            if status in (_MISSING, _SHORT):
+                if (copy := self._read_copy(uri, spans)) is None:
+                    damaged = uri if status == _SHORT else ""
+                    raise BlobError(f"{uri}: its node answered {status}", damaged)
                 self._tell(node, "it has lost some")
+                return copy
             return data
 
     def _read_copy(self, uri: str, spans: Sequence[Run] | None) -> bytes | None:
         return None if self._copies is None else self._copies.read(uri, spans)
 
-    def _get(self, uri: str, spans: Sequence[Run] | None) -> bytes | None:
-        """Returns None when the node does not have the blob."""
+    def _get(self, uri: str, spans: Sequence[Run] | None) -> tuple[int, bytes]:
+        """The status and, unless it is _MISSING or _SHORT, the bytes."""
         node, name = _split(uri)
         headers = {}
         if spans is not None:
             headers["Range"] = "bytes=" + ",".join(f"{begin}-{end}" for begin, end in spans)
         status, data = self._request(node, "GET", f"/{name}", None, headers)
-        if status == 404:
-            return None
-        if status != (200 if spans is None else 206):
+        if status not in (_MISSING, _SHORT, 200 if spans is None else 206):
             raise BlobError(f"{uri}: its node answered {status}")
-        return data
+        return status, data
 
-    def _post(self, node: str, path: str, names: list[str]) -> list[str]:
-        """The names that are missing there."""
+    def _post(self, node: str, path: str, names: list[str] | dict[str, int]) -> list[str]:
+        """The names that are missing there, or shorter than asked."""
         status, data = self._request(node, "POST", path, json.dumps(names), {})
         if status != 200:
             raise http.client.HTTPException(f"{node} answered {status}")

@@ -26,7 +26,7 @@ import torch
 from moerl.config.load import load_saved
 from moerl.config.network import here
 from moerl.config.schema import Config
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, cause_of
 from moerl.kernels.library import describe
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
@@ -112,11 +112,11 @@ def _tell(error: BaseException, context: RankContext, job: str) -> None:
     """Report the error in one sentence to the log, to torchrun and to the controller."""
     from moerl.trainer.train_loop import report_failure
 
-    cause = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+    cause = cause_of(error)
     log.error("this rank ends: %s", cause, exc_info=error)
     rank = os.environ.get("RANK")
     print(f"TrainerError: {job} rank {rank}: {cause}", file=sys.stderr, flush=True)
-    report_failure(context, cause, job)
+    report_failure(context, error, job)
 
 
 def _log_to(path: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moerl.config.schema import Config
 from moerl.distributed.object_collectives import broadcast_value
-from moerl.errors import MoerlError, TrainerError
+from moerl.errors import BlobError, MoerlError, TrainerError, cause_of
 from moerl.id_sets import IdSet
 from moerl.layout import LayerSpec
 from moerl.messages import (
@@ -60,6 +60,7 @@ from moerl.types import BatchPlan, PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 REPLY_SLACK_S = 30.0  # added to the controller's own deadline
+_FAREWELL_S, _DAMAGE_S = 2.0, 20.0  # longest wait of a dying rank for the controller's answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class TrainLoop:
             parallel.control,
         )
         self.version = PolicyVersion(context.incarnation, 0)
+        # first version of each trainer in the history of these weights
+        self.begins: tuple[PolicyVersion, ...] = (self.version,)
         self.consumed = IdSet()  # group ids trained
         self.saved_step = -1  # optimizer steps inside the newest checkpoint
         self.writer = CheckpointWriter(
@@ -157,6 +160,7 @@ class TrainLoop:
         self.consumed = IdSet(progress.consumed)
         self.saved_step = progress.version.step
         self.version = PolicyVersion(self.context.incarnation, progress.version.step)
+        self.begins = (*progress.begins, self.version)
 
     def _hello(self) -> None:
         data: bytes | None = None
@@ -167,6 +171,7 @@ class TrainLoop:
                 dp_size=self.parallel.dp_size,
                 version=self.version,
                 consumed=self.consumed.parts,
+                begins=self.begins,
             )
             data = self.client.request_encoded(hello)
         self._set_engines(self._shared(data))
@@ -270,6 +275,7 @@ class TrainLoop:
             version=self.version,
             consumed=self.consumed.parts,
             metrics_rows=self.version.step,
+            begins=self.begins,
         )
         with self.tracer.span("checkpoint", step=self.version.step):
             checkpoint.save(self.writer, self.learner, progress, self.parallel)
@@ -311,8 +317,13 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def report_failure(context: RankContext, cause: str, job: str) -> None:
+def report_failure(context: RankContext, error: BaseException, job: str) -> None:
     """Tell the controller why this rank dies, if the controller can be reached."""
+    blob = error.uri if isinstance(error, BlobError) else ""
+    failed = Failed(
+        int(os.environ.get("RANK", "0")), cause_of(error), job, context.incarnation, blob
+    )
+    # a damaged blob would end the next trainer too: a restarting controller is waited for
+    limit_s = _DAMAGE_S if blob else _FAREWELL_S
     with contextlib.suppress(MoerlError):
-        client = ControllerClient(context.controller, context.token, timeout_s=2.0)
-        client.request(Failed(int(os.environ.get("RANK", "0")), cause, job, context.incarnation))
+        ControllerClient(context.controller, context.token, timeout_s=limit_s).request(failed)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from moerl.observe.overlap import decode_overlap
-from moerl.serialization import decode_value
 from moerl.trace import read_spans
-from moerl.types import EpisodeGroup, Rollout
+from moerl.types import Rollout
 from tests.helpers.train_runs import Run, start
 from tests.helpers.warm_score import score, score_all
 
@@ -39,7 +38,6 @@ LONG = [
     "run.steps=16",  # the first step and the last max_lag ones have nothing left to overlap with
     "rollout.buffer_depth=2",
     "replay.audit=true",
-    "rollout.keep_records=true",
     "checkpoint.keep_versions=true",
 ]
 
@@ -47,7 +45,7 @@ LONG = [
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("async")
-    run = start(root, "quickstart", *LONG, f"task.path={prompts(root)}", name="x")
+    run = start(root, "quickstart", *LONG, f"task.path={prompts(root)}", name="x", copies=True)
     assert run.finish() == 0, run.text()
     return run
 
@@ -55,12 +53,8 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def trained(long_run: Run) -> list[tuple[int, Rollout]]:
     """(step, rollout) of everything that was trained."""
-    found = []
-    for path in sorted((long_run.dir.records / "0").glob("step-*.msgpack")):
-        step = int(path.stem.removeprefix("step-"))
-        groups = decode_value(path.read_bytes(), list[EpisodeGroup])
-        found += [(step, rollout) for group in groups for rollout in group.rollouts()]
-    return found
+    groups = long_run.trained.groups(long_run.rows())
+    return [(step, rollout) for step, group in groups for rollout in group.rollouts()]
 
 
 def test_the_engine_decodes_while_the_trainer_steps(long_run: Run) -> None:
@@ -71,14 +65,16 @@ def test_the_engine_decodes_while_the_trainer_steps(long_run: Run) -> None:
 
 @pytest.mark.full
 def test_depth_zero_shows_no_overlap(tmp_path: Path) -> None:
-    """Control: a synchronous run of the same shape."""
-    settings = [*SETTINGS, "run.steps=3", "rollout.buffer_depth=0"]
+    """Control: a synchronous run of the same shape; it keeps its records."""
+    settings = [*SETTINGS, "run.steps=3", "rollout.buffer_depth=0", "rollout.keep_records=true"]
     run = start(tmp_path, "quickstart", *settings, f"task.path={prompts(tmp_path)}", name="sync")
     assert run.finish() == 0, run.text()
     overlap = decode_overlap(read_spans(run.dir.trace))
     assert overlap is not None
     assert overlap < 0.02, overlap
     assert all(row["async/lag_max"] == 0 for row in run.rows())
+    assert len(list(run.dir.records.glob("0/step-*.msgpack"))) == 3
+    assert len(list(run.dir.records.glob("blobs/*"))) >= 3 * 4 * 4
 
 
 def test_no_token_is_too_old(long_run: Run, trained: list[tuple[int, Rollout]]) -> None:

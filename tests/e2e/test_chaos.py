@@ -18,10 +18,9 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.serialization import decode_value
 from moerl.trace import read_spans
 from moerl.types import EpisodeGroup, PolicyVersion, Rollout
-from tests.helpers.train_runs import Run, start, survivors
+from tests.helpers.train_runs import Run, check_deletion, start, survivors
 from tests.helpers.warm_score import score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -29,7 +28,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 SETTINGS = [
     "checkpoint.every=5",
     "checkpoint.keep_versions=true",
-    "rollout.keep_records=true",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.groups_per_request=4",
@@ -59,7 +57,9 @@ def test_the_run_goes_on(
     scored: int,
     tmp_path: Path,
 ) -> None:
-    run = start(tmp_path, "quickstart", f"run.steps={steps}", *SETTINGS, *extra, name="x")
+    run = start(
+        tmp_path, "quickstart", f"run.steps={steps}", *SETTINGS, *extra, name="x", copies=True
+    )
     ever: set[psutil.Process] = set()
     killed: list[tuple[str, float]] = []
     try:
@@ -81,7 +81,8 @@ def test_the_run_goes_on(
         run.end()
     assert len(killed) >= len(victims) * 3 // 4, f"too few were there to be killed: {killed}"
     assert [row["step"] for row in run.rows()] == list(range(steps))
-    trained = trained_groups(run)
+    check_deletion(run, in_flight=16 * len(extra or (0,)))
+    trained = run.trained.groups(run.rows())
     check_history(run, trained)
     check_versions(run, trained, scored, tmp_path)
     say_downtimes(run, killed)
@@ -110,16 +111,6 @@ def pid_of(run: Run, victim: str) -> int | None:
         ranks = psutil.Process(run.pids()["trainer"]).children()
         return next((r.pid for r in ranks if "moerl.trainer.main" in r.cmdline()), None)
     return None
-
-
-def trained_groups(run: Run) -> list[tuple[int, EpisodeGroup]]:
-    """(step, group) of the surviving history: a step's last record is that of its last training."""
-    found = []
-    for row in run.rows():
-        path = next(run.dir.records.glob(f"*/step-{row['step']:06d}.msgpack"))
-        groups = decode_value(path.read_bytes(), list[EpisodeGroup])
-        found += [(row["step"], group) for group in groups]
-    return found
 
 
 def check_history(run: Run, trained: list[tuple[int, EpisodeGroup]]) -> None:

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.serialization import decode_value
-from moerl.types import EpisodeGroup
-from tests.helpers.train_runs import Run, start, survivors
+from tests.helpers.train_runs import Run, check_deletion, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -23,7 +21,6 @@ SETTINGS = [
     f"run.steps={STEPS}",
     "checkpoint.every=2",
     "checkpoint.keep=2",
-    "rollout.keep_records=true",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.groups_per_request=4",
@@ -78,34 +75,25 @@ def end_one(run: Run, how: str) -> None:
     ids=["interrupt", "others"],
 )
 def test_one_history_over_many_deaths(hows: tuple[str, ...], tmp_path: Path) -> None:
-    run = start(tmp_path, "quickstart", *SETTINGS, name="x")
+    run = start(tmp_path, "quickstart", *SETTINGS, name="x", copies=True)
     try:
         for how in hows:
             end_one(run, how)
             total = len(run.rows()) + 3
             more = () if how != hows[-1] else (f"run.steps={total}",)
-            run = start(tmp_path, "--resume", str(run.dir.root), *more)
+            run = start(tmp_path, "--resume", str(run.dir.root), *more, copies=True)
         assert run.finish() == 0, run.text()
     finally:
         run.end()
     assert [row["step"] for row in run.rows()] == list(range(total))
     assert run.dir.hf.is_dir()
-    check_trained_once(run, total)
+    check_deletion(run, in_flight=16)
+    check_trained_once(run)
 
 
-def check_trained_once(run: Run, total: int) -> None:
+def check_trained_once(run: Run) -> None:
     """In the surviving history each prompt group is trained once and none is skipped."""
-    trained: list[int] = []
-    by_step: dict[int, Path] = {}
-    for folder in sorted(run.dir.records.glob("[0-9]*"), key=lambda p: int(p.name)):
-        for path in sorted(folder.glob("step-*.msgpack")):
-            by_step[int(path.stem.removeprefix("step-"))] = path  # a later incarnation wins
-    assert sorted(by_step) == list(range(total))
-    for step, row in zip(sorted(by_step), run.rows(), strict=True):
-        incarnation = int(row["version"].split(".")[0])
-        assert by_step[step].parent.name == str(incarnation), "metrics and records disagree"
-        groups = decode_value(by_step[step].read_bytes(), list[EpisodeGroup])
-        trained += [group.group_id for group in groups]
+    trained = [group.group_id for _, group in run.trained.groups(run.rows())]
     assert len(trained) == len(set(trained)), "a group was trained twice"
     assert set(range(max(trained) + 1)) - set(trained) <= set(
         range(max(trained) - 12, max(trained) + 1)

@@ -10,15 +10,14 @@ import psutil
 import pytest
 
 from moerl.launch.nodes.control_api import request
-from tests.e2e.test_chaos import check_history, trained_groups
-from tests.helpers.train_runs import Run, start
+from tests.e2e.test_chaos import check_history
+from tests.helpers.train_runs import Run, check_deletion, start
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 24
 SETTINGS = [
     f"run.steps={STEPS}",
-    "rollout.keep_records=true",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.groups_per_request=2",
@@ -44,7 +43,7 @@ def test_one_joins_and_the_first_one_leaves(
     """No step is made until the engines have changed, so the run is not over before they have."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("MOERL_TEST_GATE", str(gate))
-    run = start(tmp_path, "quickstart", *SETTINGS, name="x")
+    run = start(tmp_path, "quickstart", *SETTINGS, name="x", copies=True)
     folder = str(run.dir.root)
     try:
         run.wait_for(lambda: len(run.rows()) >= 2)
@@ -73,7 +72,8 @@ def test_one_joins_and_the_first_one_leaves(
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert left < STEPS - 8, "the run ended too soon to show anything"
-    trained = trained_groups(run)
+    check_deletion(run, in_flight=32)
+    trained = run.trained.groups(run.rows())
     check_history(run, trained)  # each group once, none lost
     by = {
         name: {s for s, g in trained for r in g.rollouts() if r.engine == name} for name in (0, 1)

@@ -11,7 +11,6 @@ from statistics import fmean
 
 import pytest
 
-from moerl.serialization import decode_value
 from moerl.types import EpisodeGroup
 from tests.e2e.test_async import difference
 from tests.helpers.train_runs import Run, start
@@ -29,7 +28,6 @@ SETTINGS = [
     "rollout.groups_per_request=2",
     "rollout.max_lag=6",
     "rollout.buffer_depth=2",
-    "rollout.keep_records=true",
     "replay.audit=true",
     "checkpoint.every=0",
     "checkpoint.keep_versions=true",
@@ -49,11 +47,9 @@ def prompts(folder: Path, texts: list[str]) -> str:
 def groups_of(run: Run) -> dict[int, tuple[int, EpisodeGroup]]:
     """Trained groups by id: step and group."""
     found = {}
-    for path in sorted((run.dir.records / "0").glob("step-*.msgpack")):
-        step = int(path.stem.removeprefix("step-"))
-        for group in decode_value(path.read_bytes(), list[EpisodeGroup]):
-            assert group.group_id not in found, "trained twice"
-            found[group.group_id] = step, group
+    for step, group in run.trained.groups(run.rows()):
+        assert group.group_id not in found, "trained twice"
+        found[group.group_id] = step, group
     return found
 
 
@@ -61,7 +57,7 @@ def groups_of(run: Run) -> dict[int, tuple[int, EpisodeGroup]]:
 def test_a_straggler_is_cut_and_the_run_goes_on(policy: str, tmp_path: Path) -> None:
     texts = prompts(tmp_path, [f"write some digits {i}: " for i in range(64)])
     late_siblings = f"rollout.late_siblings={policy}"
-    run = start(tmp_path, "quickstart", *SETTINGS, late_siblings, texts, name="x")
+    run = start(tmp_path, "quickstart", *SETTINGS, late_siblings, texts, name="x", copies=True)
     assert run.finish() == 0, run.text()
     rows, groups = run.rows(), groups_of(run)
     assert [row["step"] for row in rows] == list(range(8))
@@ -122,7 +118,7 @@ def test_prompts_that_come_again_find_their_cache(tmp_path: Path) -> None:
         folder = tmp_path / str(slack)
         folder.mkdir()
         settings = [*plain, f"rollout.prefix_slack={slack}", prompts(folder, texts)]
-        run = start(folder, "quickstart", *settings, name="x")
+        run = start(folder, "quickstart", *settings, name="x", copies=True)
         assert run.finish() == 0, run.text()
         rows = run.rows()
         shares = [row["async/cached_frac"] for row in rows if "async/cached_frac" in row]

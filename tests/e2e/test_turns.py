@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.serialization import decode_value
-from moerl.types import EpisodeGroup, Rollout
+from moerl.types import Rollout
 from tests.e2e.test_async import difference
 from tests.helpers.train_runs import start
 from tests.helpers.warm_score import score
@@ -19,7 +18,6 @@ SETTINGS = [
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.groups_per_request=2",
-    "rollout.keep_records=true",
     "replay.audit=true",
     "checkpoint.every=0",
     "checkpoint.keep_versions=true",
@@ -33,13 +31,11 @@ SETTINGS = [
 
 
 def test_every_turn_is_trained_on_its_own_rows(tmp_path: Path) -> None:
-    run = start(tmp_path, "digits-in-turns", *SETTINGS, name="x")
+    run = start(tmp_path, "digits-in-turns", *SETTINGS, name="x", copies=True)
     assert run.finish() == 0, run.text()
     assert [row["eval/step"] for row in run.rows() if "eval/step" in row][:1] == [0.0]
     assert run.rows()[-1]["eval/step"] == 4, "the last weights, too"
-    groups: list[EpisodeGroup] = []
-    for path in sorted((run.dir.records / "0").glob("step-*.msgpack")):
-        groups += decode_value(path.read_bytes(), list[EpisodeGroup])
+    groups = [group for _, group in run.trained.groups(run.rows())]
     later: list[Rollout] = []
     for episode in (episode for group in groups for episode in group.episodes):
         for before, after in zip(episode.turns, episode.turns[1:], strict=False):

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,10 @@ class Host:
     def command(self, command: Sequence[str]) -> list[str]:
         return ["ip", "netns", "exec", self.name, *command]
 
-    def start(self, command: Sequence[str], log: IO[str]) -> subprocess.Popen[str]:
-        """A process on this host, with this checkout's moerl."""
+    def start(
+        self, command: Sequence[str], log: IO[str], extra: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        """A process on this host, with this checkout's moerl; extra: of its environment."""
         return subprocess.Popen(
             self.command(command),
             stdin=subprocess.DEVNULL,
@@ -40,7 +42,7 @@ class Host:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=environment(),
+            env=environment() | extra,
         )
 
     def cut(self) -> None:

@@ -14,11 +14,15 @@ from pathlib import Path
 import psutil
 
 from moerl.config.load import load_saved
+from moerl.launch.prepare import outside_name
 from moerl.launch.run_context import RunContext
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
+from moerl.serialization import decode_value
+from moerl.types import EpisodeGroup
 
 START_S = 600.0  # a machine that many share
+_HOOK = Path(__file__).parent / "trained_records"
 
 
 @dataclass
@@ -35,8 +39,13 @@ class Run:
     def rows(self) -> list[dict]:
         return read_rows(self.dir.metrics)
 
+    @property
+    def trained(self) -> TrainedRecords:
+        """Copies of what was trained; needs `copies`."""
+        return TrainedRecords(self.dir.root.parent / "trained" / self.dir.root.name)
+
     def plan(self) -> RunContext:
-        """Enough of the run's plan to score its kept records."""
+        """Enough of the run's plan to score the copies of its records."""
         config = load_saved(self.dir.config)
         return RunContext(
             config=config,
@@ -46,7 +55,7 @@ class Run:
             token="",
             incarnation=0,
             node="local",
-            blob_dir=self.dir.records / "blobs",
+            blob_dir=self.trained.folder / "blobs",
             checkpoint=None,
             records=None,
         )
@@ -80,8 +89,54 @@ class Run:
             self.process.wait()
 
 
-def start(root: Path, *args: str, name: str = "") -> Run:
-    """`moerl train ARGS` in a new process; `root` holds its run directory and output."""
+@dataclass(frozen=True, slots=True)
+class TrainedRecords:
+    """Copies of trained groups and their blobs, made before the controller deleted them."""
+
+    folder: Path
+
+    def groups(self, rows: list[dict]) -> list[tuple[int, EpisodeGroup]]:
+        """(step, group) of the surviving history."""
+        found = []
+        for row in rows:
+            incarnation = row["version"].split(".")[0]
+            path = self.folder / incarnation / f"step-{row['step']:06d}.msgpack"
+            groups = decode_value(path.read_bytes(), list[EpisodeGroup])
+            found += [(int(row["step"]), group) for group in groups]
+        return found
+
+    def unnamed(self) -> list[str]:
+        """Blobs of the store that no group referred to when the last step was trained."""
+        last = (self.folder / "unnamed.jsonl").read_text().splitlines()[-1]
+        names: list[str] = json.loads(last)["unnamed"]
+        return names
+
+
+def copying_records(root: Path) -> dict[str, str]:
+    """Environment of a run below `root` that copies what it trains (`TrainedRecords`)."""
+    folders = [str(_HOOK), str(_HOOK.parents[2]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
+    return {"PYTHONPATH": path, "MOERL_TEST_TRAINED": str(root / "trained")}
+
+
+def check_deletion(run: Run, in_flight: int) -> None:
+    """No group lost its records, and nothing stays: in the store, or after the run.
+
+    in_flight: most blobs that engines may have sealed and not yet returned.
+    """
+    rows = run.rows()
+    assert sum(row["async/dropped_lost_groups"] for row in rows) == 0, "a live blob was deleted"
+    assert sum(row["journal/lost_groups"] for row in rows) == 0, "a live blob was deleted"
+    assert len(run.trained.unnamed()) <= in_flight, run.trained.unnamed()
+    folder = Path(load_saved(run.dir.config).cluster.blob_dir) / outside_name(run.dir)
+    assert not folder.exists() or not list(folder.iterdir()), list(folder.iterdir())
+
+
+def start(root: Path, *args: str, name: str = "", copies: bool = False) -> Run:
+    """`moerl train ARGS` in a new process; `root` holds its run directory and output.
+
+    copies: what it trains is copied (`Run.trained`).
+    """
     root.mkdir(parents=True, exist_ok=True)
     output = root / f"output-{len(list(root.glob('output-*')))}.txt"
     command = [sys.executable, "-m", "moerl", "train", *args]
@@ -89,9 +144,10 @@ def start(root: Path, *args: str, name: str = "") -> Run:
         command += [f"run.root={root}", "--run", name]
     else:
         name = Path(args[args.index("--resume") + 1]).name
+    environment = os.environ | (copying_records(root) if copies else {})
     with output.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, text=True, env=os.environ
+            command, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment
         )
     return Run(RunDir(root / name), process, output)
 

@@ -20,8 +20,9 @@ import pytest
 
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
-from tests.e2e.test_chaos import check_history, trained_groups
+from tests.e2e.test_chaos import check_history
 from tests.helpers.network_hosts import Host, hosts, why_not
+from tests.helpers.train_runs import TrainedRecords, copying_records
 
 STEPS, CUT_S = 16, 20.0
 START_S = 560.0  # of everything, on a loaded machine of two cores
@@ -86,12 +87,16 @@ class ClusterRun:
             ]
 
     def start(self, host: Host, *command: str) -> subprocess.Popen[str]:
-        process = host.start(command, self.log)
+        process = host.start(command, self.log, copying_records(self.output.parent))
         self.processes.append(process)
         return process
 
     def rows(self) -> list[dict]:
         return read_rows(self.dir.metrics)
+
+    @property
+    def trained(self) -> TrainedRecords:
+        return TrainedRecords(self.output.parent / "trained" / self.dir.root.name)
 
     def text(self) -> str:
         logs = [self.output, *sorted(self.dir.logs.glob("*.log"))]
@@ -157,8 +162,7 @@ def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path:
     """The engines' host is away for 20 s, then a trainer host until its ranks start again."""
     assert all("default" not in host.routes() for host in three), "nothing outside is reachable"
     settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=30")
-    more = ("supervision.max_restarts=6", "rollout.keep_records=true")
-    with cluster_run(three, tmp_path, *settings, *more) as run:
+    with cluster_run(three, tmp_path, *settings, "supervision.max_restarts=6") as run:
         run.wait_for(lambda: len(run.rows()) >= 3)
         members = run.members()
         secrets = [(run.dir.endpoints.folder / name).read_text() for name in ("token", "ray-token")]
@@ -183,8 +187,7 @@ def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path:
 def test_a_trainer_that_hangs_is_started_again(three: list[Host], tmp_path: Path) -> None:
     """All ranks are stopped: nobody among them notices, and their nodes have to end them."""
     settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=15")
-    more = ("supervision.max_restarts=6", "rollout.keep_records=true")
-    with cluster_run(three, tmp_path, *settings, *more) as run:
+    with cluster_run(three, tmp_path, *settings, "supervision.max_restarts=6") as run:
         run.wait_for(lambda: len(run.rows()) >= 3)
         before, ranks = incarnation(run), ranks_of(run)
         assert len(ranks) == 2
@@ -233,7 +236,8 @@ def check_rows(run: ClusterRun) -> None:
     for name in ("routing/replay_cover_frac", "keep/cover_frac"):
         assert {row[name] for row in rows} == {1.0}
     assert len({row["version"].split(".")[0] for row in rows}) >= 2
-    check_history(run, trained_groups(run))
+    assert sum(row["async/dropped_lost_groups"] for row in rows) == 0, "a live blob was deleted"
+    check_history(run, run.trained.groups(rows))
 
 
 @pytest.mark.full

@@ -40,6 +40,7 @@ class Bench:
         self.run = RunDir(root / "run")
         self.run.create()
         self.store = BlobStore(root / "blobs", "n0")
+        self.spoiled = ""  # URI of the damaged blob
         self.config = Config(
             run=RunConfig(name="run", steps=STEPS),
             model=ModelConfig(path=str(model)),
@@ -59,7 +60,7 @@ class Bench:
         spoil: int = -1,
         fleets: Mapping[int, SetEngines] | None = None,
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
-        """Run the trainer until `until`; the plan of step `spoil` has a missing blob."""
+        """Run the trainer until `until`; the plan of step `spoil` has a damaged blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
         controller = FakeController(TOKEN, plans, fleets, Path(self.config.model.path))
         arguments = ["--incarnation", str(incarnation)]
@@ -72,7 +73,10 @@ class Bench:
             return None
         plan = make_plan(self.store, seed=step, step=step, dp_size=2)
         if step == spoil:
-            self.store.delete(plan.groups[0].rollouts()[0].routing[0].ids.uri)
+            self.spoiled = plan.groups[0].rollouts()[0].routing[0].ids.uri
+            path = self.store.root / self.spoiled.rpartition("/")[2]
+            data = path.read_bytes()
+            path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
         return replace(plan, version=PolicyVersion(incarnation, step))
 
 
@@ -146,6 +150,7 @@ def test_resume_continues_exactly_and_publishes_first(
     assert done.returncode == 0, done.stderr[-4000:]
     assert resumed.hello.version == PolicyVersion(1, 2)
     assert resumed.hello.consumed == ((0, 2), (1000, 1002))
+    assert resumed.hello.begins == (PolicyVersion(0, 0), PolicyVersion(1, 2))
     assert resumed.engines[0].versions[0] == PolicyVersion(1, 2)
     assert [step.step for step in resumed.steps] == [2, 3]
     for before, after in zip(whole.steps[2:], resumed.steps, strict=True):
@@ -161,5 +166,7 @@ def test_a_failing_rank_ends_the_trainer_with_its_cause(tmp_path: Path, model: P
     assert done.returncode != 0
     assert len(controller.steps) == 1, done.stderr[-3000:]
     assert controller.failed
-    assert any("blob://n0/" in failed.cause for failed in controller.failed)
+    assert any(bench.spoiled in failed.cause for failed in controller.failed)
+    assert bench.spoiled in {failed.blob for failed in controller.failed}, "it is not named"
+    assert {failed.blob for failed in controller.failed} <= {bench.spoiled, ""}
     assert "blob://n0/" in done.stderr

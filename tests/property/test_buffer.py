@@ -50,7 +50,7 @@ def group(group_id: int, step: int) -> EpisodeGroup:
     seed=st.integers(0, 2**32),
 )
 def test_any_schedule(batch: int, max_lag: int, depth: int, selection: str, seed: int) -> None:
-    """A random interleaving of start, finish, fail, plan and publish for 12 steps."""
+    """A random interleaving of start, finish, fail, plan, unplan and publish for 12 steps."""
     choices = random.Random(seed)
     buffer = GroupBuffer(batch, max_lag, depth, selection=selection)
     engine_step, running, trained = 0, {}, []
@@ -73,7 +73,10 @@ def test_any_schedule(batch: int, max_lag: int, depth: int, selection: str, seed
             step = buffer.next_step
             buffer.evict_stale()
             taken = buffer.pop()
-            if taken is not None:
+            if taken is not None and choices.random() < 0.15:  # a record of it is damaged
+                buffer.unplan(step, taken)
+                assert buffer.evict(lambda g, bad=taken[-1]: g is bad) == taken[-1:]
+            elif taken is not None:
                 assert len(taken) == batch
                 assert all(0 <= step - g.oldest.step <= max_lag for g in taken)
                 if depth == 0:

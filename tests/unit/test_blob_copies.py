@@ -124,12 +124,12 @@ def test_damaged_files_hold_no_copies(world: World, how: str) -> None:
 def test_who_looks_for_blobs_finds_their_copies(world: World, how: str) -> None:
     uri, other = world.ref.uri, f"blob://{world.server.node}/b"
     path = world.ship()
-    assert world.reader.find([uri, other]) == Found({other}, set())
+    assert world.reader.find({uri: 1, other: 1}) == Found({other}, set())
     world.lose(how)
-    assert world.reader.find([uri, other]) == Found({other}, {uri})
-    assert world.read_with(None).find([uri, other]) == Found({uri, other}, set())
+    assert world.reader.find({uri: 1, other: 1}) == Found({other}, {uri})
+    assert world.read_with(None).find({uri: 1, other: 1}) == Found({uri, other}, set())
     path.unlink()
-    assert world.reader.find([uri]) == Found({uri}, set()), "it went with its group"
+    assert world.reader.find({uri: 1}) == Found({uri}, set()), "it went with its group"
 
 
 def test_files_come_and_go(world: World) -> None:
@@ -168,7 +168,7 @@ def test_it_is_said_once_for_a_node(world: World, caplog: pytest.LogCaptureFixtu
         world.lose()
         for _ in range(3):
             world.reader.read_runs(world.ref, RUNS)
-            world.reader.find([world.ref.uri])
+            world.reader.find({world.ref.uri: 1})
     assert len(responses()) == 1
     assert world.server.node in responses()[0]
 
@@ -181,7 +181,7 @@ def test_a_node_that_is_passed_over_serves_what_has_no_copy(world: World) -> Non
     world.server = RangeServer(world.node, host, int(port), TOKEN)
     (fresh,) = world.at_node().seal("b", [ARRAY])
     assert (world.reader.load(fresh) == ARRAY).all()
-    assert world.reader.find([world.ref.uri, fresh.uri]).gone == set()
+    assert world.reader.find({world.ref.uri: 1, fresh.uri: 1}).gone == set()
 
 
 def test_half_written_files_are_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_readers_on_several_nodes_know_the_copies_of_shared_runs(tmp_path: Path)
     for durability, expected in (("shared", Found(set(), {lost})), ("node", Found({lost}, set()))):
         config = resolve(load_config("quickstart", (*HOSTS, f"rollout.durability={durability}")))
         check(config, starts=False)
-        assert cluster_reader(config, run, "t").find([lost]) == expected
+        assert cluster_reader(config, run, "t").find({lost: 3}) == expected
 
 
 def test_any_part_of_a_recipe_is_replaced_on_the_command_line() -> None:

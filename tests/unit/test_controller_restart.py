@@ -16,7 +16,6 @@ from moerl.messages import (
     AskEngine,
     CommitUpdate,
     EngineHolds,
-    Hello,
     Ok,
     Plan,
     StepDone,
@@ -27,7 +26,7 @@ from moerl.messages import (
 )
 from moerl.serialization import decode, encode
 from moerl.types import PolicyVersion
-from tests.unit.test_controller import StubEngine, make, publish, running, train
+from tests.unit.test_controller import StubEngine, hello, make, publish, running, train
 
 
 def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):
@@ -176,7 +175,7 @@ def test_trained_groups_wait_for_the_checkpoint_that_holds_them(
             first = {g.group_id for p in plans for g in p.groups if g.newest.step == 0}
             assert set(controller.context.batches.trained) == first
             asked = len(engine.requests)
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
+            await controller.handle(hello(PolicyVersion(1, 0)))
             await publish(controller, PolicyVersion(1, 0))
             assert set(await at_step(controller, 0)) == set(sorted(first)[:2])
             again = {int(r.rollout_id.split(".")[0]) for r in engine.requests[asked:]}
@@ -221,7 +220,7 @@ def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> N
         commit = CommitUpdate(0, target, 1.0)
         first, _ = make(tmp_path, engine)
         tasks = asyncio.create_task(first.run())
-        await first.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+        await first.handle(hello(PolicyVersion(0, 0)))
         await first.handle(verify)
         if died == "after it":
             await first.handle(commit)

@@ -360,7 +360,7 @@ def test_a_new_controller_finds_no_calls_and_no_records_of_the_one_before(play: 
         waits = asyncio.create_task(host.generate([ask("4.0")]))  # for an update to end
         await asyncio.sleep(0.02)
         kept = known.routing.ids.uri
-        await host.forget([kept, "blob://elsewhere/5.0"])
+        await host.forget([kept, "blob://elsewhere/5.0"], life=1)
         host._health.admit.set()
         for call in (late, waits):
             with pytest.raises(EngineError, match="its controller is gone"):

@@ -47,7 +47,7 @@ class Hung(StubEngine):
     async def interrupt(self) -> None:
         await self._maybe()
 
-    async def forget(self, kept: Sequence[str] | None) -> None:
+    async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         await self._maybe()
 
 

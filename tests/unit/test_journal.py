@@ -91,7 +91,7 @@ def ids(groups: list[EpisodeGroup]) -> list[int]:
 
 def some_history(world: World) -> None:
     """Steps 0 and 1 trained, 2 planned; 6 is ready, 7 given up."""
-    world.journal.began(START, 2, ())
+    world.journal.began((START,), 2, ())
     world.admit(0, 1, 2, 3, 4, 5, 6)
     for step in range(3):
         world.journal.planned(step, [2 * step, 2 * step + 1])
@@ -128,7 +128,7 @@ def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
 def test_a_new_trainer_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
     world = World(tmp_path)
     some_history(world)
-    world.journal.began(PolicyVersion(1, 0), 2, ())
+    world.journal.began((START, PolicyVersion(1, 0)), 2, ())
     past = world.open()
     assert ids(past.ready) == [0, 4, 5, 6], "1, 2 and 3 have no header any more"
     assert past.consumed == set()
@@ -147,7 +147,7 @@ def test_a_checkpoint_prunes(tmp_path: Path) -> None:
 
 def test_disk_use_is_bounded(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.journal.began(START, 1, ())
+    world.journal.began((START,), 1, ())
     sizes = []
     for step in range(400):
         world.admit(step)
@@ -164,7 +164,7 @@ def test_disk_use_is_bounded(tmp_path: Path) -> None:
 def test_what_a_step_writes_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """Every second group is given up, and no checkpoint is ever saved."""
     world = World(tmp_path)
-    world.journal.began(START, 1, ())
+    world.journal.began((START,), 1, ())
     for step in range(100):
         world.admit(2 * step)
         world.journal.planned(step, [2 * step])
@@ -173,7 +173,7 @@ def test_what_a_step_writes_does_not_grow_with_the_run(tmp_path: Path) -> None:
     assert world.journal._query("select count(*) from groups").fetchone() == (0,)
     lengths = "select max(length(body)), max(length(bits)) from facts, pages"
     before = world.journal._query(lengths).fetchone()
-    world.journal.began(PolicyVersion(0, 100), 1, ranges(range(0, 100_000, 2)))
+    world.journal.began((START, PolicyVersion(0, 100)), 1, ranges(range(0, 100_000, 2)))
     world.journal.done(100, kept=[])
     body, bits = world.journal._query(lengths).fetchone()
     assert bits == before[1]
@@ -194,7 +194,7 @@ def test_groups_that_left_are_generated_again(tmp_path: Path) -> None:
 def test_a_torn_log_is_cut(tmp_path: Path, keep: float) -> None:
     """The write-ahead log loses its end: what was committed before is all there."""
     world = World(tmp_path)
-    world.journal.began(START, 1, ())
+    world.journal.began((START,), 1, ())
     world.admit(*range(20))
     log = world.database.with_name(world.database.name + "-wal")
     copy = World(tmp_path / "copy")
@@ -209,7 +209,7 @@ def test_a_torn_log_is_cut(tmp_path: Path, keep: float) -> None:
     count = len(past.ready)
     assert ids(past.ready) == list(range(count)), "a group in the middle is missing"
     assert keep < 0.5 or count > 0
-    copy.journal.began(START, 1, ())
+    copy.journal.began((START,), 1, ())
     copy.admit(*range(20, 23))
     assert len(copy.open().ready) == count + 3
 
@@ -253,7 +253,7 @@ def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
         assert {step: ids(groups) for step, groups in past.planned.items()} == {2: [4, 5]}
     if how in ("facts", "not a database"):
         assert past.ready == [], "nobody knows which tokens are legal"
-    world.journal.began(PolicyVersion(1, 0), 2, ())
+    world.journal.began((START, PolicyVersion(1, 0)), 2, ())
     world.admit(100)
     again = world.open()
     assert again.is_whole
@@ -297,7 +297,7 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
     reader = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=0.3, copies=folder)
     journal = Journal(tmp_path / "a", reader, SharedGroups(folder))
     journal.load()
-    journal.began(START, 2, ())
+    journal.began((START,), 2, ())
     groups = {group_id: group_of(group_id, engine) for group_id in (4, 5)}
     for group in groups.values():
         journal.share(group)
@@ -342,7 +342,7 @@ def test_shipped_files_go_with_their_groups(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / ".10.group").exists()
     world.journal.share(group_of(12, world.blobs))
     world.journal.dropped(12)
-    world.journal.began(PolicyVersion(1, 0), 2, ((4, 5),))
+    world.journal.began((START, PolicyVersion(1, 0)), 2, ((4, 5),))
     assert world.segments.held() == {11}
 
 

@@ -83,7 +83,7 @@ def test_a_journal_keeps_them_apart(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path / "blobs", "n")
     journal = Journal(tmp_path / "journal", blobs)
     journal.load()
-    journal.began(V0, 1, ())
+    journal.began((V0,), 1, ())
     rollouts = [make_rollout(blobs, f"1.{i}", 2, 3, versions=(V0,)) for i in range(4)]
     early = replace(group(1, rollouts[:2], [0.0, 1.0]), group_id=1)
     late = replace(group(1, rollouts[2:], [1.0, 4.0]), group_id=~1, peers=(0.0, 1.0))

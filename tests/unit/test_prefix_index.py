@@ -13,9 +13,9 @@ import pytest
 from moerl.config.schema import RolloutConfig
 from moerl.controller.engine_pool import CHUNK, PrefixIndex
 from moerl.errors import RecordError
-from moerl.messages import Hello, Ok
+from moerl.messages import Ok
 from moerl.types import GenerateRequest, PolicyVersion, Prompt, Segment
-from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
+from tests.unit.test_controller import CONFIG, StubEngine, hello, make, running, train
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 LONG = tuple(range(3 * CHUNK + 7))
@@ -67,7 +67,7 @@ async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutC
     config = replace(CONFIG, rollout=rollout)
     controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
     controller.producer.prompts = Repeating()
-    assert await controller.handle(Hello("t", 1, 1, V0, ())) == Ok()
+    assert await controller.handle(hello(V0)) == Ok()
     tasks = asyncio.create_task(controller.run())
     wanted = 2 * rollout.groups_per_step * rollout.group_size  # as many as the lag allows
     async with asyncio.timeout(20):

@@ -27,12 +27,12 @@ from moerl.launch.cluster.node_commands import node_commands, torchrun
 from moerl.launch.cluster.slurm_job import plan as slurm_plan
 from moerl.launch.prepare import _check_ref_models
 from moerl.layout import model_spec
-from moerl.messages import Hello, Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
+from moerl.messages import Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
 from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_store import BlobStore
 from moerl.types import BatchPlan, PolicyVersion, RefScores, Rollout
 from tests.helpers.random_rollouts import group, make_rollout
-from tests.unit.test_controller import CONFIG, StubEngine, make, publish, running, train
+from tests.unit.test_controller import CONFIG, StubEngine, hello, make, publish, running, train
 
 OWN = (
     "deepseek-v32",
@@ -89,7 +89,7 @@ def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
             return [group.group_id for group in reply.plan.groups]
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(hello(PolicyVersion(0, 0)))
             asking = asyncio.create_task(controller.handle(TakePlan(0, 60.0, 0)))
             await asyncio.sleep(0.05)
             assert not asking.done(), "a plan leaves with its scores, or not at all"
@@ -175,7 +175,7 @@ def test_scores_that_do_not_fit_are_refused(
         controller, _ = make(tmp_path, StubEngine(), config)
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(hello(PolicyVersion(0, 0)))
             reply = await controller.handle(TakeRecords(0, 1, 5.0))
             assert isinstance(reply, Plan)
             scored = scores_of(reply.plan, config)
@@ -194,7 +194,7 @@ def test_a_plan_that_nobody_scores_is_an_error_in_time(tmp_path: Path) -> None:
         controller, _ = make(tmp_path, StubEngine(), with_ref_models(tmp_path))
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(hello(PolicyVersion(0, 0)))
             with pytest.raises(ProtocolError, match="not scored by the reference ranks"):
                 await controller.handle(TakePlan(0, 0.3, 0))
 

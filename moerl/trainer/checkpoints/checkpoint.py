@@ -56,6 +56,7 @@ class Progress:
     version: PolicyVersion  # weights in the checkpoint; version.step optimizer steps are inside
     consumed: Ranges  # group ids trained so far
     metrics_rows: int  # rows of metrics.jsonl in the surviving history
+    begins: tuple[PolicyVersion, ...] = ()  # first version of each trainer that led to the weights
 
 
 def save(
@@ -106,6 +107,8 @@ def load(
         version=PolicyVersion(**progress["version"]),
         consumed=_ranges_of(progress["consumed"]),
         metrics_rows=progress["metrics_rows"],
+        # a checkpoint of an earlier format does not tell
+        begins=tuple(PolicyVersion(**one) for one in progress.get("begins", ())),
     )
 
 

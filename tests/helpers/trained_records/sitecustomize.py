@@ -1,0 +1,85 @@
+"""Copies the records of each trained step, before the controller deletes them.
+
+Python imports a module of this name at its start when its folder is on PYTHONPATH, so a test needs
+no setting of the run (`rollout.keep_records` would switch deletion off).  `MOERL_TEST_TRAINED`
+names the folder; below it, for each run:
+
+    RUN/INCARNATION/step-N.msgpack   groups of a step, as with rollout.keep_records
+    RUN/blobs/NAME                   their blobs, unchanged
+    RUN/unnamed.jsonl                after each step: blobs in the store, and those without a group
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = os.environ.get("MOERL_TEST_TRAINED", "")
+HOOKED = "moerl.controller.trainer_handler"
+
+
+class Finder(MetaPathFinder):
+    """Finds the module as ever, and changes it once it is loaded."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != HOOKED:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            hook(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def hook(module: ModuleType) -> None:
+    kept = module.TrainerHandler._keep_records
+
+    def keep(self, step: int, groups: list) -> None:  # type: ignore[no-untyped-def]
+        kept(self, step, groups)
+        copy(self, step, groups)
+
+    module.TrainerHandler._keep_records = keep
+
+
+def copy(handler, step: int, groups: list) -> None:  # type: ignore[no-untyped-def]
+    from moerl.controller.rollout_builder import group_uris
+    from moerl.serialization import encode_value
+
+    run, blobs = Path(FOLDER) / handler._config.run.name, handler._services.blobs
+    folder = run / str(handler._pool.incarnation)
+    for made in (folder, run / "blobs"):
+        made.mkdir(parents=True, exist_ok=True)
+    for uri in group_uris(*groups):
+        (run / "blobs" / uri.rpartition("/")[2]).write_bytes(blobs.read(uri))
+    (folder / f"step-{step:06d}.msgpack").write_bytes(encode_value(groups))
+    with (run / "unnamed.jsonl").open("a") as file:
+        file.write(json.dumps(left(handler, blobs)) + "\n")
+
+
+def left(handler, blobs) -> dict[str, object]:  # type: ignore[no-untyped-def]
+    """Blobs in the store of this machine, and the names of those that no group refers to."""
+    from moerl.controller.rollout_builder import group_uris
+
+    partials = (*handler._producer.partials(), *handler._scoring_stage.partials())
+    uris = group_uris(*handler._availability.trainable())
+    uris = uris.union(*(partial.blob_uris() for partial in partials))
+    there = {path.name for path in blobs.root.iterdir()} if blobs.node else set()
+    named = {uri.rpartition("/")[2] for uri in uris}
+    return {"there": len(there), "unnamed": sorted(there - named)}
+
+
+if FOLDER:
+    sys.meta_path.insert(0, Finder())
