@@ -41,7 +41,7 @@ import numpy as np
 import psutil
 
 from moerl.config.schema import ClusterConfig
-from moerl.launch.prepare import outside_name
+from moerl.launch.prepare import outside_folder
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
 from moerl.trace import read_spans
@@ -151,7 +151,7 @@ class Watch:
     def _sizes(self) -> dict[str, int]:
         names = ("journal", "checkpoints", "logs", "trace")
         sizes = {name: size_of(self.run.root / name) for name in names}
-        sizes["blobs"] = size_of(Path(ClusterConfig().blob_dir) / outside_name(self.run))
+        sizes["blobs"] = size_of(outside_folder(ClusterConfig().blob_dir, self.run))
         return sizes | {"metrics": self.run.metrics.stat().st_size}
 
     def _held(self, pids: dict[str, int]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
+from moerl.private_dir import private_dir, user_dir
 from moerl.run_dir import RunDir, next_incarnation, read_manifest
 
 
@@ -46,13 +47,13 @@ def prepare(
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
     incarnation = next_incarnation(run, resume=resume)
-    own = outside_name(run)
-    journal_dir = (
-        Path(config.rollout.journal_dir) / own if config.rollout.journal_dir else run.journal
-    )
+    outside = config.rollout.journal_dir
+    journal_dir = outside_folder(outside, run) if outside else run.journal
     _refuse_network(journal_dir)
     keeps = config.rollout.keep_records
-    blob_dir = run.records / "blobs" if keeps else Path(config.cluster.blob_dir) / own
+    blob_dir = run.records / "blobs" if keeps else outside_folder(config.cluster.blob_dir, run)
+    private_dir(journal_dir, "rollout.journal_dir")
+    private_dir(blob_dir, "cluster.blob_dir")
     if not resume:  # left by a removed run of the same name
         for folder in (journal_dir, run.journal, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
@@ -96,9 +97,10 @@ def _check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
         )
 
 
-def outside_name(run: RunDir) -> str:
-    """Name of this run's folders outside its directory: unique per run, equal at every start."""
-    return f"moerl-{xxhash.xxh3_64_hexdigest(str(run.root.resolve()).encode())}"
+def outside_folder(base: str, run: RunDir) -> Path:
+    """This run's folder outside its directory: unique per run, equal at every start."""
+    name = xxhash.xxh3_64_hexdigest(str(run.root.resolve()).encode())
+    return user_dir(Path(base)) / name
 
 
 def _refuse_network(folder: Path) -> None:

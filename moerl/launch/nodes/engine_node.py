@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -67,7 +68,6 @@ def main() -> int:
 def _join(run: RunDir, args: argparse.Namespace) -> int:
     """Offer this node to the run's Ray until either ends.  Raises MoerlError."""
     address, token = run.endpoints.read_ray(args.wait_s)
-    scratch = Path(f"/tmp/moerl-engine-{os.getpid()}")
     config, mine = load_saved(run.config), []
     node = None if args.index is None else nth(_engine_nodes(config), args.index, "engine")
     offer = (
@@ -75,6 +75,7 @@ def _join(run: RunDir, args: argparse.Namespace) -> int:
         if node is None
         else (slots(config, node), gpus(node))
     )
+    scratch = Path(tempfile.mkdtemp(prefix="moerl-ray-", dir="/tmp"))  # short: it holds sockets
     child = subprocess.Popen(
         _command(config, offer, address, scratch),
         env=_environment(token),
