@@ -46,14 +46,8 @@ def prepare(
     _, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
+    journal_dir, blob_dir = _folders(config, run)
     incarnation = next_incarnation(run, resume=resume)
-    outside = config.rollout.journal_dir
-    journal_dir = outside_folder(outside, run) if outside else run.journal
-    _refuse_network(journal_dir)
-    keeps = config.rollout.keep_records
-    blob_dir = run.records / "blobs" if keeps else outside_folder(config.cluster.blob_dir, run)
-    private_dir(journal_dir, "rollout.journal_dir")
-    private_dir(blob_dir, "cluster.blob_dir")
     if not resume:  # left by a removed run of the same name
         for folder in (journal_dir, run.journal, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
@@ -70,7 +64,7 @@ def prepare(
         blob_dir=blob_dir,
         journal_dir=journal_dir,
         checkpoint=checkpoint,
-        records=run.records / f"{incarnation}" if keeps else None,
+        records=run.records / f"{incarnation}" if config.rollout.keep_records else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
     spec = plan.spec()  # raises for an unknown family before anything starts
@@ -80,6 +74,16 @@ def prepare(
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)
     return plan
+
+
+def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:
+    """Folders of the journal and of the records, made.  Raises ConfigError when others own them."""
+    outside, keeps = config.rollout.journal_dir, config.rollout.keep_records
+    journal_dir = outside_folder(outside, run) if outside else run.journal
+    _refuse_network(journal_dir)
+    blob_dir = run.records / "blobs" if keeps else outside_folder(config.cluster.blob_dir, run)
+    private_dir(journal_dir, "rollout.journal_dir")
+    return journal_dir, private_dir(blob_dir, "cluster.blob_dir")
 
 
 def _check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
