@@ -37,7 +37,7 @@ class Hello:
     plans them again.
     """
 
-    token: str  # the run's random token
+    token: str = field(repr=False)  # the run's random token
     world_size: int
     dp_size: int
     version: PolicyVersion  # current weights of the trainer

@@ -74,7 +74,7 @@ def _refuse_planted(folder: Path, field: str) -> None:
     """In a folder that everybody can write to, only root's and our own entries are trusted."""
     try:
         entry, parent = folder.lstat(), folder.parent.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     if parent.st_mode & stat.S_IWOTH and entry.st_uid not in (0, os.geteuid()):
         raise _foreign(folder, entry.st_uid, field)

@@ -99,7 +99,7 @@ class RunDir:
                 folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                "run.root", str(self.root.parent), f"{folder} cannot be made: {error.strerror}"
+                "run.root", str(self.root.parent), f"{self.root} cannot be made: {error.strerror}"
             ) from error
 
     def checkpoint(self, step: int) -> Path:

@@ -15,6 +15,7 @@ from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local
 from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_resume
+from moerl.config.secret_values import refuse_hidden
 from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
@@ -34,6 +35,7 @@ def prepare(
     """
     config = resolve(config)
     check(config)
+    refuse_hidden(config)
     check_args(config.engine.args, replay=config.replay.routing == "R3")
     if reset_optimizer and not is_local(config.cluster):
         raise ConfigError(

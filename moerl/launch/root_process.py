@@ -9,11 +9,13 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moerl.config.load import load_config, load_saved
-from moerl.errors import MoerlError
+from moerl.config.schema import Config
+from moerl.errors import ConfigError, MoerlError
 from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent
 
 
@@ -38,16 +40,27 @@ def _run(request: dict[str, Any]) -> int:
         "RAY_AUTH_MODE": "token",
         "RAY_worker_niceness": "0",  # default 15, inherited by servers: engines would be slow
     }
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # cluster.ray: given
+    resume, scratch = bool(request["resume"]), Path(request["scratch"])
+    if resume:
+        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
+    else:
+        config = load_config(request["recipe"], request["overrides"])
+    os.environ["RAY_AUTH_TOKEN"] = ray_token(config, os.environ)
     from moerl.launch.train import train
 
-    scratch = Path(request["scratch"])
-    if request["resume"]:
-        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
-        reset = request["reset_optimizer"]
-        return train(config, resume=True, reset_optimizer=reset, scratch=scratch)
-    config = load_config(request["recipe"], request["overrides"])
-    return train(config, resume=False, scratch=scratch)
+    reset = resume and request["reset_optimizer"]
+    return train(config, resume=resume, reset_optimizer=reset, scratch=scratch)
+
+
+def ray_token(config: Config, environment: Mapping[str, str]) -> str:
+    """A token of this start, or of the running Ray cluster that the run joins."""
+    if not config.cluster.ray:
+        return secrets.token_hex(32)
+    if not environment.get("RAY_AUTH_TOKEN"):
+        raise ConfigError(
+            "cluster.ray", config.cluster.ray, "the environment needs RAY_AUTH_TOKEN, its token"
+        )
+    return environment["RAY_AUTH_TOKEN"]
 
 
 if __name__ == "__main__":
