@@ -94,12 +94,11 @@ class RunDir:
         """
         refuse_planted(self.root, "run.root")
         try:
-            self.root.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.root, self.checkpoints, self.logs, self.trace):
-                folder.mkdir(mode=0o700, exist_ok=True)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                "run.root", str(self.root.parent), f"{self.root} cannot be made: {error.strerror}"
+                "run.root", str(self.root.parent), f"{folder} cannot be made: {error.strerror}"
             ) from error
 
     def checkpoint(self, step: int) -> Path:
