@@ -131,6 +131,14 @@ def test_a_parent_of_another_user_is_refused(shared: Path, of_a_stranger: Plant)
     assert refusal.value.value == str(parent)
 
 
+def test_a_folder_of_another_user_in_a_folder_of_ours_is_refused(
+    tmp_path: Path, of_a_stranger: Plant
+) -> None:
+    planted = of_a_stranger(folder_of(tmp_path / "run", 0o700))
+    with pytest.raises(ConfigError, match="belongs to"):
+        private_dir(planted, "cluster.blob_dir")
+
+
 def test_a_folder_that_others_could_write_is_refused(shared: Path) -> None:
     planted = folder_of(shared / "run", 0o770)
     with pytest.raises(ConfigError, match=r"other users can write to it \(mode 0770\)"):

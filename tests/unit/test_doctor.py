@@ -194,5 +194,9 @@ def test_words_reach_remotes_that_pass_them_on(ward: Ward) -> None:
         cluster = replace(ward.config.cluster, remote=remote)
         command = on_node(replace(ward.config, cluster=cluster), node, ["-m", "a b"])
         assert command == [*remote.replace("{host}", "host-0").split(), sys.executable, "-m", "a b"]
+    cluster = replace(ward.config.cluster, remote="ssh -p 22 {host}")
+    command = on_node(replace(ward.config, cluster=cluster), node, ["-m", HOSTILE])
+    assert command[:-1] == ["ssh", "-o", "BatchMode=yes", "-p", "22", "host-0"]
+    assert shlex.split(command[-1]) == [sys.executable, "-m", HOSTILE]
     with pytest.raises(ConfigError, match="an option is no address"):
         on_node(ward.config, replace(node, address="-oProxyCommand=touch ran"), [])
