@@ -15,7 +15,7 @@ from typing import Any
 
 from moerl.config.load import load_config, load_saved
 from moerl.config.schema import Config
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import ConfigError, MoerlError, printable
 from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     try:
         return _run(request)
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
 
 

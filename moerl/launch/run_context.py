@@ -148,7 +148,9 @@ class RunContext:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self.model_path, trust_remote_code=False
+            )
         return self._tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import Node, nodes, placement
 from moerl.config.load import load_saved
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import ConfigError, MoerlError, printable
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, slots_of
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         _one_line_each(rest)
         lines = options(rest) if what == "options" else plan(rest[1], rest[3:])
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         return 2
     print("\n".join(lines))
     return 0

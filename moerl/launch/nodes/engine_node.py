@@ -27,7 +27,7 @@ from moerl.config import Config
 from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
 from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent, end_descendants
@@ -61,7 +61,7 @@ def main() -> int:
     try:
         return _join(run, args)
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from moerl import cli
 from moerl.config import load_config, save_config
 from moerl.config.load import load_saved
-from moerl.config.schema import Config
+from moerl.config.schema import Config, EngineConfig
 from moerl.config.secret_values import HIDDEN, hide_override, hide_value, refuse_hidden
+from moerl.data.tasks import load_tokenizer
 from moerl.engine.host import EngineContext
+from moerl.engine.server_args import server_args
 from moerl.errors import ConfigError
 from moerl.launch.root_process import ray_token
 from moerl.launch.run_context import RunContext
@@ -32,6 +35,21 @@ def configured() -> Config:
     words = [f"cluster.environment.{name}={SECRET}" for name in NAMES]
     words += [f"cluster.environment.https_proxy=http://me:{SECRET}@proxy:3128"]
     return load_config("quickstart-smoke", [*words, "cluster.environment.NCCL_DEBUG=INFO"])
+
+
+def run_context(config: Config, run: RunDir, folder: Path) -> RunContext:
+    return RunContext(
+        config=config,
+        run=run,
+        model_path=folder,
+        hf_config={},
+        token=SECRET,
+        incarnation=0,
+        node="local",
+        blob_dir=folder,
+        checkpoint=None,
+        records=None,
+    )
 
 
 def test_files_of_a_run_hide_them_and_a_resume_has_them(tmp_path: Path) -> None:
@@ -112,18 +130,7 @@ def test_refusals_do_not_show_them() -> None:
 
 def test_objects_do_not_print_tokens(tmp_path: Path) -> None:
     config, run = configured(), RunDir(tmp_path)
-    context = RunContext(
-        config=config,
-        run=run,
-        model_path=tmp_path,
-        hf_config={},
-        token=SECRET,
-        incarnation=0,
-        node="local",
-        blob_dir=tmp_path,
-        checkpoint=None,
-        records=None,
-    )
+    context = run_context(config, run, tmp_path)
     shown = [
         config,
         context,
@@ -145,3 +152,42 @@ def test_each_start_has_a_token_of_its_own_for_ray() -> None:
     assert ray_token(joins, given) == SECRET
     with pytest.raises(ConfigError, match="the environment needs RAY_AUTH_TOKEN"):
         ray_token(joins, {})
+
+
+def test_the_last_line_moves_no_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cause may quote what a model, a data set or another process wrote."""
+
+    def fail(**_: object) -> None:
+        raise ConfigError("model.path", "x", "\x1b[2J\x1b]0;title\x07 \x9b31m\r bad \ud800\nnext")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit):
+        cli.main()
+    line = capsys.readouterr().err
+    assert line.endswith("next\n")
+    assert all(character.isprintable() or character == "\n" for character in line)
+
+
+def test_an_engine_that_runs_code_of_its_model_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(args={"trust_remote_code": True}, platform="cpu")
+    settings = {"routing": False, "version": "0.0", "port": 1, "nccl_port": 2}
+    server_args(config, Path("/models/x"), **settings)  # type: ignore[arg-type]
+    assert "trust_remote_code is set: the engine runs code of /models/x" in caplog.text
+
+
+def test_tokenizers_run_no_code_of_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to its default, transformers asks on the terminal of the run."""
+    asked: list[bool | None] = []
+
+    def from_pretrained(*_: object, trust_remote_code: bool | None = None, **__: object) -> None:
+        asked.append(trust_remote_code)
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+    load_tokenizer(tmp_path)
+    context = run_context(configured(), RunDir(tmp_path), tmp_path)
+    context.tokenizer()
+    assert asked == [False, False]
