@@ -54,7 +54,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from moerl.launch.prepare import outside_name
+from moerl.launch.prepare import outside_folder
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
 from moerl.trace import read_spans
@@ -156,7 +156,7 @@ class Soak:
         self.folder, self.disk, self.events, self.steps = folder, disk, list(events), steps
         self.draw = draw
         self.run_dir = RunDir(disk / "soak")
-        self.watch = Watch(self.run_dir, disk / outside_name(self.run_dir))
+        self.watch = Watch(self.run_dir, outside_folder(str(disk), self.run_dir))
         self.happened: Counter[str] = Counter()
         self.faults: list[str] = []
         self.ends: list[str] = []  # why the run ended before its last step

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import ConfigError, MoerlError, printable
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
 from moerl.planning import shape_commands
@@ -346,7 +346,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

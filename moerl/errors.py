@@ -98,3 +98,8 @@ class ProtocolError(MoerlError):
 def cause_of(error: BaseException) -> str:
     """One sentence for the user: our own errors unchanged, others with their type."""
     return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+
+
+def printable(text: object) -> str:
+    """For a terminal: causes hold text of others, and control characters could move its cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in str(text))

@@ -39,7 +39,7 @@ class Hello:
     from the checkpoint, because the controller's journal may be of another node.
     """
 
-    token: str  # the run's random token
+    token: str = field(repr=False)  # the run's random token
     world_size: int
     dp_size: int
     version: PolicyVersion  # current weights of the trainer

@@ -12,6 +12,7 @@ from typing import Any
 from moerl.atomic import atomic_write
 from moerl.config.json_files import read_json
 from moerl.errors import ConfigError, TrainerError
+from moerl.private_dir import private_dir, refuse_planted
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,14 @@ class RunDir:
         return self.root / "report.html"
 
     def create(self) -> None:
-        """Make the folders.  Raises ConfigError when that fails."""
+        """Make the folders, closed to other users.  Raises ConfigError when that fails.
+
+        An existing folder keeps its mode: its user may have opened it to others.
+        """
+        refuse_planted(self.root, "run.root")
         try:
             for folder in (self.root, self.checkpoints, self.logs, self.trace):
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 "run.root", str(self.root.parent), f"{folder} cannot be made: {error.strerror}"
@@ -193,8 +198,7 @@ class Endpoints:
         return self.folder / f"{job}-store.json"
 
     def _secret(self, name: str, text: str) -> None:
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        self.folder.chmod(0o700)
+        private_dir(self.folder, "run.root")
         atomic_write(self.folder / name, text, mode=0o600)
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:

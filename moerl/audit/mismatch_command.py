@@ -122,7 +122,6 @@ def score(
 
 
 def _plan(config: Config, folder: Path) -> RunContext:
-    folder.mkdir(parents=True, exist_ok=True)
     run = RunDir(folder)
     run.create()
     if not config.model.path and config.model.tiny.enabled:

@@ -22,11 +22,13 @@ from moerl.atomic import atomic_write
 from moerl.config.clusters import default_transport
 from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
+from moerl.config.secret_values import hide, hide_override, secrets_of
 from moerl.config.validate import check_keys, read_section
 from moerl.errors import ConfigError
 from moerl.resources import resource_folder
 
 CONFIG_ROOT = resource_folder("configs")
+SECRETS = "secrets.yaml"  # next to config.yaml
 PARTS = {"model": "models", "cluster": "clusters", "algorithm": "algorithms"}  # key: folder
 
 # Unlike YAML 1.1, which PyYAML follows: 1e-3 is a number, 2026-01-31 a text
@@ -50,12 +52,24 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read runs/NAME/config.yaml, written by `save_config`, with key=value overrides."""
-    return _merge([_read_yaml(path), _overrides(overrides)])
+    secret = path.with_name(SECRETS)
+    secrets = [_read_yaml(secret)] if secret.exists() else []
+    return _merge([_read_yaml(path), *secrets, _overrides(overrides)])
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration, atomically."""
-    atomic_write(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    """Write the resolved configuration, its secrets into a file of their own next to it."""
+    secret, found = path.with_name(SECRETS), secrets_of(asdict(config))
+    if found:
+        atomic_write(secret, OmegaConf.to_yaml(OmegaConf.create(found)), mode=0o600)
+    else:
+        secret.unlink(missing_ok=True)
+    atomic_write(path, printed(config), mode=0o600)
+
+
+def printed(config: Config) -> str:
+    """The resolved configuration as YAML that may be shown to others."""
+    return OmegaConf.to_yaml(OmegaConf.create(hide(asdict(config))))
 
 
 def resolve(config: Config) -> Config:
@@ -184,7 +198,11 @@ def _overrides(items: Sequence[str]) -> dict[str, Any]:
         try:
             OmegaConf.update(layer, key, yaml.load(text, _Loader))
         except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise ConfigError("override", item, _one_line(error)) from error
+            shown = hide_override(item)
+            why = (
+                _one_line(error) if shown == item else "not readable as YAML"
+            )  # it quotes the text
+            raise ConfigError("override", shown, why) from error
     return _plain(layer, resolve=False)
 
 

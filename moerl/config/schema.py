@@ -390,10 +390,11 @@ class ClusterConfig:
     ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one
     nodes: dict[str, NodeGroup] = field(default_factory=dict)
     ports: PortConfig = field(default_factory=PortConfig)
-    environment: dict[str, str] = field(default_factory=dict)  # for all processes: NCCL_*, UCX_*
+    # for all processes: NCCL_*, UCX_*; a value that is a secret: ${oc.env:WANDB_API_KEY}
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
     remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
-    kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim
+    kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim, user
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from moerl.config.bounds import LARGEST
 from moerl.config.schema import Config
+from moerl.config.secret_values import hide_value
 from moerl.errors import ConfigError
 
 T = TypeVar("T")
@@ -45,13 +46,15 @@ def check_keys(schema: Callable[..., object], layer: Mapping[str, Any], above: s
         field = f"{above}{key}"
         if key not in known:
             where = above.rstrip(".") or "the configuration"
-            raise ConfigError(field, value, f"unknown key; {where} has {', '.join(known)}")
+            shown = hide_value(field, value)
+            raise ConfigError(field, shown, f"unknown key; {where} has {', '.join(known)}")
         if is_dataclass(known[key]):
             _check_section(field, known[key], value)
             continue
         bare = _bare(known[key])
         if isinstance(value, list | dict) and get_origin(bare) is not type(value):
-            raise ConfigError(field, value, _allowed(bare))  # OmegaConf cannot merge the two
+            # OmegaConf cannot merge the two
+            raise ConfigError(field, hide_value(field, value), _allowed(bare))
         if (entry := _entry(bare)) and isinstance(value, Mapping):
             for name, one in value.items():
                 _check_section(f"{field}.{name}", entry, one)
@@ -65,7 +68,8 @@ def either(allowed: tuple[str, ...]) -> str:
 def _check_section(field: str, schema: Any, value: Any) -> None:
     if not isinstance(value, Mapping):
         names = ", ".join(_fields(schema))
-        raise ConfigError(field, value, f"it is a section of settings: {names}")
+        shown = hide_value(field, value)
+        raise ConfigError(field, shown, f"it is a section of settings: {names}")
     check_keys(schema, value, f"{field}.")
 
 
@@ -90,7 +94,7 @@ def _read(field: str, kind: Any, value: Any) -> Any:
     try:  # not strict: an environment variable that is interpolated is text
         meant = msgspec.convert(_as_meant(value, bare), bare, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(field, value, _allowed(bare)) from error
+        raise ConfigError(field, hide_value(field, value), _allowed(bare)) from error
     try:
         return msgspec.convert(meant, kind)
     except msgspec.ValidationError as error:

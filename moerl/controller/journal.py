@@ -39,6 +39,7 @@ from moerl.controller.rollout_builder import group_refs
 from moerl.controller.shared_groups import SharedGroups
 from moerl.errors import JournalError
 from moerl.id_sets import IdSet, Ranges, both, ids_of, pages_of, ranges
+from moerl.private_dir import private_dir
 from moerl.records.blob_store import BlobStore, sizes_of
 from moerl.serialization import decode_value, encode_value
 from moerl.types import EpisodeGroup, PolicyVersion
@@ -95,7 +96,7 @@ class Journal:
 
     def load(self) -> RecoveredState:
         """Open the journal, set damaged rows aside, and return its contents.  Call once, first."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private_dir(self._folder, "rollout.journal_dir")
         is_new = not self._path.exists()
         damage = ""
         try:

@@ -245,7 +245,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(f"model.path {folder} has no usable tokenizer: {first}") from error

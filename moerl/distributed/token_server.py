@@ -41,6 +41,9 @@ class ServerAddress(msgspec.Struct, frozen=True):
     port: int
     token: str
 
+    def __repr__(self) -> str:
+        return f"ServerAddress({self.host}:{self.port})"
+
 
 class TokenServer:
     """Listens on one address and serves each caller that knows the token in a thread."""

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moerl.engine import cpu_attention, cpu_experts, cpu_fp8, in_flight, update_hooks, weight_layout
+from moerl.engine import (
+    cpu_attention,
+    cpu_experts,
+    cpu_fp8,
+    in_flight,
+    open_routes,
+    update_hooks,
+    weight_layout,
+)
 
 
 class When(StrEnum):
@@ -81,6 +89,7 @@ HOOKS = (
         in_flight.return_rows,
         When.ALWAYS,
     ),
+    Hook("sglang.srt.utils.auth.decide_request_auth", "around", open_routes.decide, When.ALWAYS),
     Hook(
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "replace",

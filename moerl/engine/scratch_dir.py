@@ -10,12 +10,13 @@ Rejected: the host's process id in the folder's name (ids are reused, also acros
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moerl.errors import EngineError
@@ -61,7 +62,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove the folder and the shared memory; a second call does nothing."""
-        _remove(self.path)
+        _remove(self.path, self._owner)
         if self._owner >= 0:
             os.close(self._owner)
         self._owner = -1
@@ -71,19 +72,35 @@ def remove_abandoned(parent: Path) -> None:
     """Remove folders of this user's servers whose host is dead, and their shared memory."""
     for folder in parent.glob(SCRATCH + "*"):
         try:
-            with (folder / _OWNER).open("r+") as owner:
-                if os.fstat(owner.fileno()).st_uid != os.getuid():
-                    continue
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if owner.read(1):  # an empty file is new: its host is about to lock it
-                    _remove(folder)
-        except OSError:  # of another user, gone, or in use
+            with _opened(folder, os.O_DIRECTORY) as opened:
+                _refuse_foreign(opened)
+                with _opened(Path(_OWNER), os.O_RDWR | os.O_NONBLOCK, dir_fd=opened) as owner:
+                    _refuse_foreign(owner)
+                    fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.fstat(owner).st_size:  # an empty file: its host is about to lock it
+                        _remove(folder, owner)
+        except OSError:  # of another user, a symlink, gone, or in use
             continue
 
 
-def _remove(folder: Path) -> None:
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
-        named = json.loads((folder / _OWNER).read_text())
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _refuse_foreign(handle: int) -> None:
+    if os.fstat(handle).st_uid != os.geteuid():
+        raise PermissionError
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """owner: its lock file, which names the shared memory; -1 = it has none."""
+    try:
+        named = json.loads(os.pread(owner, os.fstat(owner).st_size, 0))
     except (OSError, ValueError):
         named = []
     for path in filter(_is_removable, map(str, named)):

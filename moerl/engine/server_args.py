@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
 import os
 import runpy
 from functools import lru_cache
@@ -17,6 +18,8 @@ from typing import Any
 from moerl.config.schema import EngineConfig
 from moerl.engine import feature_table
 from moerl.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # Arguments that another setting or this program decides.
 _OWNED: dict[str, str] = {
@@ -104,6 +107,8 @@ def server_args(
     routing: record the routed experts; version: the initial weight version.
     """
     check_args(config.args, replay=routing)
+    if config.args.get("trust_remote_code"):
+        log.warning("engine.args.trust_remote_code is set: the engine runs code of %s", model_path)
     feature_table.check_environment(os.environ)
     cuda = uses_cuda(config.platform)
     return arguments(

@@ -15,11 +15,13 @@ from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local
 from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_resume
+from moerl.config.secret_values import refuse_hidden
 from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
+from moerl.private_dir import private_dir, user_dir
 from moerl.run_dir import RunDir, next_incarnation, read_manifest
 from moerl.scoring.enforced import isolation_of
 
@@ -34,6 +36,7 @@ def prepare(
     """
     config = resolve(config)
     check(config)
+    refuse_hidden(config)
     check_args(config.engine.args, replay=config.replay.routing == "R3")
     if reset_optimizer and not is_local(config.cluster):
         raise ConfigError(
@@ -46,14 +49,8 @@ def prepare(
     _, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
+    journal_dir, blob_dir = _folders(config, run)
     incarnation = next_incarnation(run, resume=resume)
-    own = outside_name(run)
-    journal_dir = (
-        Path(config.rollout.journal_dir) / own if config.rollout.journal_dir else run.journal
-    )
-    _refuse_network(journal_dir)
-    keeps = config.rollout.keep_records
-    blob_dir = run.records / "blobs" if keeps else Path(config.cluster.blob_dir) / own
     if not resume:  # left by a removed run of the same name
         for folder in (journal_dir, run.journal, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
@@ -70,7 +67,7 @@ def prepare(
         blob_dir=blob_dir,
         journal_dir=journal_dir,
         checkpoint=checkpoint,
-        records=run.records / f"{incarnation}" if keeps else None,
+        records=run.records / f"{incarnation}" if config.rollout.keep_records else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
     spec = plan.spec()  # raises for an unknown family before anything starts
@@ -81,6 +78,16 @@ def prepare(
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)
     return plan
+
+
+def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:
+    """Folders of the journal and of the records, made.  Raises ConfigError when others own them."""
+    outside, keeps = config.rollout.journal_dir, config.rollout.keep_records
+    journal_dir = outside_folder(outside, run) if outside else run.journal
+    _refuse_network(journal_dir)
+    blob_dir = run.records / "blobs" if keeps else outside_folder(config.cluster.blob_dir, run)
+    private_dir(journal_dir, "rollout.journal_dir")
+    return journal_dir, private_dir(blob_dir, "cluster.blob_dir")
 
 
 def _check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
@@ -98,9 +105,10 @@ def _check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
         )
 
 
-def outside_name(run: RunDir) -> str:
-    """Name of this run's folders outside its directory: unique per run, equal at every start."""
-    return f"moerl-{xxhash.xxh3_64_hexdigest(str(run.root.resolve()).encode())}"
+def outside_folder(base: str, run: RunDir) -> Path:
+    """This run's folder outside its directory: unique per run, equal at every start."""
+    name = xxhash.xxh3_64_hexdigest(str(run.root.resolve()).encode())
+    return user_dir(Path(base)) / name
 
 
 def _refuse_network(folder: Path) -> None:

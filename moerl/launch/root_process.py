@@ -9,12 +9,14 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moerl.config.clusters import is_local
 from moerl.config.load import load_config, load_saved
-from moerl.errors import MoerlError
+from moerl.config.schema import Config
+from moerl.errors import ConfigError, MoerlError, printable
 from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent
 
 
@@ -25,7 +27,7 @@ def main() -> int:
     try:
         return _run(request)
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
 
 
@@ -39,19 +41,30 @@ def _run(request: dict[str, Any]) -> int:
         "RAY_AUTH_MODE": "token",
         "RAY_worker_niceness": "0",  # default 15, inherited by servers: engines would be slow
     }
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # cluster.ray: given
-    if resume := request["resume"]:
-        config = load_saved(Path(resume) / "config.yaml", request["overrides"])
+    resume, scratch = bool(request["resume"]), Path(request["scratch"])
+    if resume:
+        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
     else:
         config = load_config(request["recipe"], request["overrides"])
+    os.environ["RAY_AUTH_TOKEN"] = ray_token(config, os.environ)
     if is_local(config.cluster):
         # its setting for macOS and Windows: all of Ray listens on loopback, not on all interfaces
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     from moerl.launch.train import train
 
-    reset = bool(resume) and request["reset_optimizer"]
-    scratch = Path(request["scratch"])
-    return train(config, resume=bool(resume), reset_optimizer=reset, scratch=scratch)
+    reset = resume and request["reset_optimizer"]
+    return train(config, resume=resume, reset_optimizer=reset, scratch=scratch)
+
+
+def ray_token(config: Config, environment: Mapping[str, str]) -> str:
+    """A token of this start, or of the running Ray cluster that the run joins."""
+    if not config.cluster.ray:
+        return secrets.token_hex(32)
+    if not environment.get("RAY_AUTH_TOKEN"):
+        raise ConfigError(
+            "cluster.ray", config.cluster.ray, "the environment needs RAY_AUTH_TOKEN, its token"
+        )
+    return environment["RAY_AUTH_TOKEN"]
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class RunContext:
     run: RunDir
     model_path: Path
     hf_config: dict[str, Any]
-    token: str
+    token: str = field(repr=False)
     incarnation: int  # trainer incarnation
     node: str  # name of this node's blob store, the same at every start of the run
     blob_dir: Path
@@ -157,7 +157,9 @@ class RunContext:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self.model_path, trust_remote_code=False
+            )
         return self._tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
-from moerl.errors import MoerlError, TrainerError
+from moerl.errors import MoerlError, TrainerError, printable
 from moerl.launch.nodes.process_tree import (
     become_subreaper,
     die_with_parent,
@@ -67,7 +67,7 @@ def main() -> int:
         config = load_config(request["recipe"], request["overrides"])
         run = sft(config)
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr, flush=True)
+        print(f"moerl: {printable(error)}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("moerl: interrupted", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from moerl.config import Config, save_config
-from moerl.errors import MoerlError, cause_of
+from moerl.errors import MoerlError, cause_of, printable
 from moerl.launch.nodes.process_tree import end_descendants
 from moerl.launch.prepare import prepare
 from moerl.launch.run_context import RunContext
@@ -99,7 +99,7 @@ def _close(
     words |= {"report": run.report, "timeline (ui.perfetto.dev)": run.perfetto}
     console.close(words)
     if cause:
-        print(f"moerl: {cause}", file=err)
+        print(f"moerl: {printable(cause)}", file=err)
         if kept:
             print(f"moerl: {kept}", file=err)
         print(

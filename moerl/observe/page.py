@@ -88,7 +88,8 @@ def write_html(path: Path, page: Page) -> Path:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     html = environment.from_string(_SKELETON).render(page=page)
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, html.encode("utf-8", "replace"))  # model output may hold lone surrogates
+    data = html.encode("utf-8", "replace")  # model output may hold lone surrogates
+    atomic_write(path, data, mode=0o600)  # prompts and answers
     return path
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from moerl.config.load import printed
 from moerl.config.schema import Config
 from moerl.observe.charts import draw_timeline
 from moerl.observe.console import alerts, clock
@@ -100,7 +98,7 @@ def write_report(
             ),
             _timeline(spans),
             _samples(read_lines(run.samples)),
-            PageSection("Configuration", folded=("Resolved configuration", _yaml(config))),
+            PageSection("Configuration", folded=("Resolved configuration", printed(config))),
         ],
     )
     return write_html(run.report, page)
@@ -258,10 +256,6 @@ def _subtitle(config: Config, rows: Sequence[Row]) -> str:
 
 
 # --- body ----------------------------------------------------------------------------------------
-def _yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
-
-
 def _timeline(spans: Sequence[Span]) -> PageSection:
     """Work per process in a window around the middle of the run, and the overlap of all of it."""
     text = (

@@ -14,12 +14,12 @@ import json
 import secrets
 import shlex
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +27,8 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.clusters import Node, Placement, is_local, placement
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, NodeFacts, Request, read_facts
+from moerl.planning import lock_check
+from moerl.planning.remote_command import on_node, packed
 
 _ANSWER_S = 25.0
 _LINK_S = 25.0
@@ -34,6 +36,11 @@ _SKEW_S = 2.0
 _SHARED = "runs (shared)"
 _JOURNAL = "journal (local)"
 _BLOBS = "records (local)"
+_LOCKS = {
+    "refused": "a lock is seen on both nodes",
+    "granted": "both nodes hold the same lock",
+    "missing": "a new file is not seen there",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ def examine(config: Config) -> list[Finding]:
     rules = RULES if present else RULES[:1]  # without answers only reachability is checked
     found = [finding for rule in rules for finding in rule(config, answers)]
     if len(present) == len(answers) > 1:
+        found += _locks(config, present)
         found += _links(config, placed, present)
     return found
 
@@ -85,11 +93,12 @@ def describe(found: Sequence[Finding]) -> str:
 
 # --- asking --------------------------------------------------------------------------------------
 def _ask(config: Config, placed: Placement, node: Node) -> Answer:
-    request = json.dumps(asdict(_request(config, placed, node)))
+    request = packed(asdict(_request(config, placed, node)))
     begin = time.time()
     try:
         done = subprocess.run(
             on_node(config, node, ["-m", "moerl.launch.cluster.node_facts", request]),
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=_ANSWER_S,
@@ -104,15 +113,6 @@ def _ask(config: Config, placed: Placement, node: Node) -> Answer:
     end = time.time()
     early, late = facts.time_s - begin, facts.time_s - end
     return Answer(node, facts, "", early if early < 0 else max(0.0, late))
-
-
-def on_node(config: Config, node: Node, arguments: Sequence[str]) -> list[str]:
-    """Command that runs this Python with arguments on a node."""
-    command = [sys.executable, *arguments]
-    if is_local(config.cluster) or not config.cluster.remote:
-        return command
-    host = node.address or node.name
-    return [*shlex.split(config.cluster.remote.format(host=host)), *command]
 
 
 def _request(config: Config, placed: Placement, node: Node) -> Request:
@@ -357,6 +357,26 @@ def _present(answers: Sequence[Answer]) -> dict[str, NodeFacts]:
 
 def _list(values: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+# --- locks ---------------------------------------------------------------------------------------
+def _locks(config: Config, present: Sequence[Answer]) -> Iterator[Finding]:
+    """A lock that the first node holds in a shared folder is refused on every other node."""
+    first, *others = [answer.node for answer in present]
+    folders = {"run.root": config.run.root}
+    if config.sync.transport == "disk":
+        folders["sync.folder"] = config.sync.folder
+    for field, folder in folders.items():
+        tries = [partial(_try_lock, config, node) for node in others]
+        holder = on_node(config, first, [*lock_check.MODULE, "hold", folder])
+        for node, said in zip(others, lock_check.answers(holder, tries, _ANSWER_S), strict=True):
+            what = f"{field}: {_LOCKS.get(said, said)}"
+            remedy = "" if said == "refused" else "mount it on all nodes with flock, not localflock"
+            yield Finding("locks", f"{first.name} -> {node.name}", what, remedy)
+
+
+def _try_lock(config: Config, node: Node, path: str) -> list[str]:
+    return on_node(config, node, [*lock_check.MODULE, "try", path])
 
 
 # --- links ---------------------------------------------------------------------------------------

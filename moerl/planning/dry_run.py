@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -25,8 +24,10 @@ from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement
 from moerl.config.json_files import read_model_config
-from moerl.config.load import CONFIG_ROOT
+from moerl.config.load import CONFIG_ROOT, printed
 from moerl.config.schema import ParallelConfig, TinyModel
+from moerl.config.secret_values import hide, hide_override
+from moerl.config.validate import read_section
 from moerl.engine import feature_table
 from moerl.engine.server_args import arguments
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
@@ -57,11 +58,13 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     """
     for name, value in config.engine.args.items():
         feature_table.check(name, value, replay=config.replay.routing == "R3")
+    recipe = [hide_override(word) for word in recipe]
+    config = read_section(Config, hide(asdict(config)))
     placed, shapes = placement(config), _shapes(config)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):
         check_model_sizes(config.trainer.parallel, tp, shapes)
     sections = [
-        OmegaConf.to_yaml(OmegaConf.create(asdict(config))),
+        printed(config),
         process_table(config, placed),
         _commands(config, placed, recipe),
         _ports(config, placed),

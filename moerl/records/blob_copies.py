@@ -70,9 +70,9 @@ class CopiedBlob:
 
 def seal(path: Path, parts: Sequence[tuple[str, bytes]]) -> None:
     """Write named parts as one file; replaces a file of that name.  Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     index = msgspec.msgpack.encode([(n, len(b), xxhash.xxh3_64_hexdigest(b)) for n, b in parts])
-    with atomic_file(path, sync=True) as file:
+    with atomic_file(path, sync=True, mode=0o600) as file:
         file.write(xxhash.xxh3_64_hexdigest(index).encode())
         file.write(len(index).to_bytes(_LENGTH_BYTES, "little"))
         file.write(index)

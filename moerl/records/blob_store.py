@@ -27,6 +27,7 @@ import xxhash
 
 from moerl.atomic import atomic_file, atomic_write
 from moerl.errors import BlobError
+from moerl.private_dir import private_dir
 from moerl.types import Array, BlobRef
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class BlobStore:
     def __init__(self, root: Path, node: str) -> None:
         self.root, self.node = root, node
         self.bytes_read = 0  # bytes read from files by this object: whole chunks, and digest tables
-        root.mkdir(parents=True, exist_ok=True)
+        private_dir(root, "cluster.blob_dir")
 
     def seal(self, name: str, arrays: Sequence[Array]) -> tuple[BlobRef, ...]:
         """Write arrays as one blob and return a reference to each.
@@ -67,7 +68,7 @@ class BlobStore:
             raise BlobError(f"blob {name} is sealed already")
         refs, offset = [], 0
         try:
-            with atomic_file(target) as file:
+            with atomic_file(target, mode=0o600) as file:
                 for array in arrays:
                     data = np.ascontiguousarray(array)
                     if data.dtype.name not in _DTYPES:
@@ -162,7 +163,7 @@ class BlobStore:
         """Seal a copy made by `read`, unless the blob is as long as it.  Raises OSError."""
         target = self._path(uri)
         if not holds(target, len(data)):
-            atomic_write(target, data)
+            atomic_write(target, data, mode=0o600)
 
     def sweep(self, uris: Iterable[str]) -> int:
         """Delete all other blobs, partial ones too; returns how many.

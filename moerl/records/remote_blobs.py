@@ -37,6 +37,7 @@ import numpy as np
 
 from moerl.config.schema import Config
 from moerl.errors import BlobError
+from moerl.private_dir import private_dir
 from moerl.records.blob_copies import Copies
 from moerl.records.blob_store import (
     BlobStore,
@@ -69,7 +70,7 @@ class RangeServer:
 
     def __init__(self, root: Path, host: str, port: int, token: str) -> None:
         """Raises OSError when the port is taken."""
-        root.mkdir(parents=True, exist_ok=True)
+        private_dir(root, "cluster.blob_dir")
         handler = type("Handler", (_Handler,), {"root": root, "token": token})
         self._server = http.server.ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
@@ -186,7 +187,7 @@ class ClusterBlobs(BlobStore):
         self._passed_over: dict[str, float] = {}  # node -> time until which copies are read first
         self._told: set[str] = set()  # nodes for which this was logged
         if node:
-            root.mkdir(parents=True, exist_ok=True)
+            private_dir(root, "cluster.blob_dir")
 
     def __getstate__(self) -> tuple[Path, str, str, float, Path | None]:
         return self.root, self.node, self._token, self._timeout_s, self._folder

@@ -15,7 +15,7 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +69,7 @@ class RankContext:
 
     run: RunDir
     controller: str  # tcp://HOST:PORT
-    token: str
+    token: str = field(repr=False)
     incarnation: int
     blobs: BlobStore
     checkpoint: Path | None  # resume from here

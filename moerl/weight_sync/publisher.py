@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class SyncContext:
     layer_spec: LayerSpec
     live: Callable[[], Mapping[str, Tensor]]  # parameters by their name in megatron_tiles
     connect: Callable[[], Control]  # opens a connection to the controller
-    token: str  # token of the run
+    token: str = field(repr=False)  # token of the run
     tracer: Tracer
     on_failure: Callable[[BaseException], None]  # ends the process; called on any thread
 

@@ -43,8 +43,7 @@ from tests.helpers.session_publisher import Publisher
 pytestmark = pytest.mark.e2e
 
 TOKEN = "e2e-run-token"
-# Liveness, readiness, and a probe that samples one token; nothing of them changes or tells weights.
-OPEN_ROUTES = {"GET /health", "GET /ready", "GET /health_generate"}
+OPEN_ROUTES = {"GET /health", "GET /ready"}  # they only say that the server runs
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 TRUNCATED = SamplingParams(24, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
 FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)

@@ -1,43 +1,35 @@
-"""Stands for `ssh HOST`: runs the command here, with the faults that FAULTS names for the host.
+"""Stands for `ssh HOST WORDS...` and does what ssh does: a shell reads the words, joined by spaces.
 
-    python fake_remote.py HOST PYTHON -m MODULE ...
+    python fake_remote.py [-o OPTION]... HOST WORDS...
 
-FAULTS is a JSON file {host: {fault: value}}.  The probe itself is the real one.
+FAULTS is a JSON file {host: {fault: value}}; `remote_site` makes them in what the shell starts.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
-import time
 from pathlib import Path
+
+SITE = Path(__file__).with_name("remote_site")
 
 
 def main() -> None:
-    host, _, _, module, *rest = sys.argv[1:]
-    faults = json.loads(Path(os.environ["FAULTS"]).read_text()).get(host, {})
+    words = sys.argv[1:]
+    options = []
+    while words[0] == "-o":
+        options.append(words[1])
+        words = words[2:]
+    if "BatchMode=yes" not in options:
+        raise SystemExit("ssh: would ask for a password on the terminal")
+    host, *command = words
+    faults = json.loads(Path(os.environ["FAULTS"]).read_text(encoding="utf-8")).get(host, {})
     if faults.get("unreachable"):
         raise SystemExit("ssh: connect to host: No route to host")
-    from moerl.launch.cluster import node_facts
-
-    if skew := faults.get("skew"):
-        real = time.time
-        node_facts.time.time = lambda: real() + skew  # type: ignore[attr-defined]
-    if release := faults.get("sglang"):
-        versions = node_facts.versions
-        node_facts.versions = lambda: versions() | {"sglang": release}
-    if kind := faults.get("file_system"):
-        found = node_facts.file_system
-        node_facts.file_system = lambda folder: kind if "journal" in str(folder) else found(folder)
-    if "free" in faults:
-        node_facts.psutil.disk_usage = lambda _path: type("Usage", (), {"free": faults["free"]})
-    sys.argv = [module, *rest]
-    if module == "moerl.launch.cluster.node_facts":
-        node_facts.main()
-    else:
-        runpy.run_module(module, run_name="__main__")
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "FAKE_HOST": host}
+    os.execvp("sh", ["sh", "-c", " ".join(command)])
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -186,6 +188,21 @@ def test_truncated_and_garbled_deltas_are_refused(level: int, density: float) ->
         garbled[place] ^= 0x10
         assert refused(bytes(garbled), old)
     assert refused(packed + b"\0", old)
+
+
+@pytest.mark.parametrize("names_its_size", [True, False])
+def test_a_forged_frame_allocates_no_more_than_the_header_says(names_its_size: bool) -> None:
+    """2 KiB that would become 64 MiB; the header promises four bytes."""
+    packer = zstandard.ZstdCompressor(level=1, write_content_size=names_its_size)
+    bomb = packer.compress(bytes(2**26))
+    info = delta.DeltaInfo("full", 1, True, 4, 4, V7, V8)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DeltaError, match=r"more than 4 bytes|does not decompress"):
+            delta._unpack(info, 0, memoryview(bomb))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=150, deadline=None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import queue
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +198,22 @@ def test_a_stranger_is_sent_away_before_its_body_is_read(
         assert answer.startswith(b"HTTP/1.1 200")  # one answer, a strange name is missing
         assert answer.endswith(b'["../a"]')
     assert not reader.missing([ref.uri])
+
+
+def test_a_stranger_has_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit that is set on its connection, before a byte of it is read."""
+    limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    def handle(handler: Any) -> None:
+        limits.put(handler.connection.gettimeout())
+
+    monkeypatch.setattr(remote_blobs._Handler, "handle", handle)
+    server = RangeServer(tmp_path / "own", "127.0.0.1", 0, TOKEN)
+    with _knock(server, ""):
+        limit = limits.get(timeout=20)
+    assert limit is not None
+    assert limit <= 15
+    server.close()
 
 
 def test_a_silent_stranger_keeps_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from moerl.config import Config, load_config, resolve
+from moerl.config.clusters import placement
+from moerl.errors import ConfigError
 from moerl.planning.doctor import Finding, describe, examine
+from moerl.planning.remote_command import on_node
 
 ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "it's a {b,c} $(touch ran) ; touch ran"  # part of the tested paths
 
 
 @dataclass
@@ -29,7 +34,10 @@ class Ward:
 
     def examine(self, faults: dict[str, dict[str, object]] | None = None) -> list[Finding]:
         """faults: of host-0, which has the engine, and host-1, by number."""
-        named = {f"host-{number}": fault for number, fault in (faults or {}).items()}
+        named = {f"host-{number}": dict(fault) for number, fault in (faults or {}).items()}
+        for fault in named.values():
+            if "mount" in fault:
+                fault["mount"] = [self.config.run.root, fault["mount"]]
         self.faults.write_text(json.dumps(named))
         return examine(self.config)
 
@@ -38,35 +46,43 @@ class Ward:
 
 
 @pytest.fixture
-def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]) -> Ward:
+def ward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
+) -> Iterator[Ward]:
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
         monkeypatch.setattr(f"moerl.planning.doctor.{limit}", 250.0)
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "UCX_"))]:
         monkeypatch.delenv(name)
-    (tmp_path / "runs-journal").mkdir()
-    model = tmp_path / "model"
-    model.mkdir()
+    runs = tmp_path / HOSTILE / "runs"
+    model = tmp_path / HOSTILE / "model"
+    for folder in (runs, model):
+        folder.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     shards = {f"layer{i}": f"model-{i}.safetensors" for i in range(2)}
     for shard in shards.values():
         (model / shard).write_bytes(os.urandom(2_500_000))
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    remote = f"{sys.executable} {ROOT / 'tests/helpers/fake_remote.py'} {{host}}"
+    ssh = tmp_path / "ssh"
+    fake = shlex.join([sys.executable, str(ROOT / "tests/helpers/fake_remote.py")])
+    ssh.write_text(f'#!/bin/sh\nexec {fake} "$@"\n')
+    ssh.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # where a substitution would make its file
     config = resolve(
         load_config(
             "quickstart",
             (
-                *("cluster=hosts", "cluster.interface=lo", f"cluster.remote={remote}"),
+                *("cluster=hosts", "cluster.interface=lo", f"cluster.remote={ssh} {{host}}"),
                 *("cluster.nodes.engine.hosts=[host-0]", "cluster.nodes.trainer.count=1"),
-                *("cluster.nodes.trainer.hosts=[host-1]", f"model.path={model}"),
-                *(f"run.root={tmp_path / 'runs-journal'}", f"cluster.blob_dir={tmp_path}"),
+                *("cluster.nodes.trainer.hosts=[host-1]", f"model.path={json.dumps(str(model))}"),
+                *(f"run.root={json.dumps(str(runs))}", f"cluster.blob_dir={tmp_path}"),
                 *(f"cluster.ports.{p}={free_port()}" for p in ("controller", "ray", "blobs")),
                 f"cluster.ports.rendezvous={free_port()}",
             ),
         )
     )
-    return Ward(config, tmp_path / "faults.json", model)
+    yield Ward(config, tmp_path / "faults.json", model)
+    assert not (tmp_path / "ran").exists(), "a shell read a setting"
 
 
 def test_nothing_is_called_right_where_nobody_answers(ward: Ward) -> None:
@@ -79,7 +95,8 @@ def test_nothing_is_called_right_where_nobody_answers(ward: Ward) -> None:
 def test_a_model_without_weights_has_no_file_that_is_right(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moerl.planning.doctor._links", lambda *_: [])
+    for between in ("_links", "_locks"):
+        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
     for path in ward.model.iterdir():
         path.unlink()
     found = [finding for finding in ward.examine() if finding.check == "model"]
@@ -95,6 +112,9 @@ def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:
     links = [finding for finding in found if finding.check == "link"]
     assert [link.node for link in links] == ["engine-0 -> trainer-0", "trainer-0 -> engine-0"]
     assert all("GB/s" in link.what for link in links)
+    (lock,) = (finding for finding in found if finding.check == "locks")
+    assert lock.what == "run.root: a lock is seen on both nodes"
+    assert not list(Path(ward.config.run.root).iterdir()), "nothing is left there"
     assert "moerl doctor" in describe(found)
 
 
@@ -104,7 +124,8 @@ def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:
         ({"1": {"sglang": "0.4.1"}}, "versions", "trainer-0", "sglang 0.4.1", "install sglang"),
         ({"1": {"skew": 5000}}, "clock", "trainer-0", "+", "chrony"),
         ({"0": {"skew": -5000}}, "clock", "engine-0", "-", "chrony"),
-        ({"0": {"file_system": "nfs4"}}, "disk", "engine-0", "network file system", "of the node"),
+        ({"0": {"mount": "nfs4"}}, "disk", "engine-0", "network file system", "of the node"),
+        ({"1": {"localflock": True}}, "locks", "engine-0 -> trainer-0", "both nodes", "localflock"),
         ({"0": {"free": 1000}}, "disk", "engine-0", "0.00 GB free", "remove"),
         ({"1": {"unreachable": True}}, "answers", "trainer-0", "No route", "try by hand"),
     ],
@@ -119,6 +140,8 @@ def test_injected_faults(
     remedy: str,
 ) -> None:
     monkeypatch.setattr("moerl.planning.doctor._links", lambda *_: [])
+    if check != "locks":
+        monkeypatch.setattr("moerl.planning.doctor._locks", lambda *_: [])
     wrong = ward.wrong(faults)
     assert any(
         f.check == check and f.node == node and what in f.what and remedy in f.remedy for f in wrong
@@ -127,7 +150,8 @@ def test_injected_faults(
 
 
 def test_a_blocked_port_and_a_missing_shard(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moerl.planning.doctor._links", lambda *_: [])
+    for between in ("_links", "_locks"):
+        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
     (ward.model / "model-1.safetensors").unlink()
     with socket.create_server(("127.0.0.1", ward.config.cluster.ports.controller)):
         wrong = ward.wrong()
@@ -161,3 +185,18 @@ def test_the_command_prints_a_table_and_says_so_by_its_status(tmp_path: Path) ->
     )
     assert missing.returncode == 1
     assert "copy the file again" in missing.stdout
+
+
+def test_words_reach_remotes_that_pass_them_on(ward: Ward) -> None:
+    """srun and kubectl take words; an option in the place of an address is refused."""
+    node = placement(ward.config).nodes[0]
+    for remote in ("srun --nodelist={host}", "kubectl exec {host} --"):
+        cluster = replace(ward.config.cluster, remote=remote)
+        command = on_node(replace(ward.config, cluster=cluster), node, ["-m", "a b"])
+        assert command == [*remote.replace("{host}", "host-0").split(), sys.executable, "-m", "a b"]
+    cluster = replace(ward.config.cluster, remote="ssh -p 22 {host}")
+    command = on_node(replace(ward.config, cluster=cluster), node, ["-m", HOSTILE])
+    assert command[:-1] == ["ssh", "-o", "BatchMode=yes", "-p", "22", "host-0"]
+    assert shlex.split(command[-1]) == [sys.executable, "-m", HOSTILE]
+    with pytest.raises(ConfigError, match="an option is no address"):
+        on_node(ward.config, replace(node, address="-oProxyCommand=touch ran"), [])

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from moerl.errors import ConfigError
+from moerl.launch.cluster import slurm_job
 from moerl.launch.cluster.slurm_job import options, plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +78,13 @@ def test_nodes_of_the_allocation_get_their_roles(tmp_path: Path) -> None:
         plan("n1,n2", [*RECIPE, "--run", "a"])
 
 
+def test_a_setting_cannot_add_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script reads lines: `engine=HOST` inside a setting would be a node."""
+    words = ["plan", "--hosts", "n1", "--", *RECIPE, "run.root=a\nengine=n9", "--run", "a"]
+    assert slurm_job.main(words) == 2
+    assert "a line break cannot be passed on" in capsys.readouterr().err
+
+
 def test_the_kubernetes_manifest_follows_the_cluster_file() -> None:
     recipe = ["qwen3-30b-a3b", "cluster=kuberay", "run.root=/runs", "--run", "a"]
     done = subprocess.run(
@@ -87,8 +95,9 @@ def test_the_kubernetes_manifest_follows_the_cluster_file() -> None:
         cwd=ROOT,
         check=True,
     )
-    ray, service, job = yaml.safe_load_all(done.stdout)
-    assert [one["kind"] for one in (ray, service, job)] == ["RayCluster", "Service", "Job"]
+    ray, service, job, policy = yaml.safe_load_all(done.stdout)
+    kinds = [one["kind"] for one in (ray, service, job, policy)]
+    assert kinds == ["RayCluster", "Service", "Job", "NetworkPolicy"]
     head, (workers,) = ray["spec"]["headGroupSpec"], ray["spec"]["workerGroupSpecs"]
     assert (workers["replicas"], job["spec"]["parallelism"]) == (1, 2)
     for pod in (head["template"], workers["template"], job["spec"]["template"]):

@@ -160,6 +160,8 @@ def test_page_is_self_contained_and_well_formed(run: RunDir) -> None:
     html = report(run)
     page = Page(html)
     assert "script" not in page.tags
+    policy = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+    assert 0 < html.index(policy) < html.index("<style")
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"url\((?!#)|@import", html)
     identifiers = re.findall(r'clipPath id="([^"]+)"', html)

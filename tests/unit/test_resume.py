@@ -71,3 +71,25 @@ def test_the_refusal_comes_before_the_start_is_counted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--reset-optimizer"):
         prepare(_config(EP2), run, resume=True)
     assert not (run.root / "state.json").exists()
+
+
+def test_a_crash_while_a_start_is_counted_keeps_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moerl.run_dir import RunDir, next_incarnation
+
+    run = RunDir(tmp_path / "run")
+    run.create()
+    assert [next_incarnation(run, resume=bool(start)) for start in range(2)] == [0, 1]
+    before = (run.root / "state.json").read_bytes()
+
+    def crash(*_: object) -> None:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", crash)
+        patch.setattr("os.replace", crash)
+        with pytest.raises(OSError, match="power cut"):
+            next_incarnation(run, resume=True)
+    assert (run.root / "state.json").read_bytes() == before
+    assert next_incarnation(run, resume=True) == 2

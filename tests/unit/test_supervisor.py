@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,17 @@ def test_steps_that_are_trained_again_are_life_but_no_pardon(supervisor: Any) ->
     supervisor._trainer.stop_clock.assert_not_called()
     supervisor._count({"step": 99})
     supervisor._trainer.stop_clock.assert_called_once()
+
+
+def test_a_process_that_keeps_dying_waits_longer_each_time(supervisor: Any) -> None:
+    first = supervisor.plan.config.supervision.backoff_s
+    assert first > 0
+    pauses = []
+    for _ in range(3):
+        now = time.monotonic()
+        supervisor._schedule("controller", MoerlError("it died"), lambda: None)
+        pauses.append(supervisor._due.pop("controller")[0] - now)
+    assert pauses == pytest.approx([first, 2 * first, 4 * first], abs=0.5)
 
 
 def test_trainers_that_fall_without_a_step_end_the_run(supervisor: Any) -> None:

@@ -17,6 +17,7 @@ from moerl.config.schema import Config
 from moerl.errors import ConfigError
 from moerl.run_dir import RunDir
 
+_ENGINE_NODE, _TORCHRUN = "tools/launch/engine_node.sh", "tools/launch/torchrun.sh"
 TRAINER_JOBS = ("trainer", "ref_models")
 _Slot = TypeVar("_Slot", Node, TrainerSlot)
 
@@ -31,12 +32,12 @@ def node_commands(config: Config, placed: Placement, recipe: Sequence[str]) -> d
         if node is placed.controller:
             mine.append(shlex.join(["moerl", "train", *recipe]))
         elif node.has("engine"):
-            mine.append(f"tools/launch/engine_node.sh {root} {engines.index(node)}")
+            mine.append(shlex.join([_ENGINE_NODE, root, str(engines.index(node))]))
         for job in TRAINER_JOBS:
             for slot in slots_of(placed, job):
                 if slot.node is node:
-                    which = "" if job == "trainer" else f" {job}"
-                    mine.append(f"tools/launch/torchrun.sh {root} {slot.node_rank}{which}")
+                    which = [] if job == "trainer" else [job]
+                    mine.append(shlex.join([_TORCHRUN, root, str(slot.node_rank), *which]))
         commands[node.name] = mine
     return commands
 

@@ -1,12 +1,14 @@
 """Facts about one node: `python -m moerl.launch.cluster.node_facts REQUEST`, JSON in and out.
 
-`moerl doctor` runs it on every node.  It changes nothing, imports neither torch nor Ray, and takes
-about a second.  Versions come from the installed distributions, model shards are compared by size
-and by their first and last MiB, a port is tested by binding it.
+`moerl doctor` runs it on every node; REQUEST is one word of letters and digits.  It changes
+nothing, imports neither torch nor Ray, and takes about a second.  Versions come from the installed
+distributions, model shards are compared by size and by their first and last MiB, a port is tested
+by binding it.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib.metadata
 import json
 import os
@@ -177,7 +179,9 @@ def read_facts(data: dict[str, Any]) -> NodeFacts:
 
 
 def main() -> None:
-    print(json.dumps(asdict(look(Request(**json.loads(sys.argv[1]))))))
+    word = sys.argv[1]  # base64 without its padding (`moerl.planning.remote_command`)
+    request = json.loads(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4)))
+    print(json.dumps(asdict(look(Request(**request)))))
 
 
 if __name__ == "__main__":

@@ -17,19 +17,27 @@ from pathlib import Path
 from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import Node, nodes, placement
 from moerl.config.load import load_saved
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import ConfigError, MoerlError, printable
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, slots_of
 
 
-def main() -> int:
-    what, *rest = sys.argv[1:]
+def main(arguments: Sequence[str]) -> int:
+    what, *rest = arguments
     try:
+        _one_line_each(rest)
         lines = options(rest) if what == "options" else plan(rest[1], rest[3:])
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         return 2
     print("\n".join(lines))
     return 0
+
+
+def _one_line_each(arguments: Sequence[str]) -> None:
+    """The script reads one answer per line: a line break in a setting would add an answer."""
+    for word in arguments:
+        if "\n" in word or "\r" in word:
+            raise ConfigError(word.partition("=")[0], word, "a line break cannot be passed on")
 
 
 def options(arguments: Sequence[str]) -> list[str]:
@@ -121,4 +129,4 @@ def _without_run(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

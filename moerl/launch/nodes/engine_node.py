@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,7 @@ from moerl.config import Config
 from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
 from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent, end_descendants
@@ -60,14 +61,13 @@ def main() -> int:
     try:
         return _join(run, args)
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
 
 
 def _join(run: RunDir, args: argparse.Namespace) -> int:
     """Offer this node to the run's Ray until either ends.  Raises MoerlError."""
     address, token = run.endpoints.read_ray(args.wait_s)
-    scratch = Path(f"/tmp/moerl-engine-{os.getpid()}")
     config, mine = load_saved(run.config), []
     node = None if args.index is None else nth(_engine_nodes(config), args.index, "engine")
     offer = (
@@ -75,6 +75,7 @@ def _join(run: RunDir, args: argparse.Namespace) -> int:
         if node is None
         else (slots(config, node), gpus(node))
     )
+    scratch = Path(tempfile.mkdtemp(prefix="moerl-ray-", dir="/tmp"))  # short: it holds sockets
     child = subprocess.Popen(
         _command(config, offer, address, scratch),
         env=_environment(token),

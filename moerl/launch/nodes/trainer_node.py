@@ -28,7 +28,7 @@ from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
-from moerl.errors import MoerlError, TrainerError
+from moerl.errors import MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
 from moerl.launch.nodes.process_tree import become_subreaper, end_descendants
 from moerl.launch.nodes.torchrun_job import TorchrunJob
@@ -60,7 +60,7 @@ def main() -> int:
         with _slot_taken(run, f"{args.job}-{args.index}", args.wait_s):
             return _until_done(run, args.job, args.index, start, args.wait_s)
     except MoerlError as error:
-        print(f"moerl: {error}", file=sys.stderr)
+        print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
     finally:
         for signum in _ENDINGS:

@@ -33,6 +33,7 @@ from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
+from moerl.private_dir import private_opener
 from moerl.stack_dump import write_on_request
 from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
@@ -300,7 +301,7 @@ class ControllerActor:
         if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)
         row = self._metrics.write(report.step, report.version, metrics)
-        with self._plan.run.samples.open("a") as file:
+        with open(self._plan.run.samples, "a", encoding="utf-8", opener=private_opener) as file:
             for sample in report.samples:
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._rows.append(row)
