@@ -7,7 +7,6 @@ only when its object has ended, so the supervisor learns of a failure as soon as
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +29,7 @@ from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
-from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
+from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
 from moerl.stack_dump import write_on_request
 from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
@@ -191,6 +190,7 @@ class ControllerActor:
         """
         plan = self._plan
         self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
+        self._samples = SampleWriter(plan.run.samples)
         self._alerts = Alerts(plan.config)
         services = Services(
             model=plan.model_shape(),
@@ -270,6 +270,7 @@ class ControllerActor:
         self._serving.cancel()
         self._server.close()
         self._metrics.close()
+        self._samples.close()
 
     async def _handle(self, message: Message) -> Message:
         with self._tracer.span(type(message).__name__):
@@ -277,7 +278,7 @@ class ControllerActor:
 
     def _on_rewind(self, step: int) -> None:
         self._metrics.rewind(step)
-        truncate_after(self._plan.run.samples, step)
+        self._samples.rewind(step)
         self._rows = [row for row in self._rows if row["step"] < step]
 
     def _on_step(self, report: StepReport) -> None:
@@ -285,9 +286,7 @@ class ControllerActor:
         if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)
         row = self._metrics.write(report.step, report.version, metrics)
-        with self._plan.run.samples.open("a") as file:
-            for sample in report.samples:
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        self._samples.write(report.samples)
         self._rows.append(row)
         for name in ("async/lag_mean", "async/lag_max"):
             if name in row:  # absent in the row of an evaluation
