@@ -248,7 +248,7 @@ def test_a_row_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     for step in range(3):
         writer.write(step, "0.1", {"a": 1.0})
     whole = path.read_bytes()
-    with no_room_after(len(whole) + 10), pytest.raises(OSError, match="No space|too large"):
+    with no_room_after(len(whole) + 10), pytest.raises(OSError, match="No space"):
         writer.write(3, "0.1", {"a": 1.0})
     assert path.read_bytes() == whole
     assert writer.last_step == 2
