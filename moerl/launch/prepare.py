@@ -20,7 +20,8 @@ from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
-from moerl.run_dir import RunDir, next_incarnation, read_manifest
+from moerl.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
+from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 
 
 def prepare(
@@ -42,7 +43,9 @@ def prepare(
         )
     config = _with_model(config, run)
     hf_config = check_model(config)
-    _, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
+    if resume:
+        refuse_foreign(run)
+    checkpoint = newest_checkpoint(run) if resume else None
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
     incarnation = next_incarnation(run, resume=resume)

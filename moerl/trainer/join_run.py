@@ -16,6 +16,7 @@ import torch.distributed as dist
 from moerl.config.schema import Config
 from moerl.records.remote_blobs import cluster_reader
 from moerl.run_dir import RunDir, next_incarnation
+from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.train_loop import RankContext
 
@@ -33,8 +34,8 @@ def join_run(context: RankContext, parallel: Parallel) -> RankContext:
     """Collective: the next incarnation of the trainer, from the newest checkpoint."""
     holder: list[Any] = [None]
     if parallel.is_first:
-        found = context.run.latest_checkpoint()
-        holder = [(next_incarnation(context.run, resume=True), found[1] if found else None)]
+        newest = newest_checkpoint(context.run)
+        holder = [(next_incarnation(context.run, resume=True), newest)]
     dist.broadcast_object_list(holder, src=0, group=parallel.control)
     incarnation, checkpoint = holder[0]
     return replace(context, incarnation=incarnation, checkpoint=checkpoint)
