@@ -3,10 +3,11 @@
     python -m tests.helpers.write_fault_runs FOLDER SHARE [BEFORE SITES]
 
 The run has the real controller, journal, metrics, samples, blob store, checkpoint folder, state and
-HF folder; engine, scorer and trainer are stubs, so it takes a fraction of a second.  Each fault is one
-use of one call site (`tests.helpers.write_faults`).  Prints one JSON object.  SHARE: every so many of the
-faults; BEFORE: name of an earlier, faulty form of the code to put back, as a negative control, with a
-part of the names of the sites to try.
+HF folder; engine, scorer and trainer are stubs, so it takes a fraction of a second.  Each fault is
+one use of one call site (`tests.helpers.write_faults`).  Prints one JSON object.
+
+SHARE: every so many of the faults.  BEFORE: name of an earlier, faulty form of the code to put
+back, as a negative control, with a part of the names of the sites to try.
 """
 
 from __future__ import annotations
@@ -23,22 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-CORE = "megatron.core.dist_checkpointing.core"
-
-
-def _save_config(config: Any, folder: str) -> None:
-    with open(os.path.join(folder, "metadata.json"), "w") as file:
-        json.dump({"sharded_backend": "torch_dist"}, file)
-
-
-# Megatron's own imports take longer than all runs of the default share.
-sys.modules[CORE] = SimpleNamespace(CheckpointingConfig=tuple, save_config=_save_config)  # type: ignore
-for package in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
-    sys.modules[package] = SimpleNamespace()  # type: ignore
-sys.modules[CORE].CheckpointingConfig = lambda *args: args
 
 import numpy as np
 import torch
@@ -171,6 +157,7 @@ class StubTrainer:
             hidden.mkdir(parents=True)
             state = {"step": self.progress.step, "consumed": self.progress.consumed}
             (hidden / "state.json").write_text(json.dumps(state))
+            (hidden / "metadata.json").write_text("{}")
             self.store.publish(self.progress.step, {"version": str(self.version)}, {})
         except OSError:  # this checkpoint is lost; the last one must succeed
             shutil.rmtree(hidden, ignore_errors=True)
@@ -297,7 +284,8 @@ def new_run(folder: Path) -> Path:
 def sweep(folder: Path, share: int, part: str) -> dict[str, Any]:
     root = new_run(folder)
     status, clean = in_child(root)
-    assert status == 0 and not wrong_in(root), (clean, wrong_in(root))
+    assert status == 0, clean
+    assert not wrong_in(root), wrong_in(root)
     faults = [
         Fault(site, use, kind)
         for site, uses in sorted(clean["uses"].items())
@@ -327,7 +315,7 @@ def _try(root: Path, fault: Fault, found: dict[str, Any]) -> None:
         found["wrong"].append([*fault, cause or f"exit status {status}"])
 
 
-# --- earlier forms of the code, as negative controls -----------------------------------------------
+# --- earlier forms of the code, as negative controls ---------------------------------------------
 def _buffered_rows() -> None:
     """A row waits in a buffer when the disk is full, and is completed by the next flush."""
 

@@ -1,9 +1,9 @@
 """Every call of a program that writes, by call site; one of them fails as on a full disk.
 
-`WriteSites` replaces what Python writes through (`open`, `os.write`, `os.fsync`, renames, SQLite), so
-that call sites are found by running the program, not listed by hand.  A site is the line in moerl that
-calls, with its caller.  Faults: ENOSPC (half of the bytes are written, then the error), EIO (none are),
-and a kill (half of the bytes are written, then the process ends at once).
+`WriteSites` replaces what Python writes through (`open`, `os.write`, `os.fsync`, renames, SQLite),
+so that call sites are found by running the program, not listed by hand.  A site is the line in
+moerl that calls, with its caller.  Faults: ENOSPC (half of the bytes are written, then the error),
+EIO (none are), and a kill (half of the bytes are written, then the process ends at once).
 """
 
 from __future__ import annotations

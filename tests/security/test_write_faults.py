@@ -1,8 +1,8 @@
 """A full disk, a failing disk or a kill at any write costs that write, not the run.
 
-The sweep (`tests.helpers.write_fault_runs`) finds the call sites that write in a run without faults, then
-fails each at its first, a middle and its last use with ENOSPC, EIO and a kill.  After each fault the run
-is resumed: each step has one row, each group is trained once, none is lost.
+The sweep (`tests.helpers.write_fault_runs`) finds the call sites that write in a run without
+faults, then fails each at its first, a middle and its last use with ENOSPC, EIO and a kill.  After
+each fault the run is resumed: each step has one row, each group is trained once, none is lost.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_the_sweep_finds_earlier_faults(
     assert any(symptom in cause for *_, cause in wrong), wrong
 
 
-# --- real runs on small disks ------------------------------------------------------------------------
+# --- real runs on small disks --------------------------------------------------------------------
 STEPS, GROUPS_PER_STEP = 10, 4
 SETTINGS = [
     f"run.steps={STEPS}",

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
 from moerl.atomic import atomic_write, flush_tree, publish_folder
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
@@ -24,8 +22,6 @@ from moerl.run_dir import RunDir, newest_incarnation, state_lock
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, Sums, sums_of
 
 log = logging.getLogger(__name__)
-
-BACKEND, FORMAT = "torch_dist", 1
 
 
 @dataclass(slots=True)
@@ -61,7 +57,6 @@ class CheckpointStore:
         """
         self._expect_newest(step)
         hidden = self.hidden(step)
-        save_config(CheckpointingConfig(BACKEND, FORMAT), str(hidden))
         score = self._mean_before(step)
         if score is not None:
             manifest[self.config.best] = score

@@ -29,6 +29,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import xxhash
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -51,11 +52,12 @@ from moerl.errors import TrainerError, cause_of
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints.checkpoint_files import Sums
-from moerl.trainer.checkpoints.checkpoint_store import BACKEND, FORMAT, CheckpointStore
+from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
 from moerl.trainer.model.parallel import Parallel
 
 log = logging.getLogger(__name__)
 
+BACKEND, FORMAT = "torch_dist", 1
 METADATA = {  # the optimizer state is cut independently of the layout; megatron adds to copies
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -184,6 +186,8 @@ class CheckpointWriter:
                     common = self._store.hidden(step) / COMMON_STATE_FNAME
                     atomic_write(common, strategy.common, sync=True)
                     strategy.writer.finish(strategy.metadata, every)
+                    hidden = str(self._store.hidden(step))
+                    save_config(CheckpointingConfig(BACKEND, FORMAT), hidden)
                     known = {name: found for part in sums for name, found in part.items()}
                     self._store.publish(step, manifest, known)
             except Exception as error:  # on any error: the other ranks wait for the result
