@@ -55,7 +55,7 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration, atomically."""
-    atomic_write(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    atomic_write(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config))), sync=True)
 
 
 def resolve(config: Config) -> Config:

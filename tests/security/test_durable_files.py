@@ -6,12 +6,14 @@ of the parent folder.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from moerl import run_dir
 from moerl.config.schema import CheckpointConfig
 from moerl.controller.shared_groups import SharedGroups
 from moerl.errors import ConfigError, TrainerError
+from moerl.launch import train
 from moerl.layout import hf_shapes, model_spec
 from moerl.observe.metrics import MetricsWriter
 from moerl.records import BlobStore
@@ -271,3 +274,17 @@ def test_a_run_of_another_user_is_not_resumed(run: RunDir, monkeypatch: pytest.M
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(ConfigError, match=r"--resume = .* belongs to user"):
         refuse_foreign(run)
+
+
+# --- the end of a run ----------------------------------------------------------------------------
+def test_a_report_that_cannot_be_written_changes_nothing_else(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train, "write_report", full)
+    monkeypatch.setattr(train, "write_trace", full)
+    err = io.StringIO()
+    assert train._close(MagicMock(run=run), MagicMock(), {}, "", "", err) == 0
+    assert "was not written: OSError: [Errno 28] No space left on device" in err.getvalue()

@@ -183,6 +183,25 @@ def test_a_real_run_survives_a_full_disk(name: str, tmp_path: Path, disks: Small
     assert run.dir.hf.is_dir()
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_real_run_falls_back_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+    run = start(tmp_path, "quickstart", *SETTINGS, "run.steps=4", name="x")
+    assert run.finish() == 0, run.text()
+    newest = max(run.dir.checkpoint(4).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    run = start(tmp_path, "--resume", str(run.dir.root), "run.steps=6")
+    assert run.finish() == 0, run.text()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(6))
+    assert [row["version"] for row in rows[2:]] == ["1.3", "1.4", "1.5", "1.6"]
+    assert (run.dir.checkpoints / ".step-000004.bad").is_dir()
+    words = "checkpoint step-000004 is damaged and set aside as .step-000004.bad"
+    assert words in (run.dir.logs / "trainer-0.log").read_text()
+
+
 def _wait_for_words(run: Run, words: str) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

@@ -180,6 +180,8 @@ class ControllerActor:
         self._engines = {index: remote_engine(actor, index) for index, actor in engines.items()}
         self._scorer = RemoteScorer(scorer)
         self._rows: list[dict[str, Any]] = []
+        self._looked_at: StepReport | None = None  # by the alerts
+        self._found: dict[str, float] = {}
         self._tracer = Tracer(plan.run.trace, "controller")
 
     async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
@@ -282,7 +284,9 @@ class ControllerActor:
         self._rows = [row for row in self._rows if row["step"] < step]
 
     def _on_step(self, report: StepReport) -> None:
-        metrics = report.metrics | self._alerts.look(report.metrics)
+        if report is not self._looked_at:  # a row that did not fit is written again
+            self._looked_at, self._found = report, self._alerts.look(report.metrics)
+        metrics = report.metrics | self._found
         if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)
         row = self._metrics.write(report.step, report.version, metrics)
