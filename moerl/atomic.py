@@ -3,6 +3,9 @@
 The data goes to a hidden file in the same folder, which is then renamed to the target.  Its name is
 random, so several writers do not conflict: the last one to finish wins.  A killed process can leave
 the hidden file; an error removes it.
+
+After a power cut a name can be on the disk without its bytes.  So what must survive one is flushed
+in this order: bytes of the files, entries of their folder, rename, entries of the parent folder.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import BinaryIO
 def atomic_write(path: Path, data: bytes | str, *, sync: bool = False, mode: int = 0o666) -> None:
     """Replace the content of `path`, or create it; text is UTF-8.  Raises OSError.
 
-    sync: the bytes are on disk on return.  mode: permissions of the file, less the umask.
+    sync: bytes and name are on disk on return.  mode: permissions of the file, less the umask.
     """
     with atomic_file(path, sync=sync, mode=mode) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -39,3 +42,26 @@ def atomic_file(path: Path, *, sync: bool = False, mode: int = 0o666) -> Iterato
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+    if sync:
+        flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_tree(folder: Path) -> None:
+    """The same for all files and folders below `folder`, and `folder` itself."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
+
+
+def publish_folder(fresh: Path, target: Path) -> None:
+    """Rename a written and flushed folder, whose name is hidden, to a name that does not exist."""
+    fresh.rename(target)
+    flush(target.parent)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import logging
+import os
+import re
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moerl.atomic import atomic_write
 from moerl.config.json_files import read_json
-from moerl.errors import ConfigError, TrainerError
+from moerl.errors import ConfigError, ModelError, TrainerError
 from moerl.private_dir import private_dir, refuse_planted
+
+log = logging.getLogger(__name__)
+
+# A finished checkpoint, or one that is being replaced: it counts while the new one is not there.
+_CHECKPOINT = re.compile(r"(?:step-(\d+)|\.step-(\d+)\.replaced)")
+_UNSEEN_STARTS = 1_000_000  # more than there are between two checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +123,47 @@ class RunDir:
         return self.checkpoints / "best.json"
 
     def finished_checkpoints(self) -> list[tuple[int, Path]]:
-        """Step and folder of each complete checkpoint, ascending."""
-        return sorted(
-            (int(path.name.removeprefix("step-")), path)
-            for path in self.checkpoints.glob("step-*")
-            if path.name.removeprefix("step-").isdigit()
-        )
+        """Step and folder of each complete checkpoint, ascending; their files are not read."""
+        found = {}
+        for path in sorted(self.checkpoints.glob("*step-*")):  # hidden names come first
+            match = _CHECKPOINT.fullmatch(path.name)
+            if match and (path / "manifest.json").is_file():
+                found[int(match[1] or match[2])] = path
+        return sorted(found.items())
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
         return max(self.finished_checkpoints(), default=None)
 
+    def latest_whole_checkpoint(self) -> Path | None:
+        """Folder of the newest checkpoint that has all its files (`torn_checkpoint`)."""
+        newest_first = reversed(self.finished_checkpoints())
+        return next((path for _, path in newest_first if not torn_checkpoint(path)), None)
+
     def best_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the best checkpoint by `checkpoint.best`, if it exists."""
-        if not self.best.exists():
+        try:
+            step = int(json.loads(self.best.read_text())["step"])
+        except (FileNotFoundError, ValueError, KeyError):
             return None
-        step = int(json.loads(self.best.read_text())["step"])
-        folder = self.checkpoint(step)
-        return (step, folder) if folder.is_dir() else None
+        folder = dict(self.finished_checkpoints()).get(step)
+        return None if folder is None else (step, folder)
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Raises ConfigError unless the run and its checkpoints belong to this user.
+
+    A checkpoint holds pickled objects and its run names reward functions: their owner could run
+    code as this process.
+    """
+    for folder in (run.root, run.checkpoints, *(path for _, path in run.finished_checkpoints())):
+        if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
+            raise ConfigError(
+                "--resume",
+                str(folder),
+                f"it belongs to user {owner}, and to load a checkpoint can run code that is in it; "
+                "if you trust them, copy the run's folder and resume the copy",
+            )
 
 
 def find_run(name: str, option: str) -> Path:
@@ -145,6 +180,20 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     Raises ModelError when it is missing or damaged.
     """
     return read_json(checkpoint / "manifest.json")
+
+
+def torn_checkpoint(folder: Path) -> str:
+    """Why a checkpoint lacks bytes, by the sizes in its manifest; empty when it lacks none."""
+    try:
+        files = read_manifest(folder).get("files", {})
+        if not (folder / "metadata.json").stat().st_size:
+            return "metadata.json is empty"
+        for name, (size, _) in files.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} holds {found} bytes, {size} were written"
+    except (ModelError, OSError) as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,19 +311,58 @@ class Endpoints:
         return found if found["start"] == self.start() else None
 
 
+@contextlib.contextmanager
+def state_lock(run: RunDir) -> Iterator[None]:
+    """Protects state.json, and what only the newest trainer may do, also between nodes."""
+    with (run.root / ".state.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def newest_incarnation(run: RunDir) -> int:
     """Incarnation of the trainer that started last; -1 before the first."""
-    path = run.root / "state.json"
-    return int(json.loads(path.read_text())["starts"]) - 1 if path.exists() else -1
+    return _starts(run) - 1
 
 
 def next_incarnation(run: RunDir, *, resume: bool) -> int:
-    """Number of earlier starts of a trainer in this run; kept in state.json."""
-    path = run.root / "state.json"
-    started = int(json.loads(path.read_text())["starts"]) if path.exists() else 0
-    if started and not resume:
-        raise ConfigError(
-            "run.name", run.root.name, f"{run.root} exists; choose another --run or use --resume"
-        )
-    atomic_write(path, json.dumps({"starts": started + 1, "time_s": time.time()}))
+    """Number of earlier starts of a trainer in this run; kept in state.json.  Raises OSError."""
+    with state_lock(run):
+        started = _starts(run)
+        if started and not resume:
+            raise ConfigError(
+                "run.name",
+                run.root.name,
+                f"{run.root} exists; choose another --run or use --resume",
+            )
+        state = json.dumps({"starts": started + 1, "time_s": time.time()})
+        atomic_write(run.root / "state.json", state, sync=True)
     return started
+
+
+def _starts(run: RunDir) -> int:
+    """Starts of a trainer so far; of a damaged file, a number above all that were used."""
+    path = run.root / "state.json"
+    try:
+        return int(json.loads(path.read_text())["starts"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        versions = [_incarnation_in(folder) for _, folder in run.finished_checkpoints()]
+        starts = max(versions, default=0) + _UNSEEN_STARTS
+        log.error("%s is damaged (%s); starts are counted on from %d", path, error, starts)
+        return starts
+
+
+def _incarnation_in(checkpoint: Path) -> int:
+    try:
+        return int(str(read_manifest(checkpoint)["version"]).split(".")[0])
+    except (ModelError, ValueError, KeyError):
+        return 0
+
+
+def write_pids(run: RunDir, pids: dict[str, int]) -> None:
+    """pids.json, for users; without room it stays as it was."""
+    try:
+        atomic_write(run.root / "pids.json", json.dumps(pids))
+    except OSError as error:
+        log.error("pids.json is not up to date: %s", error)

@@ -61,10 +61,10 @@ def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration, its secrets into a file of their own next to it."""
     secret, found = path.with_name(SECRETS), secrets_of(asdict(config))
     if found:
-        atomic_write(secret, OmegaConf.to_yaml(OmegaConf.create(found)), mode=0o600)
+        atomic_write(secret, OmegaConf.to_yaml(OmegaConf.create(found)), sync=True, mode=0o600)
     else:
         secret.unlink(missing_ok=True)
-    atomic_write(path, printed(config), mode=0o600)
+    atomic_write(path, printed(config), sync=True, mode=0o600)
 
 
 def printed(config: Config) -> str:

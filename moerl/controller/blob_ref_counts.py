@@ -7,6 +7,7 @@ leave the buffer at different times.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from moerl.controller.rollout_builder import group_uris
 from moerl.records import BlobStore
 from moerl.types import EpisodeGroup
+
+log = logging.getLogger(__name__)
 
 
 class BlobRefCounts:
@@ -41,7 +44,14 @@ class BlobRefCounts:
                 else:
                     del self._others[uri]
             if not others:
-                self._store.delete(uri)
+                self._delete(uri)
+
+    def _delete(self, uri: str) -> None:
+        """A blob that stays is removed when the run ends, or by the next controller."""
+        try:
+            self._store.delete(uri)
+        except OSError as error:
+            log.error("%s was not deleted: %s", uri, error)
 
     def hold(self, groups: Sequence[EpisodeGroup]) -> None:
         """Protect the blobs of exactly these groups from deletion until the next call."""

@@ -81,6 +81,7 @@ class Controller:
             recovered.dropped,
             recovered.ready,
         )
+        self.trainer.drop_branch()  # a row of such a group remains when its deletion failed
         self.producer.life = state.lives - 1
         adopted = list(self._availability.trainable())
         named = Counter(uri for group in adopted for uri in group_uris(group))

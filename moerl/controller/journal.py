@@ -19,14 +19,19 @@ trainer must restart from its checkpoint, which knows what is consumed (`Recover
 Durability `node` survives SIGKILL of every process.  It does not wait for the disk (`synchronous =
 off`); damage by a power cut is found as above.  `shared` (with `SharedGroups`) survives the loss of
 nodes: each admitted group, blobs included, is also one sealed file in the run directory.
+
+A failed write (full disk) changes nothing, so the caller may repeat it; its effect stays invisible
+until then.  Ids that left or were dropped need no repetition by the caller: they are written with
+the next transaction.  A controller that dies before it finds such a group ready again, and leaves
+it out or regenerates it for the same reason as before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -69,7 +74,13 @@ create table if not exists pages(
 ) without rowid;
 """
 _READY, _PLANNED, _TRAINED = "ready", "planned", "trained"
-_CONSUMED, _DROPPED = "consumed", "dropped"
+_CONSUMED, _DROPPED, _LEFT = "consumed", "dropped", "left"
+_DISK_ERRORS = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+)
 _PRUNED = 4  # headers deleted per admitted one
 
 
@@ -93,6 +104,8 @@ class Journal:
         self._controller_state = ControllerState()
         self._db: sqlite3.Connection | None = None
         self._unused: set[int] = set()  # ids of headers to delete
+        self._unwritten: dict[str, set[int]] = {_LEFT: set(), _DROPPED: set()}
+        self._failed = 0  # writes since `take_failed`
 
     def load(self) -> RecoveredState:
         """Open the journal, set damaged rows aside, and return its contents.  Call once, first."""
@@ -104,6 +117,8 @@ class Journal:
             (answer,) = self._query("pragma quick_check").fetchone()
             damage = "" if answer == "ok" else str(answer)
         except sqlite3.DatabaseError as error:
+            if _is_of_disk(error):  # setting a whole journal aside would lose its groups
+                raise JournalError(f"{self._path} could not be opened: {error}") from error
             damage = str(error)
         recovered, cause = self._read()
         damage = damage or cause
@@ -131,7 +146,8 @@ class Journal:
         self._leave_out_missing(recovered)
         if self._segments is not None:
             self._segments.keep_only(recovered.with_headers())
-        lives = recovered.controller_state.lives + 1 if recovered.is_whole else int(time.time())
+        # after damage the number of lives is not known, but names of blobs must not repeat
+        lives = recovered.controller_state.lives + 1 if recovered.is_whole else secrets.randbits(48)
         recovered.controller_state = replace(
             recovered.controller_state, lives=lives, settings=self._settings
         )
@@ -221,11 +237,17 @@ class Journal:
     def saved(self, steps: int) -> list[int]:
         """A checkpoint holds `steps` steps: forget their groups and return their ids."""
         sql = "select id from groups where state = ? and step < ?"
-        ids = [row[0] for row in self._query(sql, (_TRAINED, steps))]
+        try:
+            ids = [row[0] for row in self._query(sql, (_TRAINED, steps))]
+            if ids:
+                with self._transaction() as db:
+                    self._forget(db, ids)
+                    self._note(db, _CONSUMED, ids)
+        except (JournalError, sqlite3.Error) as error:
+            self._failed += 1
+            log.error("groups of the checkpoint are kept until the next step: %s", error)
+            return []
         if ids:
-            with self._transaction() as db:
-                self._forget(db, ids)
-                self._note(db, _CONSUMED, ids)
             self._unused.update(ids)
             self._unshare(ids)
         return ids
@@ -234,16 +256,29 @@ class Journal:
         """These groups left the buffer untrained and are regenerated."""
         group_ids = list(group_ids)
         if group_ids:
-            with self._transaction() as db:
-                self._forget(db, group_ids)
+            self._write_soon(_LEFT, group_ids)
             self._unused.update(group_ids)
             self._unshare(group_ids)
 
     def dropped(self, group_id: int) -> None:
         """This id is dropped for good."""
-        with self._transaction() as db:
-            self._note(db, _DROPPED, [group_id])
+        self._write_soon(_DROPPED, [group_id])
         self._unshare([group_id])  # of an earlier try that got no row
+
+    def take_failed(self) -> int:
+        """Number of failed writes since the last call that no caller has seen."""
+        failed, self._failed = self._failed, 0
+        return failed
+
+    def _write_soon(self, kind: str, group_ids: list[int]) -> None:
+        """Write now, or with the next transaction."""
+        self._unwritten[kind].update(group_ids)
+        try:
+            with self._transaction():
+                pass
+        except JournalError as error:
+            self._failed += 1
+            log.error("that groups %s were %s is written later: %s", group_ids, kind, error)
 
     # --- reading ------------------------------------------------------------------------------
     def _read(self) -> tuple[RecoveredState, str]:
@@ -384,8 +419,12 @@ class Journal:
         assert self._db is not None, "load comes first"
         try:
             self._db.execute("begin immediate")
+            self._forget(self._db, sorted(self._unwritten[_LEFT]))
+            self._note(self._db, _DROPPED, self._unwritten[_DROPPED])
             yield self._db
             self._db.execute("commit")
+            for ids in self._unwritten.values():
+                ids.clear()
         except BaseException as error:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("rollback")
@@ -414,11 +453,21 @@ class Journal:
 
     def _ids(self, state: str = "", step: int | None = None) -> set[int]:
         sql = "select id from groups where ? in ('', state) and (? is null or ? = step)"
-        return {row[0] for row in self._query(sql, (state, step, step))}
+        try:
+            return {row[0] for row in self._query(sql, (state, step, step))}
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path} could not be read: {error}") from error
 
     def _unshare(self, ids: Iterable[int]) -> None:
         if self._segments is not None:
             self._segments.remove(ids)
+
+
+def _is_of_disk(error: sqlite3.Error) -> bool:
+    """True when the disk is full or fails on a write, so that the file may be whole."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    is_read = code in (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)
+    return code & 0xFF in _DISK_ERRORS and not is_read
 
 
 def _row_digest(group_id: int, state: str, step: int, header_digest: str) -> str:

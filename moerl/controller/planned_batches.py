@@ -44,8 +44,9 @@ class PlannedBatches:
         return again, spent
 
     def plan(self, step: int, groups: list[EpisodeGroup]) -> None:
-        self.planned[step] = groups
+        """Raises JournalError; nothing is planned then."""
         self._journal.planned(step, [group.group_id for group in groups])
+        self.planned[step] = groups
 
     def unplan(self, step: int) -> list[EpisodeGroup]:
         """The step is planned again; returns its groups, which are ready again."""
@@ -55,7 +56,7 @@ class PlannedBatches:
     def finish(self, step: int) -> list[EpisodeGroup]:
         """The step's groups are consumed; kept until a checkpoint contains the step.
 
-        Returns groups that are no longer needed.
+        Returns groups that are no longer needed.  Raises JournalError; nothing is changed then.
         """
         saved, groups = self._saved_steps(), self.planned[step]
         kept = [group for group in groups if group.newest.step <= saved]

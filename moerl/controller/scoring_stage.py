@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
+from moerl.controller import write_retry
 from moerl.controller.context import Context
-from moerl.controller.rollout_builder import PartialEpisode, blob_uris, text_of
+from moerl.controller.rollout_builder import PartialEpisode, blob_uris, group_uris, text_of
+from moerl.controller.write_retry import WriteRetry
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
 
@@ -39,6 +41,7 @@ class ScoringStage:
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
         self._dropped = 0  # groups of equal rewards since the last plan
+        self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
         self._scored: deque[bool] = deque(maxlen=_WINDOW)  # of the last groups: with success
         self._attempts: dict[int, int] = {}
         # Rewards of closed groups, once scored, for their late siblings.
@@ -126,8 +129,8 @@ class ScoringStage:
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
         try:
             await self._admit(group)
-        except JournalError as error:
-            self.refuse(group_id, partials, RecordError("journal", str(error)))
+        except RecordError as error:
+            self.refuse(group_id, partials, error)
 
     async def _swap(self, group_id: int, rewards: tuple[float, ...]) -> tuple[float, ...]:
         """Pass rewards between a group and its late siblings; returns those of the others."""
@@ -148,17 +151,33 @@ class ScoringStage:
             waiting.set_result(())
 
     async def _admit(self, group: EpisodeGroup) -> None:
-        """Write to the journal, then to the buffer."""
-        if self._journal.is_shared:
-            await asyncio.to_thread(self._journal.share, group)
-        if not self._history.holds_all(group):
-            self._journal.left([group.group_id])
-            self.drop_branch(group)
-            self._buffer.abandon(group.group_id)
-            return
-        self._journal.admitted(group)
+        """Write to the journal, then to the buffer; repeated while the disk is full.
+
+        Raises RecordError when the blobs to copy are lost.
+        """
+        while not await self._is_written(group):
+            await asyncio.sleep(write_retry.PAUSE_S)
         self._attempts.pop(group.group_id, None)
-        self._buffer.admit(group)
+        if self._history.holds_all(group):
+            self._buffer.admit(group)
+            return
+        self._journal.left([group.group_id])
+        self.drop_branch(group)
+        self._buffer.abandon(group.group_id)
+
+    async def _is_written(self, group: EpisodeGroup) -> bool:
+        """False: the disk is full.  Nothing else runs between the journal and the return."""
+        try:
+            if self._journal.is_shared:
+                await asyncio.to_thread(self._journal.share, group)
+            if self._history.holds_all(group):
+                self._journal.admitted(group)
+        except JournalError as error:
+            self._writes.failed(f"group {group.group_id}", error)
+            if await asyncio.to_thread(self._blobs.missing, group_uris(group)):
+                raise RecordError("blob", f"group {group.group_id}: {error}") from error
+            return False
+        return True
 
     def _checked(self, partial: PartialEpisode) -> tuple[Turn, ...]:
         """Check that each turn continues the one before.  Raises RecordError."""

@@ -56,6 +56,7 @@ class StepMetrics:
         self.dropped_zero_variance = 0
         self.journal_adopted = 0
         self.journal_lost = 0
+        self.failed_writes = 0
         self.pauses: list[float] = []
         self.evaluations_given_up = 0
         self.dropped_siblings = 0
@@ -92,6 +93,7 @@ class StepMetrics:
             "async/engines_suspended": float(self.engines_suspended),
             "journal/adopted_groups": float(self.journal_adopted),
             "journal/lost_groups": float(self.journal_lost),
+            "journal/failed_writes": float(self.failed_writes),
         }
         if self.ref_wait_s:
             row["ref_models/wait_s"] = self.ref_wait_s

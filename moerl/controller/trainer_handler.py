@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterable
 
+from moerl.atomic import atomic_write
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
 from moerl.controller.evaluation import Evaluator
@@ -19,8 +20,9 @@ from moerl.controller.recovered_state import RecoveredState
 from moerl.controller.ref_score_queue import RefScoreQueue
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.controller.step_metrics import StepReport, batch_metrics, samples_of
+from moerl.controller.write_retry import WriteRetry
 from moerl.data.batching import plan_batch
-from moerl.errors import ProtocolError, TrainerError
+from moerl.errors import JournalError, ProtocolError, TrainerError
 from moerl.id_sets import IdSet
 from moerl.messages import (
     AbortUpdate,
@@ -63,6 +65,7 @@ class TrainerHandler:
         self._config, self._services = context.config, context.services
         self._pool, self._sync_targets = context.pool, context.sync_targets
         self._buffer, self._batches = context.buffer, context.batches
+        self._writes = WriteRetry(context.step_metrics)
         self._journal, self._history = context.services.journal, context.lineage
         self._ref_counts, self._step_metrics, self._tasks = (
             context.ref_counts,
@@ -129,23 +132,32 @@ class TrainerHandler:
     # --- hello ----------------------------------------------------------------------------------
     async def _hello(self, message: Hello) -> Message:
         await self.engines_up.wait()
-        self._pool.expect_no_newer(message.version.incarnation)
         consumed = IdSet(message.consumed)
-        begins = self._history.joined(message.begins)
-        self._journal.began(begins, message.dp_size, consumed.parts)
+
+        def begin() -> None:
+            self._pool.expect_no_newer(message.version.incarnation)
+            begins = self._history.joined(message.begins)
+            self._journal.began(begins, message.dp_size, consumed.parts)
+            self._services.on_rewind(message.version.step)
+
+        await self._writes.until_done(f"the start from {message.version}", begin, self._limit_s)
         self._dp_size = message.dp_size
         self._rows = self._config.run.steps
         self._pool.incarnation = message.version.incarnation
-        self._history.restore(begins)
+        self._history.restore(self._history.joined(message.begins))
         again, spent = self._batches.restart(message.version.step, consumed)
         spent += self._buffer.restart(message.version.step, message.consumed, again)
         self._let_go(spent)
-        self._drop_branch()
-        self._services.on_rewind(message.version.step)
+        self.drop_branch()
         self._tasks.notify()
         return self._sync_targets.begin() or Ok()
 
-    def _drop_branch(self) -> None:
+    @property
+    def _limit_s(self) -> float:
+        """How long a message waits for the disk; the trainer waits longer for its answer."""
+        return self._config.trainer.step_timeout_s / 2
+
+    def drop_branch(self) -> None:
         """Drop ready groups with tokens of weights outside the trainer's history."""
         strange = self._buffer.evict(lambda group: not self._history.explains(group))
         self._journal.left(group.group_id for group in strange)
@@ -184,7 +196,7 @@ class TrainerHandler:
         if message.step != self._buffer.next_step:
             raise ProtocolError(f"plan {message.step} asked, plan {self._buffer.next_step} is next")
         begin, incarnation = time.monotonic(), self._pool.incarnation
-        while (groups := await self._complete_batch(incarnation)) is None:
+        while not await self._plan_next(message.step, incarnation):
             if news := self._sync_targets.pending_update():
                 return news
             if self._pool.any_behind:
@@ -193,23 +205,27 @@ class TrainerHandler:
             await self._tasks.wait_change(min(1.0, message.timeout_s))
         self._scoring_stage.planned()
         self._step_metrics.trainer_wait_s += time.monotonic() - begin
-        self._batches.plan(message.step, groups)
         self._tasks.notify()
         return None
 
-    async def _complete_batch(self, incarnation: int | None) -> list[EpisodeGroup] | None:
-        """The next step's groups, none stale and all records readable; None: not yet."""
+    async def _plan_next(self, step: int, incarnation: int | None) -> bool:
+        """Plan the next step's groups, none stale and all records readable; False: not yet."""
         while True:
             if self._pool.incarnation != incarnation:
                 raise ProtocolError("a newer trainer has started")
             self._drop_stale()
             if not (due := self._buffer.due()):
-                return None
+                return False
             is_whole = await self._availability.are_whole(due)
-            is_current = self._pool.incarnation == incarnation
-            groups = self._buffer.pop() if is_whole and is_current else None
-            if groups is not None:
-                return groups
+            if not is_whole or self._pool.incarnation != incarnation:
+                continue
+            try:
+                self._batches.plan(step, due)
+            except JournalError as error:  # the groups stay in the buffer
+                self._writes.failed(f"the plan of step {step}", error)
+                return False
+            self._buffer.pop()
+            return True
 
     def _expect_in_time(self, waited_s: float, timeout_s: float) -> None:
         """Raises ProtocolError after the timeout, with the state of groups and engines."""
@@ -273,9 +289,10 @@ class TrainerHandler:
                 return Refresh()
             await self._tasks.wait_change(1.0)
         while self._step_metrics.evaluations:
-            found = self._step_metrics.evaluations.popleft()
+            found = self._step_metrics.evaluations[0]
             version = PolicyVersion(self._pool.incarnation, int(found["eval/step"]))
-            self._services.on_step(StepReport(self._rows, version, found, []))
+            await self._add_row(StepReport(self._rows, version, found, []))
+            self._step_metrics.evaluations.popleft()
             self._rows += 1
         return stop
 
@@ -294,23 +311,48 @@ class TrainerHandler:
         groups = self._batches.planned.get(message.step)
         if groups is None:
             raise ProtocolError(f"step {message.step} is not planned: a record of it is damaged")
+        self._step_metrics.failed_writes += self._journal.take_failed()
         metrics = dict(message.metrics)
         metrics |= found | self._step_metrics.row(engines, self._buffer.ages_s)
         metrics["async/buffer_depth"] = float(self._buffer.num_ready)
         metrics["async/engines"] = self._pool.num_serving
         samples = samples_of(self._config, groups, message.step, self._services.decode)
-        self._services.on_step(StepReport(message.step, message.version, metrics, samples))
+        await self._add_row(StepReport(message.step, message.version, metrics, samples))
         self._keep_records(message.step, groups)
-        gone = self._batches.finish(message.step)
+        gone: list[EpisodeGroup] = []
+
+        def finish() -> None:
+            self._expect_same(message.version)
+            gone.extend(self._batches.finish(message.step))
+
+        await self._writes.until_done(f"the end of step {message.step}", finish, self._limit_s)
         await asyncio.to_thread(self._let_go, gone)
         await asyncio.to_thread(self._journal.sweep)
         return Ok()
 
+    async def _add_row(self, report: StepReport) -> None:
+        """Append a row to metrics.jsonl.  Raises ProtocolError when the trainer was replaced."""
+
+        def add() -> None:
+            self._expect_same(report.version)
+            self._services.on_step(report)
+
+        await self._writes.until_done(f"the row of step {report.step}", add, self._limit_s)
+
+    def _expect_same(self, version: PolicyVersion) -> None:
+        if version.incarnation != self._pool.incarnation:
+            raise ProtocolError(f"{version}: that trainer was replaced")
+
     def _keep_records(self, step: int, groups: list[EpisodeGroup]) -> None:
+        """Headers that cannot be written are missing in the records of the run, nothing else."""
         folder = self._services.records
-        if folder is not None:
+        if folder is None:
+            return
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"step-{step:06d}.msgpack").write_bytes(encode_value(groups))
+            atomic_write(folder / f"step-{step:06d}.msgpack", encode_value(groups))
+        except OSError as error:
+            log.error("the records of step %d are not kept: %s", step, error)
 
     def _let_go(self, groups: Iterable[EpisodeGroup]) -> None:
         """Release trained groups; kept records keep their blobs.  Thread-safe."""

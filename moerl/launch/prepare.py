@@ -22,8 +22,9 @@ from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
 from moerl.private_dir import private_dir, user_dir
-from moerl.run_dir import RunDir, next_incarnation, read_manifest
+from moerl.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
 from moerl.scoring.enforced import isolation_of
+from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 
 
 def prepare(
@@ -46,7 +47,9 @@ def prepare(
         )
     config = _with_model(config, run)
     hf_config = check_model(config)
-    _, checkpoint = (run.latest_checkpoint() if resume else None) or (0, None)
+    if resume:
+        refuse_foreign(run)
+    checkpoint = newest_checkpoint(run) if resume else None
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
     journal_dir, blob_dir = _folders(config, run)

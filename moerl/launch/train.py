@@ -87,8 +87,12 @@ def _close(
 ) -> int:
     """Write the report and print the summary.  kept: a sentence about what a resume would use."""
     run = plan.run
-    write_report(run, plan.config, numbers)
-    write_trace(run)
+    try:
+        write_report(run, plan.config, numbers)
+        write_trace(run)
+    except (OSError, MoerlError) as error:  # what was trained is not lost by it
+        log.exception("report and timeline")
+        print(f"moerl: the report or timeline was not written: {cause_of(error)}", file=err)
     rows = read_rows(run.metrics)
     words: dict[str, object] = {}
     if gain := reward_gain(rows):

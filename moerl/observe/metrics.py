@@ -1,8 +1,9 @@
 """metrics.jsonl: one JSON object per optimizer step, and optional sinks that mirror it.
 
 The file has each step of the run exactly once and in order.  A row is complete when its newline is
-written.  Every row is flushed to the operating system, so it survives the death of the process;
-only `close` waits for the disk.
+written.  Every row goes to the operating system in one call, so it survives the death of the
+process; only `close` waits for the disk.  A row that could not be written whole, on a full disk, is
+cut off at once: nothing of it stays in a buffer or in the file.
 
 Row: {"step": 3, "version": "0.4", "time_s": 1700000000.0, then metric names in sorted order}. JSON
 has no NaN: non-finite values are omitted and their names are listed under "nonfinite".
@@ -10,8 +11,11 @@ has no NaN: non-finite values are omitted and their names are listed under "nonf
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import json
+import logging
 import math
 import os
 import time
@@ -22,8 +26,11 @@ from typing import Any, Protocol
 
 from moerl.config.schema import Config
 from moerl.errors import ConfigError, ProtocolError, RecordError
+from moerl.private_dir import private_opener
 from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
 
 Row = dict[str, Any]  # step: int, version: str, time_s: float, nonfinite: list[str], name: float
 
@@ -36,6 +43,53 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class LineFile:
+    """A file of lines to which one process appends; a line is in it whole, or not at all."""
+
+    def __init__(self, path: Path, end: int) -> None:
+        """end: bytes of the whole lines in it; what follows them is cut.  Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._path, self._end = path, end
+        self._handle = private_opener(str(path), flags)
+        self._is_torn = os.fstat(self._handle).st_size > end
+        if self._is_torn:
+            self.cut(end)
+
+    def append(self, lines: bytes) -> int:
+        """Write whole lines, all or none; returns where they end.  Raises OSError."""
+        if self._is_torn:  # an earlier cut failed too
+            self.cut(self._end)
+        if lines:
+            self._is_torn = True
+            written = 0
+            try:
+                written = os.write(self._handle, lines)
+            finally:
+                if written < len(lines):
+                    with contextlib.suppress(OSError):  # then the next call does it
+                        self.cut(self._end)
+            if written < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            self._end += written
+            self._is_torn = False
+        return self._end
+
+    def cut(self, end: int) -> None:
+        """Keep the first `end` bytes, on the disk.  Raises OSError; may be called again."""
+        self._is_torn = True
+        os.ftruncate(self._handle, end)
+        os.fsync(self._handle)
+        self._end, self._is_torn = end, False
+
+    def close(self) -> None:
+        """Wait for the disk.  Raises OSError."""
+        try:
+            os.fsync(self._handle)
+        finally:
+            os.close(self._handle)
+
+
 class MetricsWriter:
     """Appends one row per optimizer step to metrics.jsonl and mirrors it to the sinks.
 
@@ -45,15 +99,11 @@ class MetricsWriter:
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         """Raises RecordError when an existing file is not a metrics file."""
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = [(row["step"], end) for row, end in _rows(path)]
         # Step and end of each row, so that `rewind` does not read the whole file.
         self._steps, self._ends = [step for step, _ in rows], [end for _, end in rows]
         self.num_torn = _num_torn(path, self._end)
-        if self.num_torn:
-            _cut(path, self._end)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(path, self._end)
         self._sinks = tuple(sinks)
 
     def write(
@@ -65,7 +115,8 @@ class MetricsWriter:
     ) -> Row:
         """Append one row and return it.  `time_s` is unix time, now by default.
 
-        Raises ProtocolError unless `step` follows the last row, so each step is written once.
+        Raises ProtocolError unless `step` follows the last row, so each step is written once;
+        OSError when the disk is full: then there is no such row, and it may be written again.
         """
         last = self.last_step
         if last is not None and step != last + 1:
@@ -80,12 +131,13 @@ class MetricsWriter:
             row["nonfinite"] = [name for name in values if name not in finite]
         row |= finite
         line = json.dumps(row) + "\n"  # ASCII
-        self._file.write(line)
-        self._file.flush()
-        self._ends.append(self._end + len(line))
+        self._ends.append(self._file.append(line.encode()))
         self._steps.append(step)
         for sink in self._sinks:
-            sink.write(step, finite)
+            try:
+                sink.write(step, finite)
+            except OSError as error:  # the row itself is written: a mirror may lack it
+                log.error("step %d is missing in %s: %s", step, type(sink).__name__, error)
         return row
 
     @property
@@ -99,19 +151,50 @@ class MetricsWriter:
         return self._ends[-1] if self._ends else 0
 
     def rewind(self, step: int) -> None:
-        """Cut the rows from `step` on, because these steps are trained again."""
-        self._file.flush()
+        """Cut the rows from `step` on, because these steps are trained again.
+
+        Raises OSError; it may be called again then.
+        """
         kept = bisect_left(self._steps, step)
-        if kept < len(self._steps):
-            del self._steps[kept:], self._ends[kept:]
-            _cut(self._path, self._end)
+        self._file.cut(self._ends[kept - 1] if kept else 0)
+        del self._steps[kept:], self._ends[kept:]
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+class SampleWriter:
+    """Appends sample rollouts to samples.jsonl, without ever ending the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            end = max((end for _, end in _values(path)), default=0)
+        except RecordError as error:
+            aside = path.with_suffix(".damaged")
+            log.error("%s; it is now %s", error, aside)
+            path.replace(aside)
+            end = 0
+        self._file = LineFile(path, end)
+
+    def write(self, samples: Sequence[object]) -> None:
+        """Samples that cannot be written are logged and missing in the report."""
+        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        try:
+            # text of a policy may hold halves of surrogate pairs
+            self._file.append(lines.encode("utf-8", "replace"))
+        except OSError as error:
+            log.error("%d samples are missing in %s: %s", len(samples), self._path, error)
+
+    def rewind(self, step: int) -> None:
+        """Cut the samples from `step` on.  Raises OSError."""
+        ends = [end for sample, end in _values(self._path) if sample["step"] < step]
+        self._file.cut(max(ends, default=0))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_rows(path: Path) -> list[Row]:

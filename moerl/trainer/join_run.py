@@ -15,6 +15,7 @@ from moerl.config.schema import Config
 from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.remote_blobs import cluster_reader
 from moerl.run_dir import RunDir, next_incarnation
+from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.train_loop import RankContext
 
@@ -32,8 +33,8 @@ def join_run(context: RankContext, parallel: Parallel) -> RankContext:
     """Collective: the next incarnation of the trainer, from the newest checkpoint."""
     mine: tuple[int, str] | None = None
     if parallel.is_first:
-        found = context.run.latest_checkpoint()
-        mine = next_incarnation(context.run, resume=True), str(found[1]) if found else ""
+        found = newest_checkpoint(context.run)
+        mine = next_incarnation(context.run, resume=True), str(found) if found else ""
     incarnation, checkpoint = broadcast_value(mine, tuple[int, str], parallel.control)
     newest = Path(checkpoint) if checkpoint else None
     return replace(context, incarnation=incarnation, checkpoint=newest)

@@ -151,12 +151,15 @@ class TrainLoop:
         if self.context.checkpoint is None:
             return
         with self.tracer.span("load"):
-            progress = checkpoint.load(
+            progress = checkpoint.load_newest(
+                self.context.run,
                 self.context.checkpoint,
                 self.learner,
                 self.parallel,
                 reset_optimizer=self.context.reset_optimizer,
             )
+        if progress is None:  # every checkpoint was damaged: the run begins with the model
+            return
         self.consumed = IdSet(progress.consumed)
         self.saved_step = progress.version.step
         self.version = PolicyVersion(self.context.incarnation, progress.version.step)

@@ -303,3 +303,36 @@ def test_evaluations_rank_the_weights_that_they_saw(run: RunDir) -> None:
 def test_what_earlier_checkpoints_say_of_consumed_groups_is_read() -> None:
     assert checkpoint._ranges_of((0, 1, 5)) == checkpoint._ranges_of([[0, 2], [5, 6]])
     assert checkpoint._ranges_of(()) == ()
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit of a tensor would otherwise be trained on without a word."""
+    writer = _writer(run)
+    for step in (1, 2, 3):
+        writer.save(step, _state(torch.full((1000,), float(step)), step), {})
+        writer.finish()
+    monkeypatch.setattr(checkpoint, "load", lambda path, *_, **__: path)
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, is_first=True, control=dist.group.WORLD)
+    learner: Any = None
+
+    def loaded() -> Any:
+        newest = run.latest_checkpoint()
+        assert newest is not None
+        return checkpoint.load_newest(run, newest[1], learner, ranks)
+
+    assert loaded() == run.checkpoint(3)
+    sums = read_manifest(run.checkpoint(3))["files"]
+    assert set(sums) == {"__0_0.distcp", ".metadata", "common.pt", "metadata.json"}
+    for step, name in ((3, "__0_0.distcp"), (2, "common.pt")):
+        path = run.checkpoint(step) / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    assert loaded() == run.checkpoint(1)
+    assert _load(run, 1)[0].unique().tolist() == [1.0]
+    names = {path.name for path in run.checkpoints.iterdir()}
+    assert names == {"step-000001", ".step-000002.bad", ".step-000003.bad"}
+    (run.checkpoint(1) / ".metadata").write_bytes(b"")
+    assert loaded() is None, "the run begins with the model"

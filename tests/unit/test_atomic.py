@@ -76,12 +76,14 @@ def test_the_bytes_are_on_the_disk_before_the_name_is_there(
     path, synced, fsync = tmp_path / "a", [], os.fsync
 
     def watch(handle: int) -> None:
-        synced.append((os.fstat(handle).st_size, path.exists()))
+        found = os.fstat(handle)
+        what = "folder" if stat.S_ISDIR(found.st_mode) else found.st_size
+        synced.append((what, path.exists()))
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", watch)
     atomic_write(path, b"1234", sync=sync)
-    assert synced == ([(4, False)] if sync else [])
+    assert synced == ([(4, False), ("folder", True)] if sync else [])
 
 
 def test_writers_at_the_same_time_do_not_mix(tmp_path: Path) -> None:

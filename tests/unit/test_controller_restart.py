@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from moerl.controller import write_retry
 from moerl.controller.controller import Controller
+from moerl.controller.journal import Journal
+from moerl.controller.step_metrics import StepReport
 from moerl.controller.trainer_server import TrainerServer
-from moerl.errors import EngineError, ProtocolError
+from moerl.errors import EngineError, JournalError, ProtocolError
 from moerl.messages import (
     AskEngine,
     CommitUpdate,
@@ -270,5 +274,71 @@ def test_a_repeated_request_is_served_once() -> None:
         server.close()
         for socket in sockets:
             socket.close(0)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("write", ["began", "admitted", "planned", "done", "row"])
+def test_a_full_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    """Nothing is given out before its row is written; then the run goes on as if nothing was."""
+    monkeypatch.setattr(write_retry, "PAUSE_S", 0.01)
+    full: dict[str, int] = {}  # failures so far, by what is written
+
+    def refused(*args: object) -> bool:
+        """Twice for the first thing that is written."""
+        full[str(args)] = full.get(str(args), 0) + 1
+        return str(args) == next(iter(full)) and full[str(args)] <= 2
+
+    if write != "row":
+        plain = getattr(Journal, write)
+
+        def fails(journal: Journal, *args: object, **named: object) -> None:
+            if refused(getattr(args[0], "group_id", args[0])):
+                raise JournalError("database or disk is full")
+            plain(journal, *args, **named)
+
+        monkeypatch.setattr(Journal, write, fails)
+
+    async def body() -> None:
+        controller, reports = make(tmp_path, StubEngine())
+        on_step = controller.context.services.on_step
+
+        def add(report: StepReport) -> None:
+            if write == "row" and refused(report.step):
+                raise OSError(28, "No space left on device")
+            on_step(report)
+
+        handler = controller.trainer
+        handler._services = replace(handler._services, on_step=add)
+        plans = await running(controller, train(controller, 4))
+        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+        assert [report.step for report in reports] == [0, 1, 2, 3]
+        assert sum(report.metrics["journal/failed_writes"] for report in reports) >= 2
+
+    asyncio.run(body())
+
+
+def test_a_plan_that_could_not_be_written_is_not_given_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise JournalError("database or disk is full")
+
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine())
+
+        async def work() -> None:
+            await controller.handle(hello(PolicyVersion(0, 0)))
+            with monkeypatch.context() as patch:
+                patch.setattr(Journal, "planned", full)
+                for _ in range(2):  # a repeated request must not find it planned either
+                    with pytest.raises(ProtocolError, match="no batch of 2 groups"):
+                        await controller.handle(TakePlan(0, 0.3, 0))
+            assert not controller.context.batches.planned
+            assert sorted(await at_step(controller, 0)) == [0, 1]
+
+        await running(controller, work())
 
     asyncio.run(body())

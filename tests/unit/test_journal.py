@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -451,3 +453,77 @@ def test_a_full_disk_is_said_and_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="database or disk is full"):
         world.admit(*range(10, 400))
     assert {6, 10} - set(ids(world.open().ready)) <= {10}
+
+
+class FullDisk(sqlite3.Connection):
+    """Refuses every commit while it is full."""
+
+    is_full = False
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        if self.is_full and sql == "commit":
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, *args)
+
+
+def test_ids_that_left_are_written_with_the_next_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=FullDisk))
+    world = World(tmp_path)
+    some_history(world)
+    again = group_of(10, world.blobs)
+    world.journal.admitted(again)
+    world.admit(11)
+    db = world.journal._db
+    assert isinstance(db, FullDisk)
+    db.is_full = True
+    world.journal.left([6])
+    world.journal.left([10])
+    world.journal.dropped(12)
+    assert world.journal.saved(2) == [], "asked again at the next step"
+    assert world.journal.take_failed() == 4
+    with pytest.raises(JournalError, match="disk is full"):
+        world.admit(13)
+    db.is_full = False
+    world.journal.admitted(again)
+    assert world.journal.take_failed() == 0
+    past = world.open()
+    assert ids(past.ready) == [10, 11], "6 has left, 10 is there again"
+    assert past.dropped == {7, 12}
+    assert world.journal.saved(2) == [0]
+
+
+@pytest.mark.parametrize(
+    "code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_CANTOPEN]
+)
+def test_a_full_disk_at_the_opening_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Setting the journal aside would lose its groups."""
+    world = World(tmp_path)
+    some_history(world)
+    connect = sqlite3.connect
+
+    def refuse(*_: Any, **__: Any) -> sqlite3.Connection:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    with pytest.raises(JournalError, match="could not be opened"):
+        world.open()
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    assert ids(world.open().ready) == [6]
+
+
+def test_names_do_not_repeat_after_damage_when_the_clock_steps_back(tmp_path: Path) -> None:
+    lives = set()
+    for _ in range(3):
+        world = World(tmp_path)
+        world.close()
+        world.database.write_bytes(b"no database")
+        lives.add(world.open().controller_state.lives)
+        world.close()
+    assert len(lives) == 3

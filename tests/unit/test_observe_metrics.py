@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +19,10 @@ from moerl.errors import ConfigError, ProtocolError, RecordError
 from moerl.observe import metrics
 from moerl.observe.metrics import (
     MetricsWriter,
+    SampleWriter,
     TensorBoardSink,
     open_sinks,
+    read_lines,
     read_rows,
     truncate_after,
 )
@@ -220,3 +227,70 @@ def test_tensorboard_event_file_holds_the_values(tmp_path: Path) -> None:
     events.Reload()
     (event,) = events.Tensors("reward/mean")
     assert (event.step, event.tensor_proto.float_val[0]) == (7, 0.25)
+
+
+# --- a full disk ---------------------------------------------------------------------------------
+@contextlib.contextmanager
+def no_room_after(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond this size, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_row_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Half a row in a buffer or in the file would become a second row of its step later."""
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path)
+    for step in range(3):
+        writer.write(step, "0.1", {"a": 1.0})
+    whole = path.read_bytes()
+    with no_room_after(len(whole) + 10), pytest.raises(OSError, match="No space"):
+        writer.write(3, "0.1", {"a": 1.0})
+    assert path.read_bytes() == whole
+    assert writer.last_step == 2
+    writer.rewind(3)  # a trainer that starts again from a checkpoint of exactly these steps
+    for step in (3, 4):
+        writer.write(step, "1.4", {"a": 1.0})
+    writer.close()
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3, 4]
+
+
+def test_half_a_row_that_could_not_be_cut_is_cut_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(0, "0.1", {})
+    end = path.stat().st_size
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as failing, no_room_after(end + 10):
+        failing.setattr(os, "ftruncate", fails)
+        with pytest.raises(OSError, match="No space"):
+            writer.write(1, "0.1", {})
+    assert path.stat().st_size == end + 10
+    writer.write(1, "0.1", {})
+    writer.close()
+    assert [row["step"] for row in read_rows(path)] == [0, 1]
+
+
+def test_samples_never_end_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    samples = SampleWriter(path)
+    samples.write([{"step": 0, "response": "half of a pair \ud83d, or \u00e9"}])
+    with no_room_after(path.stat().st_size + 5):
+        samples.write([{"step": 1, "response": "does not fit"}])
+    samples.write([{"step": 2, "response": "x"}, {"step": 2, "response": "y"}])
+    assert [one["step"] for one in read_lines(path)] == [0, 2, 2]
+    samples.rewind(2)
+    samples.close()
+    path.write_bytes(b"{\n" + path.read_bytes())
+    SampleWriter(path).write([{"step": 2}])
+    assert read_lines(path) == [{"step": 2}], "a damaged file is set aside"
+    assert (tmp_path / "samples.damaged").exists()

@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 
 from moerl.config import load_config
 from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
+from moerl.launch.run_context import RunContext
 from moerl.launch.supervision import supervisor as supervising
 from moerl.launch.supervision.ray_proxy import Hosted, Remote
 from moerl.launch.supervision.supervisor import Supervisor
@@ -195,3 +196,24 @@ def test_an_actor_is_asked_for_methods_of_what_it_hosts() -> None:
     assert asyncio.run(Remote(actor, "plain").add(1, 2)) == 3  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="subtract"):
         asyncio.run(Remote(actor, "plain").subtract(1, 2))  # type: ignore[arg-type]
+
+
+def test_a_trainer_waits_for_room_for_its_number(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk at state.json costs a pause, not the run."""
+    supervisor.plan = RunContext(
+        supervisor.plan.config, supervisor.plan.run, Path(), {}, "t", 0, "n", Path(), None, None
+    )
+    numbers = MagicMock(side_effect=[OSError(28, "No space left on device"), 7])
+    monkeypatch.setattr(supervising, "next_incarnation", numbers)
+    monkeypatch.setattr(supervisor, "write_pids", MagicMock())
+    supervisor._endpoint = "tcp://127.0.0.1:1"
+    supervisor._start_trainer_again()
+    supervisor._trainer.start.assert_not_called()
+    assert "No space left" in supervisor.console.event.call_args.args[0]
+    when, again = supervisor._due.pop("trainer")
+    assert when > 0
+    again()
+    supervisor._trainer.start.assert_called_once()
+    assert supervisor.plan.incarnation == 7

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import secrets
 import shutil
 import time
@@ -17,6 +18,8 @@ from typing import Any
 from moerl.atomic import atomic_write
 from moerl.errors import MoerlError
 from moerl.run_dir import RunDir
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 
@@ -44,7 +47,10 @@ class ControlApi:
                 yield path.stem, question if isinstance(question, dict) else {}
 
     def answer(self, name: str, answer: dict[str, Any]) -> None:
-        atomic_write(self._folder / f"{name}.answer", json.dumps(answer))
+        try:
+            atomic_write(self._folder / f"{name}.answer", json.dumps(answer))
+        except OSError as error:  # who asked sees a timeout; the run must not end
+            log.error("request %s is not answered: %s", name, error)
 
 
 def request(run: RunDir, timeout_s: float, **question: Any) -> Any:

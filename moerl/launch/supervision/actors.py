@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,8 +31,7 @@ from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
-from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
-from moerl.private_dir import private_opener
+from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
 from moerl.stack_dump import write_on_request
 from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
@@ -197,6 +195,8 @@ class ControllerActor:
         restarts = bool(plan.config.supervision.max_restarts)
         self._scorer = RemoteScorer(scorer, is_restarted=restarts)
         self._rows: list[dict[str, Any]] = []
+        self._looked_at: StepReport | None = None  # by the alerts
+        self._found: dict[str, float] = {}
         self._tracer = Tracer(plan.run.trace, "controller")
 
     async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
@@ -207,6 +207,7 @@ class ControllerActor:
         """
         plan = self._plan
         self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
+        self._samples = SampleWriter(plan.run.samples)
         self._alerts = Alerts(plan.config)
         services = Services(
             model=plan.model_shape(),
@@ -286,6 +287,7 @@ class ControllerActor:
         self._serving.cancel()
         self._server.close()
         self._metrics.close()
+        self._samples.close()
 
     async def _handle(self, message: Message) -> Message:
         with self._tracer.span(type(message).__name__):
@@ -293,17 +295,17 @@ class ControllerActor:
 
     def _on_rewind(self, step: int) -> None:
         self._metrics.rewind(step)
-        truncate_after(self._plan.run.samples, step)
+        self._samples.rewind(step)
         self._rows = [row for row in self._rows if row["step"] < step]
 
     def _on_step(self, report: StepReport) -> None:
-        metrics = report.metrics | self._alerts.look(report.metrics)
+        if report is not self._looked_at:  # a row that did not fit is written again
+            self._looked_at, self._found = report, self._alerts.look(report.metrics)
+        metrics = report.metrics | self._found
         if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)
         row = self._metrics.write(report.step, report.version, metrics)
-        with open(self._plan.run.samples, "a", encoding="utf-8", opener=private_opener) as file:
-            for sample in report.samples:
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        self._samples.write(report.samples)
         self._rows.append(row)
         for name in ("async/lag_mean", "async/lag_max"):
             if name in row:  # absent in the row of an evaluation

@@ -21,7 +21,6 @@ checks all of them twice a second.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -37,7 +36,6 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from moerl.atomic import atomic_write
 from moerl.config.clusters import is_local
 from moerl.errors import EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.process_tree import Orphans, end_descendants, serving
@@ -50,9 +48,10 @@ from moerl.launch.supervision.ref_model_ranks import RefModelRanks
 from moerl.launch.supervision.trainer_ranks import TrainerRanks
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import next_incarnation
+from moerl.run_dir import next_incarnation, write_pids
 from moerl.stack_dump import stacks
 from moerl.trace import Tracer
+from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -176,7 +175,7 @@ class Supervisor:
         }
         pids |= {name: pid for name, pid in jobs.items() if pid is not None}
         self._pids = pids
-        atomic_write(self.plan.run.root / "pids.json", json.dumps(pids))
+        write_pids(self.plan.run, pids)
 
     # --- watch --------------------------------------------------------------------------------
     def _watch_until_trained(self) -> None:
@@ -374,11 +373,17 @@ class Supervisor:
 
     def _start_trainer_again(self) -> None:
         end_descendants(_GRACE_S, mark=(TRAINER_JOB, str(self.plan.incarnation)))
-        found = self.plan.run.latest_checkpoint()
-        newest = found[1] if found else None
+        try:
+            newest = newest_checkpoint(self.plan.run)
+            incarnation = next_incarnation(self.plan.run, resume=True)
+        except OSError as error:  # a full disk: the trainer waits for room
+            pause_s = max(1.0, self.plan.config.supervision.backoff_s)
+            self._due["trainer"] = (time.monotonic() + pause_s, self._start_trainer_again)
+            self.say(f"the trainer is not started yet, state.json cannot be written: {error}")
+            return
         self.plan = replace(
             self.plan,
-            incarnation=next_incarnation(self.plan.run, resume=True),
+            incarnation=incarnation,
             checkpoint=newest,
             # a checkpoint of this start already has this layout's optimizer state
             reset_optimizer=self.plan.reset_optimizer and newest == self.plan.checkpoint,

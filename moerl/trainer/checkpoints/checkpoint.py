@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
@@ -34,7 +35,8 @@ from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
 from moerl.errors import TrainerError
 from moerl.id_sets import IdSet, Ranges, ranges
-from moerl.run_dir import read_manifest
+from moerl.run_dir import RunDir, read_manifest
+from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel
@@ -72,6 +74,46 @@ def save(
         "saved_s": time.time(),
     }
     writer.save(progress.version.step, state, manifest)
+
+
+def load_newest(
+    run: RunDir,
+    newest: Path,
+    learner: Learner,
+    parallel: Parallel,
+    *,
+    reset_optimizer: bool = False,
+) -> Progress | None:
+    """`load`, after all ranks together have compared the files with their digests; collective.
+
+    A damaged checkpoint is set aside and the one before is loaded; None when there is none.
+    """
+    path: Path | None = newest
+    while path is not None and (cause := _damage(path, parallel)):
+        path = _one_before(run, path, cause, parallel)
+    if path is None:
+        return None
+    return load(path, learner, parallel, reset_optimizer=reset_optimizer)
+
+
+def _damage(path: Path, parallel: Parallel) -> str:
+    """What is damaged, the same text on every rank; each reads its share of the files."""
+    names = sorted(read_manifest(path).get("files", {}))
+    if not names:
+        log.warning("%s was written without digests: its files are not checked", path)
+    found = [""] * parallel.world_size
+    own = damage(path, names[parallel.rank :: parallel.world_size])
+    dist.all_gather_object(found, own, group=parallel.control)
+    return next(filter(None, found), "")
+
+
+def _one_before(run: RunDir, path: Path, cause: str, parallel: Parallel) -> Path | None:
+    holder = [""]
+    if parallel.is_first:
+        set_aside(run, path, cause)
+        holder = [str(newest_checkpoint(run) or "")]
+    dist.broadcast_object_list(holder, src=0, group=parallel.control)
+    return Path(holder[0]) if holder[0] else None
 
 
 def load(

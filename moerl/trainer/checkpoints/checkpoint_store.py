@@ -15,17 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
-from moerl.atomic import atomic_write
+from moerl.atomic import atomic_write, flush_tree, publish_folder
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import TrainerError
-from moerl.run_dir import RunDir, newest_incarnation
-from moerl.trainer.hf_io.hf_save import flush
+from moerl.run_dir import RunDir, newest_incarnation, state_lock
+from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, Sums, sums_of
 
 log = logging.getLogger(__name__)
-
-BACKEND, FORMAT = "torch_dist", 1
 
 
 @dataclass(slots=True)
@@ -45,32 +41,56 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove the partial folders of writers that died."""
-        for path in self.run.checkpoints.glob(".step-*.writing"):
-            shutil.rmtree(path, ignore_errors=True)
+        for pattern in (".step-*.writing", ".step-*.removed"):
+            for path in self.run.checkpoints.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+        finished = {path for _, path in self.run.finished_checkpoints()}
+        for path in self.run.checkpoints.glob(".step-*.replaced"):
+            if path not in finished:
+                _remove(path)
 
-    def publish(self, step: int, manifest: dict[str, Any]) -> None:
+    def publish(self, step: int, manifest: dict[str, Any], sums: Sums) -> None:
         """Rename the hidden folder to a checkpoint and remove the ones not kept.
 
-        Raises TrainerError when another trainer has started: the folder then belongs to it.
+        sums: of files that were summed when they were written.  Raises TrainerError when another
+        trainer has started: the folder then belongs to it.
         """
+        self._expect_newest(step)
+        hidden = self.hidden(step)
+        score = self._mean_before(step)
+        if score is not None:
+            manifest[self.config.best] = score
+        manifest["files"] = sums_of(hidden, sums)
+        atomic_write(hidden / MANIFEST, json.dumps(manifest, indent=1), sync=True)
+        flush_tree(hidden)
+        with state_lock(self.run):  # no trainer starts between the look and the rename
+            self._expect_newest(step)
+            self._replace(hidden, self.run.checkpoint(step))
+        try:
+            if score is not None:
+                self._offer(step, score)
+            self.rank()
+            self._remove_old()
+        except OSError:  # the checkpoint itself is whole
+            log.exception("after the checkpoint of step %d", step)
+
+    def _expect_newest(self, step: int) -> None:
         if (newest := newest_incarnation(self.run)) > self.incarnation:
             raise TrainerError(
                 f"checkpoint of step {step}: trainer {self.incarnation} was replaced by {newest}"
             )
-        hidden, target = self.hidden(step), self.run.checkpoint(step)
-        save_config(CheckpointingConfig(BACKEND, FORMAT), str(hidden))
-        score = self._mean_before(step)
-        if score is not None:
-            manifest[self.config.best] = score
-        atomic_write(hidden / "manifest.json", json.dumps(manifest, indent=1), sync=True)
-        if target.exists():  # a step that was redone after a crash
-            shutil.rmtree(target)
-        hidden.rename(target)
-        flush(target.parent)
-        if score is not None:
-            self._offer(step, score)
-        self.rank()
-        self._remove_old()
+
+    @staticmethod
+    def _replace(hidden: Path, target: Path) -> None:
+        """Rename; a checkpoint of a step that was trained again counts until the new one does."""
+        before = target.with_name(f".{target.name}.replaced")
+        if target.exists():
+            if before.exists():
+                _remove(before)
+            target.rename(before)
+        publish_folder(hidden, target)
+        if before.exists():
+            _remove(before)
 
     def rank(self) -> None:
         """Name the best by the evaluations that have ended."""
@@ -127,6 +147,14 @@ class CheckpointStore:
         best, finished = self.run.best_checkpoint(), self.run.finished_checkpoints()
         for _, path in finished[: -self.config.keep]:
             if best is None or path != best[1]:
-                shutil.rmtree(path)
+                _remove(path)
         oldest = finished[-self.config.keep :][0][0]
         self._values = {step: value for step, value in self._values.items() if step >= oldest}
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder; a kill on the way leaves nothing under its name."""
+    gone = path.with_name(f".{path.name.lstrip('.')}.removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)

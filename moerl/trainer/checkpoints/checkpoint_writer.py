@@ -25,10 +25,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+import xxhash
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -51,11 +53,13 @@ from moerl.distributed.object_collectives import all_gather_values, broadcast_va
 from moerl.errors import TrainerError, cause_of
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer.checkpoints.checkpoint_store import BACKEND, FORMAT, CheckpointStore
+from moerl.trainer.checkpoints.checkpoint_files import Sums
+from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
 from moerl.trainer.model.parallel import Parallel
 
 log = logging.getLogger(__name__)
 
+BACKEND, FORMAT = "torch_dist", 1
 METADATA = {  # the optimizer state is cut independently of the layout; megatron adds to copies
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -172,11 +176,12 @@ class CheckpointWriter:
         results: list[WriteResult] | str,
     ) -> str:
         """Join what all ranks wrote; returns why there is no checkpoint, or an empty string."""
-        mine = (
+        outcome = (
             (results, []) if isinstance(results, str) else ("", list(map(_WrittenItem.of, results)))
         )
-        every = all_gather_values(mine, tuple[str, list[_WrittenItem]], self._group)
-        verdict = next((cause for cause, _ in every if cause), "")
+        mine = (*outcome, strategy.writer.sums)
+        every = all_gather_values(mine, tuple[str, list[_WrittenItem], Sums], self._group)
+        verdict = next((cause for cause, _, _ in every if cause), "")
         if self._parallel.is_first:
             try:
                 if not verdict:
@@ -184,9 +189,13 @@ class CheckpointWriter:
                     common = self._store.hidden(step) / COMMON_STATE_FNAME
                     atomic_write(common, strategy.common, sync=True)
                     strategy.writer.finish(
-                        strategy.metadata, [[item.result() for item in items] for _, items in every]
+                        strategy.metadata,
+                        [[item.result() for item in items] for _, items, _ in every],
                     )
-                    self._store.publish(step, manifest)
+                    hidden = str(self._store.hidden(step))
+                    save_config(CheckpointingConfig(BACKEND, FORMAT), hidden)
+                    known = {name: found for _, _, sums in every for name, found in sums.items()}
+                    self._store.publish(step, manifest, known)
             except Exception as error:  # on any error: the other ranks wait for the result
                 log.exception("the checkpoint of step %d", step)
                 verdict = cause_of(error)
@@ -264,6 +273,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
         self._buffers = buffers
         self._copied: list[tuple[WriteItem, Any]] = []
         self._name = ""
+        self.sums: Sums = {}  # of the file that `write` wrote
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Returns the plan unchanged: the folder exists, or its disk is full."""
@@ -297,12 +307,36 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             return []
         path = Path(self.checkpoint_dir) / self._name
         with path.open("wb") as stream:
+            summed: Any = _SummedStream(stream)  # torch calls `write`, `tell` and `flush` only
             results = [
                 _write_item(
-                    self.transforms, stream, data, item, self._name, SerializationFormat.TORCH_SAVE
+                    self.transforms, summed, data, item, self._name, SerializationFormat.TORCH_SAVE
                 )
                 for item, data in self._copied
             ]
             stream.flush()
             os.fsync(stream.fileno())
+        self.sums = {self._name: summed.sum()}
         return results
+
+
+class _SummedStream:
+    """Computes the digest of a file while it is written, from begin to end.
+
+    So an error on the way from memory to the disk is found by the first reader.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._digest, self._size = xxhash.xxh3_64(), 0
+        self.tell, self.flush = stream.tell, stream.flush
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        self._size += len(view)
+        return self._stream.write(view)
+
+    def sum(self) -> list[Any]:
+        """[bytes, digest], as in the manifest."""
+        return [self._size, self._digest.hexdigest()]

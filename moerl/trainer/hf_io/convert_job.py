@@ -33,7 +33,7 @@ from torch import Tensor
 from moerl.config.json_files import read_json
 from moerl.errors import ModelError, MoerlError
 from moerl.layout import Box, at
-from moerl.trainer.hf_io.hf_save import flush, replace_folder, write_json
+from moerl.trainer.hf_io.hf_save import replace_folder, write_json
 from moerl.trainer.hf_io.mapped_files import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -310,8 +310,6 @@ def _publish(run: _Run) -> None:
         run.job.finish(run.folder)
         for name in ("job.json", "lock"):
             (run.folder / name).unlink()
-        for path in (*run.folder.rglob("*"), run.folder):
-            flush(path)
         replace_folder(run.job.target, run.folder)
     except OSError as error:
         raise ModelError(f"{run.job.target}: cannot be published: {error.strerror}") from error

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moerl.atomic import flush_tree, publish_folder
 from moerl.config.json_files import read_json
 from moerl.errors import LayoutError, ModelError
 from moerl.layout import (
@@ -61,15 +62,18 @@ def save_hf(
     spec = _check_tensors(tensors, config, source)
     config = with_dtype(config, (tensor.dtype for tensor in tensors.values()))
     target.parent.mkdir(parents=True, exist_ok=True)
+    for dead in target.parent.glob(f".{target.name}.new-*"):  # a partial one can fill the disk
+        shutil.rmtree(dead, ignore_errors=True)
     fresh = target.with_name(f".{target.name}.new-{os.getpid()}")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
-    copy_tokenizer(source, fresh)
-    write_json(fresh / "config.json", config)
-    _write_shards(fresh, _in_file_form(tensors, spec), max_shard_bytes)
-    for path in (*fresh.iterdir(), fresh):
-        flush(path)
-    replace_folder(target, fresh)
+    try:
+        fresh.mkdir()
+        copy_tokenizer(source, fresh)
+        write_json(fresh / "config.json", config)
+        _write_shards(fresh, _in_file_form(tensors, spec), max_shard_bytes)
+        replace_folder(target, fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
 
 
 class FileTensor(NamedTuple):
@@ -193,23 +197,14 @@ def _write_shards(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) -
 
 
 def replace_folder(target: Path, fresh: Path) -> None:
-    """Move `fresh` to `target`; a crash in between leaves both under hidden names."""
+    """Flush `fresh` and move it to `target`; a crash in between leaves both under hidden names."""
+    flush_tree(fresh)
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
-    fresh.rename(target)
-    flush(target.parent)
+    publish_folder(fresh, target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,0 +1,83 @@
+"""Files of a finished checkpoint: their digests, and what is done about a damaged one.
+
+The manifest, which is written last, lists size and digest (xxh3) of every other file.  Sizes are
+compared whenever a checkpoint is chosen, digests when it is loaded.  A damaged checkpoint is
+renamed to `.step-NNNNNN.bad`, for the user, and the one before is taken; the rows of the steps in
+between are cut by the next hello of the trainer, because its version says where it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from moerl.atomic import flush
+from moerl.run_dir import RunDir, read_manifest, torn_checkpoint
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_CHUNK = 4 * 2**20
+
+Sums = dict[str, list[Any]]  # name of a file -> [bytes, digest]
+
+
+def sum_of(path: Path) -> list[Any]:
+    """[bytes, digest] of a file.  Raises OSError."""
+    digest, size = xxhash.xxh3_64(), 0
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK):
+            digest.update(data)
+            size += len(data)
+    return [size, digest.hexdigest()]
+
+
+def sums_of(folder: Path, known: Mapping[str, list[Any]]) -> Sums:
+    """Sums of all files of a folder; files that are not `known` are read."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+    return {name: known[name] if name in known else sum_of(folder / name) for name in names}
+
+
+def damage(folder: Path, names: Iterable[str]) -> str:
+    """Which of these files differs from its digest in the manifest; empty for none."""
+    sums: Sums = read_manifest(folder).get("files", {})
+    for name in names:
+        try:
+            if sum_of(folder / name) != sums[name]:
+                return f"{name} does not match its digest"
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+def newest_checkpoint(run: RunDir) -> Path | None:
+    """Folder of the newest checkpoint whose files are there; damaged ones are set aside."""
+    while (found := run.latest_checkpoint()) is not None:
+        cause = torn_checkpoint(found[1])
+        if not cause:
+            return found[1]
+        set_aside(run, found[1], cause)
+    return None
+
+
+def set_aside(run: RunDir, folder: Path, cause: str) -> None:
+    """Rename a damaged checkpoint, so that the one before is the newest.  Raises OSError."""
+    aside = folder.with_name(f".{folder.name.lstrip('.')}.bad")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f".{folder.name.lstrip('.')}.bad{number}")
+    folder.rename(aside)
+    flush(aside.parent)
+    before = run.latest_checkpoint()
+    log.error(
+        "checkpoint %s is damaged and set aside as %s: %s; the run continues from %s",
+        folder.name,
+        aside.name,
+        cause,
+        before[1].name if before else "the model, no earlier checkpoint is whole",
+    )
