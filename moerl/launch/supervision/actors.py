@@ -7,9 +7,11 @@ only when its object has ended, so the supervisor learns of a failure as soon as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -25,9 +28,11 @@ from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
 from moerl.controller.trainer_server import TrainerServer
+from moerl.errors import EngineError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
+from moerl.launch.supervision.remote_calls import Late
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
@@ -71,7 +76,8 @@ class PlacedEngine:
 
     def give_up(self) -> None:
         """End the host and free its slot."""
-        ray.kill(self.actor)
+        with contextlib.suppress(RayError):  # its node is gone
+            ray.kill(self.actor)
         if self.slot is not None:
             remove_placement_group(self.slot)
 
@@ -241,6 +247,9 @@ class ControllerActor:
     async def engine_joins(self, index: int, actor: ActorHandle[EngineActor], tp: int) -> None:
         self._controller.engine_joins(index, remote_engine(actor, index), tp)
 
+    async def engine_excluded(self, index: int) -> None:
+        self._controller.engine_excluded(index)
+
     async def engine_leaves(self, index: int) -> None:
         await self._controller.engine_leaves(index)
 
@@ -292,3 +301,48 @@ class ControllerActor:
         for name in ("async/lag_mean", "async/lag_max"):
             if name in row:  # absent in the row of an evaluation
                 self._tracer.count(name, row[name])
+
+
+class RayActors:
+    """`Actors` of a run (`moerl.launch.supervision.remote_calls`)."""
+
+    _FETCH_S = 1.0  # seconds to fetch an answer that is there; a large one lies on its node
+
+    def scorer(self, plan: RunContext) -> ActorHandle[ScorerActor]:
+        restarts = -1 if plan.config.supervision.max_restarts else 0
+        return place(ScorerActor, plan, restarts=restarts)
+
+    def engine(self, plan: RunContext, index: int, tp: int) -> PlacedEngine:
+        return place_engine(plan, index, tp)
+
+    def controller(
+        self,
+        plan: RunContext,
+        engines: Mapping[int, ActorHandle[EngineActor]],
+        sizes: Mapping[int, int],
+        scorer: ActorHandle[ScorerActor],
+        pool_changed: bool,
+    ) -> ActorHandle[ControllerActor]:
+        return place(ControllerActor, plan, engines, sizes, scorer, pool_changed)
+
+    def kill(self, actor: ActorHandle[Any]) -> None:
+        with contextlib.suppress(RayError):  # its node is gone
+            ray.kill(actor)
+
+    def wait(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        if not refs:
+            time.sleep(timeout_s)
+            return []
+        ended, _ = ray.wait(list(refs), timeout=timeout_s)
+        if ended:
+            ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        return list(ended)
+
+    def result(self, ref: Any, name: str) -> Any:
+        try:
+            with own_errors(name):
+                return ray.get(ref, timeout=self._FETCH_S)
+        except RayTaskError as error:
+            raise EngineError(f"{name}: {type(error.cause).__name__}: {error.cause}") from error
+        except GetTimeoutError as error:
+            raise Late(f"{name} did not answer within {self._FETCH_S:g} s") from error
