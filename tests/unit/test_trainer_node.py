@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -196,6 +198,58 @@ def test_a_node_waits_for_a_run_that_is_alive(tmp_path: Path) -> None:
     threading.Timer(0.25, keeper.renew).start()
     reader.wait(30.0)
     assert trainer_node._next_opening(run, reader, 1.0) == start
+
+
+@pytest.mark.parametrize("how", ["ended", "lost"])
+def test_an_engine_node_leaves_a_run_that_is_over(tmp_path: Path, how: str) -> None:
+    run, _ = posted(tmp_path)
+    run.endpoints.post_ray("127.0.0.1:1", "t")
+    lease = live_lease(run, lease_s=60.0 if how == "ended" else 0.5)
+    ray = subprocess.Popen(["sleep", "60"])
+    try:
+        if how == "ended":
+            run.endpoints.close_ray()
+            with pytest.raises(RunEnded, match="the run has ended"):
+                engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), lease)
+        else:  # the head's address is there for ever
+            with pytest.raises(TrainerError, match="root process"):
+                engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), lease)
+    finally:
+        ray.kill()
+        ray.wait()
+    engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), live_lease(run))
+
+
+ADOPTS = """
+import subprocess, sys, threading, time
+from pathlib import Path
+import psutil
+from moerl.launch.nodes import engine_node
+from moerl.launch.nodes.process_tree import Orphans, become_subreaper
+
+class Lease:
+    def check(self): pass
+
+class Run:
+    class endpoints:
+        names_ray = staticmethod(lambda *_: True)
+
+become_subreaper()
+engine_node.Orphans, engine_node._LOOK_S = lambda: Orphans(0.3), 0.1
+orphan = "import subprocess; subprocess.Popen(['sleep', '0.2'])"
+subprocess.run([sys.executable, "-c", orphan])
+ray = subprocess.Popen(["sleep", "1.5"])
+engine_node._until_over(Run, ray, ("", ""), Lease())
+print(len(psutil.Process().children()))
+"""
+
+
+def test_an_engine_node_collects_the_zombies_that_it_adopts() -> None:
+    """Two to four for each restart of an engine there."""
+    done = subprocess.run(
+        [sys.executable, "-c", ADOPTS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["0"]
 
 
 def test_the_end_of_a_trainer_that_was_given_up_is_not_the_end(

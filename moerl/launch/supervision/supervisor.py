@@ -99,6 +99,7 @@ class Supervisor:
         self._untold: list[Callable[[Any], Any]] | None = None  # for a controller that is opening
         self._next_poll = 0.0  # clock seconds; inf while it is asked
         self._next_pings: dict[int, float] = {}  # the same per engine host
+        self._next_scorer_pid = 0.0  # the same; Ray may restart it at any time
         self._starting: set[int] = set()  # engines
         self._engines_are_up = False  # all of the first start
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # (clock seconds, restart)
@@ -270,12 +271,16 @@ class Supervisor:
 
     # --- engine hosts ---------------------------------------------------------------------------
     def _ping_hosts(self) -> None:
-        """Ask every host for its pid: one that does not answer in time hangs.
+        """Ask every host for its pid: one that does not answer in time hangs.  The scorer too, for
+        its pid: waiting for a score has a deadline.
 
         A new host is given the time of a start on this machine; on a cluster it may wait for a node
         with room.
         """
         now = self._clock()
+        if now >= self._next_scorer_pid:
+            self._next_scorer_pid = now + self._answer_s / _PINGS
+            self._ask_pid("scorer", self.scorer)
         for index, actor in self.members.actors.items():
             if now < self._next_pings.get(index, 0.0):
                 continue
@@ -295,8 +300,9 @@ class Supervisor:
         self._next_pings[index] = self._clock() + self._answer_s / _PINGS
 
     def _host_failed(self, index: int, actor: Any, error: MoerlError) -> None:
-        if not isinstance(error, Late):
-            return  # its watch or its start reports the death
+        if not isinstance(error, Late):  # its watch or its start reports a death
+            self._next_pings[index] = self._clock() + self._answer_s / _PINGS
+            return
         name, log_file = f"engine-{index}-host", self.plan.run.logs / f"engine-{index}.host.log"
         pid = self._pids.get(name) if is_local(self.plan.config.cluster) else None
         self._stuck(
@@ -343,7 +349,6 @@ class Supervisor:
             self._controller_died,
         )
         self._ask_pid("controller", self.controller)
-        self._ask_pid("scorer", self.scorer)  # Ray may have restarted it meanwhile
         for call in untold:
             self.tell(call)
         if was_restarted:
