@@ -219,6 +219,7 @@ class Panel:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.waits: set[str] = set()
+        self.steps: list[int] = []
 
     def wait(self, what: str) -> None:
         self.waits.add(what)
@@ -233,7 +234,8 @@ class Panel:
 
     def status(self, values: Mapping[str, Any]) -> None: ...
 
-    def step(self, row: Mapping[str, Any]) -> None: ...
+    def step(self, row: Mapping[str, Any]) -> None:
+        self.steps.append(row["step"])
 
 
 class Scene:

@@ -94,6 +94,18 @@ def test_a_finished_run_stays_finished_when_engines_cannot_be_measured(tmp_path:
     assert scene.supervisor._measure() == {"engine tokens/s alone": 12.5}
 
 
+def test_the_last_step_is_shown_though_nobody_polled_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path).running()
+    rows = [{"step": step, "version": "0.0", "time_s": 0.0} for step in range(42)]
+    scene.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scene.supervisor._show_last_rows()
+    assert scene.panel.steps == [39, 40, 41]
+    again = Scene(tmp_path).running()
+    again.supervisor._shown = 41  # as after a resume
+    again.supervisor._show_last_rows()
+    assert again.panel.steps == [39]
+
+
 # --- nothing makes it deaf -----------------------------------------------------------------------
 def deaf_scene(root: Path, what: str) -> Scene:
     """A run in which something answers nothing from now on."""

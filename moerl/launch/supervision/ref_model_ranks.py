@@ -17,7 +17,7 @@ from moerl.launch.run_context import (
     ref_model_environment,
 )
 
-_GRACE_S = 2.0
+_GRACE_S = 0.5
 
 
 class RefModelRanks:

@@ -104,6 +104,7 @@ class Supervisor:
         self._engines_are_up = False  # all of the first start
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # (clock seconds, restart)
         self._steps = 0  # last step of this start
+        self._shown = max((row["step"] for row in read_rows(plan.run.metrics)), default=-1)
         self._trainer_ended_at: float | None = None  # clock seconds; its death is not counted yet
         self._pids = {"root": os.getpid()}
         self._written_pids: dict[str, int] = {}
@@ -130,6 +131,7 @@ class Supervisor:
             self.start_engine(index)
         self._loop(lambda: self._engines_are_up, self._watch_processes)
         self._loop(self._is_trained, self._watch_run)
+        self._show_last_rows()
         return self._measure()
 
     def close(self) -> None:
@@ -432,12 +434,19 @@ class Supervisor:
     def _count(self, row: dict[str, Any]) -> None:
         """A step: the trainer is up; a new one forgives the deaths that led to it."""
         self.console.step(row)
+        self._shown = row["step"]
         self._trainer.restart_clock()  # a step trained again is progress too
         if row["step"] >= self.plan.config.run.steps - 1:
             self._trainer.stop_clock()  # saving the model has no step limit
         if row["step"] >= self._steps:
             self._steps = row["step"] + 1
             self._policy.stepped()
+
+    def _show_last_rows(self) -> None:
+        """Rows since the last poll, which the trainer did not wait for."""
+        for row in read_rows(self.plan.run.metrics):
+            if row["step"] > self._shown:
+                self._count(row)
 
     def _look_at_the_clock(self) -> None:
         """Log a trainer that makes no step, and end it after twice the limit."""
