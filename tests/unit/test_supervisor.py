@@ -356,6 +356,43 @@ def test_a_list_of_engines_is_answered_when_the_controller_answers(tmp_path: Pat
     assert answers["b"] == {"refused": "{'do': 'fly'} is not a valid request"}
 
 
+@pytest.mark.parametrize("how", ["local", "cluster", "hangs"])
+def test_an_engine_that_is_removed_leaves_and_its_host_is_ended(tmp_path: Path, how: str) -> None:
+    more = ("cluster=hosts", "cluster.nodes.engine.count=2") if how == "cluster" else ()
+    scene = Scene(tmp_path, *TWO, *more).running()
+    leaver, members = scene.engine(1), scene.supervisor.members
+    if how == "hangs":
+        leaver.answers.clear()
+    assert members._remove(1) == "leaving"
+    scene.go_on(3.0)
+    assert leaver.asked("leave")
+    if how == "cluster":
+        assert not leaver.is_dead, "it serves its records"
+        (wait,) = scene.controller.asked("records_leave")
+        assert wait.args == ("node",)
+        scene.controller.end("records_leave", None)
+        scene.go_on(1.0)
+    elif how == "hangs":
+        scene.go_on(70.0)
+    assert leaver.is_dead
+    assert set(members.actors) == set(members.sizes) == {0}
+    assert scene.panel.events[-1] == "engine 1 has left"
+
+
+def test_a_removal_outlives_the_controller(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO).running()
+    answer = scene.actors.controller_answers.pop("engine_leaves")
+    del scene.controller.answers["engine_leaves"]
+    members = scene.supervisor.members
+    members._remove(1)
+    scene.go_on(2.0)
+    scene.actors.controller_answers["engine_leaves"] = answer
+    scene.controller.die()
+    scene.go_on(10.0)
+    assert scene.controller.asked("engine_leaves")
+    assert set(members.actors) == {0}
+
+
 # --- errors of remote calls ----------------------------------------------------------------------
 def failing(error: Exception) -> Remote:
     """An engine whose calls all end like this."""
