@@ -217,7 +217,8 @@ def test_an_engine_node_leaves_a_run_that_is_over(tmp_path: Path, how: str) -> N
     finally:
         ray.kill()
         ray.wait()
-    engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), live_lease(run))
+    run.endpoints.post_ray("127.0.0.1:1", "t")
+    engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), live_lease(run))  # Ray ended only here
 
 
 ADOPTS = """

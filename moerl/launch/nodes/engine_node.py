@@ -129,8 +129,9 @@ def _until_over(
     run: RunDir, child: subprocess.Popen[bytes], head: tuple[str, str], lease: LeaseReader
 ) -> None:
     """Return when Ray ended on this node.  Raises RunEnded or TrainerError when the run is over."""
-    orphans = Orphans()
-    while child.poll() is None:
+    orphans, has_ended = Orphans(), False
+    while not has_ended:
+        has_ended = child.poll() is not None  # maybe because the run is over: look once more
         lease.check()
         if not run.endpoints.names_ray(*head):
             raise RunEnded("the run has ended")
