@@ -41,6 +41,9 @@ from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
+# Calls of one actor in progress at once; more wait.  A host with as many requests would not answer
+# the supervisor, which then takes it for one that hangs.
+_CALLS = 1000
 Plain = TypeVar("Plain")
 
 
@@ -59,7 +62,7 @@ def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plai
     without state.
     """
     actor: Any = ray.remote(plain)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64}
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS}
     options["scheduling_strategy"] = this_node()
     if restarts:
         options |= {"max_restarts": restarts, "max_task_retries": restarts}
@@ -97,7 +100,7 @@ def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
         bundle["GPU"] = devices
     group = placement_group([bundle], strategy="STRICT_PACK")
     where = PlacementGroupSchedulingStrategy(group)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64, "num_gpus": devices}
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": devices}
     options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
     return PlacedEngine(actor.options(**options).remote(plan, index, tp), group)
 
