@@ -76,7 +76,7 @@ def _end_at_once(run: RunDir, err: IO[str]) -> None:
     _close_endpoints(run)
     end_descendants(grace_s=_GRACE_S)
     print(f"moerl: {INTERRUPT}; its root process hung, see {run.logs / 'root.log'}", file=err)
-    err.flush()
+    print(f"moerl: continue with: moerl train --resume {run.root}", file=err, flush=True)
     os._exit(130)
 
 

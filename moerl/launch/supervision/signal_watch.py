@@ -26,7 +26,7 @@ class Interrupted(MoerlError):
 class SignalWatch:
     """Use from the main thread."""
 
-    def __init__(self, end_at_once: Callable[[], None], patience_s: float = 5.0) -> None:
+    def __init__(self, end_at_once: Callable[[], None], patience_s: float = 10.0) -> None:
         """end_at_once: called in a thread when nobody calls `check` for patience_s."""
         self._end_at_once, self._patience_s = end_at_once, patience_s
         self._came, self._noticed = threading.Event(), threading.Event()
