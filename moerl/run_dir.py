@@ -206,6 +206,11 @@ class Endpoints:
 
     folder: Path
 
+    @property
+    def lease(self) -> Path:
+        """Renewed by the root process as long as it lives (`moerl.launch.nodes.lease`)."""
+        return self.folder / "lease"
+
     def open(self, controller: str, token: str) -> None:
         """Write the controller's endpoint; removes the files of earlier openings."""
         self._secret("token", token)
@@ -229,6 +234,10 @@ class Endpoints:
     def close_ray(self) -> None:
         for name in ("ray.json", "ray-token"):
             (self.folder / name).unlink(missing_ok=True)
+
+    def close_lease(self) -> None:
+        """The run is over."""
+        self.lease.unlink(missing_ok=True)
 
     def read_ray(self, timeout_s: float) -> tuple[str, str]:
         """(HOST:PORT, token) of Ray's head.  Raises TrainerError on timeout."""

@@ -163,6 +163,7 @@ class EngineConfig:
     max_total_tokens: Annotated[int, Meta(ge=64)] = 65536
     mem_fraction_static: Share = 0.2
     start_timeout_s: Positive = 300.0
+    answer_timeout_s: Positive = 120.0  # a server that answers nothing for so long is restarted
     cpu_threads: Count = 1
     host: str = "127.0.0.1"
     args: dict[str, Any] = field(
@@ -340,7 +341,15 @@ class SupervisionConfig:
 
     # Restarts of one process without a new step in between; 0 = end the run at once
     max_restarts: Natural = 3
-    backoff_s: NonNegative = 1.0  # wait before a restart, doubled each time
+    # Deaths of one engine within window_s of its own running time that exclude it from the run
+    max_deaths: Count = 5
+    window_s: Positive = 1800.0
+    backoff_s: NonNegative = 1.0  # wait before a restart, doubled per death within window_s
+    # Longest silence of the controller or an engine host; it is then ended and started again
+    answer_timeout_s: Positive = 60.0
+    lease_s: Positive = (
+        60.0  # nodes leave a run whose root process gave no sign of life for so long
+    )
 
 
 @dataclass(frozen=True)

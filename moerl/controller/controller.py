@@ -153,6 +153,11 @@ class Controller:
         self.producer.add(index)
         log.info("engine %d (tp %d) has joined", index, tp)
 
+    def engine_excluded(self, index: int) -> None:
+        """It keeps dying and leaves the run."""
+        self.context.step_metrics.engines_excluded += 1
+        log.error("engine %d keeps dying and is excluded", index)
+
     async def engine_leaves(self, index: int) -> None:
         """Returns when the engine has no requests and the trainer does not publish to it."""
         pool, sync_targets = self.context.pool, self.context.sync_targets

@@ -51,6 +51,7 @@ class StepMetrics:
         self.dropped_lost = 0
         self.copied = 0  # groups of this batch read from copies
         self.engine_restarts = 0
+        self.engines_excluded = 0
         self.score_failures = 0
         self.engines_suspended = 0
         self.dropped_zero_variance = 0
@@ -83,6 +84,7 @@ class StepMetrics:
             "async/recomputed_tokens": float(self.recomputed_tokens),
             "async/routed_groups": float(self.routed_groups),
             "async/engine_restarts": float(self.engine_restarts),
+            "async/engines_excluded": float(self.engines_excluded),
             "async/dropped_branch_groups": float(self.dropped_branch),
             "async/dropped_lost_groups": float(self.dropped_lost),
             "async/copied_groups": float(self.copied),

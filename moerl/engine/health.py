@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from moerl.engine.sglang_client import BadRequest
@@ -115,3 +115,51 @@ class EngineHealth:
         if self._calls == 0:
             self._busy_s += time.monotonic() - self._busy_since
             self.idle.set()
+
+
+class Pulse:
+    """Whether a server answers.  A process that hangs is alive for the kernel.
+
+    One question at a time, asked again some time after its answer; `look` says when none came for
+    `limit_s`.  Time in which nobody looked does not count: this process may have been suspended.
+    """
+
+    _QUESTIONS = 12  # per limit_s
+    _LONGEST_LOOK_S = 5.0
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[object]],
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask, self._limit_s, self._clock = ask, limit_s, clock
+        self._question: asyncio.Future[object] | None = None
+        self._looked = clock()
+        self._silent_s = 0.0  # since the last sign of life
+
+    def look(self, *, busy: bool) -> str | None:
+        """A sentence when the server hangs.  busy: it has other work that has its own deadline."""
+        now = self._clock()
+        self._silent_s += min(now - self._looked, self._LONGEST_LOOK_S)
+        self._looked = now
+        if self._was_answered() or busy:
+            self._silent_s = 0.0
+        if self._question is None and self._silent_s >= self._limit_s / self._QUESTIONS:
+            self._question = asyncio.ensure_future(self._ask())
+        if self._silent_s < self._limit_s:
+            return None
+        return f"the server hangs: it answered nothing for {self._silent_s:.0f} s"
+
+    def _was_answered(self) -> bool:
+        """True once per answer; a refusal is one, a connection that failed is none."""
+        question = self._question
+        if question is None or not question.done():
+            return False
+        self._question = None
+        error = question.exception()
+        return error is None or isinstance(error, EngineError)
+
+    def close(self) -> None:
+        if self._question is not None:
+            self._question.cancel()

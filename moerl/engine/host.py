@@ -23,7 +23,7 @@ import numpy as np
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine import in_flight, reply_parser
 from moerl.engine.feature_table import PROVEN
-from moerl.engine.health import WATCH_S, EngineHealth
+from moerl.engine.health import WATCH_S, EngineHealth, Pulse
 from moerl.engine.reply_parser import InFlight, Reply
 from moerl.engine.sglang_client import BadRequest, EngineClient
 from moerl.engine.sglang_server import EngineServer
@@ -119,7 +119,7 @@ class EngineHost:
         self._server, self._client = server, client
         self._updates.attach(server, client, version)
         self._health.open()
-        self._watch = asyncio.create_task(self._watch_server(server))
+        self._watch = asyncio.create_task(self._watch_server(server, client))
         return await self.status()
 
     async def stop(self) -> None:
@@ -409,9 +409,13 @@ class EngineHost:
             raise EngineError(f"engine {self.index}: no interrupt in {_INTERRUPT_S:g} s") from error
 
     # --- failure ---------------------------------------------------------------------------------
-    async def _watch_server(self, server: EngineServer) -> None:
-        while (cause := server.death()) is None:
-            await asyncio.sleep(WATCH_S)
+    async def _watch_server(self, server: EngineServer, client: EngineClient) -> None:
+        pulse = Pulse(client.pulse, self.config.answer_timeout_s)
+        try:
+            while (cause := server.death() or pulse.look(busy=self._updates.committing)) is None:
+                await asyncio.sleep(WATCH_S)
+        finally:
+            pulse.close()
         self._health.close(f"{cause}\n{server.log_tail()}")
 
     def _alive(self) -> EngineClient:

@@ -51,6 +51,10 @@ class EngineClient:
         except _BROKEN:
             return False
 
+    async def pulse(self) -> None:
+        """Returns when the HTTP server and the scheduler of every rank have answered."""
+        await self._request("GET", "/server_info", None)
+
     async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """One batch (`input_ids` is a list of lists); one reply per request, in order.
 

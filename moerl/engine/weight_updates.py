@@ -61,6 +61,7 @@ class Updates:
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
         self.aborted = 0  # requests that the current update has interrupted
+        self.committing = False  # the scheduler copies weights and answers nothing
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
 
@@ -160,6 +161,7 @@ class Updates:
                     await self._drain(client)
                 idle_s = time.time()
                 self.served = [*self.served[-_VERSIONS:], message.version]
+                self.committing = True
                 copying = client.commit(str(message.version), mode)
                 done = await self._health.guard(copying, self._health.ended)
         except (EngineError, TimeoutError) as error:
@@ -175,6 +177,8 @@ class Updates:
         except BaseException as error:  # cancelled, or a bug: what the ranks did is unknown
             self._health.suspend(f"the commit of {message.version} was given up: {error!r}")
             raise
+        finally:
+            self.committing = False
         self._health.reopen()
         self.version = message.version
         end_s = time.time()

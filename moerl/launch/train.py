@@ -7,6 +7,7 @@ process outlives the run.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import logging
 import os
@@ -21,7 +22,8 @@ from moerl.errors import MoerlError, cause_of, printable
 from moerl.launch.nodes.process_tree import end_descendants
 from moerl.launch.prepare import prepare
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.supervisor import INTERRUPT, Supervisor
+from moerl.launch.supervision.signal_watch import INTERRUPT, SignalWatch
+from moerl.launch.supervision.supervisor import Supervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace
@@ -50,7 +52,8 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
         save_config(plan.config, run.config)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
-        supervisor = Supervisor(plan, console, scratch)
+        signals = SignalWatch(lambda: _end_at_once(run, err))
+        supervisor = Supervisor(plan, console, scratch, signals)
         try:
             summary = supervisor.run()
         except Exception as error:
@@ -58,10 +61,31 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
             cause, summary = cause_of(error), {}
         else:
             cause = ""
-        run.endpoints.close_ray()
+        finally:
+            _close_endpoints(run)
         end_descendants(grace_s=_GRACE_S)
         kept = _tidy(supervisor.plan, is_done=not cause, has_steps=bool(read_rows(run.metrics)))
         return _close(plan, console, summary, cause, kept, err)
+
+
+def _end_at_once(run: RunDir, err: IO[str]) -> None:
+    """A signal came and the main thread hangs.  Called in another thread."""
+    with (run.logs / "root.log").open("a") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    _close_endpoints(run)
+    end_descendants(grace_s=_GRACE_S)
+    print(f"moerl: {INTERRUPT}; its root process hung, see {run.logs / 'root.log'}", file=err)
+    print(f"moerl: continue with: moerl train --resume {run.root}", file=err, flush=True)
+    os._exit(130)
+
+
+def _close_endpoints(run: RunDir) -> None:
+    """Other nodes leave the run: at once, or after a lease when the file system fails."""
+    for close in (run.endpoints.close, run.endpoints.close_ray, run.endpoints.close_lease):
+        try:
+            close()
+        except OSError as error:
+            log.warning("the endpoints folder is not closed: %s", error)
 
 
 def _tidy(plan: RunContext, *, is_done: bool, has_steps: bool) -> str:

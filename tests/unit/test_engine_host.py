@@ -74,7 +74,7 @@ class ScriptedClient:
 
     def __init__(self, *_args: object) -> None:
         self.calls: list[Any] = []
-        self.version, self.slow = str(V0), False
+        self.version, self.slow, self.hangs = str(V0), False, False
         self.released = asyncio.Event()
         self.commits, self.commit_error = asyncio.Event(), None
         self.commits.set()
@@ -103,6 +103,10 @@ class ScriptedClient:
             "routed_experts": base64.b64encode(rows.tobytes()).decode(),
         }
         return {"output_ids": [7], "meta_info": meta}
+
+    async def pulse(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
 
     async def abort_all(self) -> None:
         self.released.set()
@@ -313,6 +317,76 @@ def test_death_fails_running_and_later_calls(play: Any) -> None:
                 await work
 
     play(scenario)
+
+
+def test_a_server_that_hangs_fails_its_calls_and_is_started_again(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes live, so nothing but its silence tells."""
+
+    async def scenario(host: EngineHost) -> None:
+        object.__setattr__(host.config, "answer_timeout_s", 0.3)
+        await host.start(V0)
+        await asyncio.sleep(0.6)
+        await host.generate([ask("a")])  # control: it answers, so nothing happens
+        script(host).hangs = script(host).slow = True
+        running = asyncio.create_task(host.generate([ask("b")]))
+        for work in (host.watch(), running):
+            with pytest.raises(EngineError, match="the server hangs: it answered nothing for"):
+                await work
+        await host.start(V0)
+        await host.generate([ask("c")])
+
+    play(scenario)
+
+
+class Asked:
+    """A server as `Pulse` sees it, and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.clock, self.asked = 0.0, 0
+        self.answers: asyncio.Future[None] | None = None
+
+    async def ask(self) -> None:
+        self.asked += 1
+        self.answers = asyncio.get_running_loop().create_future()
+        await self.answers
+
+    async def pass_time(self, pulse: gate_module.Pulse, seconds: int, **look: bool) -> str | None:
+        for _ in range(seconds):
+            self.clock += 1.0
+            await asyncio.sleep(0)
+            if cause := pulse.look(**(look or {"busy": False})):
+                return cause
+            await asyncio.sleep(0)
+        return None
+
+
+@pytest.mark.parametrize("how", ["silent", "busy", "suspended", "refuses", "broken"])
+def test_the_deadline_of_a_server_counts_its_silence_only(how: str) -> None:
+    async def body() -> None:
+        server = Asked()
+        pulse = gate_module.Pulse(server.ask, 120.0, lambda: server.clock)
+        assert await server.pass_time(pulse, 12) is None
+        assert server.asked == 1
+        if how == "silent":
+            cause = await server.pass_time(pulse, 200)
+            assert cause == "the server hangs: it answered nothing for 120 s"
+        elif how == "busy":  # a commit has a deadline of its own
+            assert await server.pass_time(pulse, 200, busy=True) is None
+            assert await server.pass_time(pulse, 100) is None
+            assert await server.pass_time(pulse, 30)
+        elif how == "suspended":  # this process was
+            server.clock += 600.0
+            assert await server.pass_time(pulse, 60) is None
+        else:
+            error = EngineError("HTTP 500") if how == "refuses" else OSError("reset")
+            server.answers.set_exception(error)
+            cause = await server.pass_time(pulse, 115)
+            assert (cause is None) == (how == "refuses"), "no connection is no sign of life"
+        pulse.close()
+
+    asyncio.run(body())
 
 
 def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:

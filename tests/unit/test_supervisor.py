@@ -1,137 +1,400 @@
-"""Decisions of the supervisor that no run of minutes would meet; its processes are stand-ins."""
+"""Decisions of the supervisor that no run of minutes would meet, with actors that follow a script
+(`tests/helpers/scripted_actors`): nothing stops it from seeing the next death or signal.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
-from moerl.config import load_config
 from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
-from moerl.launch.run_context import RunContext
+from moerl.launch.nodes.control_api import ControlApi
+from moerl.launch.supervision import actors as actors_module
 from moerl.launch.supervision import supervisor as supervising
+from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.ray_proxy import Hosted, Remote
-from moerl.launch.supervision.supervisor import Supervisor
+from moerl.launch.supervision.remote_calls import Late
+from moerl.launch.supervision.signal_watch import Interrupted
 from moerl.run_dir import RunDir
+from tests.helpers.scripted_actors import UNSET, Scene, death
+
+TWO = ("engine.count=2", "supervision.backoff_s=1")
 
 
-@pytest.fixture
-def supervisor(tmp_path: Path) -> Any:
-    """As in the middle of a run over several nodes: 40 steps are made, one death was seen."""
-    run = RunDir(tmp_path / "run")
-    run.create()
-    settings = ["cluster=hosts", "supervision.max_restarts=3", "run.steps=100"]
-    made: Any = Supervisor(
-        MagicMock(run=run, config=load_config("quickstart", settings)), MagicMock(), tmp_path
-    )
-    made._trainer = MagicMock(rank_died=0.0)
-    made._steps, made._restarts = 40, Counter(trainer=1)
-    return made
+@pytest.fixture(autouse=True)
+def no_signals_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "stacks", lambda processes: "")
 
 
-def test_steps_that_are_trained_again_are_life_but_no_pardon(supervisor: Any) -> None:
+# --- steps and trainers --------------------------------------------------------------------------
+def test_steps_that_are_trained_again_are_life_but_no_pardon(tmp_path: Path) -> None:
     """Else a trainer whose checkpoint is far back would be ended for making no step."""
-    supervisor._count({"step": 21})
-    supervisor._trainer.restart_clock.assert_called_once()
-    assert supervisor._restarts == {"trainer": 1}
-    supervisor._count({"step": 40})
-    assert not supervisor._restarts
-    supervisor._trainer.stop_clock.assert_not_called()
-    supervisor._count({"step": 99})
-    supervisor._trainer.stop_clock.assert_called_once()
+    scene = Scene(tmp_path).running()
+    scene.trainer.code = 1
+    scene.go_on(3.0)
+    policy, clocks = scene.supervisor._policy, scene.trainer.clocks
+    scene.step(21)
+    assert scene.trainer.clocks == clocks + 1
+    assert policy.restarts == {"trainer": 1}
+    scene.step(40)
+    assert not policy.restarts
+    assert scene.trainer.stops == 0
+    scene.step(99)
+    assert scene.trainer.stops == 1
 
 
-def test_a_process_that_keeps_dying_waits_longer_each_time(supervisor: Any) -> None:
-    first = supervisor.plan.config.supervision.backoff_s
-    assert first > 0
-    pauses = []
-    for _ in range(3):
-        now = time.monotonic()
-        supervisor._schedule("controller", MoerlError("it died"), lambda: None)
-        pauses.append(supervisor._due.pop("controller")[0] - now)
-    assert pauses == pytest.approx([first, 2 * first, 4 * first], abs=0.5)
-
-
-def test_trainers_that_fall_without_a_step_end_the_run(supervisor: Any) -> None:
+def test_trainers_that_fall_without_a_step_end_the_run(tmp_path: Path) -> None:
     """Their nodes start them again by themselves, which no exit status here tells of."""
-    for _ in range(2):
-        supervisor._fell("trainer rank 0: no memory")
+    scene = Scene(tmp_path, "cluster=hosts").running()
+    for _ in range(3):
+        scene.supervisor._fell("trainer rank 0: no memory")
     with pytest.raises(TrainerError, match="no memory"):
-        supervisor._fell("trainer rank 0: no memory")
-    supervisor._restarts.clear()
-    supervisor._steps = 0
+        scene.supervisor._fell("trainer rank 0: no memory")
+    early = Scene(tmp_path / "early", "cluster=hosts")
+    early.start()
     with pytest.raises(TrainerError, match="a wrong setting"):
-        supervisor._fell("trainer rank 1: a wrong setting")
+        early.supervisor._fell("trainer rank 1: a wrong setting")
 
 
-def test_an_engine_that_may_not_join_is_left_out(
-    supervisor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A size that the model cannot be served with is no failure of the run."""
-    error = ConfigError("engine.tp", 3, "it must divide the 8 heads")
-    monkeypatch.setattr(supervising.ray, "wait", lambda refs, **_: (refs, []))
-    monkeypatch.setattr(supervisor, "get", MagicMock(side_effect=error))
-    supervisor.members = MagicMock()
-    supervisor._starts = {"start": 2}
-    supervisor._look_at_starts()
-    supervisor.members.gave_up.assert_called_once_with(2, error)
-    assert not supervisor._restarts["engine 2"]
-
-
-def test_hosts_that_hang_are_waited_for_once(
-    supervisor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Meanwhile nothing else is watched."""
-    waits: list[float] = []
-
-    def wait(refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        assert num_returns == len(refs)
-        waits.append(timeout)
-        return refs[:2], refs[2:]  # the scorer and the controller; four hosts hang
-
-    monkeypatch.setattr(supervising.ray, "wait", wait)
-    monkeypatch.setattr(supervisor, "get", MagicMock(return_value=7))
-    supervisor.scorer, supervisor.controller = MagicMock(), MagicMock()
-    supervisor.members = MagicMock(present={index: MagicMock() for index in range(4)})
-    supervisor._trainer.pid = 8
-    supervisor.write_pids()
-    assert len(waits) == 1
-    assert supervisor.get.call_count == 2
-    assert set(supervisor._pids) == {"root", "scorer", "controller", "trainer"}
-
-
-def test_a_trainer_that_finished_while_it_was_given_up_is_done(supervisor: Any) -> None:
-    endpoints = supervisor.plan.run.endpoints
+def test_a_trainer_that_finished_while_it_was_given_up_is_done(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "cluster=hosts").running()
+    endpoints = scene.run.endpoints
     endpoints.open("tcp://127.0.0.1:1", "token")
-    supervisor._trainer.exit_status.return_value = -9
+    scene.trainer.code = -9
     endpoints.done(endpoints.start())
-    assert supervisor._look_at_trainer()
+    assert scene.supervisor._is_trained()
     endpoints.open("tcp://127.0.0.1:1", "token")
-    supervisor._trainer.bury.return_value = TrainerError("it made no step")
-    assert not supervisor._look_at_trainer(), "control: the mark is of another opening"
-    assert "trainer" in supervisor._due
+    assert not scene.supervisor._is_trained(), "control: the mark is of another opening"
+    scene.go_on(2.0, lambda: "trainer" in scene.supervisor._due)
+    assert "trainer" in scene.supervisor._due
 
 
-def test_a_finished_run_stays_finished_when_engines_cannot_be_measured(
-    supervisor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor.controller = MagicMock()
-    assert supervisor.plan.config.observe.engine_alone_s > 0
-
-    def died(*_: object, timeout_s: float) -> float:
-        raise EngineError("the process of engine 0 died")
-
-    monkeypatch.setattr(supervisor, "get", died)
-    assert supervisor._measure() == {}
+def test_the_controller_names_the_cause_of_a_trainers_end(tmp_path: Path) -> None:
+    """Both end at about the same time; what the rank reported is the better sentence."""
+    scene = Scene(tmp_path).running()
+    scene.trainer.code = 1
+    scene.go_on(0.4)
+    scene.controller.end("watch", TrainerError("rank 1: the loss is not finite"))
+    with pytest.raises(TrainerError, match="the loss is not finite"):
+        scene.go_on(5.0)
 
 
+def test_a_finished_run_stays_finished_when_engines_cannot_be_measured(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "observe.engine_alone_s=3").running()
+    scene.engine(0).die()
+    scene.controller.answers["measure_engines"] = EngineError("the process of engine 0 died")
+    assert scene.supervisor._measure() == {}
+    scene.controller.answers["measure_engines"] = 12.5
+    assert scene.supervisor._measure() == {"engine tokens/s alone": 12.5}
+
+
+def test_the_last_step_is_shown_though_nobody_polled_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path).running()
+    rows = [{"step": step, "version": "0.0", "time_s": 0.0} for step in range(42)]
+    scene.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scene.supervisor._show_last_rows()
+    assert scene.panel.steps == [39, 40, 41]
+    again = Scene(tmp_path).running()
+    again.supervisor._shown = 41  # as after a resume
+    again.supervisor._show_last_rows()
+    assert again.panel.steps == [39]
+
+
+# --- nothing makes it deaf -----------------------------------------------------------------------
+def deaf_scene(root: Path, what: str) -> Scene:
+    """A run in which something answers nothing from now on."""
+    if what == "first start":
+        scene = Scene(root, *TWO)
+        scene.actors.controller_answers["open"] = lambda *_: UNSET
+        scene.supervisor._start_controller()
+        return scene
+    scene = Scene(root, *TWO).running()
+    if what == "controller":
+        scene.controller.answers.clear()
+    elif what == "hosts":
+        for index in (0, 1):
+            scene.engine(index).answers.clear()
+    else:
+        scene.actors.controller_answers["open"] = lambda *_: UNSET
+        scene.controller.die()
+        scene.go_on(5.0)
+        assert len(scene.actors.controllers) == 2, "it is being started"
+    return scene
+
+
+@pytest.mark.parametrize("what", ["controller", "hosts", "controller's start", "first start"])
+def test_a_signal_is_seen_within_a_second_while_anything_hangs(tmp_path: Path, what: str) -> None:
+    scene = deaf_scene(tmp_path, what)
+    scene.signals.at = scene.clock() + 20.25
+    supervisor = scene.supervisor
+    with pytest.raises(Interrupted):
+        supervisor._loop(lambda: False, supervisor._watch_processes)
+    assert scene.clock() - scene.signals.at < 1.0
+    assert scene.actors.longest_wait_s <= 1.0
+
+
+@pytest.mark.parametrize("what", ["controller", "hosts", "controller's start"])
+def test_a_death_is_seen_within_a_second_while_anything_hangs(tmp_path: Path, what: str) -> None:
+    scene = deaf_scene(tmp_path, what)
+    begin = scene.clock()
+    scene.engine(1).end("watch", EngineError("server was killed by signal 9"))
+    scene.go_on(20.0, lambda: "engine 1" in scene.supervisor._due)
+    assert scene.clock() - begin < 1.0
+    scene.trainer.code, begin = 1, scene.clock()
+    scene.go_on(20.0, lambda: "trainer" in scene.supervisor._due)
+    assert scene.clock() - begin < 3.0
+
+
+def test_the_lease_is_renewed_while_anything_hangs(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "cluster=hosts", "supervision.lease_s=12").running()
+    scene.controller.answers.clear()
+    seen = set()
+    for _ in range(20):
+        scene.go_on(1.0)
+        seen.add(scene.run.endpoints.lease.read_bytes())
+    assert len(seen) >= 18
+
+
+# --- what hangs ----------------------------------------------------------------------------------
+def patient(scene: Scene, condition: Any, seconds: float) -> None:
+    """`go_on`; stacks are written by a thread of the real world."""
+    end = scene.clock() + seconds
+    while not condition() and scene.clock() < end:
+        scene.go_on(1.0, condition)
+        time.sleep(0.001)
+
+
+def test_a_host_that_hangs_is_ended_and_another_one_is_started(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO).running()
+    hung, begin = scene.engine(1), scene.clock()
+    hung.answers.clear()
+    patient(scene, lambda: hung.is_dead, 200.0)
+    assert 55.0 < scene.clock() - begin < 80.0, "supervision.answer_timeout_s = 60"
+    assert not scene.engine(0).is_dead
+    patient(scene, lambda: scene.controller.asked("engine_back"), 20.0)
+    assert scene.controller.asked("engine_back")[0].args == (1, scene.engine(1))
+    assert scene.engine(1) is not hung
+    assert any("the host of engine 1" in event for event in scene.panel.events)
+
+
+def test_a_controller_that_hangs_is_ended_and_another_one_is_started(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO).running()
+    hung = scene.controller
+    hung.answers.clear()
+    patient(scene, lambda: len(scene.actors.controllers) == 2, 100.0)
+    assert hung.is_dead
+    patient(scene, lambda: scene.supervisor._controller_is_up, 10.0)
+    assert scene.controller.asked("open")[0].args == ("tcp://c", [])
+    assert scene.controller.asked("engines_started")
+
+
+def test_a_root_that_was_suspended_blames_nobody(tmp_path: Path) -> None:
+    """Ten minutes later (SIGSTOP, a sleeping laptop) answers need a moment to be there."""
+    scene = Scene(tmp_path, *TWO).running()
+    pid, controller = scene.engine(1).answers.pop("pid"), scene.controller
+    scene.go_on(12.0)
+    scene.clock.now += 600.0
+    scene.go_on(2.0)
+    scene.engine(1).answers["pid"] = pid
+    scene.engine(1).end("pid", pid)
+    patient(scene, lambda: False, 120.0)
+    assert not scene.engine(1).is_dead
+    assert scene.controller is controller
+
+
+def test_a_host_that_waits_for_a_node_is_not_ended(tmp_path: Path) -> None:
+    """On a cluster a lost node's engine starts when another node has room, maybe in hours."""
+    scene = Scene(tmp_path, *TWO, "cluster=hosts", "cluster.nodes.engine.count=2").running()
+    scene.actors.engine_answers.clear()
+    scene.engine(1).die()
+    patient(scene, lambda: len(scene.actors.engines[1]) == 2, 10.0)
+    for _ in range(4):
+        scene.go_on(100.0)  # longer than supervision.answer_timeout_s and than a local start
+    assert not scene.engine(1).is_dead
+
+
+# --- engines that keep dying ---------------------------------------------------------------------
+def die_again(scene: Scene, index: int) -> float:
+    """The engine's server dies and is started again; returns the pause before that."""
+    num, begin = len(scene.engine(index).asked("start")), scene.clock()
+    scene.engine(index).end("watch", EngineError("server was killed by signal 9"))
+    supervisor = scene.supervisor
+    scene.go_on(
+        100.0,
+        lambda: (
+            len(scene.engine(index).asked("start")) > num or index in supervisor.members._leaving
+        ),
+    )
+    pause_s = scene.clock() - begin
+    scene.go_on(1.0)
+    return pause_s
+
+
+def test_an_engine_that_keeps_dying_is_excluded_and_the_others_go_on(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO, "supervision.max_deaths=4").running()
+    pauses = []
+    for number in range(40, 43):
+        pauses.append(die_again(scene, 1))
+        scene.step(number)  # made by engine 0: it forgives engine 1 nothing
+    assert [round(pause) for pause in pauses] == [1, 2, 4]
+    die_again(scene, 1)
+    scene.go_on(5.0)
+    (event,) = [event for event in scene.panel.events if "excluded" in event]
+    assert event.startswith(
+        "engine 1 is excluded: it died 4 times (supervision.max_deaths) within 1800 s of running "
+        "(supervision.window_s); 1 engine(s) are left: server was killed by signal 9"
+    )
+    assert [call.args for call in scene.controller.asked("engine_excluded")] == [(1,)]
+    assert [call.args for call in scene.controller.asked("engine_leaves")] == [(1,)]
+    assert set(scene.supervisor.members.actors) == {0}
+    assert not scene.panel.waits - {"ray", "trainer"}
+    scene.go_on(10.0)
+    assert not scene.engine(0).is_dead
+
+
+def test_the_run_ends_when_no_engine_is_left(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "supervision.max_deaths=2").running()
+    die_again(scene, 0)
+    scene.step(40)
+    what = r"engine 0 is excluded: it died 2 times .*; 0 engine\(s\) are left.*: server was killed"
+    with pytest.raises(EngineError, match=what):
+        die_again(scene, 0)
+
+
+def test_the_run_ends_when_fewer_engines_than_the_quorum_are_left(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO, "supervision.max_deaths=1", "sync.quorum=2").running()
+    with pytest.raises(EngineError, match=r"1 engine\(s\) are left, sync.quorum = 2"):
+        die_again(scene, 1)
+
+
+def test_an_excluded_engine_is_lost_for_the_next_controller_too(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO, "supervision.max_deaths=1").running()
+    del scene.controller.answers["engine_leaves"]
+    scene.actors.controller_answers.pop("engine_leaves")
+    die_again(scene, 1)
+    scene.controller.die()
+    scene.go_on(5.0)
+    assert scene.controller.asked("open")[0].args == ("tcp://c", [1])
+    assert scene.controller.asked("engine_leaves"), "the next one is told to let it go"
+
+
+def test_before_the_first_step_the_cause_itself_ends_the_run(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO)
+    scene.start()
+    with pytest.raises(EngineError, match=r"^server was killed by signal 9$"):
+        die_again(scene, 1)
+
+
+def test_without_restarts_the_cause_itself_ends_the_run(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO, "supervision.max_restarts=0").running()
+    with pytest.raises(EngineError, match=r"^server was killed by signal 9$"):
+        die_again(scene, 1)
+
+
+# --- engines, controllers and requests -----------------------------------------------------------
+def test_an_engine_that_may_not_join_is_left_out(tmp_path: Path) -> None:
+    """A size that the model cannot be served with is no failure of the run."""
+    scene = Scene(tmp_path).running()
+    scene.actors.engine_answers["start"] = ConfigError("engine.tp", 3, "it must divide the 8 heads")
+    assert scene.supervisor.members._add(3) == 1
+    scene.go_on(3.0)
+    assert set(scene.supervisor.members.actors) == {0}
+    assert any("engine 1 did not start and is left out" in text for text in scene.panel.events)
+    assert not scene.supervisor._policy.restarts
+
+
+def test_an_engine_that_comes_up_while_the_controller_opens_is_told(tmp_path: Path) -> None:
+    """The new controller was made with it as a lost one."""
+    scene = Scene(tmp_path, *TWO).running()
+    scene.actors.controller_answers["open"] = lambda *_: UNSET
+    scene.controller.die()
+    scene.engine(1).end("watch", EngineError("killed"))
+    scene.go_on(10.0)
+    assert scene.controller.asked("open")[0].args == ("tcp://c", [1])
+    assert not scene.controller.asked("engine_back")
+    scene.controller.end("open", "tcp://c")
+    scene.go_on(2.0)
+    assert scene.controller.asked("engine_back")[0].args == (1, scene.engine(1))
+
+
+def test_pids_are_written_as_processes_come_and_go(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO).running()
+    scene.go_on(2.0)
+    pids = json.loads((scene.run.root / "pids.json").read_text())
+    del pids["root"]
+    assert pids == {
+        "controller": 9, "scorer": 8, "trainer": 5,
+        "engine-0": 70, "engine-0-host": 7, "engine-1": 70, "engine-1-host": 7,
+    }  # fmt: skip
+    scene.engine(1).end("watch", EngineError("killed"))
+    del scene.engine(1).answers["start"]
+    scene.go_on(3.0)
+    assert "engine-1" not in json.loads((scene.run.root / "pids.json").read_text())
+
+
+def test_a_list_of_engines_is_answered_when_the_controller_answers(tmp_path: Path) -> None:
+    scene = Scene(tmp_path).running()
+    answers: dict[str, Any] = {}
+    control: Any = SimpleNamespace(answer=answers.__setitem__)
+    members = scene.supervisor.members
+    members._control_api = control
+    del scene.controller.answers["engines"]
+    members._serve("a", {"do": "list"})
+    assert not answers, "nobody waits for it"
+    scene.controller.end("engines", [{"engine": 0, "state": "up"}])
+    members._control_api = ControlApi(scene.run)
+    members._control_api.answer = answers.__setitem__  # type: ignore[method-assign]
+    scene.go_on(1.0)
+    assert answers == {"a": {"answer": [{"engine": 0, "state": "up", "tp": 1}]}}
+    members._serve("b", {"do": "fly"})
+    assert answers["b"] == {"refused": "{'do': 'fly'} is not a valid request"}
+
+
+@pytest.mark.parametrize("how", ["local", "cluster", "hangs"])
+def test_an_engine_that_is_removed_leaves_and_its_host_is_ended(tmp_path: Path, how: str) -> None:
+    more = ("cluster=hosts", "cluster.nodes.engine.count=2") if how == "cluster" else ()
+    scene = Scene(tmp_path, *TWO, *more).running()
+    leaver, members = scene.engine(1), scene.supervisor.members
+    if how == "hangs":
+        leaver.answers.clear()
+    assert members._remove(1) == "leaving"
+    scene.go_on(3.0)
+    assert leaver.asked("leave")
+    if how == "cluster":
+        assert not leaver.is_dead, "it serves its records"
+        (wait,) = scene.controller.asked("records_leave")
+        assert wait.args == ("node",)
+        scene.controller.end("records_leave", None)
+        scene.go_on(1.0)
+    elif how == "hangs":
+        scene.go_on(70.0)
+    assert leaver.is_dead
+    assert set(members.actors) == set(members.sizes) == {0}
+    assert scene.panel.events[-1] == "engine 1 has left"
+
+
+def test_a_removal_outlives_the_controller(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO).running()
+    answer = scene.actors.controller_answers.pop("engine_leaves")
+    del scene.controller.answers["engine_leaves"]
+    members = scene.supervisor.members
+    members._remove(1)
+    scene.go_on(2.0)
+    scene.actors.controller_answers["engine_leaves"] = answer
+    scene.controller.die()
+    scene.go_on(10.0)
+    assert scene.controller.asked("engine_leaves")
+    assert set(members.actors) == {0}
+
+
+# --- errors of remote calls ----------------------------------------------------------------------
 def failing(error: Exception) -> Remote:
     """An engine whose calls all end like this."""
 
@@ -153,9 +416,7 @@ def test_an_answer_that_its_node_took_along_is_a_failed_call() -> None:
         asyncio.run(engine.generate([]))
 
 
-def test_calls_of_an_actor_fail_with_our_own_errors(
-    supervisor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_an_actor_fail_with_our_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's and the supervisor's; only the latter names a mistake in the code."""
 
     def ask(error: Exception) -> Exception:
@@ -164,26 +425,37 @@ def test_calls_of_an_actor_fail_with_our_own_errors(
         return failure.value
 
     def get(error: Exception) -> Exception:
-        monkeypatch.setattr(supervising.ray, "get", MagicMock(side_effect=error))
+        def fail(ref: object, *, timeout: float) -> None:
+            raise error
+
+        monkeypatch.setattr(actors_module.ray, "get", fail)
         with pytest.raises((MoerlError, RayError)) as failure:
-            supervisor.get("ref", "engine 3", timeout_s=7.0)
+            RayActors().result("ref", "engine 3")
         return failure.value
 
     ours = ConfigError("engine.tp", 3, "it must divide the 8 heads")
     for found in (ask(raised(ours)), get(raised(ours))):
         assert found is ours
         assert found.__cause__ is None
-    death = RayActorError()
-    for found in (ask(death), get(death)):
+    died = RayActorError()
+    for found in (ask(died), get(died)):
         assert type(found) is EngineError
         assert str(found) == "the process of engine 3 died"
-        assert found.__cause__ is death, "what starts again is decided by it"
+        assert found.__cause__ is died, "what starts again is decided by it"
     mistake = raised(KeyError("x"))
     assert ask(mistake) is mistake, "a mistake is no failure of an engine: the run ends"
     assert str(get(mistake)) == "engine 3: KeyError: 'x'"
-    late = get(GetTimeoutError())
-    assert type(late) is supervising.Late
-    assert str(late) == "engine 3 did not answer within 7 s"
+    assert type(get(GetTimeoutError())) is Late
+
+
+def test_a_mistake_in_the_controller_ends_the_run(tmp_path: Path) -> None:
+    scene = Scene(tmp_path).running()
+    scene.controller.answers["poll"] = lambda: EngineError("controller: KeyError: 'x'")
+    with pytest.raises(EngineError, match="KeyError"):
+        scene.go_on(5.0)
+    other = Scene(tmp_path / "other").running()
+    other.controller.answers["poll"] = death
+    other.go_on(5.0)
 
 
 def test_an_actor_is_asked_for_methods_of_what_it_hosts() -> None:
@@ -199,21 +471,21 @@ def test_an_actor_is_asked_for_methods_of_what_it_hosts() -> None:
 
 
 def test_a_trainer_waits_for_room_for_its_number(
-    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk at state.json costs a pause, not the run."""
-    supervisor.plan = RunContext(
-        supervisor.plan.config, supervisor.plan.run, Path(), {}, "t", 0, "n", Path(), None, None
-    )
-    numbers = MagicMock(side_effect=[OSError(28, "No space left on device"), 7])
-    monkeypatch.setattr(supervising, "next_incarnation", numbers)
-    monkeypatch.setattr(supervisor, "write_pids", MagicMock())
-    supervisor._endpoint = "tcp://127.0.0.1:1"
-    supervisor._start_trainer_again()
-    supervisor._trainer.start.assert_not_called()
-    assert "No space left" in supervisor.console.event.call_args.args[0]
-    when, again = supervisor._due.pop("trainer")
-    assert when > 0
-    again()
-    supervisor._trainer.start.assert_called_once()
-    assert supervisor.plan.incarnation == 7
+    scene = Scene(tmp_path).running()
+    answers: list[Any] = [OSError(28, "No space left on device"), 7]
+
+    def number(run: RunDir, *, resume: bool) -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return int(answer)
+
+    monkeypatch.setattr(supervising, "next_incarnation", number)
+    scene.trainer.code = 1
+    scene.go_on(30.0, lambda: scene.trainer.starts == 2)
+    assert any("state.json cannot be written" in event for event in scene.panel.events)
+    assert scene.supervisor.plan.incarnation == 7
+    assert not answers

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from moerl.config.schema import Config
 from moerl.errors import ConfigError, TrainerError
 from moerl.launch.cluster.node_commands import nth, slots_of
 from moerl.launch.nodes import engine_node, trainer_node
+from moerl.launch.nodes.lease import LeaseKeeper, LeaseReader, RunEnded
 from moerl.launch.nodes.trainer_node import _torchrun
 from moerl.run_dir import Endpoints, RunDir
 
@@ -30,9 +33,19 @@ def posted(root: Path) -> tuple[RunDir, str]:
     return run, run.endpoints.start()
 
 
+def live_lease(run: RunDir, lease_s: float = 60.0) -> LeaseReader:
+    """A reader that has seen the root process alive."""
+    reader = LeaseReader(run.endpoints.lease)
+    for count in (1, 2):
+        run.endpoints.lease.write_text(f"{count:016d} {lease_s:015.3f}\n")
+        alive = reader._look()
+    assert alive
+    return reader
+
+
 def ended(run: RunDir, start: str, *command: str) -> int | None:
     log = run.logs / "torchrun-0.log"
-    return _torchrun(list(command), dict(os.environ), log, run, start)
+    return _torchrun(list(command), dict(os.environ), log, run, start, live_lease(run))
 
 
 def test_a_new_opening_of_the_endpoints_folder_ends_the_trainer(tmp_path: Path) -> None:
@@ -68,6 +81,23 @@ def test_an_open_endpoints_folder_leaves_the_trainer_alone(
     assert ended(run, start, "sh", "-c", "sleep 2.2; exit 4") == 4, "a file server stumbles"
 
 
+def test_ranks_of_a_run_that_is_over_are_not_waited_for(tmp_path: Path) -> None:
+    """Its endpoints folder may look open for ever: the root process was killed."""
+    run, start = posted(tmp_path)
+    closing = threading.Timer(0.2, run.endpoints.close_lease)
+    closing.start()
+    began = time.monotonic()
+    with pytest.raises(RunEnded, match="the run has ended"):
+        ended(run, start, "sleep", "60")
+    assert time.monotonic() - began < 10.0
+    with (run.logs / "torchrun-0.log").open("ab") as log:
+        lease = live_lease(run, lease_s=0.5)
+        with pytest.raises(TrainerError, match="no sign of the run's root process for 1 s"):
+            _torchrun(["sleep", "60"], dict(os.environ), log, run, start, lease)
+    assert run.endpoints.start() == start, "control: nothing else says that it is over"
+    trainer_node.end_descendants(0.0)
+
+
 class Node:
     """`_until_done` of one slot, with a torchrun that ends as the test says."""
 
@@ -88,7 +118,7 @@ class Node:
         return []
 
     def until_done(self, job: str = "trainer") -> int:
-        return trainer_node._until_done(self.run, job, 0, self.start, 0.3)
+        return trainer_node._until_done(self.run, job, 0, self.start, 0.3, live_lease(self.run))
 
     def step(self, number: int) -> int:
         with self.run.metrics.open("a") as file:
@@ -141,6 +171,88 @@ def test_a_node_whose_controller_is_lost_ends(
     assert node.run.endpoints.given_up()
 
 
+def test_a_node_of_a_run_that_closed_leaves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer was ended: without the lease it waits for a next opening, up to --wait-s."""
+    node = Node(tmp_path, monkeypatch)
+
+    def closed() -> None:
+        node.run.endpoints.close()
+        node.run.endpoints.close_lease()
+
+    node.codes = [closed]
+    began = time.monotonic()
+    with pytest.raises(RunEnded):
+        trainer_node._until_done(node.run, "trainer", 0, node.start, 60.0, live_lease(node.run))
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_node_waits_for_a_run_that_is_alive(tmp_path: Path) -> None:
+    """A folder of a run that was killed names a controller too: nothing may be started for it."""
+    run, start = posted(tmp_path)
+    run.endpoints.lease.write_text(f"{7:016d} {60.0:015.3f}\n")
+    with pytest.raises(TrainerError, match=r"names no living controller after 0\.6 s"):
+        LeaseReader(run.endpoints.lease).wait(0.6)
+    keeper, reader = LeaseKeeper(run.endpoints.lease, 0.5), LeaseReader(run.endpoints.lease)
+    threading.Timer(0.25, keeper.renew).start()
+    reader.wait(30.0)
+    assert trainer_node._next_opening(run, reader, 1.0) == start
+
+
+@pytest.mark.parametrize("how", ["ended", "lost"])
+def test_an_engine_node_leaves_a_run_that_is_over(tmp_path: Path, how: str) -> None:
+    run, _ = posted(tmp_path)
+    run.endpoints.post_ray("127.0.0.1:1", "t")
+    lease = live_lease(run, lease_s=60.0 if how == "ended" else 0.5)
+    ray = subprocess.Popen(["sleep", "60"])
+    try:
+        if how == "ended":
+            run.endpoints.close_ray()
+            with pytest.raises(RunEnded, match="the run has ended"):
+                engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), lease)
+        else:  # the head's address is there for ever
+            with pytest.raises(TrainerError, match="root process"):
+                engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), lease)
+    finally:
+        ray.kill()
+        ray.wait()
+    run.endpoints.post_ray("127.0.0.1:1", "t")
+    engine_node._until_over(run, ray, ("127.0.0.1:1", "t"), live_lease(run))  # Ray ended only here
+
+
+ADOPTS = """
+import subprocess, sys, threading, time
+from pathlib import Path
+import psutil
+from moerl.launch.nodes import engine_node
+from moerl.launch.nodes.process_tree import Orphans, become_subreaper
+
+class Lease:
+    def check(self): pass
+
+class Run:
+    class endpoints:
+        names_ray = staticmethod(lambda *_: True)
+
+become_subreaper()
+engine_node.Orphans, engine_node._LOOK_S = lambda: Orphans(0.3), 0.1
+orphan = "import subprocess; subprocess.Popen(['sleep', '0.2'])"
+subprocess.run([sys.executable, "-c", orphan])
+ray = subprocess.Popen(["sleep", "1.5"])
+engine_node._until_over(Run, ray, ("", ""), Lease())
+print(len(psutil.Process().children()))
+"""
+
+
+def test_an_engine_node_collects_the_zombies_that_it_adopts() -> None:
+    """Two to four for each restart of an engine there."""
+    done = subprocess.run(
+        [sys.executable, "-c", ADOPTS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["0"]
+
+
 def test_the_end_of_a_trainer_that_was_given_up_is_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,15 +280,16 @@ def test_reference_ranks_come_back_for_a_trainer_that_starts_again(
 
 def test_a_slot_has_one_process(tmp_path: Path) -> None:
     run, _ = posted(tmp_path)
-    with trainer_node._slot_taken(run, "trainer-0", 0.0):
-        with trainer_node._slot_taken(run, "trainer-1", 0.0):
+    lease = live_lease(run)
+    with trainer_node._slot_taken(run, "trainer-0", 0.0, lease):
+        with trainer_node._slot_taken(run, "trainer-1", 0.0, lease):
             pass
         with (
             pytest.raises(TrainerError, match="trainer-0 of this run is served by process"),
-            trainer_node._slot_taken(run, "trainer-0", 0.1),
+            trainer_node._slot_taken(run, "trainer-0", 0.1, lease),
         ):
             pass
-    with trainer_node._slot_taken(run, "trainer-0", 0.0):
+    with trainer_node._slot_taken(run, "trainer-0", 0.0, lease):
         pass
 
 

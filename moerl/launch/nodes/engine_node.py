@@ -1,8 +1,9 @@
 """Engine node of a run: `python -m moerl.launch.nodes.engine_node RUN_DIR INDEX`.
 
 Waits until the run's endpoints folder names Ray's head, joins it with the slots planned for this
-node, and ends its processes when the head's address is removed or this process gets SIGTERM.
-The token is passed in the environment of the one child that needs it.
+node, and ends its processes when the run is over, when the run's root process gave no sign of life
+for a lease (`lease`), or when this process gets SIGTERM.  The token is passed in the environment of
+the one child that needs it.
 
 A node outside the configuration joins a running run with `--slots N [--gpus G]`: it requests N
 engines, and removes them before it stops.
@@ -27,10 +28,16 @@ from moerl.config import Config
 from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
-from moerl.errors import MoerlError, printable
+from moerl.errors import MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
-from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.launch.nodes.lease import LeaseReader, RunEnded
+from moerl.launch.nodes.process_tree import (
+    Orphans,
+    become_subreaper,
+    die_with_parent,
+    end_descendants,
+)
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, gpus, slots
 from moerl.run_dir import RunDir
 
@@ -40,7 +47,7 @@ _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
-    """Exit status: 0 when the run ended, 1 when Ray ended under it."""
+    """Exit status: 0 when the run ended, 1 when it is lost or Ray ended under it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="runs/NAME, as moerl train makes it")
     parser.add_argument("index", type=int, nargs="?", help="index of this engine node, from 0")
@@ -58,16 +65,24 @@ def main() -> int:
     for signum in _ENDINGS:
         signal.signal(signum, _leave)
     print(f"moerl: waits up to {args.wait_s:g} s for {run.endpoints.folder}", file=sys.stderr)
+    lease = LeaseReader(run.endpoints.lease)
     try:
-        return _join(run, args)
+        lease.wait(args.wait_s)
+        return _join(run, args, lease)
+    except RunEnded as end:
+        print(f"moerl: {end}", file=sys.stderr)
+        return 0
     except MoerlError as error:
         print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
 
 
-def _join(run: RunDir, args: argparse.Namespace) -> int:
-    """Offer this node to the run's Ray until either ends.  Raises MoerlError."""
-    address, token = run.endpoints.read_ray(args.wait_s)
+def _join(run: RunDir, args: argparse.Namespace, lease: LeaseReader) -> int:
+    """Offer this node to the run's Ray until either ends.
+
+    Raises RunEnded when the run is over, MoerlError when it is lost or refuses this node.
+    """
+    address, token = _head(run, lease, args.wait_s)
     config, mine = load_saved(run.config), []
     node = None if args.index is None else nth(_engine_nodes(config), args.index, "engine")
     offer = (
@@ -84,15 +99,45 @@ def _join(run: RunDir, args: argparse.Namespace) -> int:
     try:
         for _ in range(args.slots):
             mine.append(request(run, args.wait_s, do="add", tp=0))
-        while child.poll() is None and run.endpoints.names_ray(address, token):
-            time.sleep(_LOOK_S)
-        return 0 if child.poll() is None else 1
+        _until_over(run, child, (address, token), lease)
+        print("moerl: Ray ended on this node", file=sys.stderr)
+        return 1
+    except (RunEnded, TrainerError):
+        mine.clear()  # nobody answers requests now
+        raise
     finally:
         for signum in _ENDINGS:
             signal.signal(signum, signal.SIG_IGN)  # a second signal must not interrupt cleanup
         _let_go(run, mine, args.leave_s)
         end_descendants(_GRACE_S)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _head(run: RunDir, lease: LeaseReader, wait_s: float) -> tuple[str, str]:
+    """(HOST:PORT, token) of Ray's head.  Raises TrainerError after wait_s, or as the lease does."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        lease.check()
+        try:
+            return run.endpoints.read_ray(0.0)
+        except TrainerError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_S)
+
+
+def _until_over(
+    run: RunDir, child: subprocess.Popen[bytes], head: tuple[str, str], lease: LeaseReader
+) -> None:
+    """Return when Ray ended on this node.  Raises RunEnded or TrainerError when the run is over."""
+    orphans, has_ended = Orphans(), False
+    while not has_ended:
+        has_ended = child.poll() is not None  # maybe because the run is over: look once more
+        lease.check()
+        if not run.endpoints.names_ray(*head):
+            raise RunEnded("the run has ended")
+        orphans.collect()  # of engines that were restarted here
+        time.sleep(_LOOK_S)
 
 
 def _engine_nodes(config: Config) -> list[Node]:

@@ -8,11 +8,13 @@ join instead.  Every node offers `engine` slots; trainer nodes have no Ray.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -84,3 +86,33 @@ def gpus(node: Node) -> int:
 def this_node() -> NodeAffinitySchedulingStrategy:
     """Scheduling strategy for actors on the supervisor's node: controller and scorer."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+class RayDaemons:
+    """Ray's own processes on this machine.  Without them calls to actors hang for minutes."""
+
+    _NAMES = ("gcs_server", "raylet")
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, psutil.Process]] = []
+
+    def find(self) -> None:
+        """Note the ones that this process started; none for a cluster that it joined."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if (name := process.name()) in self._NAMES:
+                    self._found.append((name, process))
+
+    def death(self) -> str:
+        """Which one died; "" while all live."""
+        for name, process in self._found:
+            if not _lives(process):
+                return f"Ray's {name} (process {process.pid}) died"
+        return ""
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

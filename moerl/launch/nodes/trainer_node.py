@@ -7,7 +7,8 @@ Runs this node's torchrun until the trainer is done; JOB is trainer or ref_model
 - Each opening of the endpoints folder asks for a new trainer (the supervisor ended the old one, or
   the run was resumed): running ranks are ended and started again.
 - This process waits for a controller's address in the endpoints folder, and ends when the run is
-  over. It ends only processes that it started.
+  over, or when the run's root process gave no sign of life for a lease (`lease`). It ends only
+  processes that it started.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.errors import MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
-from moerl.launch.nodes.process_tree import become_subreaper, end_descendants
+from moerl.launch.nodes.lease import LeaseReader, RunEnded
+from moerl.launch.nodes.process_tree import Orphans, become_subreaper, end_descendants
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import rank_environment
 from moerl.observe.metrics import read_rows
@@ -55,10 +57,15 @@ def main() -> int:
         signal.signal(signum, _leave)
     run = RunDir(args.run_dir)
     print(f"moerl: waits up to {args.wait_s:g} s for {run.endpoints.folder}", file=sys.stderr)
+    lease = LeaseReader(run.endpoints.lease)
     try:
-        start = run.endpoints.read(args.wait_s)[2]
-        with _slot_taken(run, f"{args.job}-{args.index}", args.wait_s):
-            return _until_done(run, args.job, args.index, start, args.wait_s)
+        lease.wait(args.wait_s)
+        start = _next_opening(run, lease, args.wait_s)
+        with _slot_taken(run, f"{args.job}-{args.index}", args.wait_s, lease):
+            return _until_done(run, args.job, args.index, start, args.wait_s, lease)
+    except RunEnded as end:
+        print(f"moerl: {end}", file=sys.stderr)
+        return 0
     except MoerlError as error:
         print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
@@ -69,10 +76,10 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
+def _slot_taken(run: RunDir, name: str, wait_s: float, lease: LeaseReader) -> Iterator[None]:
     """Lock a slot: a second torchrun for it would replace ranks that are training.
 
-    Raises TrainerError when another process holds it for longer than wait_s.
+    Raises TrainerError when another process holds it for longer than wait_s, or as the lease does.
     """
     deadline = time.monotonic() + wait_s
     with (run.endpoints.folder / f"{name}.lock").open("a+") as file:
@@ -84,6 +91,7 @@ def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     file.seek(0)
                     raise TrainerError(f"{name} of this run is served by {file.read()}") from None
+                lease.check()
                 time.sleep(_LOOK_S)
         file.truncate(0)
         file.write(f"process {os.getpid()} of {socket.gethostname()}")
@@ -91,17 +99,36 @@ def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
         yield
 
 
-def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) -> int:
-    """Restart torchrun until the trainer is done.  start: opening of the endpoints folder."""
+def _next_opening(run: RunDir, lease: LeaseReader, wait_s: float) -> str:
+    """The opening of the endpoints folder, once there is one.
+
+    Raises RunEnded when the run is over, TrainerError when it is lost or after wait_s.
+    """
+    deadline = time.monotonic() + wait_s
+    while not (start := _opening(run, "")):
+        lease.check()
+        if time.monotonic() > deadline:
+            raise TrainerError(f"{run.endpoints.folder} names no controller after {wait_s:g} s")
+        time.sleep(_LOOK_S)
+    return start
+
+
+def _until_done(
+    run: RunDir, job: str, index: int, start: str, wait_s: float, lease: LeaseReader
+) -> int:
+    """Restart torchrun until the trainer is done.  start: opening of the endpoints folder.
+
+    Raises RunEnded when the run is over, TrainerError when it is lost.
+    """
     failures, seen = 0, _last_step(run)
     while True:
         config = load_saved(run.config)  # another opening may have another layout
         slot = nth(slots_of(placement(config), job), index, job)
         name = f"torchrun-{index}.log" if job == "trainer" else f"torchrun-{job}-{index}.log"
         command, environment = _command(config, slot, job), _environment(config, slot)
-        code = _torchrun(command, environment, run.logs / name, run, start)
+        code = _torchrun(command, environment, run.logs / name, run, start, lease)
         end_descendants(_GRACE_S)
-        is_wanted = code != 0 or (job == "ref_models" and _falls_back(run, start))
+        is_wanted = code != 0 or (job == "ref_models" and _falls_back(run, start, lease))
         if (not is_wanted and _opening(run, start) in (start, "")) or run.endpoints.was_done(start):
             return 0
         if code:
@@ -113,43 +140,53 @@ def _until_done(run: RunDir, job: str, index: int, start: str, wait_s: float) ->
             run.endpoints.give_up(
                 f"{job} node {index}: torchrun ended {failures} times, see {name}"
             )
-            _await_answer(run, f"{job} node {index}", start, wait_s)
-        before, start = start, run.endpoints.read(wait_s)[2]  # raises when the run is over
+            _await_answer(run, f"{job} node {index}", start, wait_s, lease)
+        before, start = start, _next_opening(run, lease, wait_s)
         failures = failures if start == before else 0
 
 
-def _await_answer(run: RunDir, name: str, start: str, wait_s: float) -> None:
+def _await_answer(run: RunDir, name: str, start: str, wait_s: float, lease: LeaseReader) -> None:
     """Wait for the supervisor, which closes the endpoints folder within seconds of a failure.
 
-    Raises TrainerError after wait_s: the supervisor's node is lost.
+    Raises TrainerError after wait_s, or as the lease does.
     """
     deadline = time.monotonic() + wait_s
     while _opening(run, start) == start:
+        lease.check()
         if time.monotonic() > deadline:
             raise TrainerError(f"{name} failed, and no supervisor answered within {wait_s:g} s")
         time.sleep(_LOOK_S)
 
 
-def _falls_back(run: RunDir, start: str) -> bool:
+def _falls_back(run: RunDir, start: str, lease: LeaseReader) -> bool:
     """True if a restarted trainer needs reference scores again."""
     trainer = newest_incarnation(run)
     while _opening(run, start) == start and not run.endpoints.was_done(start):
         if newest_incarnation(run) != trainer:
             return True
+        lease.check()
         time.sleep(_LOOK_S)
     return False
 
 
 def _torchrun(
-    command: list[str], environment: dict[str, str], log: Path, run: RunDir, start: str
+    command: list[str],
+    environment: dict[str, str],
+    log: Path,
+    run: RunDir,
+    start: str,
+    lease: LeaseReader,
 ) -> int | None:
     """Exit status of torchrun; None, after SIGTERM, when the endpoints folder ends this opening.
 
-    torchrun gets SIGTERM when this process dies too.
+    torchrun gets SIGTERM when this process dies too.  Raises as the lease does; the caller ends
+    torchrun then.
     """
     torchrun_job = TorchrunJob(command, environment, log, ends_with_parent=True)
-    unwanted = 0
+    unwanted, orphans = 0, Orphans()
     while (code := torchrun_job.poll()) is None:
+        lease.check()
+        orphans.collect()
         unwanted = unwanted + 1 if _opening(run, start) != start else 0
         if unwanted == 2:  # seen twice, because file servers have short failures
             torchrun_job.terminate()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -29,6 +31,7 @@ from moerl.errors import EngineError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
+from moerl.launch.supervision.remote_calls import Late
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
@@ -37,6 +40,9 @@ from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
+# Calls of one actor in progress at once; more wait.  A host with as many requests would not answer
+# the supervisor, which then takes it for one that hangs.
+_CALLS = 1000
 Plain = TypeVar("Plain")
 _RETRIES = 3  # of a call whose actor died: the call may be what ends it
 
@@ -56,7 +62,7 @@ def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plai
     times; only for objects without state.
     """
     actor: Any = ray.remote(plain)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64}
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS}
     options["scheduling_strategy"] = this_node()
     if restarts:
         options |= {"max_restarts": restarts, "max_task_retries": _RETRIES}
@@ -73,7 +79,8 @@ class PlacedEngine:
 
     def give_up(self) -> None:
         """End the host and free its slot."""
-        ray.kill(self.actor)
+        with contextlib.suppress(RayError):  # its node is gone
+            ray.kill(self.actor)
         if self.slot is not None:
             remove_placement_group(self.slot)
 
@@ -93,7 +100,7 @@ def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
         bundle["GPU"] = devices
     group = placement_group([bundle], strategy="STRICT_PACK")
     where = PlacementGroupSchedulingStrategy(group)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64, "num_gpus": devices}
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": devices}
     options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
     return PlacedEngine(actor.options(**options).remote(plan, index, tp), group)
 
@@ -258,6 +265,9 @@ class ControllerActor:
     async def engine_joins(self, index: int, actor: ActorHandle[EngineActor], tp: int) -> None:
         self._controller.engine_joins(index, remote_engine(actor, index), tp)
 
+    async def engine_excluded(self, index: int) -> None:
+        self._controller.engine_excluded(index)
+
     async def engine_leaves(self, index: int) -> None:
         await self._controller.engine_leaves(index)
 
@@ -310,3 +320,48 @@ class ControllerActor:
         for name in ("async/lag_mean", "async/lag_max"):
             if name in row:  # absent in the row of an evaluation
                 self._tracer.count(name, row[name])
+
+
+class RayActors:
+    """`Actors` of a run (`moerl.launch.supervision.remote_calls`)."""
+
+    _FETCH_S = 1.0  # seconds to fetch an answer that is there; a large one lies on its node
+
+    def scorer(self, plan: RunContext) -> ActorHandle[ScorerActor]:
+        restarts = -1 if plan.config.supervision.max_restarts else 0
+        return place(ScorerActor, plan, restarts=restarts)
+
+    def engine(self, plan: RunContext, index: int, tp: int) -> PlacedEngine:
+        return place_engine(plan, index, tp)
+
+    def controller(
+        self,
+        plan: RunContext,
+        engines: Mapping[int, ActorHandle[EngineActor]],
+        sizes: Mapping[int, int],
+        scorer: ActorHandle[ScorerActor],
+        pool_changed: bool,
+    ) -> ActorHandle[ControllerActor]:
+        return place(ControllerActor, plan, engines, sizes, scorer, pool_changed)
+
+    def kill(self, actor: ActorHandle[Any]) -> None:
+        with contextlib.suppress(RayError):  # its node is gone
+            ray.kill(actor)
+
+    def wait(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        if not refs:
+            time.sleep(timeout_s)
+            return []
+        ended, _ = ray.wait(list(refs), timeout=timeout_s)
+        if ended:
+            ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        return list(ended)
+
+    def result(self, ref: Any, name: str) -> Any:
+        try:
+            with own_errors(name):
+                return ray.get(ref, timeout=self._FETCH_S)
+        except RayTaskError as error:
+            raise EngineError(f"{name}: {type(error.cause).__name__}: {error.cause}") from error
+        except GetTimeoutError as error:
+            raise Late(f"{name} did not answer within {self._FETCH_S:g} s") from error

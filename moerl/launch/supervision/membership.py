@@ -10,33 +10,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Protocol
-
-import ray
-from ray.actor import ActorHandle
 
 from moerl.config.clusters import is_local
 from moerl.errors import ConfigError, EngineError, MoerlError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.actors import EngineActor, place_engine
+from moerl.launch.supervision.remote_calls import Actors
 
 log = logging.getLogger(__name__)
 
+_STOP_S = 60.0  # seconds a host may take to end its server
+
 
 class Watcher(Protocol):
-    """What membership needs from the supervisor."""
+    """What membership needs from the supervisor.  Nothing here waits."""
 
-    def tell(self, call: Callable[[Any], Any]) -> Any:
-        """Result of a call to the controller, given its handle; None while it is down."""
+    def tell(self, call: Callable[[Any], Any]) -> None:
+        """A call to the controller, given its handle; a new controller is told at its start."""
         ...
 
-    def ask(self, call: Callable[[Any], Any]) -> Any:
-        """A pending call to the controller; None while it is down."""
+    def ask(
+        self,
+        call: Callable[[Any], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[MoerlError], None],
+    ) -> bool:
+        """Handle an answer of the controller; False, and no call, while it is down."""
         ...
 
-    def get(self, ref: Any, name: str, timeout_s: float | None = None) -> Any:
-        """The result of a remote call.  Raises MoerlError."""
+    def send(
+        self,
+        ref: Any,
+        name: str,
+        then: Callable[[Any], None],
+        failed: Callable[[MoerlError], None],
+        limit_s: float,
+    ) -> None:
+        """Handle the answer of a pending call."""
         ...
 
     def start_engine(self, index: int) -> None: ...
@@ -49,34 +61,41 @@ class Watcher(Protocol):
         """True after it died, until it is up again."""
         ...
 
-    def write_pids(self) -> None: ...
-
     def say(self, text: str) -> None: ...
 
 
 class Membership:
     """The engines of one start of a run."""
 
-    def __init__(self, plan: RunContext, watcher: Watcher) -> None:
+    def __init__(self, plan: RunContext, watcher: Watcher, actors: Actors) -> None:
         self.sizes = plan.config.engine.sizes
-        self._placed = {index: place_engine(plan, index, tp) for index, tp in self.sizes.items()}
+        self._actors = actors
+        self._placed = {index: actors.engine(plan, index, tp) for index, tp in self.sizes.items()}
         self.changed = False  # engines joined or left since this start of the run
         self._plan, self._watcher, self._control_api = plan, watcher, ControlApi(plan.run)
         self._next = len(self.sizes)
         self._joining: set[int] = set()  # being started for the first time
         self._leaving: set[int] = set()
-        self._draining: dict[Any, int] = {}  # calls that return when it is drained
-        self._ending: dict[Any, int] = {}  # calls that end a server
-        self._emptying: dict[Any, int] = {}  # calls that return when its records are trained
+        self._busy: set[int] = set()  # leaving engines with a call in progress
+        self._excluded: set[int] = set()  # leaving engines that kept dying
 
     @property
-    def actors(self) -> dict[int, ActorHandle[EngineActor]]:
+    def actors(self) -> dict[int, Any]:
         return {index: placed.actor for index, placed in self._placed.items()}
 
     @property
-    def present(self) -> dict[int, ActorHandle[EngineActor]]:
+    def present(self) -> dict[int, Any]:
         """Engines that the controller knows."""
         return {i: actor for i, actor in self.actors.items() if i not in self._joining}
+
+    @property
+    def remaining(self) -> set[int]:
+        """Engines that work, restart or join."""
+        return set(self._placed) - self._leaving
+
+    def lost(self) -> list[int]:
+        """Engines that the controller knows and that are down, for good or not."""
+        return [i for i in self.present if i in self._excluded or self._watcher.is_down(i)]
 
     def may_restart(self, index: int) -> bool:
         """True if an engine that died should be restarted."""
@@ -85,25 +104,19 @@ class Membership:
     def replace(self, index: int) -> None:
         """Start a new host for an engine whose host process died."""
         self._placed[index].give_up()
-        self._placed[index] = place_engine(self._plan, index, self.sizes[index])
+        self._placed[index] = self._actors.engine(self._plan, index, self.sizes[index])
+
+    def exclude(self, index: int) -> None:
+        """Remove an engine that keeps dying: it leaves like one that was asked to."""
+        self.changed = True
+        self._excluded.add(index)
+        self._leaving.add(index)
 
     def poll(self) -> None:
         """Answer requests and advance the removal of leaving engines."""
         for name, question in self._control_api.poll():
-            try:
-                answer = {"answer": self._answer(question)}
-            except MoerlError as error:
-                answer = {"refused": str(error)}
-            log.info("asked %s, answered %s", question, answer)
-            self._control_api.answer(name, answer)
-        for ref in _ready(self._draining):
-            self._drained(ref, self._draining.pop(ref))
-        for ref in _ready(self._ending):
-            self._ended(ref, self._ending.pop(ref))
-        for ref in _ready(self._emptying):
-            self._emptied(ref, self._emptying.pop(ref))
-        busy = {*self._draining.values(), *self._ending.values(), *self._emptying.values()}
-        for index in self._leaving - busy:
+            self._serve(name, question)
+        for index in self._leaving - self._busy:
             self._drain(index)  # the first call, or the controller died meanwhile
 
     def joined(self, index: int) -> bool:
@@ -120,30 +133,47 @@ class Membership:
         return True
 
     def gave_up(self, index: int, error: MoerlError) -> bool:
-        """An engine did not start.  Returns True if it was new; it is then forgotten."""
+        """An engine did not start.  Returns True if it was new; it is then forgotten.
+
+        Raises EngineError when no other engine remains.
+        """
         if index not in self._joining:
             return False
         self._watcher.say(f"engine {index} did not start and is left out: {error}")
         self._forget(index)
+        if not self.remaining:
+            raise EngineError(f"no engine is left: {error}") from error
         return True
 
     # --- requests -----------------------------------------------------------------------------
-    def _answer(self, question: dict[str, Any]) -> Any:
+    def _serve(self, name: str, question: dict[str, Any]) -> None:
+        work: Callable[[], int | str]
         match question:
             case {"do": "add", "tp": int(tp)} if tp >= 0:
-                return self._add(tp or self._plan.config.engine.tp)
+                work = partial(self._add, tp or self._plan.config.engine.tp)
             case {"do": "remove", "engine": int(index)}:
-                return self._remove(index)
+                work = partial(self._remove, index)
             case {"do": "list"}:
-                return self._list()
+                self._list(name)
+                return
             case _:
-                raise MoerlError(f"{question} is not a valid request")
+                self._reply(name, question, {"refused": f"{question} is not a valid request"})
+                return
+        try:
+            answer: dict[str, Any] = {"answer": work()}
+        except MoerlError as error:
+            answer = {"refused": str(error)}
+        self._reply(name, question, answer)
+
+    def _reply(self, name: str, question: dict[str, Any], answer: dict[str, Any]) -> None:
+        log.info("asked %s, answered %s", question, answer)
+        self._control_api.answer(name, answer)
 
     def _add(self, tp: int) -> int:
         index, self._next = self._next, self._next + 1
         self.changed = True
         self.sizes[index] = tp
-        self._placed[index] = place_engine(self._plan, index, tp)
+        self._placed[index] = self._actors.engine(self._plan, index, tp)
         self._joining.add(index)
         self._watcher.start_engine(index)
         self._watcher.say(f"engine {index} (tp {tp}) is added")
@@ -161,60 +191,72 @@ class Membership:
         self._watcher.say(f"engine {index} leaves")
         return "leaving"
 
-    def _list(self) -> list[dict[str, Any]]:
-        known = self._watcher.tell(lambda controller: controller.engines.remote()) or []
-        rows = [row | {"tp": self.sizes[row["engine"]]} for row in known]
-        starting = {"state": "starting", "version": "", "groups": 0}
-        rows += [{"engine": i, "tp": self.sizes[i]} | starting for i in sorted(self._joining)]
-        return rows
+    def _list(self, name: str) -> None:
+        def rows(known: list[dict[str, Any]]) -> None:
+            sizes = self.sizes  # one may have left since
+            found = [row | {"tp": sizes[row["engine"]]} for row in known if row["engine"] in sizes]
+            starting = {"state": "starting", "version": "", "groups": 0}
+            found += [{"engine": i, "tp": sizes[i]} | starting for i in sorted(self._joining)]
+            self._reply(name, {"do": "list"}, {"answer": found})
+
+        def failed(_: MoerlError) -> None:
+            rows([])
+
+        if not self._watcher.ask(lambda controller: controller.engines.remote(), rows, failed):
+            rows([])
 
     # --- engines that leave ---------------------------------------------------------------------
     def _drain(self, index: int) -> None:
-        ref = self._watcher.ask(lambda controller: controller.engine_leaves.remote(index))
-        if ref is not None:
-            self._draining[ref] = index
-
-    def _drained(self, ref: Any, index: int) -> None:
-        try:
-            self._watcher.get(ref, "controller")
-        except EngineError as error:
+        def failed(error: MoerlError) -> None:
+            self._busy.discard(index)
             log.warning("engine %d is not drained yet: %s", index, error)
-            return
+
+        if self._watcher.ask(
+            lambda controller: controller.engine_leaves.remote(index),
+            lambda _: self._drained(index),
+            failed,
+        ):
+            self._busy.add(index)
+
+    def _drained(self, index: int) -> None:
         is_down = self._watcher.is_down(index)
         self._watcher.forget_engine(index)
         if is_down:
             self._gone(index)
             return
-        self._ending[self._placed[index].actor.leave.remote()] = index
 
-    def _ended(self, ref: Any, index: int) -> None:
-        """The server of an engine ended; on a cluster its host still serves its sealed records."""
-        try:
-            node = self._watcher.get(ref, f"engine {index}")
-        except EngineError as error:
+        def failed(error: MoerlError) -> None:
             log.warning("engine %d ended badly: %s", index, error)
             self._gone(index)
-            return
+
+        ref = self._placed[index].actor.leave.remote()
+        self._watcher.send(
+            ref, f"engine {index}", lambda node: self._ended(node, index), failed, _STOP_S
+        )
+
+    def _ended(self, node: str, index: int) -> None:
+        """The server of an engine ended; on a cluster its host still serves its sealed records."""
         if is_local(self._plan.config.cluster):
             self._gone(index)
             return
-        wait = self._watcher.ask(lambda controller: controller.records_leave.remote(node))
-        if wait is not None:
-            self._emptying[wait] = index
-            self._watcher.say(f"engine {index} serves its remaining records")
 
-    def _emptied(self, ref: Any, index: int) -> None:
-        try:
-            self._watcher.get(ref, "controller")
-        except EngineError as error:
+        def failed(error: MoerlError) -> None:
+            self._busy.discard(index)
             log.warning("still waiting for the records of engine %d: %s", index, error)
-            return
-        self._gone(index)
+
+        if self._watcher.ask(
+            lambda controller: controller.records_leave.remote(node),
+            lambda _: self._gone(index),
+            failed,
+        ):
+            self._watcher.say(f"engine {index} serves its remaining records")
+        else:
+            self._busy.discard(index)
 
     def _gone(self, index: int) -> None:
-        self._leaving.remove(index)
+        for engines in (self._leaving, self._busy, self._excluded):
+            engines.discard(index)
         self._forget(index)
-        self._watcher.write_pids()
         self._watcher.say(f"engine {index} has left")
 
     def _forget(self, index: int) -> None:
@@ -238,7 +280,3 @@ def check_removal(
         raise ConfigError("ENGINE", index, "it is leaving already")
     if index not in idle and not set(engines) - set(idle) - set(leaving) - {index}:
         raise ConfigError("ENGINE", index, "it is the last working engine: add another first")
-
-
-def _ready(calls: dict[Any, int]) -> list[Any]:
-    return ray.wait(list(calls), num_returns=len(calls), timeout=0)[0] if calls else []

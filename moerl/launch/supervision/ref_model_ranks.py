@@ -9,6 +9,8 @@ from moerl.errors import TrainerError
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import RunContext, ref_model_command, ref_model_environment
 
+_GRACE_S = 0.5
+
 
 class RefModelRanks:
     """One torchrun at a time; the caller polls `death` and calls `start` again."""
@@ -22,7 +24,7 @@ class RefModelRanks:
     def start(self) -> None:
         """Start torchrun, after ending remaining processes of an earlier one."""
         if self._job is not None:
-            self._job.end()
+            self._job.end(_GRACE_S)
         plan, self._is_dead = self._plan, False
         command = ref_model_command(plan, self._endpoint, self.starts)
         log = plan.run.logs / "ref_models.log"

@@ -1,0 +1,122 @@
+"""Calls to actors whose answers the supervisor handles when they arrive.
+
+The supervisor has one thread and must see every death and signal within seconds, so it never waits
+for one answer: it sends a call with what to do with the answer, and `poll` waits for any of them.
+
+`Actors` is all that the supervisor does with Ray: tests pass actors that follow a script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moerl.errors import EngineError, MoerlError
+
+if TYPE_CHECKING:
+    from moerl.launch.run_context import RunContext
+
+_LONGEST_TICK_S = 5.0  # a longer pause between two polls was a suspended process
+
+
+class Late(EngineError):
+    """An actor did not answer in time."""
+
+
+class PlacedActor(Protocol):
+    """An engine host, and on a cluster its slot."""
+
+    @property
+    def actor(self) -> Any: ...
+
+    def give_up(self) -> None:
+        """End the host and free its slot."""
+        ...
+
+
+class Actors(Protocol):
+    """Starts, asks and ends actors; none of the methods but `wait` may wait."""
+
+    def scorer(self, plan: RunContext) -> Any: ...
+
+    def engine(self, plan: RunContext, index: int, tp: int) -> PlacedActor: ...
+
+    def controller(
+        self,
+        plan: RunContext,
+        engines: Mapping[int, Any],
+        sizes: Mapping[int, int],
+        scorer: Any,
+        pool_changed: bool,
+    ) -> Any: ...
+
+    def kill(self, actor: Any) -> None:
+        """SIGKILL; its pending calls fail."""
+        ...
+
+    def wait(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Pending calls that have ended, as soon as one has; without calls, sleep."""
+        ...
+
+    def result(self, ref: Any, name: str) -> Any:
+        """Answer of a call that has ended.  Raises MoerlError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    name: str  # of the actor, for error messages
+    then: Callable[[Any], None]
+    failed: Callable[[MoerlError], None]
+    limit_s: float
+    deadline: float  # seconds of `RemoteCalls._now`
+
+
+class RemoteCalls:
+    """The calls in progress."""
+
+    def __init__(self, actors: Actors, clock: Callable[[], float]) -> None:
+        self._actors, self._clock = actors, clock
+        self._calls: dict[Any, _Call] = {}
+        # Deadlines count the time in which this process polled: after a suspension (SIGSTOP, a
+        # sleeping machine) answers need a moment to arrive.
+        self._now, self._polled = 0.0, clock()
+
+    def send(
+        self,
+        ref: Any,
+        name: str,
+        then: Callable[[Any], None],
+        failed: Callable[[MoerlError], None],
+        limit_s: float = math.inf,
+    ) -> None:
+        """Handle the answer of a pending call: `then`, or `failed` with the error or with Late."""
+        self._calls[ref] = _Call(name, then, failed, limit_s, self._now + limit_s)
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait for at most timeout_s, then run what answers and deadlines ask for."""
+        ended = self._actors.wait(list(self._calls), timeout_s)
+        now = self._clock()
+        self._now += min(now - self._polled, _LONGEST_TICK_S)
+        self._polled = now
+        for ref in ended:
+            if (call := self._calls.pop(ref, None)) is not None:  # an earlier one may drop it
+                self._deliver(ref, call)
+        for ref, call in list(self._calls.items()):
+            if call.deadline <= self._now and self._calls.pop(ref, None) is not None:
+                late = f"{call.name} did not answer within {call.limit_s:g} s"
+                call.failed(Late(late))
+
+    def _deliver(self, ref: Any, call: _Call) -> None:
+        try:
+            answer = self._actors.result(ref, call.name)
+        except MoerlError as error:
+            call.failed(error)
+        else:
+            call.then(answer)
+
+    def drop(self, name: str = "") -> None:
+        """Forget the calls to an actor, or all."""
+        self._calls = {ref: one for ref, one in self._calls.items() if name and one.name != name}

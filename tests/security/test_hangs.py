@@ -1,0 +1,198 @@
+"""What hangs or keeps dying in a real run: it is seen, ended, started again or left out.
+
+A stopped process (SIGSTOP) is alive for the kernel, so no exit status and no closed connection
+tells of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.network_hosts import Host, hosts, why_not
+from tests.helpers.train_runs import Run, start, survivors
+from tests.multi.test_hosts import cluster_run
+
+pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
+
+SETTINGS = [
+    "checkpoint.every=10",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.groups_per_request=4",
+    "observe.engine_alone_s=0",
+    "supervision.backoff_s=0.1",
+]
+
+
+def children(pid: int, word: str) -> list[psutil.Process]:
+    """Descendants of a process with a word in their command line."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if word in " ".join(process.cmdline()):
+                    found.append(process)
+    return found
+
+
+def victim(run: Run, what: str) -> int:
+    pids = run.pids()
+    if what != "scheduler":
+        return pids[{"server": "engine-0", "host": "engine-0-host"}[what]]
+    return children(pids["engine-0"], "sglang::scheduler")[0].pid
+
+
+def test_what_hangs_of_an_engine_is_started_again(tmp_path: Path) -> None:
+    """Its server, the scheduler below it, its host: one after the other, and all steps are made."""
+    limits = ("engine.answer_timeout_s=20", "supervision.answer_timeout_s=25")
+    run = start(tmp_path, "quickstart", *SETTINGS, *limits, "run.steps=60", name="x")
+    try:
+        for number, what in enumerate(("server", "scheduler", "host"), 1):
+            seen = len(run.rows()) + 3
+            run.wait_for(lambda seen=seen: len(run.rows()) >= seen)
+            run.wait_for(lambda: "engine-0" in run.pids() and "engine-0-host" in run.pids())
+            pid, begin = victim(run, what), time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            run.wait_for(lambda number=number: run.text().count("engine 0 died") == number, 240.0)
+            print(f"{what}: ended {time.monotonic() - begin:.1f} s after it was stopped")
+            run.wait_for(lambda number=number: run.text().count("engine 0 is back") == number)
+            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+        assert run.finish() == 0, run.text()
+    finally:
+        run.end()
+    assert [row["step"] for row in run.rows()] == list(range(60))
+    assert "the server hangs: it answered nothing for 20 s" in run.text()
+    assert "the host of engine 0" in run.text()
+
+
+def test_a_signal_ends_a_run_whose_controller_hangs(tmp_path: Path) -> None:
+    run = start(tmp_path, "quickstart", *SETTINGS, "run.steps=4000", name="x")
+    try:
+        run.wait_for(lambda: len(run.rows()) >= 3)
+        os.kill(run.pids()["controller"], signal.SIGSTOP)
+        time.sleep(3.0)  # the supervisor has asked it something
+        members, begin = run.members(), time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        code = run.process.wait(60)
+        took_s = time.monotonic() - begin
+        print(f"ended {took_s:.1f} s after SIGTERM")
+        assert code == 130
+        assert took_s < 15.0, "5 s to see it, and an ordinary end"
+        assert not survivors(members, 5.0)
+    finally:
+        run.end()
+    assert "the run was interrupted" in run.text()
+
+
+def test_an_engine_that_dies_at_each_start_is_left_out(tmp_path: Path) -> None:
+    more = ("engine.count=2", "supervision.max_deaths=4", "run.steps=80")
+    run = start(tmp_path, "quickstart", *SETTINGS, *more, name="x")
+    try:
+        run.wait_for(lambda: len(run.rows()) >= 2)
+        host = run.pids()["engine-1-host"]
+        while "engine 1 is excluded" not in run.text():
+            for server in children(host, "moerl.engine.server_process")[:1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    server.kill()
+            run.wait_for(lambda: True)
+            time.sleep(0.1)
+        before = len(run.rows())
+        assert run.finish() == 0, run.text()
+    finally:
+        run.end()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(80))
+    assert before < 75, "the run was nearly over: it shows nothing"
+    assert sum(row["async/engines_excluded"] for row in rows) == 1
+    assert rows[-1]["async/engines"] == 1.0
+    assert "it died 4 times (supervision.max_deaths)" in run.text()
+
+
+def test_a_run_ends_with_rays_daemons(tmp_path: Path) -> None:
+    """Calls to actors would hang for minutes, those of the end of the run too."""
+    run = start(tmp_path, "quickstart", *SETTINGS, "run.steps=4000", name="x")
+    try:
+        run.wait_for(lambda: len(run.rows()) >= 3)
+        members = run.members()
+        (gcs,) = [one for one in members if one.name() == "gcs_server"]
+        begin = time.monotonic()
+        gcs.kill()
+        assert run.process.wait(60) == 1
+        print(f"ended {time.monotonic() - begin:.1f} s after gcs_server was killed")
+        assert not survivors(members, 5.0)
+    finally:
+        run.end()
+    assert f"Ray's gcs_server (process {gcs.pid}) died" in run.text()
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with hosts(3) as made:
+        yield made
+
+
+@pytest.mark.parametrize("how", ["lost", "ended"])
+def test_other_nodes_leave_a_run_that_is_over(three: list[Host], tmp_path: Path, how: str) -> None:
+    """lost: the controller's node, without a word; ended: by a signal, while the trainer hangs.
+
+    The next engine node and the trainer node have nothing but the run directory to learn it from.
+    """
+    settings = ("run.steps=4000", "engine.count=2", "supervision.lease_s=12")
+    with cluster_run(three, tmp_path, *settings, engines=2) as run:
+        run.wait_for(lambda: len(run.rows()) >= 2)
+        others = [*run.trainers, *run.engine_nodes]
+        members = [member for process in others for member in tree(process)]
+        assert len(members) > 4
+        if how == "lost":
+            for member in tree(run.head):
+                member.kill()
+        else:
+            for member in members:
+                if "moerl.trainer.main" in " ".join(member.cmdline()):
+                    member.suspend()
+            run.head.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        left = survivors(members, 60.0)
+        took_s = time.monotonic() - begin
+        print(f"{how}: the other nodes have left after {took_s:.1f} s")
+        assert not left, [(p.pid, p.cmdline()[:4]) for p in left]
+        assert took_s < 40.0, "supervision.lease_s = 12, and 5 s of grace"
+        codes = {process.wait(10) for process in others}
+        text = run.output.read_text()
+        if how == "lost":
+            assert codes == {1}
+            assert text.count("no sign of the run's root process for") == len(others)
+            assert run.dir.endpoints.start(), "control: the folder looks like that of a living run"
+        else:
+            assert codes == {0}
+            assert text.count("moerl: the run has ended") == len(others)
+
+
+def test_a_root_that_is_suspended_for_less_than_the_lease_is_waited_for(
+    three: list[Host], tmp_path: Path
+) -> None:
+    settings = ("run.steps=40", "engine.count=2", "supervision.lease_s=20")
+    with cluster_run(three, tmp_path, *settings, engines=2) as run:
+        run.wait_for(lambda: len(run.rows()) >= 2)
+        (root,) = [one for one in tree(run.head) if "root_process" in " ".join(one.cmdline())]
+        root.suspend()
+        time.sleep(10.0)
+        root.resume()
+        run.finish(400)
+        assert [row["step"] for row in run.rows()] == list(range(40))
+
+
+def tree(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    front = psutil.Process(process.pid)
+    return [front, *front.children(recursive=True)]
