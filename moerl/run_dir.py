@@ -146,11 +146,20 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 class Endpoints:
     """A folder on the shared file system by which trainer nodes find the controller.
 
-    Only its owner may read it, because it has the run's token.  `start` names one opening; files of
-    earlier openings are ignored.
+    Only its owner may read it, because it has the run's token and keys.  `start` names one opening;
+    files of earlier openings are ignored.
     """
 
     folder: Path
+
+    @property
+    def keys(self) -> Path:
+        """Keys of the run's requests (`moerl.rpc`), made at its start."""
+        return self.folder / "keys"
+
+    def make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self.folder.chmod(0o700)
 
     def open(self, controller: str, token: str) -> None:
         """Write the controller's endpoint; removes the files of earlier openings."""
@@ -189,8 +198,7 @@ class Endpoints:
             return False
 
     def _secret(self, name: str, text: str) -> None:
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        self.folder.chmod(0o700)
+        self.make_folder()
         atomic_write(self.folder / name, text, mode=0o600)
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:

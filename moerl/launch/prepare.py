@@ -20,6 +20,7 @@ from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
+from moerl.rpc import Keys
 from moerl.run_dir import RunDir, next_incarnation, read_manifest
 
 
@@ -58,6 +59,8 @@ def prepare(
             shutil.rmtree(folder, ignore_errors=True)
     run.endpoints.close()  # of an earlier start that was killed
     run.endpoints.close_ray()
+    run.endpoints.make_folder()
+    Keys.make().write(run.endpoints.keys)
     plan = RunContext(
         config=config,
         run=run,

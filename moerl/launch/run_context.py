@@ -46,7 +46,7 @@ class RunContext:
     run: RunDir
     model_path: Path
     hf_config: dict[str, Any]
-    token: str
+    token: str = field(repr=False)
     incarnation: int  # trainer incarnation
     node: str  # name of this node's blob store, the same at every start of the run
     blob_dir: Path

@@ -41,12 +41,12 @@ from moerl.messages import (
     TakePlan,
 )
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys, RpcClient
 from moerl.run_dir import RunDir
 from moerl.serialization import decode
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
-from moerl.trainer.controller_client import ControllerClient
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_gather import HfGather
 from moerl.trainer.hf_io.hf_save import save_hf
@@ -67,7 +67,7 @@ class RankContext:
 
     run: RunDir
     controller: str  # tcp://HOST:PORT
-    token: str
+    keys: Keys
     incarnation: int
     blobs: BlobStore
     checkpoint: Path | None  # resume from here
@@ -114,11 +114,11 @@ class TrainLoop:
         self.writer = CheckpointWriter(
             context.run, config.checkpoint, parallel, self.tracer, context.incarnation
         )
-        self.client: ControllerClient | None = None
+        self.client: RpcClient | None = None
         self.publisher: WeightPublisher | None = None
         if parallel.is_first:
             timeout_s = config.trainer.step_timeout_s
-            self.client = ControllerClient(context.controller, context.token, timeout_s=timeout_s)
+            self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
         if config.engine.count:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
 
@@ -161,7 +161,6 @@ class TrainLoop:
         holder: list[bytes | None] = [None]
         if self.client is not None:
             hello = Hello(
-                token=self.context.token,
                 world_size=self.parallel.world_size,
                 dp_size=self.parallel.dp_size,
                 version=self.version,
@@ -289,10 +288,10 @@ class TrainLoop:
             layer_spec=_layer_spec(parallel),
             live=lambda: self.model.tensors,
             # own connections: a publish never delays a plan, and sockets belong to one thread
-            connect=lambda: ControllerClient(
-                context.controller, context.token, timeout_s=config.sync.timeout_s
+            connect=lambda: RpcClient(
+                context.controller, context.keys, timeout_s=config.sync.timeout_s
             ),
-            token=context.token,
+            keys=context.keys,
             tracer=self.tracer,
             on_failure=on_failure,
         )
@@ -317,5 +316,5 @@ def _seed(seed: int) -> None:
 def report_failure(context: RankContext, cause: str, job: str) -> None:
     """Tell the controller why this rank dies, if the controller can be reached."""
     with contextlib.suppress(MoerlError):
-        client = ControllerClient(context.controller, context.token, timeout_s=2.0)
+        client = RpcClient(context.controller, context.keys, timeout_s=2.0)
         client.request(Failed(int(os.environ.get("RANK", "0")), cause, job, context.incarnation))

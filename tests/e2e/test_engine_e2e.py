@@ -418,7 +418,7 @@ async def _start(
         log=log,
         port=port,
     )
-    client = EngineClient(server.url, TOKEN)
+    client = EngineClient(server.url)
     try:
         await server.start(client)
     except (ConfigError, EngineError) as error:

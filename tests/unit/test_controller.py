@@ -203,7 +203,7 @@ async def train(
     start: PolicyVersion = PolicyVersion(0, 0),
 ) -> list:
     """A trainer that publishes after every step, and before the first if it was restarted."""
-    assert await controller.handle(Hello("t", 1, 1, start, ranges(consumed))) == Ok()
+    assert await controller.handle(Hello(1, 1, start, ranges(consumed))) == Ok()
     if start != PolicyVersion(0, 0):
         await publish(controller, start)
     plans = []
@@ -362,7 +362,7 @@ def test_a_drain_that_never_ends_is_an_error(tmp_path: Path) -> None:
         engine.finishes = False
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(0, 0), ()))
             await asyncio.sleep(0.02)
             await controller.handle(commit(PolicyVersion(0, 1)))
 
@@ -497,10 +497,10 @@ def test_a_plan_that_a_dead_trainer_waits_for_takes_no_groups(tmp_path: Path) ->
         engine.open.clear()  # nothing is generated yet
 
         async def work() -> list:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(0, 0), ()))
             waiting = asyncio.create_task(controller.handle(TakePlan(0, 60.0, 0)))
             await asyncio.sleep(0.01)
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(1, 0), ()))
             engine.open.set()
             with pytest.raises(ProtocolError, match="a newer trainer has started"):
                 await waiting
@@ -508,7 +508,7 @@ def test_a_plan_that_a_dead_trainer_waits_for_takes_no_groups(tmp_path: Path) ->
             with pytest.raises(ProtocolError, match=replaced):
                 await controller.handle(TakePlan(0, 60.0, 0))
             with pytest.raises(ProtocolError, match=replaced):
-                await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+                await controller.handle(Hello(1, 1, PolicyVersion(0, 0), ()))
             await controller.handle(Failed(0, "its peers are gone", incarnation=0))
             assert controller.trainer.failure == "", (
                 "what an old trainer dies of says nothing of the new one"
@@ -574,7 +574,7 @@ def test_an_engine_of_another_history_gets_no_work(tmp_path: Path) -> None:
         controller, _ = make(tmp_path, engine)
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 2), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(1, 2), ()))
             await asyncio.sleep(0.1)
             assert not engine.requests
             await controller.handle(commit(PolicyVersion(1, 2)))
@@ -592,7 +592,7 @@ def test_hello_waits_for_the_engines(tmp_path: Path) -> None:
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine())
         controller.trainer.engines_up.clear()
-        hello = asyncio.create_task(controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ())))
+        hello = asyncio.create_task(controller.handle(Hello(1, 1, PolicyVersion(0, 0), ())))
         await asyncio.sleep(0.05)
         assert not hello.done()
         controller.engines_started()
@@ -662,7 +662,7 @@ def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> 
         rollout = replace(CONFIG.rollout, groups_per_request=at_once, buffer_depth=2)
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
-        assert await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ())) == Ok()
+        assert await controller.handle(Hello(1, 1, PolicyVersion(0, 0), ())) == Ok()
         tasks = asyncio.create_task(controller.run())
         await asyncio.sleep(0.3)
         assert [len(engine.requests) for engine in engines] == [4, 4, 4]  # 6 groups of 2

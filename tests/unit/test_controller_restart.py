@@ -176,7 +176,7 @@ def test_trained_groups_wait_for_the_checkpoint_that_holds_them(
             first = {g.group_id for p in plans for g in p.groups if g.newest.step == 0}
             assert set(controller.context.batches.trained) == first
             asked = len(engine.requests)
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(1, 0), ()))
             await publish(controller, PolicyVersion(1, 0))
             assert set(await at_step(controller, 0)) == set(sorted(first)[:2])
             again = {int(r.rollout_id.split(".")[0]) for r in engine.requests[asked:]}
@@ -221,7 +221,7 @@ def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> N
         commit = CommitUpdate(0, target, 1.0)
         first, _ = make(tmp_path, engine)
         tasks = asyncio.create_task(first.run())
-        await first.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+        await first.handle(Hello(1, 1, PolicyVersion(0, 0), ()))
         await first.handle(verify)
         if died == "after it":
             await first.handle(commit)

@@ -34,7 +34,7 @@ class Trainer:
         self.groups: list = []
 
     async def hello(self) -> None:
-        assert await self._controller.handle(Hello("t", 1, 1, self.version, ())) == Ok()
+        assert await self._controller.handle(Hello(1, 1, self.version, ())) == Ok()
 
     async def publish(self) -> None:
         for engine in reversed(self.engines):  # whoever is first has room to start more
@@ -168,10 +168,10 @@ def test_a_trainer_that_starts_again_is_told_who_is_there(tmp_path: Path) -> Non
         controller, _ = make(tmp_path, StubEngine())
 
         async def work() -> None:
-            hello = Hello("t", 1, 1, PolicyVersion(0, 0), ())
+            hello = Hello(1, 1, PolicyVersion(0, 0), ())
             assert await controller.handle(hello) == Ok(), "as configured"
             controller.engine_joins(3, StubEngine(), 2)
-            told = await controller.handle(Hello("t", 1, 1, PolicyVersion(1, 0), ()))
+            told = await controller.handle(Hello(1, 1, PolicyVersion(1, 0), ()))
             assert told == SetEngines((SyncTarget(0, 1), SyncTarget(3, 2)))
 
         await running(controller, work())

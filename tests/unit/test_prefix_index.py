@@ -67,7 +67,7 @@ async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutC
     config = replace(CONFIG, rollout=rollout)
     controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
     controller.producer.prompts = Repeating()
-    assert await controller.handle(Hello("t", 1, 1, V0, ())) == Ok()
+    assert await controller.handle(Hello(1, 1, V0, ())) == Ok()
     tasks = asyncio.create_task(controller.run())
     wanted = 2 * rollout.groups_per_step * rollout.group_size  # as many as the lag allows
     async with asyncio.timeout(20):

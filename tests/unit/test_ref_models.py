@@ -89,7 +89,7 @@ def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
             return [group.group_id for group in reply.plan.groups]
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(0, 0), ()))
             asking = asyncio.create_task(controller.handle(TakePlan(0, 60.0, 0)))
             await asyncio.sleep(0.05)
             assert not asking.done(), "a plan leaves with its scores, or not at all"
@@ -175,7 +175,7 @@ def test_scores_that_do_not_fit_are_refused(
         controller, _ = make(tmp_path, StubEngine(), config)
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(0, 0), ()))
             reply = await controller.handle(TakeRecords(0, 1, 5.0))
             assert isinstance(reply, Plan)
             scored = scores_of(reply.plan, config)
@@ -194,7 +194,7 @@ def test_a_plan_that_nobody_scores_is_an_error_in_time(tmp_path: Path) -> None:
         controller, _ = make(tmp_path, StubEngine(), with_ref_models(tmp_path))
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(Hello(1, 1, PolicyVersion(0, 0), ()))
             with pytest.raises(ProtocolError, match="not scored by the reference ranks"):
                 await controller.handle(TakePlan(0, 0.3, 0))
 

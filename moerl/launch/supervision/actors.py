@@ -24,13 +24,13 @@ from moerl.config.clusters import is_local, placement
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
-from moerl.controller.trainer_server import TrainerServer
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, open_sinks, truncate_after
+from moerl.rpc import Keys, RpcServer
 from moerl.stack_dump import write_on_request
 from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
@@ -213,11 +213,11 @@ class ControllerActor:
         )
         if endpoint:
             await self._controller.rejoin(lost)
-        self._server = TrainerServer(
-            plan.config.cluster.address,
-            plan.token,
+        any_port = f"tcp://{plan.config.cluster.address}:*"
+        self._server = RpcServer(
+            endpoint or plan.controller_endpoint() or any_port,
+            Keys.read(plan.run.endpoints.keys),
             self._handle,
-            endpoint or plan.controller_endpoint(),
         )
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint
