@@ -163,7 +163,10 @@ def test_a_repeated_request_is_served_once(endpoint: str) -> None:
         assert len(served) == 1
 
 
-def test_a_copy_of_an_earlier_request_is_not_served(endpoint: str) -> None:
+def test_a_copy_of_an_earlier_request_is_not_served(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "_KEPT_BYTES", 0)  # an answer that is kept would be sent again
     served: list[Message] = []
 
     async def handle(message: Message) -> Message:
@@ -177,6 +180,14 @@ def test_a_copy_of_an_earlier_request_is_not_served(endpoint: str) -> None:
         asking.socket.send(early[0])
         asking.request(AskEngine(2))
     assert [message.engine for message in served] == [0, 1, 2]  # type: ignore[union-attr]
+
+
+def test_a_message_has_a_bounded_number_of_parts() -> None:
+    def header(parts: int) -> bytes:
+        return rpc._HEADER.pack(b"a client", 1, 0, parts)
+
+    assert rpc._header(header(rpc._MAX_PARTS)) == (b"a client", 1, 0, rpc._MAX_PARTS)
+    assert rpc._header(header(rpc._MAX_PARTS + 1)) is None
 
 
 def test_an_answer_that_cannot_be_encoded_is_a_refusal(endpoint: str) -> None:
