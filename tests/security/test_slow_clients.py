@@ -183,11 +183,13 @@ def test_only_our_own_server_gets_the_token(
 
     monkeypatch.setattr(server, "_spawn", spawn)
     match = "another process answers at http://127" if stranger else None
-    with pytest.raises(Exception, match=match) as raised:
-        asyncio.run(start())
-    for process in others:
-        process.kill()
-        process.wait()
+    try:
+        with pytest.raises(Exception, match=match) as raised:
+            asyncio.run(start())
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
     assert "GET /health" in seen.read_text(), "it was asked"
     assert (TOKEN in seen.read_text()) == (not stranger)
     if stranger:
