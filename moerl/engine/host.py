@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class EngineContext:
     shape: ModelShape
     replay: ReplayConfig
     run: RunDir
-    token: str
+    token: str = field(repr=False)
     in_flight_mode: str = "abort_resume"
 
 

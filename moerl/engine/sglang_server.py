@@ -107,8 +107,8 @@ class EngineServer:
         if not _is_free(self.config.host, self.port):
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._scratch = Scratch()
-        self.receiver_keys.write(keys_path(self._scratch.path))
         try:
+            self._write_keys(self._scratch)
             self._spawn()
             deadline = time.monotonic() + self.config.start_timeout_s
             await self._wait_until_ready(client, deadline)
@@ -120,6 +120,12 @@ class EngineServer:
         except BaseException:  # also when the caller is cancelled
             await self.stop()
             raise
+
+    def _write_keys(self, scratch: Scratch) -> None:
+        try:
+            self.receiver_keys.write(keys_path(scratch.path))
+        except OSError as error:
+            raise EngineError(f"engine: {scratch.path} takes no keys: {error}") from error
 
     async def _wait_until_ready(self, client: EngineClient, deadline: float) -> None:
         while not await client.healthy():
