@@ -215,7 +215,7 @@ def test_a_full_disk_leaves_no_scratch_folder(
 
     monkeypatch.setattr(Keys, "write", full)
     server = new_server(tmp_path)
-    with pytest.raises(EngineError, match="takes no keys: .*No space left"):
+    with pytest.raises(EngineError, match=r"takes no keys: .*No space left"):
         serve(server, RECORDED)
     assert server._scratch is not None
     assert not server._scratch.path.exists()
