@@ -207,16 +207,16 @@ def test_what_cannot_be_scored_is_said_to_all_ranks(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, responses = _Gate(monkeypatch), []
-    plain = dist.broadcast_object_list
+    plain = checkpoint_writer.broadcast_value
 
-    def broadcast(verdict: list[str], **fields: Any) -> None:
+    def broadcast(verdict: str, *fields: Any) -> str:
         responses.append(verdict)
-        plain(verdict, **fields)
+        return plain(verdict, *fields)
 
     run.metrics.write_text("no row\n")
     writer = _writer(run, best="reward/mean")
     writer.save(1, _state(torch.ones(1000), 1), {})
-    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(checkpoint_writer, "broadcast_value", broadcast)
     gate.open.set()
     with pytest.raises(TrainerError, match="the last checkpoint was not written"):
         writer.finish()

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from moerl.distributed import token_server
 from moerl.distributed.store_server import StoreServer, Write
 from moerl.distributed.token_server import ServerAddress, open_channel
 from moerl.distributed.token_store import TokenStore
@@ -147,6 +148,24 @@ def test_requests_before_the_token_change_nothing(server: StoreServer) -> None:
         stranger.sendall(msgspec.msgpack.encode(Write({"a": b"planted"})).ljust(64, b"\0"))
         assert stranger.recv(1) == b"", "sent away"
     assert not TokenStore(address, timedelta(seconds=5)).check(["a"])
+
+
+def test_silent_strangers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a thread until its time is up; those who know the token are not counted."""
+    monkeypatch.setattr(token_server, "_STRANGERS", 2)
+    server = StoreServer("127.0.0.1")
+    where = (server.server_address.host, server.server_address.port)
+    store = TokenStore(server.server_address, timedelta(seconds=5))
+    store.set("a", "1")
+    silent = [socket.create_connection(where, timeout=5) for _ in range(2)]
+    assert [len(one.recv(32)) for one in silent] == [32, 32]
+    with socket.create_connection(where, timeout=5) as third:
+        assert third.recv(32) == b"", "sent away"
+    assert store.get("a") == b"1"
+    silent.pop().close()
+    TokenStore(server.server_address, timedelta(seconds=5)).set("b", "2")
+    server.close()
+    silent.pop().close()
 
 
 def test_a_process_that_listens_in_place_of_ours_learns_nothing() -> None:
