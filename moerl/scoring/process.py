@@ -51,9 +51,9 @@ class ProcessScorer:
 
         Workers start on first use.
         """
+        isolation = isolation_of(task)
         make_reward(task)
         make_environment(task)
-        isolation = isolation_of(task)
         self._environment = task.environment
         self._name = task.reward or task.dataset or task.name
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="scorer")
@@ -182,7 +182,7 @@ class WorkerBox:
                 raise BoxError("was closed")
             if self._box is not None:
                 return self._box
-            python = [sys.executable, "-I", "-c", _WORKER, json.dumps(import_paths())]
+            python = [sys.executable, "-P", "-c", _WORKER, json.dumps(import_paths())]
             self._box = box = self._isolation.open(python)
         started = decode_answer(box.call(encode(self._setup), _START_S))
         if started.failure:

@@ -143,7 +143,7 @@ def test_a_box_answers_requests_until_it_is_closed(plain: Isolation) -> None:
     ],
 )
 def test_a_box_that_does_not_answer_says_why(plain: Isolation, code: bytes, says: str) -> None:
-    box = plain.open(python(ECHO))
+    box = replace(plain, changes_user=False).open(python(ECHO))  # another user ends no keeper
     try:
         with pytest.raises(BoxError, match=says):
             box.call(code, 20.0)
