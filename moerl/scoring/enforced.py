@@ -96,7 +96,7 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
         hidden = [path for path in _needed(task) if not _others_may_read(path)]
         if not hidden:
             return replace(plain, changes_user=True)
-        log.warning("workers run as root: another user cannot read %s", ", ".join(hidden))
+        log.info("workers run as root: another user cannot read %s", ", ".join(hidden))
     if parent := cgroup_parent():
         return replace(plain, cgroups=parent)
     log.warning("as root, and without a pids cgroup, task.limits.processes does not hold")

@@ -198,6 +198,18 @@ def test_a_bwrap_that_does_not_isolate_is_refused(
         isolation_of(TaskConfig(isolation="bwrap"))
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="others are bounded by RLIMIT_NPROC")
+def test_root_without_other_ids_is_bounded_by_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enforced, "fresh_uid", lambda: 0)
+    if pids_cgroup.cgroup_parent() is not None:
+        boxed = isolation_of(TaskConfig(isolation="bwrap"))
+        assert boxed.cgroups is not None
+        assert run(boxed, "/bin/true").code == 0
+    monkeypatch.setattr(enforced, "cgroup_parent", lambda: None)
+    with pytest.raises(ConfigError, match="has: more processes than its limit"):
+        isolation_of(TaskConfig(isolation="bwrap"))
+
+
 def test_a_box_shows_the_files_that_are_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("text")
     (tmp_path / "other").write_text("text")
