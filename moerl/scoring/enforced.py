@@ -27,7 +27,14 @@ log = logging.getLogger(__name__)
 
 _ENVIRONMENT = (
     *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"),
-    *("VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SSL_CERT_FILE"),
+    *(
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "SSL_CERT_FILE",
+    ),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
 SCRATCH = "/scratch"  # the one folder of a box that can be written
@@ -89,7 +96,7 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
         hidden = [path for path in _needed(task) if not _others_may_read(path)]
         if not hidden:
             return replace(plain, changes_user=True)
-        log.warning("workers run as root: another user cannot read %s", ", ".join(hidden))
+        log.info("workers run as root: another user cannot read %s", ", ".join(hidden))
     if parent := cgroup_parent():
         return replace(plain, cgroups=parent)
     log.warning("as root, and without a pids cgroup, task.limits.processes does not hold")

@@ -57,7 +57,7 @@ def keep(spec: Spec, argv: list[str]) -> int:
     become_subreaper()
     wake = _wake_on_signals()
     printed, prints = os.pipe()
-    child = _start(argv, prints)
+    child = _start(argv, prints, spec["cgroup"])
     os.close(prints)
     for standard in (0, 1):  # only the program holds its connection: its end is seen
         os.close(standard)
@@ -76,8 +76,6 @@ def keep(spec: Spec, argv: list[str]) -> int:
 
 def enter(spec: Spec, argv: list[str]) -> None:
     """Apply limits, take the unprivileged user's id, and become `argv`."""
-    if spec["cgroup"]:
-        Path(spec["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
     uid = spec["uid"] or os.getuid()
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, spec["open_files"])
@@ -155,12 +153,14 @@ def reap(child: int = 0) -> int | None:
     return status
 
 
-def _start(argv: list[str], prints: int) -> int:
+def _start(argv: list[str], prints: int, cgroup: str) -> int:
     """The program with this process's standard input and output; it prints errors to `prints`."""
     child = os.fork()
     if child:
         return child
     try:
+        if cgroup:
+            Path(cgroup, "cgroup.procs").write_text(str(os.getpid()))
         os.dup2(prints, 2)
         for signum in (*_ENDINGS, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)

@@ -37,6 +37,8 @@ from moerl.types import Episode, Prompt, Score
 Kind = Literal["score", "reply"]
 _START_S = 120.0  # most seconds for a worker to import the task's functions
 _GRACE_S = 2.0  # for a worker that limits its own children
+# What Python says where a process or a thread cannot be started.
+_NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from moerl.scoring.worker import main; main()"
@@ -51,9 +53,9 @@ class ProcessScorer:
 
         Workers start on first use.
         """
+        isolation = isolation_of(task)
         make_reward(task)
         make_environment(task)
-        isolation = isolation_of(task)
         self._environment = task.environment
         self._name = task.reward or task.dataset or task.name
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="scorer")
@@ -153,6 +155,8 @@ class WorkerBox:
         try:
             answer = decode_answer(self._opened().call(data, wait_s))
             if answer.serial == serial:
+                if any(text in answer.failure for text in _NO_PROCESS):
+                    self._end()  # its limit counts on what the user had when it started
                 return answer
             failure = "answered another request"
         except BoxTimeout:
@@ -182,7 +186,7 @@ class WorkerBox:
                 raise BoxError("was closed")
             if self._box is not None:
                 return self._box
-            python = [sys.executable, "-I", "-c", _WORKER, json.dumps(import_paths())]
+            python = [sys.executable, "-P", "-c", _WORKER, json.dumps(import_paths())]
             self._box = box = self._isolation.open(python)
         started = decode_answer(box.call(encode(self._setup), _START_S))
         if started.failure:

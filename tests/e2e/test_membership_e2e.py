@@ -23,6 +23,8 @@ SETTINGS = [
     "rollout.groups_per_request=2",
     "task.reward=tests.helpers.run_rewards:gated",
     "task.score_timeout_s=300",
+    "task.pass_environment=[MOERL_TEST_GATE]",
+    "task.limits.user=same",  # the reward sees the gate, which is in a folder of the test's user
     "checkpoint.every=0",
     "observe.engine_alone_s=0",
 ]

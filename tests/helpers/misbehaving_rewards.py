@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -38,6 +39,8 @@ def by_text(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> f
         sys.exit(3)
     if response == "crash":
         os._exit(7)
+    if response == "no process":
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     if response == "pid":
         return float(os.getpid())
     if response == "main_thread":

@@ -40,6 +40,7 @@ TOKENS = {
     "moerl.engine.reply_parser": {"Reply"},
     "moerl.controller.rollout_builder": {"PartialRollout"},
     "moerl.data.packing": {"Microbatch"},
+    "moerl.scoring.worker": {"Answer", "Request"},
 }  # fmt: skip
 WEIGHTS = {
     "moerl.layout.tiles": {"Local", "Op", "Tile"},

@@ -19,6 +19,8 @@ SHORT = [
     "rollout.buffer_depth=0",
     "observe.engine_alone_s=0",
     "checkpoint.every=0",
+    "task.pass_environment=[MOERL_PATH_TRACE]",  # workers write what they pass there,
+    "task.limits.user=same",  # in a folder of the test's user
 ]
 
 

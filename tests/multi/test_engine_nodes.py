@@ -58,6 +58,7 @@ def test_engine_nodes_come_and_go(
         *("engine.count=2", f"run.steps={STEPS}", "checkpoint.every=4", "sync.timeout_s=20"),
         *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
         *("task.reward=tests.helpers.run_rewards:gated", "task.score_timeout_s=300"),
+        *("task.pass_environment=[MOERL_TEST_GATE]", "task.limits.user=same"),  # it sees the gate
         "rollout.groups_per_request=1",  # so that three engines have something to do
     )
     folder = str(tmp_path / "run")

@@ -94,7 +94,11 @@ CONTAINED = {
     "endless errors": "while True: sys.stderr.write('x' * 100_000)",
     "memory": "won = len(bytearray(64 << 30)) > 0",
     "memory in pieces": "held = []\nwhile True: held.append(bytearray(256 << 20))",
-    "huge file": "open('big', 'wb').write(bytes(80 << 20))\nwon = True",
+    "huge file": (
+        "folder = extra['free'] if os.path.isdir(extra['free']) else '.'\n"
+        "open(folder + '/big', 'wb').write(bytes(80 << 20))\n"
+        "won = True"
+    ),
     "huge integer": "won = float(10 ** 10 ** 9 > 0 and 1)",
     "huge integer as score": "won = 10 ** 5000",
     "infinite score": "won = float('inf')",

@@ -143,7 +143,7 @@ def test_a_box_answers_requests_until_it_is_closed(plain: Isolation) -> None:
     ],
 )
 def test_a_box_that_does_not_answer_says_why(plain: Isolation, code: bytes, says: str) -> None:
-    box = plain.open(python(ECHO))
+    box = replace(plain, changes_user=False).open(python(ECHO))  # another user ends no keeper
     try:
         with pytest.raises(BoxError, match=says):
             box.call(code, 20.0)
@@ -195,6 +195,18 @@ def test_a_bwrap_that_does_not_isolate_is_refused(
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setattr(enforced, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
     with pytest.raises(ConfigError, match=says):
+        isolation_of(TaskConfig(isolation="bwrap"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="others are bounded by RLIMIT_NPROC")
+def test_root_without_other_ids_is_bounded_by_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enforced, "fresh_uid", lambda: 0)
+    if pids_cgroup.cgroup_parent() is not None:
+        boxed = isolation_of(TaskConfig(isolation="bwrap"))
+        assert boxed.cgroups is not None
+        assert run(boxed, "/bin/true").code == 0
+    monkeypatch.setattr(enforced, "cgroup_parent", lambda: None)
+    with pytest.raises(ConfigError, match="has: more processes than its limit"):
         isolation_of(TaskConfig(isolation="bwrap"))
 
 

@@ -140,6 +140,13 @@ def test_a_hung_worker_is_replaced_and_the_loop_goes_on(scorer: ProcessScorer) -
     assert ticks > 5, "the event loop stood still while a reward ran"
 
 
+def test_a_worker_that_can_start_no_process_is_replaced(scorer: ProcessScorer) -> None:
+    (pid,) = score_each(scorer, "pid")
+    (failed,) = score_each(scorer, "no process")
+    assert "Resource temporarily unavailable" in str(failed)
+    assert score_each(scorer, "pid") != [pid]
+
+
 def test_rewards_run_in_the_main_thread_of_another_process(scorer: ProcessScorer) -> None:
     where, pid = score_each(scorer, "main_thread", "pid")
     assert where == Score(1.0)
