@@ -40,6 +40,8 @@ import json
 import math
 import os
 import random
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -75,7 +77,7 @@ SETTINGS = [
 
 TRAINER = "moerl.trainer.main"
 DISK_MIB, FULL_S = 512, 6.0
-END_S = 60.0  # within which a run whose root, front or Ray was killed has ended
+END_S = 100.0  # within which a run whose root, front or Ray was killed ends; Ray's own wait: 60 s
 STUCK_S = 900.0  # without a new step
 STEP_S, RESTART_S, RESUME_S = 0.6, 6.0, 40.0  # on two quiet cores, for the estimate
 
@@ -103,6 +105,7 @@ def main() -> int:
         finally:
             soak.end()
         found = soak.findings(args.warm)
+        shutil.copytree(soak.run_dir.logs, folder / "logs", dirs_exist_ok=True)
     print(json.dumps(found) if args.json else describe(found))
     flat = all(role["slope"] < GROWTH * role["last"] for role in found["memory"].values())
     return 0 if not found["faults"] and (flat or not args.calm) else 1
@@ -287,19 +290,20 @@ class Soak:
             "events": happened,
             "ends": self.ends,
             "faults": self.faults,
-            "refused": refused(self.run_dir),
+            "regenerated": regenerated(self.run_dir),
             "load": os.getloadavg()[1],
         }
 
 
-def refused(run: RunDir) -> dict[str, dict[str, float]]:
-    """Groups that were generated again, by the reason, over the rows of the run."""
-    rows = read_rows(run.metrics)
-    names = {name for row in rows for name in row if name.startswith("refused/")}
-    counts = {name: max(row.get(name, 0.0) for row in rows) for name in names}
-    for name in ("async/dropped_lost_groups", "journal/lost_groups"):
-        counts[name] = sum(row[name] for row in rows)
-    return {name: {"groups": n} for name, n in sorted(counts.items())}
+def regenerated(run: RunDir) -> dict[str, dict[str, float]]:
+    """Groups that were generated again, from the log: rows of redone steps are cut."""
+    text = (run.logs / "controller.log").read_text()
+    restarts = re.findall(r"(\d+) journaled groups lack blobs", text)
+    return {
+        "damaged": {"groups": float(text.count("are damaged, it is regenerated"))},
+        "missing or short": {"groups": float(text.count("are lost, it is regenerated"))},
+        "missing or short at a restart": {"groups": float(sum(map(int, restarts)))},
+    }
 
 
 def cause_in(path: Path) -> str:
@@ -474,7 +478,7 @@ def size_of(folder: Path) -> int:
 def describe(found: dict[str, Any]) -> str:
     lines = [f"faults: {'; '.join(found['faults']) or 'none'}", f"load {found['load']:.1f}"]
     lines += [f"resumed after: {end}" for end in found["ends"]]
-    for part in ("events", "refused", "memory", "files", "held", "downtimes"):
+    for part in ("events", "regenerated", "memory", "files", "held", "downtimes"):
         lines.append(part)
         for name, numbers in found[part].items():
             text = ", ".join(f"{key} {value:.2f}" for key, value in numbers.items())
