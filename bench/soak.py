@@ -99,7 +99,7 @@ def main() -> int:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     with small_disk(folder / "disk", wanted=args.full_disk > 0) as disk:
-        soak = Soak(folder, disk, events, args.publishes + args.calm, random.Random(args.seed))
+        soak = Soak(folder, disk, events, args.publishes + args.calm)
         try:
             soak.run()
         finally:
@@ -153,11 +153,8 @@ def small_disk(folder: Path, *, wanted: bool) -> Iterator[Path]:
 class Soak:
     """The run, what happens to it, and what is seen from outside."""
 
-    def __init__(
-        self, folder: Path, disk: Path, events: list[Event], steps: int, draw: random.Random
-    ) -> None:
+    def __init__(self, folder: Path, disk: Path, events: list[Event], steps: int) -> None:
         self.folder, self.disk, self.events, self.steps = folder, disk, list(events), steps
-        self.draw = draw
         self.run_dir = RunDir(disk / "soak")
         self.watch = Watch(self.run_dir, disk / outside_name(self.run_dir))
         self.happened: Counter[str] = Counter()
@@ -247,13 +244,20 @@ class Soak:
         return True
 
     def _damage(self, how: str) -> bool:
-        """A blob that is sealed and not yet deleted."""
+        """The newest blob: it is still to be read."""
         blobs = [path for path in self.watch.blobs.glob("[!.]*") if path.is_file()]
         if not blobs:
             return False
-        path = self.draw.choice(sorted(blobs))
-        with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-            first = file.read(1)
+        with contextlib.suppress(FileNotFoundError):
+            path = max(blobs, key=lambda blob: blob.stat().st_mtime)
+            return self._spoil(path, how)
+        return False
+
+    @staticmethod
+    def _spoil(path: Path, how: str) -> bool:
+        with path.open("r+b") as file:
+            if not (first := file.read(1)):
+                return False  # it was emptied before
             if how == "flip":
                 file.seek(0)
                 file.write(bytes([first[0] ^ 1]))
