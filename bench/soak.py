@@ -40,6 +40,8 @@ import json
 import math
 import os
 import random
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -76,7 +78,7 @@ SETTINGS = [
 
 TRAINER = "moerl.trainer.main"
 DISK_MIB, FULL_S = 512, 6.0
-END_S = 60.0  # within which a run whose root, front or Ray was killed has ended
+END_S = 100.0  # within which a run whose root, front or Ray was killed ends; Ray's own wait: 60 s
 STUCK_S = 900.0  # without a new step
 STEP_S, RESTART_S, RESUME_S = 0.6, 6.0, 40.0  # on two quiet cores, for the estimate
 
@@ -98,12 +100,13 @@ def main() -> int:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     with small_disk(folder / "disk", wanted=args.full_disk > 0) as disk:
-        soak = Soak(folder, disk, events, args.publishes + args.calm, random.Random(args.seed))
+        soak = Soak(folder, disk, events, args.publishes + args.calm)
         try:
             soak.run()
         finally:
             soak.end()
         found = soak.findings(args.warm)
+        shutil.copytree(soak.run_dir.logs, folder / "logs", dirs_exist_ok=True)
     print(json.dumps(found) if args.json else describe(found))
     flat = all(role["slope"] < GROWTH * role["last"] for role in found["memory"].values())
     return 0 if not found["faults"] and (flat or not args.calm) else 1
@@ -151,11 +154,8 @@ def small_disk(folder: Path, *, wanted: bool) -> Iterator[Path]:
 class Soak:
     """The run, what happens to it, and what is seen from outside."""
 
-    def __init__(
-        self, folder: Path, disk: Path, events: list[Event], steps: int, draw: random.Random
-    ) -> None:
+    def __init__(self, folder: Path, disk: Path, events: list[Event], steps: int) -> None:
         self.folder, self.disk, self.events, self.steps = folder, disk, list(events), steps
-        self.draw = draw
         self.run_dir = RunDir(disk / "soak")
         self.watch = Watch(self.run_dir, outside_folder(str(disk), self.run_dir))
         self.happened: Counter[str] = Counter()
@@ -245,13 +245,20 @@ class Soak:
         return True
 
     def _damage(self, how: str) -> bool:
-        """A blob that is sealed and not yet deleted."""
+        """The newest blob: it is still to be read."""
         blobs = [path for path in self.watch.blobs.glob("[!.]*") if path.is_file()]
         if not blobs:
             return False
-        path = self.draw.choice(sorted(blobs))
-        with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-            first = file.read(1)
+        with contextlib.suppress(FileNotFoundError):
+            path = max(blobs, key=lambda blob: blob.stat().st_mtime)
+            return self._spoil(path, how)
+        return False
+
+    @staticmethod
+    def _spoil(path: Path, how: str) -> bool:
+        with path.open("r+b") as file:
+            if not (first := file.read(1)):
+                return False  # it was emptied before
             if how == "flip":
                 file.seek(0)
                 file.write(bytes([first[0] ^ 1]))
@@ -288,19 +295,20 @@ class Soak:
             "events": happened,
             "ends": self.ends,
             "faults": self.faults,
-            "refused": refused(self.run_dir),
+            "regenerated": regenerated(self.run_dir),
             "load": os.getloadavg()[1],
         }
 
 
-def refused(run: RunDir) -> dict[str, dict[str, float]]:
-    """Groups that were generated again, by the reason, over the rows of the run."""
-    rows = read_rows(run.metrics)
-    names = {name for row in rows for name in row if name.startswith("refused/")}
-    counts = {name: max(row.get(name, 0.0) for row in rows) for name in names}
-    for name in ("async/dropped_lost_groups", "journal/lost_groups"):
-        counts[name] = sum(row[name] for row in rows)
-    return {name: {"groups": n} for name, n in sorted(counts.items())}
+def regenerated(run: RunDir) -> dict[str, dict[str, float]]:
+    """Groups that were generated again, from the log: rows of redone steps are cut."""
+    text = (run.logs / "controller.log").read_text()
+    restarts = re.findall(r"(\d+) journaled groups lack blobs", text)
+    return {
+        "damaged": {"groups": float(text.count("are damaged, it is regenerated"))},
+        "missing or short": {"groups": float(text.count("are lost, it is regenerated"))},
+        "missing or short at a restart": {"groups": float(sum(map(int, restarts)))},
+    }
 
 
 def cause_in(path: Path) -> str:
@@ -475,7 +483,7 @@ def size_of(folder: Path) -> int:
 def describe(found: dict[str, Any]) -> str:
     lines = [f"faults: {'; '.join(found['faults']) or 'none'}", f"load {found['load']:.1f}"]
     lines += [f"resumed after: {end}" for end in found["ends"]]
-    for part in ("events", "refused", "memory", "files", "held", "downtimes"):
+    for part in ("events", "regenerated", "memory", "files", "held", "downtimes"):
         lines.append(part)
         for name, numbers in found[part].items():
             text = ", ".join(f"{key} {value:.2f}" for key, value in numbers.items())
