@@ -126,7 +126,7 @@ class RunDir:
         """Step and folder of the best checkpoint by `checkpoint.best`, if it exists."""
         if not self.best.exists():
             return None
-        step = int(json.loads(self.best.read_text())["step"])
+        step = int(json.loads(self.best.read_text(encoding="utf-8"))["step"])
         folder = self.checkpoint(step)
         return (step, folder) if folder.is_dir() else None
 
@@ -209,8 +209,8 @@ class Endpoints:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                found = json.loads((self.folder / place).read_text())
-                return found, (self.folder / secret).read_text()
+                found = json.loads((self.folder / place).read_text(encoding="utf-8"))
+                return found, (self.folder / secret).read_text(encoding="utf-8")
             except FileNotFoundError:
                 if time.monotonic() > deadline:
                     raise TrainerError(
@@ -221,7 +221,9 @@ class Endpoints:
     def start(self) -> str:
         """Name of the current opening; empty while closed.  Raises OSError."""
         try:
-            found: dict[str, str] = json.loads((self.folder / "controller.json").read_text())
+            found: dict[str, str] = json.loads(
+                (self.folder / "controller.json").read_text(encoding="utf-8")
+            )
         except FileNotFoundError:
             return ""
         return found["start"]
@@ -236,7 +238,10 @@ class Endpoints:
     def was_done(self, start: str) -> bool:
         """True if the trainer of this opening finished the run; used after closing."""
         try:
-            return bool(json.loads((self.folder / "done.json").read_text())["start"] == start)
+            return bool(
+                json.loads((self.folder / "done.json").read_text(encoding="utf-8"))["start"]
+                == start
+            )
         except FileNotFoundError:
             return False
 
@@ -252,7 +257,7 @@ class Endpoints:
     def _marked(self, name: str) -> dict[str, str] | None:
         """Content of a file of this opening; None without one."""
         try:
-            found: dict[str, str] = json.loads((self.folder / name).read_text())
+            found: dict[str, str] = json.loads((self.folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         return found if found["start"] == self.start() else None
@@ -261,13 +266,13 @@ class Endpoints:
 def newest_incarnation(run: RunDir) -> int:
     """Incarnation of the trainer that started last; -1 before the first."""
     path = run.root / "state.json"
-    return int(json.loads(path.read_text())["starts"]) - 1 if path.exists() else -1
+    return int(json.loads(path.read_text(encoding="utf-8"))["starts"]) - 1 if path.exists() else -1
 
 
 def next_incarnation(run: RunDir, *, resume: bool) -> int:
     """Number of earlier starts of a trainer in this run; kept in state.json."""
     path = run.root / "state.json"
-    started = int(json.loads(path.read_text())["starts"]) if path.exists() else 0
+    started = int(json.loads(path.read_text(encoding="utf-8"))["starts"]) if path.exists() else 0
     if started and not resume:
         raise ConfigError(
             "run.name", run.root.name, f"{run.root} exists; choose another --run or use --resume"

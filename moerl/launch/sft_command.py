@@ -34,7 +34,7 @@ def sft(config: Config) -> RunDir:
     save_config(plan.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             supervised_command(plan),
             env=trainer_environment(plan),

@@ -76,7 +76,7 @@ def _slot_taken(run: RunDir, name: str, wait_s: float) -> Iterator[None]:
     Raises TrainerError when another process holds it for longer than wait_s.
     """
     deadline = time.monotonic() + wait_s
-    with (run.endpoints.folder / f"{name}.lock").open("a+") as file:
+    with (run.endpoints.folder / f"{name}.lock").open("a+", encoding="utf-8") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
