@@ -143,7 +143,7 @@ class RunDir:
     def best_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the best checkpoint by `checkpoint.best`, if it exists."""
         try:
-            step = int(json.loads(self.best.read_text())["step"])
+            step = int(json.loads(self.best.read_text(encoding="utf-8"))["step"])
         except (FileNotFoundError, ValueError, KeyError):
             return None
         folder = dict(self.finished_checkpoints()).get(step)
@@ -280,8 +280,8 @@ class Endpoints:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                found = json.loads((self.folder / place).read_text())
-                return found, (self.folder / secret).read_text()
+                found = json.loads((self.folder / place).read_text(encoding="utf-8"))
+                return found, (self.folder / secret).read_text(encoding="utf-8")
             except FileNotFoundError:
                 if time.monotonic() > deadline:
                     raise TrainerError(
@@ -292,7 +292,9 @@ class Endpoints:
     def start(self) -> str:
         """Name of the current opening; empty while closed.  Raises OSError."""
         try:
-            found: dict[str, str] = json.loads((self.folder / "controller.json").read_text())
+            found: dict[str, str] = json.loads(
+                (self.folder / "controller.json").read_text(encoding="utf-8")
+            )
         except FileNotFoundError:
             return ""
         return found["start"]
@@ -307,7 +309,10 @@ class Endpoints:
     def was_done(self, start: str) -> bool:
         """True if the trainer of this opening finished the run; used after closing."""
         try:
-            return bool(json.loads((self.folder / "done.json").read_text())["start"] == start)
+            return bool(
+                json.loads((self.folder / "done.json").read_text(encoding="utf-8"))["start"]
+                == start
+            )
         except FileNotFoundError:
             return False
 
@@ -323,7 +328,7 @@ class Endpoints:
     def _marked(self, name: str) -> dict[str, str] | None:
         """Content of a file of this opening; None without one."""
         try:
-            found: dict[str, str] = json.loads((self.folder / name).read_text())
+            found: dict[str, str] = json.loads((self.folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         return found if found["start"] == self.start() else None
@@ -361,7 +366,7 @@ def _starts(run: RunDir) -> int:
     """Starts of a trainer so far; of a damaged file, a number above all that were used."""
     path = run.root / "state.json"
     try:
-        return int(json.loads(path.read_text())["starts"])
+        return int(json.loads(path.read_text(encoding="utf-8"))["starts"])
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError) as error:

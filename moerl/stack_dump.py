@@ -25,7 +25,7 @@ def write_on_request(log: Path | None = None) -> None:
     log: None = standard error.
     """
     # stays open for the life of the process: the handler cannot open files
-    file = sys.stderr if log is None else log.open("a")
+    file = sys.stderr if log is None else log.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGURG, file=file, all_threads=True)
 
 

@@ -30,7 +30,7 @@ class Tracer:
         folder.mkdir(parents=True, exist_ok=True)
         self.process = process
         self._path, self._limit_bytes = folder / f"{process}.jsonl", limit_bytes
-        self._file = self._path.open("a", buffering=1)
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
         self._lock = threading.Lock()
         self._is_lossy = False  # a loss was logged
 
@@ -63,12 +63,12 @@ class Tracer:
 
     def _append(self, line: str) -> None:
         if self._file.closed:  # it could not be reopened
-            self._file = self._path.open("a", buffering=1)
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
         self._file.write(line)
         if self._file.tell() > self._limit_bytes // 2:
             self._file.close()
             self._path.rename(self._path.with_suffix(".older.jsonl"))
-            self._file = self._path.open("a", buffering=1)
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
 
 def read_spans(folder: Path) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def read_counters(folder: Path) -> list[dict[str, Any]]:
 
 def _read_lines(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:

@@ -43,12 +43,12 @@ class ScoreJob:
     megatron: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2))
+        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
 
 
 def load_job(path: Path) -> ScoreJob:
     """Raises ConfigError for an unknown field, variant or precision."""
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     known = ScoreJob.__dataclass_fields__
     for name in data:
         if name not in known:

@@ -146,7 +146,7 @@ def _find_include(name: str, recipe: Path) -> Path:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(), _Loader)
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = _one_line(error)
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:

@@ -401,6 +401,7 @@ class ClusterConfig:
     ports: PortConfig = field(default_factory=PortConfig)
     # for all processes: NCCL_*, UCX_*; a value that is a secret: ${oc.env:WANDB_API_KEY}
     environment: dict[str, str] = field(default_factory=dict, repr=False)
+    firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks
     remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
     kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim, user

@@ -159,7 +159,7 @@ class EngineServer:
             )
             raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}") from error
         layout = engine_layout(info, self._environment(), config, release=str(info.get("version")))
-        checked = self.log.read_text(errors="replace").count(MODULES_CHECKED)
+        checked = self.log.read_text(errors="replace", encoding="utf-8").count(MODULES_CHECKED)
         if checked < layout.tp:
             raise EngineError(
                 f"engine: {checked} of {layout.tp} ranks checked the layout of their weights; "
@@ -257,7 +257,11 @@ class EngineServer:
         return [child for child in self._tree()[1:] if _is_worker(child)]
 
     def _log_lines(self) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return (
+            self.log.read_text(errors="replace", encoding="utf-8").splitlines()
+            if self.log.exists()
+            else []
+        )
 
 
 def free_port(host: str) -> int:

@@ -101,7 +101,7 @@ def build(target: Target) -> str:
     if compiler is None:
         return f"skipped, none of {', '.join(target.compilers)} was found"
     BUILT.mkdir(exist_ok=True)
-    with (BUILT / ".lock").open("w") as lock:
+    with (BUILT / ".lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second build waits here and finds the work done
         if library.exists():
             return f"{library.name} is up to date"

@@ -173,7 +173,11 @@ class RunContext:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence; every request carries them."""
         for source in (self.model_path / "generation_config.json", None):
-            data = json.loads(source.read_text()) if source and source.exists() else self.hf_config
+            data = (
+                json.loads(source.read_text(encoding="utf-8"))
+                if source and source.exists()
+                else self.hf_config
+            )
             eos = data.get("eos_token_id")
             if eos is not None:
                 return tuple(eos) if isinstance(eos, list) else (int(eos),)

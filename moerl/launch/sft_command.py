@@ -35,8 +35,8 @@ def sft(config: Config) -> RunDir:
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)
     job = TorchrunJob(supervised_command(plan), trainer_environment(plan), log, pipe=True)
-    with log.open("a") as file:
-        for line in io.TextIOWrapper(job.output, errors="replace"):
+    with log.open("a", encoding="utf-8") as file:
+        for line in io.TextIOWrapper(job.output, encoding="utf-8", errors="replace"):
             if line.startswith(STEP):
                 _report(plan, writer, json.loads(line.removeprefix(STEP)))
             else:

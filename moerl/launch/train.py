@@ -142,7 +142,7 @@ def _close(
 @contextlib.contextmanager
 def _only_one(run: RunDir) -> Iterator[None]:
     """Lock the run directory.  Raises MoerlError when another process holds it."""
-    with (run.root / ".lock").open("w") as lock:
+    with (run.root / ".lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

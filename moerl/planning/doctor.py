@@ -27,7 +27,7 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.clusters import Node, Placement, is_local, placement
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, NodeFacts, Request, read_facts
-from moerl.planning import lock_check
+from moerl.planning import firewall_check, pair_check
 from moerl.planning.remote_command import on_node, packed
 
 _ANSWER_S = 25.0
@@ -36,6 +36,8 @@ _SKEW_S = 2.0
 _SHARED = "runs (shared)"
 _JOURNAL = "journal (local)"
 _BLOBS = "records (local)"
+_LOCK_CHECK = ("-m", "moerl.planning.lock_check")
+_PORT_CHECK = ("-m", "moerl.planning.firewall_check")
 _LOCKS = {
     "refused": "a lock is seen on both nodes",
     "granted": "both nodes hold the same lock",
@@ -74,6 +76,7 @@ def examine(config: Config) -> list[Finding]:
     found = [finding for rule in rules for finding in rule(config, answers)]
     if len(present) == len(answers) > 1:
         found += _locks(config, present)
+        found += _firewall(config, present)
         found += _links(config, placed, present)
     return found
 
@@ -368,15 +371,43 @@ def _locks(config: Config, present: Sequence[Answer]) -> Iterator[Finding]:
         folders["sync.folder"] = config.sync.folder
     for field, folder in folders.items():
         tries = [partial(_try_lock, config, node) for node in others]
-        holder = on_node(config, first, [*lock_check.MODULE, "hold", folder])
-        for node, said in zip(others, lock_check.answers(holder, tries, _ANSWER_S), strict=True):
+        holder = on_node(config, first, [*_LOCK_CHECK, "hold", folder])
+        for node, said in zip(others, pair_check.answers(holder, tries, _ANSWER_S), strict=True):
             what = f"{field}: {_LOCKS.get(said, said)}"
             remedy = "" if said == "refused" else "mount it on all nodes with flock, not localflock"
             yield Finding("locks", f"{first.name} -> {node.name}", what, remedy)
 
 
 def _try_lock(config: Config, node: Node, path: str) -> list[str]:
-    return on_node(config, node, [*lock_check.MODULE, "try", path])
+    return on_node(config, node, [*_LOCK_CHECK, "try", path])
+
+
+# --- firewall ------------------------------------------------------------------------------------
+def _firewall(config: Config, present: Sequence[Answer]) -> list[Finding]:
+    """A port of each node that only the node itself needs is tried from the next node."""
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        pairs = zip(present, [*present[1:], present[0]], strict=True)
+        return list(pool.map(lambda pair: _try_node(config, *pair), pairs))
+
+
+def _try_node(config: Config, listening: Answer, trying: Answer) -> Finding:
+    assert listening.facts is not None
+    address = listening.facts.addresses.get(config.cluster.interface, "")
+    holder = on_node(config, listening.node, [*_PORT_CHECK, "listen"])
+    connect = partial(_try_port, config, trying.node, address)
+    (said,) = pair_check.answers(holder, [connect], _ANSWER_S)
+    wanted = config.cluster.firewall
+    return Finding(
+        "firewall",
+        f"{trying.node.name} -> {listening.node.name}",
+        f"ports {firewall_check.FIRST}-{firewall_check.LAST}: {said}"
+        + ("" if wanted else " (cluster.firewall is off)"),
+        "run tools/launch/firewall.sh --apply there" if wanted and said != "closed" else "",
+    )
+
+
+def _try_port(config: Config, node: Node, address: str, port: str) -> list[str]:
+    return on_node(config, node, [*_PORT_CHECK, "connect", address, port])
 
 
 # --- links ---------------------------------------------------------------------------------------

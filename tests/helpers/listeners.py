@@ -52,7 +52,7 @@ LISTENERS = (
         "SGLang server, one per engine",
         _ENGINE,
         "free, printed in the log",
-        "the run's token as bearer; `/health`, `/ready` and `/health_generate` answer without it",
+        "the run's token as bearer; `/health` and `/ready` answer without it",
         r"moerl\.engine\.server_process",
         1,
     ),

@@ -81,6 +81,7 @@ def test_pods_have_few_rights() -> None:
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 1000
+        assert "fsGroup" not in spec["securityContext"], "kubelet would open folders to a group"
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,

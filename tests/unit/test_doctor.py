@@ -17,6 +17,7 @@ import pytest
 from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import placement
 from moerl.errors import ConfigError
+from moerl.planning import firewall_check
 from moerl.planning.doctor import Finding, describe, examine
 from moerl.planning.remote_command import on_node
 
@@ -95,7 +96,7 @@ def test_nothing_is_called_right_where_nobody_answers(ward: Ward) -> None:
 def test_a_model_without_weights_has_no_file_that_is_right(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for between in ("_links", "_locks"):
+    for between in ("_links", "_locks", "_firewall"):
         monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
     for path in ward.model.iterdir():
         path.unlink()
@@ -115,6 +116,11 @@ def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:
     (lock,) = (finding for finding in found if finding.check == "locks")
     assert lock.what == "run.root: a lock is seen on both nodes"
     assert not list(Path(ward.config.run.root).iterdir()), "nothing is left there"
+    doors = [finding for finding in found if finding.check == "firewall"]
+    assert [door.node for door in doors] == ["trainer-0 -> engine-0", "engine-0 -> trainer-0"]
+    assert {door.what for door in doors} == {"ports 20000-31999: open (cluster.firewall is off)"}, (
+        "both nodes are this machine"
+    )
     assert "moerl doctor" in describe(found)
 
 
@@ -139,9 +145,8 @@ def test_injected_faults(
     what: str,
     remedy: str,
 ) -> None:
-    monkeypatch.setattr("moerl.planning.doctor._links", lambda *_: [])
-    if check != "locks":
-        monkeypatch.setattr("moerl.planning.doctor._locks", lambda *_: [])
+    for between in {"_links", "_locks", "_firewall"} - {f"_{check}"}:
+        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
     wrong = ward.wrong(faults)
     assert any(
         f.check == check and f.node == node and what in f.what and remedy in f.remedy for f in wrong
@@ -150,7 +155,7 @@ def test_injected_faults(
 
 
 def test_a_blocked_port_and_a_missing_shard(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
-    for between in ("_links", "_locks"):
+    for between in ("_links", "_locks", "_firewall"):
         monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
     (ward.model / "model-1.safetensors").unlink()
     with socket.create_server(("127.0.0.1", ward.config.cluster.ports.controller)):
@@ -200,3 +205,18 @@ def test_words_reach_remotes_that_pass_them_on(ward: Ward) -> None:
     assert shlex.split(command[-1]) == [sys.executable, "-m", HOSTILE]
     with pytest.raises(ConfigError, match="an option is no address"):
         on_node(ward.config, replace(node, address="-oProxyCommand=touch ran"), [])
+
+
+def test_a_firewall_that_is_said_to_be_there_is_looked_for(
+    ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for between in ("_links", "_locks"):
+        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
+    ward.config = replace(ward.config, cluster=replace(ward.config.cluster, firewall=True))
+    assert {(f.check, f.remedy) for f in ward.wrong()} == {
+        ("firewall", "run tools/launch/firewall.sh --apply there")
+    }
+
+
+def test_a_port_that_nobody_listens_on_is_closed(free_port: Callable[[], int]) -> None:
+    assert firewall_check.attempt("127.0.0.1", free_port()) == "closed"

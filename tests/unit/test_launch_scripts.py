@@ -12,6 +12,7 @@ import yaml
 from moerl.errors import ConfigError
 from moerl.launch.cluster import slurm_job
 from moerl.launch.cluster.slurm_job import options, plan
+from moerl.planning import firewall_check
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "tools/launch").iterdir())
@@ -43,6 +44,23 @@ def test_scripts_end_nothing_by_name(script: Path) -> None:
     assert "set -euo pipefail" in text
     for word in ("pkill", "killall", "ray stop", "scancel"):
         assert word not in text
+
+
+def test_the_firewall_names_the_nodes_and_prints_only_addresses() -> None:
+    script = str(ROOT / "tools/launch/firewall.sh")
+
+    def printed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([script, *words], capture_output=True, text=True, check=False)
+
+    rules = printed("--allow", "10.0.0.9", "10.9.0.1", "10.9.0.0/24").stdout
+    assert "elements = { 10.9.0.1,10.9.0.0/24 }" in rules
+    assert "ip saddr { 10.0.0.9 } accept" in rules
+    own = rules.index(f"@nodes tcp dport {firewall_check.FIRST}-{firewall_check.LAST} drop")
+    assert own < rules.index("@nodes accept") < rules.index("tcp dport 1024-65535 drop")
+    for wrong in ((), ("10.9.0.1; flush ruleset",), ("--allow",), ("--all", "10.9.0.1")):
+        done = printed(*wrong)
+        assert done.returncode != 0, wrong
+        assert not done.stdout
 
 
 def test_sbatch_is_asked_for_the_recipes_nodes() -> None:

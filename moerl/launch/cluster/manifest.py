@@ -194,7 +194,8 @@ def _identity(config: Config) -> Object:
     user = config.cluster.kubernetes.get("user", "1000")
     if not user.isdecimal() or int(user) == 0:
         raise ConfigError("cluster.kubernetes.user", user, "a user id above 0 is needed")
-    ids = {name: int(user) for name in ("runAsUser", "runAsGroup", "fsGroup")}
+    # no fsGroup: it would make the private folders of a run writable for the group
+    ids = {"runAsUser": int(user), "runAsGroup": int(user)}
     return {"runAsNonRoot": True, **ids, "seccompProfile": {"type": "RuntimeDefault"}}
 
 

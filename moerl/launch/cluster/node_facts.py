@@ -170,7 +170,7 @@ def _glob(pattern: str) -> list[Path]:
 
 def _line(port: Path) -> str:
     state = port / "state"
-    return state.read_text().strip() if state.is_file() else "unknown"
+    return state.read_text(encoding="utf-8").strip() if state.is_file() else "unknown"
 
 
 def read_facts(data: dict[str, Any]) -> NodeFacts:

@@ -37,7 +37,7 @@ class ControlApi:
         """(name, question) of each pending request, oldest first; {} for an unreadable one."""
         for path in sorted(self._folder.glob("*.question")):  # names begin with the time
             try:
-                question = json.loads(path.read_text())
+                question = json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:  # its client timed out
                 question = None
             except ValueError:
@@ -69,7 +69,7 @@ def request(run: RunDir, timeout_s: float, **question: Any) -> Any:
             (run.control_api / f"{name}.question").unlink(missing_ok=True)
             raise MoerlError(f"{run.root} did not answer within {timeout_s:g} s: is it starting?")
         time.sleep(_POLL_S)
-    found = json.loads(answer.read_text())
+    found = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink()
     if "refused" in found:
         raise MoerlError(found["refused"])
@@ -80,7 +80,7 @@ def is_running(run: RunDir) -> bool:
     """True if a process holds the run's lock and polls its control API."""
     if not run.control_api.is_dir():
         return False
-    with (run.root / ".lock").open("a") as lock:
+    with (run.root / ".lock").open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

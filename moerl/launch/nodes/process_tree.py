@@ -158,7 +158,7 @@ def ending_of(code: int) -> str:
 
 def last_error(path: Path) -> str:
     """The last error in a trainer's log, else its last line."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace", encoding="utf-8").splitlines() if path.exists() else []
     lines = [line.strip() for line in lines if line.strip()]
     causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
     return (causes or lines or [f"nothing in {path}"])[-1]
@@ -166,7 +166,7 @@ def last_error(path: Path) -> str:
 
 def first_error(log: Path) -> str:
     """The first line with an error in a job's log, else the log's path."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines()
     return next((line for line in lines if "Error: " in line), f"see {log}")
 
 

@@ -82,7 +82,7 @@ def _slot_taken(run: RunDir, name: str, wait_s: float, lease: LeaseReader) -> It
     Raises TrainerError when another process holds it for longer than wait_s, or as the lease does.
     """
     deadline = time.monotonic() + wait_s
-    with (run.endpoints.folder / f"{name}.lock").open("a+") as file:
+    with (run.endpoints.folder / f"{name}.lock").open("a+", encoding="utf-8") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -137,7 +137,11 @@ class CheckpointStore:
         """Name this checkpoint the best if its score is."""
         found = self.run.best_checkpoint()
         sign = 1.0 if self.config.best_is == "highest" else -1.0
-        before = json.loads(self.run.best.read_text()).get(self.config.best) if found else None
+        before = (
+            json.loads(self.run.best.read_text(encoding="utf-8")).get(self.config.best)
+            if found
+            else None
+        )
         is_same = found is not None and found[0] == step  # written again, or unchanged
         if before is None or is_same or sign * score > sign * before:
             named = {"step": step, self.config.best: score}
