@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flipped bit of a tensor would otherwise be trained on without a word."""
-    writer = _writer(run)
+    writer = _writer(run, keep=3)
     for step in (1, 2, 3):
         writer.save(step, _state(torch.full((1000,), float(step)), step), {})
         writer.finish()
