@@ -316,7 +316,8 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
     config = resolve(load_saved(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
-    if newest := RunDir(folder).latest_whole_checkpoint():
+    newest, _ = RunDir(folder).latest_whole_checkpoint()
+    if newest is not None:
         check_resume(config, read_manifest(newest), reset_optimizer=reset_optimizer)
     if dry_run:
         from moerl.planning.dry_run import describe

@@ -124,10 +124,14 @@ class RunDir:
 
     def finished_checkpoints(self) -> list[tuple[int, Path]]:
         """Step and folder of each complete checkpoint, ascending; their files are not read."""
+        found = self._named_checkpoints()
+        return [one for one in found if (one[1] / "manifest.json").is_file()]
+
+    def _named_checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and folder by name only, ascending."""
         found = {}
         for path in sorted(self.checkpoints.glob("*step-*")):  # hidden names come first
-            match = _CHECKPOINT.fullmatch(path.name)
-            if match and (path / "manifest.json").is_file():
+            if match := _CHECKPOINT.fullmatch(path.name):
                 found[int(match[1] or match[2])] = path
         return sorted(found.items())
 
@@ -135,10 +139,25 @@ class RunDir:
         """Step and folder of the newest complete checkpoint."""
         return max(self.finished_checkpoints(), default=None)
 
-    def latest_whole_checkpoint(self) -> Path | None:
-        """Folder of the newest checkpoint that has all its files (`torn_checkpoint`)."""
-        newest_first = reversed(self.finished_checkpoints())
-        return next((path for _, path in newest_first if not torn_checkpoint(path)), None)
+    def latest_whole_checkpoint(self) -> tuple[Path | None, dict[Path, str]]:
+        """Folder of the newest checkpoint that lacks no bytes, and what newer ones lack.
+
+        Raises ModelError when there are checkpoints, or damaged ones that were set aside, but none
+        is whole: a run does not begin again by itself.
+        """
+        torn: dict[Path, str] = {}
+        for _, path in reversed(self._named_checkpoints()):
+            if not (cause := torn_checkpoint(path)):
+                return path, torn
+            torn[path] = cause
+        if torn:
+            raise ModelError(next(iter(torn.values())))
+        if damaged := sorted(self.checkpoints.glob(".step-*.bad*")):
+            raise ModelError(
+                f"{damaged[-1]}: this checkpoint is damaged and no earlier one is whole; remove it "
+                "to train from the first step again"
+            )
+        return None, {}
 
     def best_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the best checkpoint by `checkpoint.best`, if it exists."""

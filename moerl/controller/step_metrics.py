@@ -58,6 +58,7 @@ class StepMetrics:
         self.journal_adopted = 0
         self.journal_lost = 0
         self.failed_writes = 0
+        self.last_failed_write = ""
         self.pauses: list[float] = []
         self.evaluations_given_up = 0
         self.dropped_siblings = 0

@@ -230,11 +230,12 @@ class TrainerHandler:
     def _expect_in_time(self, waited_s: float, timeout_s: float) -> None:
         """Raises ProtocolError after the timeout, with the state of groups and engines."""
         if waited_s > timeout_s:
+            failed = self._step_metrics.last_failed_write
             raise ProtocolError(
                 f"no batch of {self._config.rollout.groups_per_step} groups after "
                 f"{waited_s:.0f} s: {self._buffer.num_ready} ready, {self._buffer.num_started} "
                 f"in generation, {self._scoring_stage.finishing} being scored; "
-                f"{self._pool.describe()}"
+                f"{self._pool.describe()}" + (f"; {failed}" if failed else "")
             )
 
     def _drop_stale(self) -> None:

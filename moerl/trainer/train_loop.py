@@ -158,8 +158,6 @@ class TrainLoop:
                 self.parallel,
                 reset_optimizer=self.context.reset_optimizer,
             )
-        if progress is None:  # every checkpoint was damaged: the run begins with the model
-            return
         self.consumed = IdSet(progress.consumed)
         self.saved_step = progress.version.step
         self.version = PolicyVersion(self.context.incarnation, progress.version.step)

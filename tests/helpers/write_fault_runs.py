@@ -126,7 +126,7 @@ class StubTrainer:
             if not (cause := damage(newest, ["state.json"])):
                 self.progress = Progress(**json.loads((newest / "state.json").read_text()))
                 break
-            set_aside(run, newest, cause)
+            set_aside(newest, cause)
             newest = newest_checkpoint(run)
 
     @property

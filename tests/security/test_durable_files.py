@@ -21,13 +21,13 @@ import torch
 from moerl import run_dir
 from moerl.config.schema import CheckpointConfig
 from moerl.controller.shared_groups import SharedGroups
-from moerl.errors import ConfigError, TrainerError
+from moerl.errors import ConfigError, ModelError, TrainerError
 from moerl.launch import train
 from moerl.layout import hf_shapes, model_spec
 from moerl.observe.metrics import MetricsWriter
 from moerl.records import BlobStore
 from moerl.run_dir import RunDir, newest_incarnation, next_incarnation, refuse_foreign
-from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint
+from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
 from moerl.trainer.hf_io.hf_save import save_hf
 from tests.helpers.write_fault_runs import MODEL
@@ -159,6 +159,7 @@ def test_a_flipped_bit_is_found_by_the_digest(run: RunDir) -> None:
         ("metadata.json", "empty", "metadata.json is empty"),
         ("__0_0.distcp", "empty", "0 bytes"),
         ("__0_0.distcp", "gone", "No such file"),
+        ("manifest.json", "gone", "there is no such file"),
     ],
 )
 def test_a_checkpoint_that_lacks_bytes_is_set_aside(
@@ -169,7 +170,7 @@ def test_a_checkpoint_that_lacks_bytes_is_set_aside(
         (newest / name).unlink()
     else:
         (newest / name).write_bytes(b"")
-    assert run.latest_whole_checkpoint() == before
+    assert run.latest_whole_checkpoint()[0] == before
     assert newest.is_dir(), "a look renames nothing"
     assert newest_checkpoint(run) == before
     assert (run.checkpoints / ".step-000004.bad").is_dir()
@@ -178,6 +179,19 @@ def test_a_checkpoint_that_lacks_bytes_is_set_aside(
     assert cause in caplog.text
     _publish(run, 4)
     assert newest_checkpoint(run) == newest
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(run: RunDir) -> None:
+    """Its rows would be cut, all of them."""
+    newest = _publish(run, 2)
+    (newest / "__0_0.distcp").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(ModelError, match="holds 0 bytes, 7 were written"):
+            newest_checkpoint(run)
+        assert newest.is_dir()
+    set_aside(newest, "as a rank does that finds it")
+    with pytest.raises(ModelError, match=r"\.step-000002\.bad: this checkpoint is damaged"):
+        newest_checkpoint(run)
 
 
 def test_a_name_alone_is_no_checkpoint(run: RunDir) -> None:
@@ -197,7 +211,7 @@ def test_a_replaced_checkpoint_counts_until_the_new_one_does(
 
         def call(*args: Any, plain: Callable[..., None] = plain, **named: Any) -> None:
             plain(*args, **named)
-            newest = run.latest_whole_checkpoint()
+            newest, _ = run.latest_whole_checkpoint()
             assert newest is not None, "no checkpoint"
             seen.append((newest / "__0_0.distcp").read_text())
 

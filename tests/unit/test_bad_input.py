@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.controller import write_retry
 from moerl.controller.controller import Controller
-from moerl.errors import BlobError, EngineError, RecordError, ScoreError
+from moerl.errors import BlobError, ProtocolError, RecordError, ScoreError
+from moerl.messages import Hello, TakePlan
 from moerl.records import BlobStore
 from moerl.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 from tests.unit.test_controller import (
@@ -216,30 +218,41 @@ def fill_after_hello(controller: Controller) -> Callable[[], None]:
     return lambda: controller.context.services.journal._db.execute("pragma query_only = off")
 
 
-def test_a_journal_without_room_admits_nothing_until_there_is_some(tmp_path: Path) -> None:
+def test_a_journal_without_room_admits_nothing_until_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_retry, "PAUSE_S", 0.01)
+
     async def body() -> None:
         controller, reports = make(tmp_path, StubEngine())
         make_room = fill_after_hello(controller)
-        refuse = controller.scoring_stage.refuse
+        failed = write_retry.WriteRetry.failed
 
-        def refused(*args) -> None:
+        def seen(*args) -> None:
             assert not controller.context.buffer.num_ready
-            refuse(*args)
+            failed(*args)
             make_room()
 
-        controller.scoring_stage.refuse = refused
+        monkeypatch.setattr(write_retry.WriteRetry, "failed", seen)
         assert trained_once(await running(controller, train(controller, 4)))
-        assert reports[-1].metrics["refused/journal"] >= 1
+        assert sum(r.metrics["journal/failed_writes"] for r in reports) >= 1
 
     asyncio.run(body())
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    """The trainer asks for a batch as long as it may wait, and is told what is in the way."""
+
     async def body() -> None:
         controller, reports = make(tmp_path, StubEngine())
         fill_after_hello(controller)
-        with pytest.raises(EngineError, match=r"was refused 3 times.*journal.*not be written"):
-            await running(controller, train(controller, 4))
+
+        async def work() -> None:
+            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(TakePlan(0, 0.5, 0))
+
+        with pytest.raises(ProtocolError, match=r"no batch of 2.*group .* not be written.*journal"):
+            await running(controller, work())
         assert reports == []
 
     asyncio.run(body())

@@ -474,6 +474,7 @@ def finished(tmp_path: Path) -> Path:
     run.checkpoint(20).mkdir()
     manifest = resume_facts(config) | {"step": 20}
     (run.checkpoint(20) / "manifest.json").write_text(json.dumps(manifest))
+    (run.checkpoint(20) / "metadata.json").write_text("{}")
     return run.root
 
 

@@ -83,16 +83,15 @@ def load_newest(
     parallel: Parallel,
     *,
     reset_optimizer: bool = False,
-) -> Progress | None:
+) -> Progress:
     """`load`, after all ranks together have compared the files with their digests; collective.
 
-    A damaged checkpoint is set aside and the one before is loaded; None when there is none.
+    A damaged checkpoint is set aside and the one before is loaded.  Raises ModelError when there is
+    none.
     """
-    path: Path | None = newest
-    while path is not None and (cause := _damage(path, parallel)):
+    path = newest
+    while cause := _damage(path, parallel):
         path = _one_before(run, path, cause, parallel)
-    if path is None:
-        return None
     return load(path, learner, parallel, reset_optimizer=reset_optimizer)
 
 
@@ -107,13 +106,13 @@ def _damage(path: Path, parallel: Parallel) -> str:
     return next(filter(None, found), "")
 
 
-def _one_before(run: RunDir, path: Path, cause: str, parallel: Parallel) -> Path | None:
+def _one_before(run: RunDir, path: Path, cause: str, parallel: Parallel) -> Path:
     holder = [""]
     if parallel.is_first:
-        set_aside(run, path, cause)
-        holder = [str(newest_checkpoint(run) or "")]
+        set_aside(path, cause)
+        holder = [str(newest_checkpoint(run))]
     dist.broadcast_object_list(holder, src=0, group=parallel.control)
-    return Path(holder[0]) if holder[0] else None
+    return Path(holder[0])
 
 
 def load(

@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from moerl.atomic import flush
-from moerl.run_dir import RunDir, read_manifest, torn_checkpoint
+from moerl.atomic import publish_folder
+from moerl.run_dir import RunDir, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -55,29 +55,20 @@ def damage(folder: Path, names: Iterable[str]) -> str:
 
 
 def newest_checkpoint(run: RunDir) -> Path | None:
-    """Folder of the newest checkpoint whose files are there; damaged ones are set aside."""
-    while (found := run.latest_checkpoint()) is not None:
-        cause = torn_checkpoint(found[1])
-        if not cause:
-            return found[1]
-        set_aside(run, found[1], cause)
-    return None
+    """Folder of the newest checkpoint that lacks no bytes; newer ones are set aside.
+
+    Raises OSError; ModelError when there are checkpoints and none is whole.
+    """
+    whole, torn = run.latest_whole_checkpoint()
+    for path, cause in torn.items():
+        set_aside(path, cause)
+    return whole
 
 
-def set_aside(run: RunDir, folder: Path, cause: str) -> None:
+def set_aside(folder: Path, cause: str) -> None:
     """Rename a damaged checkpoint, so that the one before is the newest.  Raises OSError."""
-    aside = folder.with_name(f".{folder.name.lstrip('.')}.bad")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = folder.with_name(f".{folder.name.lstrip('.')}.bad{number}")
-    folder.rename(aside)
-    flush(aside.parent)
-    before = run.latest_checkpoint()
-    log.error(
-        "checkpoint %s is damaged and set aside as %s: %s; the run continues from %s",
-        folder.name,
-        aside.name,
-        cause,
-        before[1].name if before else "the model, no earlier checkpoint is whole",
-    )
+    name = f".{folder.name.lstrip('.')}.bad"
+    earlier = len(list(folder.parent.glob(f"{name}*")))
+    aside = folder.with_name(name + (f"-{earlier}" if earlier else ""))
+    publish_folder(folder, aside)
+    log.error("checkpoint %s is damaged and set aside as %s: %s", folder.name, aside.name, cause)
