@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from moerl.launch.nodes.control_api import ControlApi
-from moerl.launch.supervision import membership
 from moerl.run_dir import RunDir
+from tests.helpers.scripted_actors import Scene
 
 
 @pytest.fixture
@@ -38,18 +38,11 @@ def test_a_question_that_is_taken_back_or_unreadable_is_none(run: RunDir) -> Non
     [{}, {"do": "dance"}, {"do": "remove"}, {"do": "add", "tp": "two"}, {"do": "add", "tp": -1}],
 )
 def test_a_question_that_makes_no_sense_is_refused(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, question: dict[str, Any]
+    tmp_path: Path, question: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(membership, "place_engine", MagicMock())
-    plan: Any = MagicMock(run=run)
-    plan.config.engine.sizes, plan.config.engine.tp = {0: 1}, 1
-    watcher: Any = MagicMock()
-    watcher.is_down.return_value = False
-    members = membership.Membership(plan, watcher)
-    members._control_api = MagicMock()
-    members._control_api.poll.return_value = [("x", question)]
+    scene = Scene(tmp_path)
+    members, folder = scene.supervisor.members, scene.run.control_api
+    (folder / "x.question").write_text(json.dumps(question))
     members.poll()
-    ((name, answer),) = [call.args for call in members._control_api.answer.call_args_list]
-    assert name == "x"
-    assert set(answer) == {"refused"}
+    assert set(json.loads((folder / "x.answer").read_text())) == {"refused"}
     assert members.sizes == {0: 1}
