@@ -100,10 +100,10 @@ def test_one_frame_of_a_stranger_is_small(process: tuple[str, psutil.Process]) -
     """ZeroMQ reads the frame whole before it looks at it; the connections stay open."""
     endpoint, server = process
     before = server.memory_info().rss
-    lines = [raw_zmtp.connect(endpoint, b"CURVE") for _ in range(4)]
-    sent = [raw_zmtp.send_frames(line, 64 * MIB, 1) for line in lines]
+    lines = [raw_zmtp.connect(endpoint, b"CURVE") for _ in range(2)]
+    sent = [raw_zmtp.send_frames(line, 32 * MIB, 1) for line in lines]
     assert server.memory_info().rss - before < 16 * MIB
-    assert sent == [0] * 4, "sent away in the middle of it"
+    assert sent == [0] * 2, "sent away in the middle of it"
     for line in lines:
         line.close()
 
@@ -171,7 +171,7 @@ def test_without_a_thread_that_knows_the_keys_nobody_is_admitted(
         socket_ = rpc._server_socket(KEYS)
         endpoint = f"tcp://127.0.0.1:{socket_.bind_to_random_port('tcp://127.0.0.1')}"
         client = rpc._client_socket(KEYS, endpoint)
-        assert not client.poll(500, zmq.POLLOUT), "a handshake succeeded"
+        assert not client.poll(300, zmq.POLLOUT), "a handshake succeeded"
         client.close(0)
         socket_.close(0)
 
@@ -231,7 +231,7 @@ def test_strange_frames_change_nothing(frames: list[bytes]) -> None:
 
 
 def _watched(endpoint: str, keys: Keys) -> RpcClient:
-    return RpcClient(endpoint, keys, timeout_s=20.0 if keys is KEYS else 0.5)
+    return RpcClient(endpoint, keys, timeout_s=20.0 if keys is KEYS else 0.3)
 
 
 def _is_served(endpoint: str) -> None:

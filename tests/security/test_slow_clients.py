@@ -60,8 +60,8 @@ def test_forty_slow_callers_hold_no_thread(tmp_path: Path, limits: CallerLimits)
     """A byte every 50 ms, each well within any time limit of a single read."""
     with record_server(tmp_path, limits) as (server, reader):
         lines = [knock(server) for _ in range(40)]
-        wait_until(lambda: held_threads() == min(40, limits.connections))
-        deadline = time.monotonic() + 3 * limits.seconds
+        wait_until(lambda: held_threads() >= 20)
+        deadline = time.monotonic() + 2 * limits.seconds + 2.0
         while held_threads() and time.monotonic() < deadline:
             for line in lines:
                 with contextlib.suppress(OSError):

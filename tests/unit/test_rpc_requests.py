@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import zmq
 
 from moerl import rpc
 from moerl.errors import ProtocolError, TrainerError
@@ -43,7 +44,7 @@ class Door:
             try:
                 socket.bind(self._endpoint)
                 break
-            except OSError:  # the one before is closed by a thread of its own
+            except zmq.ZMQError:  # the one before is closed by a thread of its own
                 time.sleep(0.05)
         while not self._stop.is_set():
             if socket.poll(20):

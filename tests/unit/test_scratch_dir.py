@@ -48,6 +48,8 @@ class Silent:
     async def healthy(self) -> bool:
         return self._healthy
 
+    def authenticate(self, token: str) -> None: ...
+
 
 def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineServer:
     """A server that starts, and does nothing."""
@@ -55,7 +57,9 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineServer:
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    return new_server(tmp_path)
+    server = new_server(tmp_path)
+    monkeypatch.setattr(server, "_check_listener", lambda: None)  # it listens nowhere
+    return server
 
 
 def test_a_start_that_is_given_up_leaves_nothing(
