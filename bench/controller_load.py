@@ -224,7 +224,7 @@ class Trainer:
         return self.steps // CHECKPOINT_EVERY * CHECKPOINT_EVERY
 
     async def run(self, controller: Controller, until_s: float) -> None:
-        await controller.handle(Hello("t", 1, 1, FIRST, (), (FIRST,)))
+        await controller.handle(Hello(1, 1, FIRST, (), (FIRST,)))
         while time.monotonic() < until_s:
             await self._step(controller)
 

@@ -1,8 +1,9 @@
 """Interfaces between components, and the typed messages between trainer and controller.
 
-The trainer is a plain torchrun job without Ray: its rank 0 sends these messages over ZeroMQ
+The trainer is a plain torchrun job without Ray: its rank 0 sends these messages by `moerl.rpc`
 (request, then reply, one at a time per socket).  Rank 0 uses one socket for the training loop and
-one for each publish session, so a publish never delays a plan.
+one for each publish session, so a publish never delays a plan.  The same channel joins rank 0 and
+the senders of all ranks, and an engine's host and its receivers.
 
 Each message is an immutable dataclass; `moerl.serialization` encodes them.
 """
@@ -27,6 +28,57 @@ from moerl.types import (
 )
 
 
+# --- trainer rank 0 -> the sender threads of all ranks ------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The staging buffer of an engine rank, and the offset of the region in it."""
+
+    endpoint: bytes
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Result for one engine rank: digests of all buckets of the region, and the sum over pieces."""
+
+    digests: bytes
+    total: int
+    num_bytes: int  # bytes sent by this call
+    deltas: tuple[int, ...]  # per bucket: bytes of the delta sent in its place, 0 = sent in full
+
+
+@dataclass(frozen=True, slots=True)
+class SendVersion:
+    """Send all of one snapshot.  Reply: Sent."""
+
+    version: PolicyVersion
+    destinations: dict[int, Destination]  # by engine rank
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendBuckets:
+    """Send some buckets again.  Reply: Sent."""
+
+    buckets: dict[int, tuple[int, ...]]  # by engine rank
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DropSession:
+    """The session failed: its staging buffers are gone.  Reply: Ok, for which nobody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRemoved:
+    """The engine left the run: its sender ends.  Reply: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    moved: dict[int, Moved]  # by engine rank
+
+
 # --- trainer -> controller ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Hello:
@@ -39,7 +91,6 @@ class Hello:
     from the checkpoint, because the controller's journal may be of another node.
     """
 
-    token: str = field(repr=False)  # the run's random token
     world_size: int
     dp_size: int
     version: PolicyVersion  # current weights of the trainer
@@ -284,6 +335,11 @@ Message = (
     | UpdatePrepared
     | UpdateVerified
     | EngineHolds
+    | SendVersion
+    | SendBuckets
+    | DropSession
+    | EngineRemoved
+    | Sent
 )
 
 

@@ -200,8 +200,8 @@ def torn_checkpoint(folder: Path) -> str:
 class Endpoints:
     """A folder on the shared file system by which trainer nodes find the controller.
 
-    Only its owner may read it, because it has the run's token.  `start` names one opening; files of
-    earlier openings are ignored.
+    Only its owner may read it, because it has the run's token and keys.  `start` names one opening;
+    files of earlier openings are ignored.
     """
 
     folder: Path
@@ -210,6 +210,15 @@ class Endpoints:
     def lease(self) -> Path:
         """Renewed by the root process as long as it lives (`moerl.launch.nodes.lease`)."""
         return self.folder / "lease"
+
+    @property
+    def keys(self) -> Path:
+        """Keys of the run's requests (`moerl.rpc`), made at its start."""
+        return self.folder / "keys"
+
+    def make_folder(self) -> None:
+        """Raises ConfigError when others could read it."""
+        private_dir(self.folder, "run.root")
 
     def open(self, controller: str, token: str) -> None:
         """Write the controller's endpoint; removes the files of earlier openings."""
@@ -256,7 +265,7 @@ class Endpoints:
         return self.folder / f"{job}-store.json"
 
     def _secret(self, name: str, text: str) -> None:
-        private_dir(self.folder, "run.root")
+        self.make_folder()
         atomic_write(self.folder / name, text, mode=0o600)
 
     def read(self, timeout_s: float) -> tuple[str, str, str]:

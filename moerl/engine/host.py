@@ -82,7 +82,7 @@ class EngineHost:
         modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
         self._mode = modes.get(context.in_flight_mode, "")
         self._health = EngineHealth(index)
-        self._updates = Updates(self._health, self._tracer, context.token, mode=self._mode)
+        self._updates = Updates(self._health, self._tracer, mode=self._mode)
         self.session = self._updates.session  # of a publish
         self._layout = ""
         self._server: EngineServer | None = None
@@ -107,7 +107,7 @@ class EngineHost:
                 token=self._context.token,
                 log=self._context.run.logs / f"engine{self.index}.log",
             )
-            client = EngineClient(server.url, self._context.token)
+            client = EngineClient(server.url)
             try:
                 await server.start(client)
             except BaseException:

@@ -1,4 +1,7 @@
-"""HTTP client of one SGLang server: every call carries the run's token.
+"""HTTP client of one SGLang server: every call but `healthy` carries the run's token.
+
+The token is set when the server that listens is known to be ours (`authenticate`): until then only
+`healthy` can be called, which sends none.
 
 Only reads (health, server_info, checksum) are repeated after a broken connection; a generation or
 an update that failed half-way is reported, never sent twice.
@@ -27,11 +30,11 @@ class BadRequest(EngineError):
 class EngineClient:
     """Make and close it inside one event loop."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
+        self._headers: dict[str, str] | None = None  # None: nobody is trusted yet
         self._session = aiohttp.ClientSession(
             base_url=url,
-            headers={"Authorization": f"Bearer {token}"},
             connector=aiohttp.TCPConnector(limit=0),
             # No read timeout: a batch takes as long as its longest answer.  The host watches the
             # process and fails the call when it dies.
@@ -43,8 +46,12 @@ class EngineClient:
     async def close(self) -> None:
         await self._session.close()
 
+    def authenticate(self, token: str) -> None:
+        """Send the token from here on."""
+        self._headers = {"Authorization": f"Bearer {token}"}
+
     async def healthy(self) -> bool:
-        """One attempt, short: used to wait for readiness."""
+        """One attempt, short and without the token: used to wait for readiness."""
         try:
             async with self._session.get("/health", timeout=aiohttp.ClientTimeout(2.0)) as reply:
                 return reply.status == 200
@@ -117,7 +124,9 @@ class EngineClient:
             raise EngineError(f"engine {path} broke off: {what}") from error
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        async with self._session.request(method, path, json=body) as reply:
+        if self._headers is None:
+            raise EngineError(f"engine {path}: nobody has checked who listens at {self.url}")
+        async with self._session.request(method, path, json=body, headers=self._headers) as reply:
             data = await reply.read()
             if reply.status == 200:
                 try:

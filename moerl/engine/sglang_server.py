@@ -29,7 +29,8 @@ from moerl.engine.server_args import server_args
 from moerl.engine.sglang_client import EngineClient
 from moerl.engine.weight_layout import MODULES_CHECKED, LiveWeightLayout, check_model, engine_layout
 from moerl.errors import EngineError
-from moerl.weight_sync.receiver import socket_path
+from moerl.rpc import Keys
+from moerl.weight_sync.receiver import keys_path, socket_path
 
 _POLL_S = 0.1
 _KILL_S = 5.0  # longest wait for a killed process to be gone
@@ -68,6 +69,7 @@ class EngineServer:
             nccl_port=free_port("127.0.0.1"),
         )
         self._model_path = model_path
+        self.receiver_keys = Keys.make()
         self.layout: LiveWeightLayout | None = None  # layout of its weights; known once it serves
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[psutil.Process] = []
@@ -106,15 +108,24 @@ class EngineServer:
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._scratch = Scratch()
         try:
+            self._write_keys(self._scratch)
             self._spawn()
             deadline = time.monotonic() + self.config.start_timeout_s
             await self._wait_until_ready(client, deadline)
+            self._check_listener()
+            client.authenticate(self.token)
             self.layout = await self._identify(client, config, deadline)
             self._children = self._workers()
             self._scratch.name_shared(path for one in self._tree() for path in _mapped(one))
         except BaseException:  # also when the caller is cancelled
             await self.stop()
             raise
+
+    def _write_keys(self, scratch: Scratch) -> None:
+        try:
+            self.receiver_keys.write(keys_path(scratch.path))
+        except OSError as error:
+            raise EngineError(f"engine: {scratch.path} takes no keys: {error}") from error
 
     async def _wait_until_ready(self, client: EngineClient, deadline: float) -> None:
         while not await client.healthy():
@@ -124,6 +135,15 @@ class EngineServer:
             if cause is not None:
                 raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}")
             await asyncio.sleep(_POLL_S)
+
+    def _check_listener(self) -> None:
+        """Raises EngineError unless a process of this server listens: only it may get the token."""
+        address = (socket.gethostbyname(self.config.host), self.port)
+        if not any(address in _listening(process) for process in self._tree()):
+            raise EngineError(
+                f"engine: another process answers at {self.url}; the server that was started does "
+                f"not listen there, so nothing was sent to it\n{self.log_tail()}"
+            )
 
     async def _identify(
         self, client: EngineClient, config: dict[str, Any], deadline: float
@@ -293,6 +313,18 @@ def _is_worker(process: psutil.Process) -> bool:
         return "sglang::" in " ".join(process.cmdline())
     except psutil.Error:  # a helper process that has ended
         return False
+
+
+def _listening(process: psutil.Process) -> list[tuple[str, int]]:
+    """(address, port) of the sockets on which a process waits for callers."""
+    try:
+        return [
+            (found.laddr.ip, found.laddr.port)
+            for found in process.net_connections("tcp")
+            if found.status == psutil.CONN_LISTEN
+        ]
+    except psutil.Error:
+        return []
 
 
 def _mapped(process: psutil.Process) -> list[str]:

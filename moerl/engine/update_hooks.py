@@ -37,6 +37,7 @@ from moerl.engine.weight_layout import check_modules, engine_layout, weights
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import model_spec
 from moerl.messages import Message
+from moerl.rpc import Keys
 from moerl.types import PolicyVersion
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import (
@@ -47,6 +48,7 @@ from moerl.weight_sync.receiver import (
     Receiver,
     ReceiverContext,
     ReceiverSocket,
+    keys_path,
     socket_path,
 )
 from moerl.weight_sync.transports.base import Transport
@@ -63,8 +65,7 @@ def after_start(_result: None, manager: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     scratch = Path(tempfile.gettempdir())
-    scheduler = manager.scheduler
-    if not scratch.name.startswith(SCRATCH) or not scheduler.server_args.api_key:
+    if not scratch.name.startswith(SCRATCH):
         return
     global _receiver
     rank = int(get_parallel().tp_rank)
@@ -75,7 +76,7 @@ def after_start(_result: None, manager: Any) -> None:
     except MoerlError as error:
         log.warning("rank %d receives no weights: %s", rank, error)
         handle = _refusing(str(error))
-    ReceiverSocket(handle, socket_path(scratch, rank), scheduler.server_args.api_key).start()
+    ReceiverSocket(handle, socket_path(scratch, rank), Keys.read(keys_path(scratch))).start()
     # On a CPU SGLang collects garbage whenever it empties its cache (srt/platforms/cpu.py), so in
     # every commit; freezing skips the objects that exist by now.
     gc.collect()

@@ -10,12 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
-
-import zmq
-import zmq.asyncio
 
 from moerl.engine.health import EngineHealth
 from moerl.engine.sglang_client import EngineClient
@@ -37,7 +33,7 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.serialization import decode, encode
+from moerl.rpc import Keys, ask
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.receiver import UNCHANGED
@@ -54,9 +50,9 @@ class Updates:
     Raises EngineError: refused, late, or the engine is broken.
     """
 
-    def __init__(self, health: EngineHealth, tracer: Tracer, token: str, *, mode: str) -> None:
+    def __init__(self, health: EngineHealth, tracer: Tracer, *, mode: str) -> None:
         """mode: of `moerl.engine.in_flight`."""
-        self._health, self._tracer, self._token = health, tracer, token
+        self._health, self._tracer = health, tracer
         self._mode = mode
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
@@ -111,7 +107,7 @@ class Updates:
             raise self._health.failure()
         try:
             async with asyncio.timeout(timeout_s):
-                asking = self._ask_all(server.receiver_sockets, message)
+                asking = self._ask_all(server, message)
                 replies = await self._health.guard(asking, self._health.ended)
         except TimeoutError as error:
             what = f"a rank did not answer {type(message).__name__} in {timeout_s:g} s"
@@ -124,26 +120,24 @@ class Updates:
             agreed.append(reply)
         return agreed
 
-    async def _ask_all(self, sockets: Sequence[Path], message: Message) -> list[Message]:
-        asking = [asyncio.ensure_future(self._ask(path, message)) for path in sockets]
+    async def _ask_all(self, server: EngineServer, message: Message) -> list[Message]:
+        asking = [
+            asyncio.ensure_future(self._ask(path, server.receiver_keys, message))
+            for path in server.receiver_sockets
+        ]
         try:
             return await asyncio.gather(*asking)
         finally:  # if one fails the others may hang with open sockets
             for one in asking:
                 one.cancel()
 
-    async def _ask(self, path: Path, message: Message) -> Message:
-        """Opens a socket per request: a late reply cannot answer a later request."""
+    async def _ask(self, path: Path, keys: Keys, message: Message) -> Message:
         if not path.exists():
             raise EngineError(
                 f"engine {self._health.index} has no receiver at {path}: SGLang did not load the "
                 "plug-in of moerl"
             )
-        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"ipc://{path}")
-            await socket.send_multipart([self._token.encode(), encode(message)])
-            return decode((await socket.recv_multipart())[-1])
+        return await ask(f"ipc://{path}", keys, message)
 
     async def _commit(self, message: CommitUpdate) -> UpdateClosed:
         """Abort running requests unless the mode keeps them, then let all ranks copy at once."""

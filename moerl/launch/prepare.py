@@ -22,6 +22,7 @@ from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.layout import ModelSpec, model_spec
 from moerl.private_dir import private_dir, user_dir
+from moerl.rpc import Keys
 from moerl.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
 from moerl.scoring.enforced import isolation_of
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
@@ -59,6 +60,8 @@ def prepare(
             shutil.rmtree(folder, ignore_errors=True)
     run.endpoints.close()  # of an earlier start that was killed
     run.endpoints.close_ray()
+    run.endpoints.make_folder()
+    Keys.make().write(run.endpoints.keys)
     plan = RunContext(
         config=config,
         run=run,

@@ -22,7 +22,8 @@ from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
-from moerl.records.remote_blobs import ClusterBlobs, RangeServer, cluster_reader
+from moerl.records.range_server import RangeServer
+from moerl.records.remote_blobs import ClusterBlobs, cluster_reader
 from moerl.run_dir import RunDir
 from moerl.types import ModelShape
 

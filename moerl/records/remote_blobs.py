@@ -1,4 +1,4 @@
-"""Sealed bytes of other nodes: a range server next to every engine, and its reader.
+"""Sealed bytes of other nodes, read from the range server next to every engine.
 
 The node of a URI is the address of its server (blob://10.9.0.1:17110/NAME), so a header is all that
 a reader needs; local blobs are read from their file.  One request fetches the digest table and
@@ -19,10 +19,7 @@ deletion in the controller's event loop (a dead node would stall it).
 from __future__ import annotations
 
 import contextlib
-import errno
-import hmac
 import http.client
-import http.server
 import json
 import logging
 import math
@@ -47,7 +44,6 @@ from moerl.records.blob_store import (
     _table_bytes,
     _verify,
     check_table,
-    holds,
 )
 from moerl.run_dir import RunDir
 from moerl.types import Array, BlobRef
@@ -57,108 +53,10 @@ log = logging.getLogger(__name__)
 _TRY_S = 10.0  # time limit of one request, which is then repeated
 _PAUSE_S = 0.2
 _ASK_AGAIN_S = 60.0  # time in which copies are read instead of asking the node
-_STRANGER_S = 10.0  # a silent caller holds a thread of the server for this long
-_IDLE_S = 300.0  # then a connection is closed; the connection of a lost node would keep its thread
 _BATCH = 256  # deletions per request
 _OWED_RETRY_S = 10.0  # seconds between retries of deletions
 _MISSING, _SHORT = 404, 400  # statuses: no such file; it ends before the range
 _OWED_S = 600.0  # age at which deletions are dropped
-
-
-class RangeServer:
-    """Serves the blobs below one folder on a thread, until `close`."""
-
-    def __init__(self, root: Path, host: str, port: int, token: str) -> None:
-        """Raises OSError when the port is taken."""
-        private_dir(root, "cluster.blob_dir")
-        handler = type("Handler", (_Handler,), {"root": root, "token": token})
-        self._server = http.server.ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
-        self.node = f"{host}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, name="blobs", daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive; without it the whole file);
-    POST /delete with names, /missing with the least size of each name.
-    """
-
-    protocol_version = "HTTP/1.1"
-    timeout = _STRANGER_S  # until the token has been checked
-    disable_nagle_algorithm = True  # headers and body are two writes: otherwise 40 ms per answer
-    root: Path
-    token: str
-
-    def do_GET(self) -> None:
-        path = self._path(self.path[1:])
-        if not self._may():
-            return
-        if path is None:
-            return self._answer(404)
-        try:
-            if "Range" not in self.headers:
-                return self._answer(200, path.read_bytes())
-            with path.open("rb", buffering=0) as file:
-                parts = []
-                for span in self.headers["Range"].removeprefix("bytes=").split(","):
-                    begin, _, end = span.partition("-")
-                    file.seek(int(begin))
-                    parts.append(_read(file, int(end) - int(begin)))
-        except FileNotFoundError:
-            return self._answer(404)
-        except ValueError:
-            return self._answer(400)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return self._answer(400)  # the disk fails: the blob is as good as damaged
-        self._answer(206, b"".join(parts))
-
-    def do_POST(self) -> None:
-        if not self._may():  # before a byte of the body is read
-            return
-        try:
-            size = int(self.headers.get("Content-Length", 0))
-            names = json.loads(self.rfile.read(max(size, 0)))
-        except ValueError:
-            self.close_connection = True
-            return self._answer(400)
-        paths = {name: self._path(name) for name in map(str, names)}
-        if self.path == "/delete":
-            for path in filter(None, paths.values()):
-                path.unlink(missing_ok=True)
-        sizes = names if isinstance(names, dict) else {}
-        gone = [n for n, path in paths.items() if path is None or not holds(path, sizes.get(n, 0))]
-        self._answer(200, json.dumps(gone).encode())
-
-    def _may(self) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        allowed = hmac.compare_digest(given.encode(), self.token.encode())
-        if allowed:
-            self.connection.settimeout(_IDLE_S)
-        else:
-            self.close_connection = True  # the rest of its request is not read
-            self._answer(401)
-        return allowed
-
-    def _path(self, name: str) -> Path | None:
-        """A plain file of the folder; other names count as missing."""
-        if not name or name != Path(name).name or name.startswith("."):
-            return None
-        return self.root / name
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: a line per request would fill the log."""
 
 
 class ClusterBlobs(BlobStore):
@@ -448,14 +346,3 @@ def _split(uri: str) -> tuple[str, str]:
     if scheme != "blob" or not name or "/" in name:
         raise BlobError(f"{uri!r} is not blob://NODE/NAME")
     return node, name
-
-
-def _read(file: object, size: int) -> bytes:
-    parts, left = [], size
-    while left > 0:
-        part = file.read(left)  # type: ignore[attr-defined]
-        if not part:
-            raise ValueError("the file ends before the range")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)

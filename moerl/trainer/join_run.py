@@ -14,6 +14,7 @@ from pathlib import Path
 from moerl.config.schema import Config
 from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.remote_blobs import cluster_reader
+from moerl.rpc import Keys
 from moerl.run_dir import RunDir, next_incarnation
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.trainer.model.parallel import Parallel
@@ -26,7 +27,8 @@ def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
     Raises TrainerError when the folder names no controller within trainer.step_timeout_s.
     """
     controller, token, start = run.endpoints.read(config.trainer.step_timeout_s)
-    return RankContext(run, controller, token, -1, cluster_reader(config, run, token), None), start
+    keys, blobs = Keys.read(run.endpoints.keys), cluster_reader(config, run, token)
+    return RankContext(run, controller, keys, -1, blobs, None), start
 
 
 def join_run(context: RankContext, parallel: Parallel) -> RankContext:

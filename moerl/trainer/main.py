@@ -29,6 +29,7 @@ from moerl.config.schema import Config
 from moerl.errors import MoerlError, cause_of
 from moerl.kernels.library import describe
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys
 from moerl.run_dir import RunDir
 from moerl.stack_dump import write_on_request
 from moerl.trainer.model import platform
@@ -96,10 +97,11 @@ def _find_context(args: argparse.Namespace, run: RunDir, config: Config) -> tupl
     if not args.controller:
         bind(config)
         return read_endpoints(run, config)
+    os.environ.pop("MOERL_TOKEN", None)  # no process that this rank starts inherits it
     context = RankContext(
         run=run,
         controller=args.controller,
-        token=os.environ.pop("MOERL_TOKEN", ""),
+        keys=Keys.read(run.endpoints.keys),
         incarnation=args.incarnation,
         blobs=BlobStore(args.blob_dir, args.blob_node),
         checkpoint=args.checkpoint,

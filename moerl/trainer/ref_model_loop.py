@@ -22,9 +22,9 @@ from moerl.data.ref_scores import basis_of, record_digest
 from moerl.distributed.object_collectives import broadcast_value, gather_values
 from moerl.errors import TrainerError
 from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.rpc import RpcClient
 from moerl.serialization import decode, encode
 from moerl.trace import Tracer
-from moerl.trainer.controller_client import ControllerClient
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.learner.ref_model import open_ref_models
 from moerl.trainer.model.parallel import Parallel
@@ -51,10 +51,10 @@ class RefModelLoop:
         with self.tracer.span("load"):
             self.policies = open_ref_models(config, vocab_size, parallel)
         self.basis = basis_of(config)
-        self.client: ControllerClient | None = None
+        self.client: RpcClient | None = None
         if parallel.is_first:
-            self.client = ControllerClient(
-                context.controller, context.token, timeout_s=config.trainer.step_timeout_s
+            self.client = RpcClient(
+                context.controller, context.keys, timeout_s=config.trainer.step_timeout_s
             )
 
     def run(self) -> None:

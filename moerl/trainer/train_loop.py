@@ -15,7 +15,7 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +42,12 @@ from moerl.messages import (
     TakePlan,
 )
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys, RpcClient
 from moerl.run_dir import RunDir
 from moerl.serialization import decode
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
-from moerl.trainer.controller_client import ControllerClient
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_gather import HfGather
 from moerl.trainer.hf_io.hf_save import save_hf
@@ -69,7 +69,7 @@ class RankContext:
 
     run: RunDir
     controller: str  # tcp://HOST:PORT
-    token: str = field(repr=False)
+    keys: Keys
     incarnation: int
     blobs: BlobStore
     checkpoint: Path | None  # resume from here
@@ -118,11 +118,11 @@ class TrainLoop:
         self.writer = CheckpointWriter(
             context.run, config.checkpoint, parallel, self.tracer, context.incarnation
         )
-        self.client: ControllerClient | None = None
+        self.client: RpcClient | None = None
         self.publisher: WeightPublisher | None = None
         if parallel.is_first:
             timeout_s = config.trainer.step_timeout_s
-            self.client = ControllerClient(context.controller, context.token, timeout_s=timeout_s)
+            self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
         if config.engine.count:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
 
@@ -169,7 +169,6 @@ class TrainLoop:
         data: bytes | None = None
         if self.client is not None:
             hello = Hello(
-                token=self.context.token,
                 world_size=self.parallel.world_size,
                 dp_size=self.parallel.dp_size,
                 version=self.version,
@@ -295,10 +294,10 @@ class TrainLoop:
             layer_spec=_layer_spec(parallel),
             live=lambda: self.model.tensors,
             # own connections: a publish never delays a plan, and sockets belong to one thread
-            connect=lambda: ControllerClient(
-                context.controller, context.token, timeout_s=config.sync.timeout_s
+            connect=lambda: RpcClient(
+                context.controller, context.keys, timeout_s=config.sync.timeout_s
             ),
-            token=context.token,
+            keys=context.keys,
             tracer=self.tracer,
             on_failure=on_failure,
         )
@@ -329,4 +328,4 @@ def report_failure(context: RankContext, error: BaseException, job: str) -> None
     # a damaged blob would end the next trainer too: a restarting controller is waited for
     limit_s = _DAMAGE_S if blob else _FAREWELL_S
     with contextlib.suppress(MoerlError):
-        ControllerClient(context.controller, context.token, timeout_s=limit_s).request(failed)
+        RpcClient(context.controller, context.keys, timeout_s=limit_s).request(failed)

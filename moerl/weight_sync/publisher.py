@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,16 +25,17 @@ from torch import Tensor
 
 from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config, ParallelConfig
-from moerl.distributed.object_collectives import broadcast_value
+from moerl.distributed.object_collectives import all_gather_values
 from moerl.errors import EngineError
 from moerl.layout import LayerSpec, ModelSpec
 from moerl.messages import PublishFailure, PublishResult, SyncTarget
+from moerl.rpc import Keys
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.sender import (
-    SenderChannel,
+    SenderGroup,
     SenderThread,
     SharedSnapshot,
     WeightSender,
@@ -57,7 +58,7 @@ class SyncContext:
     layer_spec: LayerSpec
     live: Callable[[], Mapping[str, Tensor]]  # parameters by their name in megatron_tiles
     connect: Callable[[], Control]  # opens a connection to the controller
-    token: str = field(repr=False)  # token of the run
+    keys: Keys  # of the run
     tracer: Tracer
     on_failure: Callable[[BaseException], None]  # ends the process; called on any thread
 
@@ -170,27 +171,21 @@ class Destinations:
 
     def open(self, engines: Sequence[SyncTarget]) -> list[EngineSession]:
         """Collective: connect to new engines; their sessions are not started yet."""
-        config, context = self._config, self._context
-        address = config.cluster.address
-        channels = [
-            SenderChannel(address, context.token, context.world_size)
-            for _ in engines
-            if context.rank == 0
-        ]
-        mine = [channel.endpoint for channel in channels]
-        endpoints = broadcast_value(mine, list[str], context.control)
+        context = self._context
         hops = self._hops([one.engine for one in engines])
-        plans = [
-            self._sender(one, hops[one.engine], endpoints[place])
-            for place, one in enumerate(engines)
-        ]
-        for channel, one, plan in zip(channels, engines, plans, strict=False):
+        mine = [self._sender(one, hops[one.engine]) for one in engines]
+        # by rank: endpoints of its senders
+        every = all_gather_values([place for _, place in mine], list[str], context.control)
+        for place, one in enumerate(engines if context.rank == 0 else ()):
             hop = hops[one.engine]
             source = self.sessions[hop.src] if hop.src != TRAINER else None
-            session = EngineSession(
-                self._spec(hop, plan), channel, context.connect, context.tracer, source
+            self.sessions[one.engine] = EngineSession(
+                self._spec(hop, mine[place][0]),
+                SenderGroup([endpoints[place] for endpoints in every], context.keys),
+                context.connect,
+                context.tracer,
+                source,
             )
-            self.sessions[one.engine] = session
         self.engines |= {one.engine for one in engines}
         return [self.sessions[one.engine] for one in engines if context.rank == 0]
 
@@ -205,8 +200,8 @@ class Destinations:
         direct = 0 if self.engines else self._config.sync.direct
         return {hop.dst: hop for hop in relay_schedule(engines, direct or len(engines))}
 
-    def _sender(self, one: SyncTarget, hop: Hop, endpoint: str) -> str:
-        """Start this rank's sender to an engine; returns the id of its transfer plan."""
+    def _sender(self, one: SyncTarget, hop: Hop) -> tuple[str, str]:
+        """Start this rank's sender to an engine; (id of its transfer plan, its endpoint)."""
         config, context = self._config, self._context
         layout = engine_layout(config, one.tp)
         plan = TransferPlan(
@@ -215,8 +210,9 @@ class Destinations:
         address, folder = config.cluster.address, config.sync.folder
         transport = make(config.sync.transport, address=address, folder=folder)
         sender = WeightSender(plan, self.snapshot.weights, transport, delta=config.sync.delta)
-        SenderThread(endpoint, context.token, context.rank, sender, self.snapshot).start()
-        return plan.plan_id
+        thread = SenderThread(address, context.keys, sender, self.snapshot)
+        thread.start()
+        return plan.plan_id, thread.endpoint
 
     def _spec(self, hop: Hop, plan: str) -> SessionSpec:
         config, context = self._config, self._context

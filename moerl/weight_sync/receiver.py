@@ -21,7 +21,7 @@ file imports no SGLang, so that a bare process can run it (tests/multi).
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import logging
 import threading
 import time
@@ -31,11 +31,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import zmq
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import EngineError, LayoutError, MoerlError
+from moerl.errors import EngineError, LayoutError
 from moerl.layout import ModelSpec, at, num_elements
 from moerl.layout.tiles import Box, overlap
 from moerl.messages import (
@@ -43,13 +42,12 @@ from moerl.messages import (
     Message,
     Ok,
     PrepareUpdate,
-    Refused,
     RelayUpdate,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.serialization import decode, encode
+from moerl.rpc import Keys, RpcServer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import ALIGN, Piece, WirePolicy, delta_start, digest, seeds, split
 from moerl.weight_sync.delta import DeltaError, apply
@@ -441,34 +439,23 @@ def socket_path(folder: Path, rank: int) -> Path:
     return folder / f"receiver-{rank}.sock"
 
 
+def keys_path(folder: Path) -> Path:
+    """Keys of the requests to the receivers of one server, in the same folder."""
+    return folder / "keys"
+
+
 class ReceiverSocket(threading.Thread):
-    """Answers the engine host on a Unix socket that only this user can reach.
+    """Answers the engine host, one request at a time, on a Unix socket of this user only."""
 
-    Frames of a request: [token, message]; of a reply: [message].  A wrong token is answered with
-    Refused and changes nothing.
-    """
-
-    def __init__(self, handle: Callable[[Message], Message], path: Path, token: str) -> None:
+    def __init__(self, handle: Callable[[Message], Message], path: Path, keys: Keys) -> None:
         """handle: raises MoerlError for what it refuses."""
         super().__init__(name="receiver", daemon=True)
-        self._handle, self._token = handle, token.encode()
-        self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(f"ipc://{path}")
+        self._handle = handle
+        self._server = RpcServer(f"ipc://{path}", keys, self._answer)
         path.chmod(0o600)
 
     def run(self) -> None:
-        while True:
-            identity, *rest = self._socket.recv_multipart()
-            self._socket.send_multipart([identity, encode(self._answer(rest))])
+        asyncio.run(self._server.serve())
 
-    def _answer(self, frames: list[bytes]) -> Message:
-        if len(frames) != 2 or not hmac.compare_digest(frames[0], self._token):
-            return Refused("the run's token is missing or wrong")
-        try:
-            return self._handle(decode(frames[1]))
-        except MoerlError as error:
-            return Refused(str(error))
-        except Exception as error:
-            log.exception("a control message could not be served")
-            return Refused(f"{type(error).__name__}: {error}")
+    async def _answer(self, message: Message) -> Message:
+        return self._handle(message)  # blocks the event loop: the next request waits

@@ -12,16 +12,15 @@ For deltas each region sender keeps the bytes that it sent last.  Buffers of fai
 never reused, so these are exactly the bytes the engine committed; the engine still checks the
 delta's base version and digest.
 
-Rank 0 binds one socket per engine (`SenderChannel`) and sends requests; a thread on every rank,
-rank 0 included, replies (`SenderThread`).  The training threads take no part, and engines do not
-wait for one another.  A reply repeats the number of its request: replies after their deadline are
-dropped.  Frames of a request: [sender, number, message]; of a reply: [token, number, message].
+Every rank, rank 0 included, has one thread per engine (`SenderThread`), which is a server of
+`moerl.rpc`; rank 0 asks all ranks at once (`SenderGroup`).  The training threads take no part, and
+engines do not wait for one another.
 Rejected: a process group (a late rank blocks the others, and it has no deadline per request).
 """
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import logging
 import threading
 import time
@@ -29,19 +28,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import torch
-import zmq
 from torch import Tensor
 
-from moerl.errors import EngineError, MoerlError, TrainerError, TransportError
+from moerl.errors import EngineError, TransportError, cause_of
 from moerl.layout import at
+from moerl.messages import (
+    Destination,
+    DropSession,
+    EngineRemoved,
+    Message,
+    Moved,
+    Ok,
+    Refused,
+    SendBuckets,
+    SendVersion,
+    Sent,
+)
+from moerl.rpc import Keys, RpcClient, RpcServer, request_all
+from moerl.serialization import decode
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import Bucket, Piece, Region, delta_start, digest, seeds
 from moerl.weight_sync.delta import encode
 from moerl.weight_sync.quantize import quantize_blocks
 from moerl.weight_sync.transfer_plan import SenderPlan
 from moerl.weight_sync.transports.base import Link, Transport
+
+log = logging.getLogger(__name__)
+
+_REMOVE_S = 5.0  # longest wait for the senders of an engine that left
+_LAST_WORDS_S = 1.0  # time in which the last reply of a sender leaves
 
 
 class WeightSnapshot:
@@ -61,24 +77,6 @@ class WeightSnapshot:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The staging buffer of an engine rank, and the offset of the region in it."""
-
-    endpoint: bytes
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Result for one engine rank: digests of all buckets of the region, and the sum over pieces."""
-
-    digests: bytes
-    total: int
-    num_bytes: int  # bytes sent by this call
-    deltas: tuple[int, ...]  # per bucket: bytes of the delta sent in its place, 0 = sent in full
 
 
 class _RegionSender:
@@ -248,129 +246,6 @@ class WeightSender:
         return known[1]
 
 
-log = logging.getLogger(__name__)
-
-
-_HELLO = b"hello"
-
-
-_MAX_MESSAGE = 64 * 2**20  # bytes; read before the token is checked; at most 8 per bucket
-
-
-_LAST_WORDS_MS = 5000  # longest time that a closed channel may take to deliver queued messages
-
-
-class SendVersion(msgspec.Struct, frozen=True, tag=True):
-    """Send all of one snapshot."""
-
-    version: PolicyVersion
-    destinations: dict[int, Destination]  # by engine rank
-    timeout_s: float
-
-
-class SendBuckets(msgspec.Struct, frozen=True, tag=True):
-    """Send some buckets again."""
-
-    buckets: dict[int, tuple[int, ...]]  # by engine rank
-    timeout_s: float
-
-
-class DropSession(msgspec.Struct, frozen=True, tag=True):
-    """The session failed: its staging buffers are gone."""
-
-
-class EngineRemoved(msgspec.Struct, frozen=True, tag=True):
-    """The engine left the run: its sender ends."""
-
-
-class Sent(msgspec.Struct, frozen=True, tag=True):
-    moved: dict[int, Moved]  # by engine rank
-
-
-class Broken(msgspec.Struct, frozen=True, tag=True):
-    """This rank could not send."""
-
-    cause: str
-
-
-SenderRequest = SendVersion | SendBuckets | DropSession | EngineRemoved
-
-
-SenderReply = Sent | Broken
-
-
-_REQUEST = msgspec.msgpack.Decoder(SenderRequest)
-
-
-_REPLY = msgspec.msgpack.Decoder(SenderReply)
-
-
-class SenderChannel:
-    """Rank 0's socket to the senders of one engine; used by one thread after `wait_for_senders`."""
-
-    def __init__(self, address: str, token: str, world_size: int) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
-        self.endpoint = f"tcp://{address}:{self._socket.bind_to_random_port(f'tcp://{address}')}"
-        self._token, self._world_size = token.encode(), world_size
-        self._senders: dict[int, bytes] = {}
-        self._number = 0
-
-    def wait_for_senders(self, deadline: float) -> None:
-        """Wait for a hello of every rank.  Raises TrainerError when one is late."""
-        while len(self._senders) < self._world_size:
-            frames = self._receive(deadline)
-            if frames is None:
-                missing = sorted(set(range(self._world_size)) - self._senders.keys())
-                raise TrainerError(f"the senders of ranks {missing} did not say hello")
-            identity, word, rank = frames
-            if word == _HELLO:
-                self._senders[int(rank)] = identity
-
-    def request(self, requests: Mapping[int, SenderRequest], deadline: float) -> dict[int, Sent]:
-        """Send one request per rank, all at once.  Raises TransportError: late or failed."""
-        self._number += 1
-        number = str(self._number).encode()
-        for rank, request in requests.items():
-            body = msgspec.msgpack.encode(request)
-            self._socket.send_multipart([self._senders[rank], number, body])
-        ranks = {self._senders[rank]: rank for rank in requests}
-        replies: dict[int, Sent] = {}
-        while len(replies) < len(requests):
-            frames = self._receive(deadline)
-            if frames is None:
-                late = sorted(requests.keys() - replies.keys())
-                raise TransportError("deadline", f"trainer ranks {late} did not send in time")
-            identity, word, body = frames
-            if word != number or identity not in ranks:
-                continue  # the reply to a request whose deadline has passed
-            reply = _REPLY.decode(body)
-            if isinstance(reply, Broken):
-                raise TransportError("peer", f"trainer rank {ranks[identity]}: {reply.cause}")
-            replies[ranks[identity]] = reply
-        return replies
-
-    def tell(self, message: DropSession | EngineRemoved) -> None:
-        """Send to all ranks without waiting for a reply."""
-        body = msgspec.msgpack.encode(message)
-        for identity in self._senders.values():
-            self._socket.send_multipart([identity, b"0", body])
-
-    def close(self) -> None:
-        self._socket.close(_LAST_WORDS_MS)
-
-    def _receive(self, deadline: float) -> tuple[bytes, bytes, bytes] | None:
-        """(sender, number, body) of the next message with the right token, or None when late."""
-        while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self._socket.poll(int(left_s * 1000) + 1):
-                return None
-            frames = self._socket.recv_multipart()
-            if len(frames) == 4 and hmac.compare_digest(frames[1], self._token):
-                return frames[0], frames[2], frames[3]
-
-
 @dataclass(slots=True, eq=False)
 class SharedSnapshot:
     """The weight snapshot as senders see it; `changed` is notified after each `weights.store`."""
@@ -387,47 +262,90 @@ class SharedSnapshot:
                 )
 
 
+SenderRequest = SendVersion | SendBuckets
+
+
 class SenderThread(threading.Thread):
-    """Serves the requests for one engine on one rank, until the engine leaves."""
+    """Serves the requests for one engine on one rank, one by one, until the engine leaves."""
 
     def __init__(
-        self, endpoint: str, token: str, rank: int, sender: WeightSender, snapshot: SharedSnapshot
-    ):
-        super().__init__(name=f"sender-{endpoint}", daemon=True)
-        self._token, self._rank = token.encode(), rank
+        self, address: str, keys: Keys, sender: WeightSender, snapshot: SharedSnapshot
+    ) -> None:
+        """Binds a free port of `address`; `endpoint` is for rank 0."""
+        self._server = RpcServer(f"tcp://{address}:*", keys, self._handle)
+        self.endpoint = self._server.endpoint
+        super().__init__(name=f"sender-{self.endpoint}", daemon=True)
         self._sender, self._snapshot = sender, snapshot
-        self._endpoint = endpoint
+        self._removed = asyncio.Event()
 
     def run(self) -> None:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self._endpoint)
-        socket.send_multipart([self._token, _HELLO, str(self._rank).encode()])
-        while True:
-            number, body = socket.recv_multipart()
-            request = _REQUEST.decode(body)
-            if isinstance(request, EngineRemoved):
-                self._sender.drop()
-                socket.close()
-                return
-            reply = self._reply(request)
-            if reply is not None:
-                socket.send_multipart([self._token, number, msgspec.msgpack.encode(reply)])
+        asyncio.run(self._serve())
+        self._sender.drop()
+        self._server.close()
 
-    def _reply(self, request: SendVersion | SendBuckets | DropSession) -> SenderReply | None:
+    async def _serve(self) -> None:
+        serving = asyncio.ensure_future(self._server.serve())
+        await self._removed.wait()
+        await asyncio.sleep(_LAST_WORDS_S)
+        serving.cancel()
+
+    async def _handle(self, message: Message) -> Message:
+        # Blocks the event loop: the next request is read when this one is answered.
+        match message:
+            case SendVersion() | SendBuckets():
+                return Sent(self._send(message))
+            case DropSession():
+                self._sender.drop()
+            case EngineRemoved():
+                self._removed.set()
+            case _:
+                raise EngineError(f"{type(message).__name__} is not for a sender")
+        return Ok()
+
+    def _send(self, request: SenderRequest) -> dict[int, Moved]:
+        deadline = time.monotonic() + request.timeout_s
         try:
-            match request:
-                case SendVersion():
-                    deadline = time.monotonic() + request.timeout_s
-                    self._snapshot.wait_for(request.version, request.timeout_s)
-                    return Sent(self._sender.send(request.destinations, deadline))
-                case SendBuckets():
-                    deadline = time.monotonic() + request.timeout_s
-                    return Sent(self._sender.resend(request.buckets, deadline))
-                case DropSession():
-                    self._sender.drop()
-                    return None
+            if isinstance(request, SendBuckets):
+                return self._sender.resend(request.buckets, deadline)
+            self._snapshot.wait_for(request.version, request.timeout_s)
+            return self._sender.send(request.destinations, deadline)
         except Exception as error:
-            log.warning("a bucket could not be sent", exc_info=not isinstance(error, MoerlError))
+            log.warning("a bucket could not be sent: %s", cause_of(error))
             self._sender.drop()
-            return Broken(f"{type(error).__name__}: {error}")
+            raise
+
+
+class SenderGroup:
+    """Rank 0's connections to the senders of one engine, one per rank; used by one thread."""
+
+    def __init__(self, endpoints: Sequence[str], keys: Keys) -> None:
+        """endpoints: by rank."""
+        self._clients = [RpcClient(endpoint, keys) for endpoint in endpoints]
+
+    def request(self, requests: Mapping[int, SenderRequest], deadline: float) -> dict[int, Sent]:
+        """Send one request per rank, all at once.  Raises TransportError: late or failed."""
+        asked = {rank: (self._clients[rank], request) for rank, request in requests.items()}
+        replies: dict[int, Sent] = {}
+        for rank, data in request_all(asked, deadline):
+            reply = decode(data)
+            if not isinstance(reply, Sent):
+                cause = reply.cause if isinstance(reply, Refused) else type(reply).__name__
+                raise TransportError("peer", f"trainer rank {rank}: {cause}")
+            replies[rank] = reply
+        if late := sorted(requests.keys() - replies.keys()):
+            raise TransportError("deadline", f"trainer ranks {late} did not send in time")
+        return replies
+
+    def drop_session(self) -> None:
+        """Tell all ranks without waiting for a reply."""
+        for client in self._clients:
+            client.post(DropSession())
+
+    def remove(self) -> None:
+        """Let all senders end; the group is not used again."""
+        asked = {rank: (client, EngineRemoved()) for rank, client in enumerate(self._clients)}
+        answered = dict(request_all(asked, time.monotonic() + _REMOVE_S))
+        if late := sorted(asked.keys() - answered.keys()):
+            log.info("the senders of ranks %s were not told that their engine left", late)
+        for client in self._clients:
+            client.close()

@@ -3,8 +3,8 @@
     PREPARE -> TRANSFER -> VERIFY (a damaged bucket is sent once more) -> COMMIT      or ABORT
 
 A session has one deadline over all its phases, `sync.timeout_s`.  Engines fail independently: each
-has its own thread, channel and links.  A failed engine is tried again every few seconds as long as
-the snapshot has its version, so an engine that recovers or joins late gets the current version
+has its own thread, connections and links.  A failed engine is tried again every few seconds as long
+as the snapshot has its version, so an engine that recovers or joins late gets the current version
 without waiting for the next publish.  Each engine is also asked which version it holds:
 a restarted engine has lost its weights.
 
@@ -13,7 +13,6 @@ a restarted engine has lost its weights.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -22,19 +21,23 @@ from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import MoerlError, TrainerError, TransportError
+from moerl.errors import MoerlError, TransportError
 from moerl.layout import LayerSpec
 from moerl.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
+    Destination,
     EngineHolds,
     Message,
+    Moved,
     Ok,
     PrepareUpdate,
     PublishFailure,
     PublishResult,
     RelayUpdate,
+    SendBuckets,
+    SendVersion,
     UpdateClosed,
     UpdatePrepared,
     UpdateVerified,
@@ -43,15 +46,7 @@ from moerl.messages import (
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, split, version_digest
-from moerl.weight_sync.sender import (
-    Destination,
-    DropSession,
-    EngineRemoved,
-    Moved,
-    SendBuckets,
-    SenderChannel,
-    SendVersion,
-)
+from moerl.weight_sync.sender import SenderGroup
 from moerl.weight_sync.transfer_plan import TRAINER
 
 log = logging.getLogger(__name__)
@@ -101,7 +96,7 @@ class EngineSession(threading.Thread):
     def __init__(
         self,
         spec: SessionSpec,
-        channel: SenderChannel,
+        senders: SenderGroup,
         connect: Callable[[], Control],
         tracer: Tracer | None,
         source: EngineSession | None = None,
@@ -110,7 +105,7 @@ class EngineSession(threading.Thread):
         super().__init__(name=f"session-{spec.engine}", daemon=True)
         self._source = source
         self._moved: dict[int, dict[int, Moved]] = {}  # digests of the held version
-        self.spec, self._channel, self._connect, self._tracer = spec, channel, connect, tracer
+        self.spec, self._senders, self._connect, self._tracer = spec, senders, connect, tracer
         self._changed = threading.Condition()
         self._target: PolicyVersion | None = None
         self._tried = False  # the target had its first session
@@ -154,12 +149,8 @@ class EngineSession(threading.Thread):
 
     # --- this thread ------------------------------------------------------------------------------
     def run(self) -> None:
-        ready = False
         while (version := self._next()) is not None:
             try:
-                if not ready:
-                    self._channel.wait_for_senders(time.monotonic() + self.spec.timeout_s)
-                    ready = True
                 result = self._ask_engine(version)
             except BaseException as error:  # a bug here must not leave the training thread waiting
                 log.exception("engine %d", self.spec.engine)
@@ -169,11 +160,7 @@ class EngineSession(threading.Thread):
                 if not self._tried:
                     self._tried, self._result = True, result
                 self._changed.notify_all()
-        with contextlib.suppress(TrainerError):
-            if not ready:  # no hello from the senders: they cannot receive a message
-                self._channel.wait_for_senders(time.monotonic() + self.spec.timeout_s)
-        self._channel.tell(EngineRemoved())
-        self._channel.close()
+        self._senders.remove()
 
     def _next(self) -> PolicyVersion | None:
         """Sleep until there is a version to publish or to check; None when the engine left."""
@@ -232,7 +219,7 @@ class EngineSession(threading.Thread):
         begin = time.time()
         control = self._connect()
         probe_s = max(_PROBE_S, 2 * self._prepare_s) if self._behind else self.spec.timeout_s
-        session = _Session(self.spec, version, self._channel, control, self._layout, probe_s)
+        session = _Session(self.spec, version, self._senders, control, self._layout, probe_s)
         if self._source is not None and relayed is not None:
             session.source, session.relayed = self._source.spec.engine, relayed
         try:
@@ -259,7 +246,7 @@ class EngineSession(threading.Thread):
 
     def _abort(self, version: PolicyVersion, cause: str) -> None:
         """Best effort: the next PREPARE replaces a staging buffer that was not dropped."""
-        self._channel.tell(DropSession())
+        self._senders.drop_session()
         control = self._connect()
         try:
             message = AbortUpdate(self.spec.engine, version, cause, _ABORT_S)
@@ -277,13 +264,13 @@ class _Session:
         self,
         spec: SessionSpec,
         version: PolicyVersion,
-        channel: SenderChannel,
+        senders: SenderGroup,
         control: Control,
         layout: str,
         prepare_s: float,
     ) -> None:
         """prepare_s: longest PREPARE."""
-        self.spec, self.version, self._channel, self._control = spec, version, channel, control
+        self.spec, self.version, self._senders, self._control = spec, version, senders, control
         self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER
         self.relayed: dict[int, dict[int, Moved]] = {}  # digests of the source engine
@@ -362,7 +349,7 @@ class _Session:
         requests = {
             src: SendVersion(self.version, destinations[src], left_s) for src in destinations
         }
-        replies = self._channel.request(requests, self._deadline)
+        replies = self._senders.request(requests, self._deadline)
         return {src: sent.moved for src, sent in replies.items()}
 
     def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
@@ -397,7 +384,7 @@ class _Session:
         left_s = self._left()
         again = _by_sender(verified.failed, moved)
         requests = {src: SendBuckets(buckets, left_s) for src, buckets in again.items()}
-        for src, sent in self._channel.request(requests, self._deadline).items():
+        for src, sent in self._senders.request(requests, self._deadline).items():
             moved[src] |= sent.moved
 
     def _compare(self, moved: Mapping[int, Mapping[int, Moved]]) -> UpdateVerified:

@@ -46,6 +46,6 @@ def test_a_line_too_many_is_noticed(seen: list[Passed], after: str) -> None:
 def test_hops_in_another_order_are_noticed(seen: list[Passed]) -> None:
     """Negative control."""
     page = PAGE.read_text()
-    first, second = re.findall(r"(?m)^\| `(?:ControllerClient|TrainerServer)`.*\n", page)
+    first, second = re.findall(r"(?m)^\| `(?:RpcClient|RpcServer)`.*\n", page)
     (problem,) = differences(page.replace(first + second, second + first), seen)
     assert problem.startswith("the hops of control are")

@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import zmq
 
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.engine.hooks import HOOKS
@@ -31,11 +30,11 @@ from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.sglang_client import EngineClient
 from moerl.engine.sglang_server import EngineServer
 from moerl.engine.weight_layout import LiveWeightLayout
-from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.messages import AbortUpdate, Ok, Refused, UpdateClosed
+from moerl.errors import ConfigError, EngineError, ProtocolError, RecordError
+from moerl.messages import AbortUpdate, Ok, UpdateClosed
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys, RpcClient
 from moerl.run_dir import RunDir
-from moerl.serialization import decode, encode
 from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.session_publisher import Publisher
@@ -272,29 +271,23 @@ def test_every_route_wants_the_token(world: World) -> None:
     assert open_routes <= OPEN_ROUTES
 
 
-def test_receivers_want_the_token(world: World) -> None:
-    """The socket of a scheduler: this user's only, and a request without the token is refused."""
+def test_receivers_want_the_servers_keys(world: World) -> None:
+    """The socket of a scheduler: this user's only, and nobody without the keys gets an answer."""
     server = world.host._server
     assert server is not None
-    sockets = server.receiver_sockets
+    sockets, keys = server.receiver_sockets, server.receiver_keys
     assert len(sockets) == world.config.tp
-    abort = encode(AbortUpdate(0, V1, "a stranger", 5.0))
-    with zmq.Context() as context:
-        for path in sockets:
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-            for frames in ([b"guess", abort], [b"", abort], [abort]):
-                assert isinstance(ask(context, path, frames), Refused)
-            assert isinstance(ask(context, path, [TOKEN.encode(), abort]), Ok)
-
-
-def ask(context: zmq.Context[Any], path: Path, frames: list[bytes]) -> object:
-    with context.socket(zmq.DEALER) as socket_:
-        socket_.setsockopt(zmq.LINGER, 0)
-        socket_.connect(f"ipc://{path}")
-        socket_.send_multipart(frames)
-        assert socket_.poll(20_000), "the receiver did not answer"
-        return decode(socket_.recv())
+    for path in sockets:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE((path.parent / "keys").stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        abort = AbortUpdate(0, V1, "a stranger", 5.0)
+        stranger = RpcClient(f"ipc://{path}", Keys(keys.server, Keys.make().client), timeout_s=1.0)
+        with pytest.raises(ProtocolError, match="did not answer"):
+            stranger.request(abort)
+        ours = RpcClient(f"ipc://{path}", keys, timeout_s=20.0)
+        assert ours.request(abort) == Ok()
+        ours.close()
 
 
 def test_ports_are_ours_and_on_loopback(world: World) -> None:
@@ -417,7 +410,7 @@ async def _start(
         log=log,
         port=port,
     )
-    client = EngineClient(server.url, TOKEN)
+    client = EngineClient(server.url)
     try:
         await server.start(client)
     except (ConfigError, EngineError) as error:

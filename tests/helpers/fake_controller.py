@@ -6,6 +6,7 @@ sessions, so a test can compare what it serves with the trainer's own weights.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import zmq
 
 from moerl.config.json_files import read_json
 from moerl.errors import EngineError, MoerlError
@@ -43,8 +43,8 @@ from moerl.messages import (
     VerifyUpdate,
 )
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys, RpcServer
 from moerl.run_dir import RunDir
-from moerl.serialization import decode, encode
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import Receiver, ReceiverContext
@@ -102,49 +102,39 @@ class FakeController:
 
     def __init__(
         self,
-        token: str,
         plans: Callable[[int], BatchPlan | None],
         fleets: Mapping[int, SetEngines] | None = None,
         model: Path | None = None,
     ) -> None:
-        self.token, self.plans, self.fleets = token, plans, dict(fleets or {})
+        self.plans, self.fleets = plans, dict(fleets or {})
         self.model, self.engines = model, dict[int, FakeEngine]()
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
         self.failed: list[Failed] = []
         self.records: list[BatchPlan] = []  # for the reference ranks, each asked for once
         self.scored: list[Scored] = []
-        self._answers: dict[bytes, bytes] = {}  # by name of the request
-        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.keys = Keys.make()
+        self._server = RpcServer("tcp://127.0.0.1:*", self.keys, self._handle)
+        self.endpoint = self._server.endpoint
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._stopping.set()
         self._thread.join(10)
-        self.socket.close()
+        self._server.close()
 
-    def _serve(self) -> None:
-        asked: list[list[bytes]] = []
+    async def _serve(self) -> None:
+        serving = asyncio.ensure_future(self._server.serve())
         while not self._stopping.is_set():
-            if self.socket.poll(50):
-                asked.append(self.socket.recv_multipart())
-            asked = [frames for frames in asked if not self._reply(*frames)]
+            await asyncio.sleep(0.05)
+        serving.cancel()
 
-    def _reply(self, identity: bytes, token: bytes, name: bytes, data: bytes) -> bool:
-        """Whether the request could be answered now."""
-        if token.decode() != self.token:
-            self._answers[name] = encode(Refused("wrong token"))
-        elif name not in self._answers:  # a slow answer is asked for again
-            message = decode(data)
-            if not self._is_due(message):
-                return False
-            self._answers[name] = encode(self._answer(message))
-        self.socket.send_multipart([identity, name, self._answers[name]])
-        return True
+    async def _handle(self, message: Message) -> Message:
+        while not self._is_due(message):
+            await asyncio.sleep(0.05)
+        return self._answer(message)
 
     def _is_due(self, message: Message) -> bool:
         if not isinstance(message, TakePlan) or message.step not in self.fleets:
@@ -198,8 +188,9 @@ def run_gang(
     command += ["--nproc-per-node", str(ranks), "-m", "moerl.trainer.main", *arguments]
     command += ["--run-dir", str(run.root), "--controller", controller.endpoint]
     command += ["--blob-dir", str(blobs.root), "--blob-node", "n0"]
+    run.endpoints.make_folder()
+    controller.keys.write(run.endpoints.keys)
     environment = os.environ | {
-        "MOERL_TOKEN": controller.token,
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "GLOO_SOCKET_IFNAME": "lo",

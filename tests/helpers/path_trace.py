@@ -47,7 +47,8 @@ WEIGHTS = {
     "moerl.weight_sync.buckets": {"Bucket", "Piece", "Region"},
     "moerl.weight_sync.deliveries": {"Delivery", "Holding", "Tables"},
     "moerl.weight_sync.publisher": {"SyncContext"},
-    "moerl.weight_sync.sender": {"Destination", "Moved", "SharedSnapshot", "WeightSnapshot"},
+    "moerl.messages": {"Destination", "Moved"},
+    "moerl.weight_sync.sender": {"SharedSnapshot", "WeightSnapshot"},
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},
 }
 CONTROL = {

@@ -30,6 +30,7 @@ import torch
 
 from moerl.config.load import load_saved
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys
 from moerl.run_dir import RunDir
 from moerl.trainer.model import platform
 from moerl.weight_sync.transports.base import Link, Transport
@@ -62,9 +63,8 @@ def main() -> None:
     here = parallel.start(config.trainer.parallel, place, timeout_s=120.0)
     faults = Faults(here.rank, publisher.make)
     publisher.make = faults.make  # type: ignore[assignment]
-    post = RankContext(
-        run, controller, "token", int(incarnation), BlobStore(run.root / "b", "n"), None
-    )
+    keys, blobs = Keys.read(run.endpoints.keys), BlobStore(run.root / "b", "n")
+    post = RankContext(run, controller, keys, int(incarnation), blobs, None)
     job = TrainLoop(config, post, here, _end)
     assert job.publisher is not None
     for number in count():

@@ -18,6 +18,7 @@ from moerl.engine.host import EngineHost
 from moerl.layout import at, megatron_tiles, model_spec
 from moerl.messages import (
     CommitUpdate,
+    Destination,
     PrepareUpdate,
     UpdateClosed,
     UpdatePrepared,
@@ -27,7 +28,7 @@ from moerl.messages import (
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, split
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.sender import Destination, WeightSender, WeightSnapshot
+from moerl.weight_sync.sender import WeightSender, WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan
 from moerl.weight_sync.transports.factory import make
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import zmq
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
@@ -34,20 +34,25 @@ from moerl.messages import (
     Message,
     Ok,
     PrepareUpdate,
-    Refused,
     RelayUpdate,
     UpdateClosed,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.serialization import decode, encode
+from moerl.rpc import Keys, RpcClient
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket, socket_path
+from moerl.weight_sync.receiver import (
+    Receiver,
+    ReceiverContext,
+    ReceiverSocket,
+    keys_path,
+    socket_path,
+)
 from moerl.weight_sync.sender import (
-    SenderChannel,
+    SenderGroup,
     SenderThread,
     SharedSnapshot,
     WeightSender,
@@ -59,7 +64,6 @@ from moerl.weight_sync.transfer_plan import TransferPlan, relay_schedule
 from moerl.weight_sync.transports.factory import make
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
-TOKEN = "a run's token"
 TRAINER = ParallelConfig(tp=2, ep=2)
 POLICY = WirePolicy(dtype="float32", bucket_bytes=4096)
 # Forked from a process that has imported everything: a start takes a tenth of a second.
@@ -154,13 +158,10 @@ class FaultyReceiver:
         return f"not {self.receiver.held}: {wrong}" if wrong else ""
 
 
-def run_engine_rank(folder: str, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
+def run_engine_rank(folder: Path, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
     torch.set_num_threads(1)
-    controller_endpoint = ReceiverSocket(
-        FaultyReceiver(rank, tp, held, flips).handle, socket_path(Path(folder), rank), TOKEN
-    )
-    controller_endpoint.start()
-    controller_endpoint.join()
+    receiver, keys = FaultyReceiver(rank, tp, held, flips), Keys.read(keys_path(folder))
+    ReceiverSocket(receiver.handle, socket_path(folder, rank), keys).run()
 
 
 @dataclass
@@ -170,12 +171,14 @@ class Engine:
     folder: Path
     tp: int = 1
     processes: list = field(default_factory=list)
+    keys: Keys = field(default_factory=Keys.make)
 
     def start(self, held: PolicyVersion = PolicyVersion(0, 0), flips: int = 0) -> Engine:
         self.folder.mkdir(exist_ok=True)
+        self.keys.write(keys_path(self.folder))
         for rank in range(self.tp):
             socket_path(self.folder, rank).unlink(missing_ok=True)
-            orders = (str(self.folder), rank, self.tp, held, flips)
+            orders = (self.folder, rank, self.tp, held, flips)
             self.processes.append(CONTEXT.Process(target=run_engine_rank, args=orders, daemon=True))
             self.processes[-1].start()
         deadline = time.monotonic() + 60
@@ -190,22 +193,17 @@ class Engine:
             process.join()
         self.processes.clear()
 
-    def ask(self, message: Message, timeout_s: float, token: str = TOKEN) -> list[Message]:
+    def ask(self, message: Message, timeout_s: float, keys: Keys | None = None) -> list[Message]:
         replies = []
         for rank in range(self.tp):
             path = socket_path(self.folder, rank)
             if not path.exists():
                 raise TrainerError(f"rank {rank} has no receiver")
-            with zmq.Context.instance().socket(zmq.DEALER) as line:
-                line.setsockopt(zmq.LINGER, 0)
-                line.connect(f"ipc://{path}")
-                line.send_multipart([token.encode(), encode(message)])
-                if not line.poll(int(timeout_s * 1000)):
-                    raise TrainerError(f"rank {rank} did not answer in {timeout_s:g} s")
-                replies.append(decode(line.recv_multipart()[-1]))
-        for reply in replies:
-            if isinstance(reply, Refused):
-                raise TrainerError(reply.cause)
+            client = RpcClient(f"ipc://{path}", keys or self.keys, peer=f"rank {rank}")
+            try:
+                replies.append(client.request(message, timeout_s))
+            finally:
+                client.close()
         return replies
 
     def served(self) -> PolicyVersion:
@@ -263,7 +261,7 @@ class Halt:
 
 def run_trainer_rank(
     rank: int,
-    lines: list[str],
+    wires: tuple[Keys, Connection],
     tp: int,
     transport: str,
     folder: str,
@@ -272,18 +270,25 @@ def run_trainer_rank(
     delta: bool,
     plan_ids: list[int],
 ) -> None:
-    """Sender threads towards all engines; stores each version that comes over the queue."""
+    """Sender threads towards all engines; stores each version that comes over the queue.
+
+    wires: keys of the run, and where the threads' endpoints are sent.
+    """
     torch.set_num_threads(1)
     named = megatron_tiles(spec(), TRAINER, rank)
     offer = SharedSnapshot(WeightSnapshot(), threading.Condition())
-    for engine, endpoint in enumerate(lines):
-        plan = transfer(tp, plan_ids[engine]).sender(rank)
+    keys, lines = wires
+    threads = []
+    for engine, plan_id in enumerate(plan_ids):
+        plan = transfer(tp, plan_id).sender(rank)
         # a copy of its own for each engine: one of them may be made to halt
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
         sender = WeightSender(plan, offer.weights, mover, delta=delta)
-        SenderThread(endpoint, TOKEN, rank, sender, offer).start()
+        threads.append(SenderThread("127.0.0.1", keys, sender, offer))
+        threads[-1].start()
+    lines.send([thread.endpoint for thread in threads])
     while True:
         version = versions.get()  # type: ignore[attr-defined]
         with offer.changed:
@@ -335,27 +340,29 @@ class Trainer:
         hops = relay_schedule(range(len(engines)), direct or len(engines))
         ids = [hop.plan_engine for hop in sorted(hops, key=lambda hop: hop.dst)]
         self.engines = engines
-        lines = [SenderChannel("127.0.0.1", TOKEN, TRAINER.world_size) for _ in engines]
-        endpoints, tp = [line.endpoint for line in lines], engines[0].tp
+        keys, tp = Keys.make(), engines[0].tp
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(TRAINER.world_size)]
         self.queues = [CONTEXT.Queue() for _ in range(TRAINER.world_size)]
         self.processes = [
             CONTEXT.Process(
                 target=run_trainer_rank,
-                args=(rank, endpoints, tp, transport, folder, queue, halt, delta, ids),
+                args=(rank, (keys, pipe[1]), tp, transport, folder, queue, halt, delta, ids),
                 daemon=True,
             )
-            for rank, queue in enumerate(self.queues)
+            for rank, (queue, pipe) in enumerate(zip(self.queues, pipes, strict=True))
         ]
         for process in self.processes:
             process.start()
+        endpoints = [pipe[0].recv() for pipe in pipes]  # by rank and engine
         self.sessions = []
-        for index, (engine, line) in enumerate(zip(engines, lines, strict=True)):
+        for index, engine in enumerate(engines):
+            group = SenderGroup([by_engine[index] for by_engine in endpoints], keys)
             timeout_s = timeouts[index] if timeouts else 60.0
             terms = self._terms(index, ids[index], tp, transport, timeout_s, plan, delta, folder)
             connect = lambda engine=engine: Control(engine, engines)  # noqa: E731
             (src,) = [hop.src for hop in hops if hop.dst == index]
             source = self.sessions[src] if src != TRAINER_ID else None
-            self.sessions.append(EngineSession(terms, line, connect, None, source))
+            self.sessions.append(EngineSession(terms, group, connect, None, source))
             self.sessions[-1].start()
 
     @staticmethod

@@ -26,13 +26,13 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
-from moerl.controller.trainer_server import TrainerServer
 from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_store import store_variable
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import ProtocolError
 from moerl.messages import AskEngine, EngineHolds, Message
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys, RpcServer
 from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
 from tests.helpers import engine_tiny_model as tiny
@@ -115,7 +115,10 @@ class World:
         return self.loop.run_until_complete(asyncio.wait_for(work, _LATE_S))
 
     async def _start(self) -> None:
-        self.server = TrainerServer("127.0.0.1", "token", self._handle)
+        endpoints, keys = self.run_dir.endpoints, Keys.make()
+        endpoints.make_folder()
+        keys.write(endpoints.keys)
+        self.server = RpcServer("tcp://127.0.0.1:*", keys, self._handle)
         self._serving = asyncio.create_task(self.server.serve())
         await asyncio.gather(*(host.start(START) for host in self.hosts))
 

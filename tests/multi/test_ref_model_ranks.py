@@ -57,7 +57,7 @@ def _scored(root: Path, models: list[Path], layout: ParallelConfig) -> tuple[Run
     )
     save_config(config, run.config)
     store = BlobStore(root / "blobs", "n0")
-    controller = FakeController("token", lambda step: None)
+    controller = FakeController(lambda step: None)
     controller.records = [make_plan(store, dp_size=layout.dp)]
     done = run_gang(controller, run, store, layout.world_size, "--ref-models")
     assert done.returncode == 0, done.stderr[-4000:]

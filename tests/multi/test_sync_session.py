@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from moerl.errors import TrainerError
+from moerl.errors import ProtocolError
 from moerl.messages import AskEngine, PublishFailure, PublishResult
+from moerl.rpc import Keys
 from moerl.types import PolicyVersion
 from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer
 from tests.helpers.transport_cases import skip_if_missing, transports
@@ -106,15 +107,15 @@ def test_a_flipped_bit_under_a_delta_is_sent_again_in_full(made: Made, tmp_path:
     assert resent == [0, 1, 0]
 
 
-def test_another_plan_and_a_wrong_token_are_refused(made: Made, tmp_path: Path) -> None:
+def test_another_plan_and_a_wrong_key_are_refused(made: Made, tmp_path: Path) -> None:
     (engine,) = engines(made, tmp_path, 1)
     job = trainer(made, [engine], plan="0123456789abcdef")
     (result,) = job.publish(V1)
     assert isinstance(result, PublishFailure)
     assert result.phase == "prepare"
     assert "transfer plan is 0123456789abcdef" in result.cause
-    with pytest.raises(TrainerError, match="token is missing or wrong"):
-        engine.ask(AskEngine(0), 5.0, token="a stranger's")
+    with pytest.raises(ProtocolError, match="did not answer"):
+        engine.ask(AskEngine(0), 1.0, keys=Keys(engine.keys.server, Keys.make().client))
     assert engine.served() == V0
 
 

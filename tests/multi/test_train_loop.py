@@ -62,7 +62,7 @@ class Bench:
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
         """Run the trainer until `until`; the plan of step `spoil` has a damaged blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
-        controller = FakeController(TOKEN, plans, fleets, Path(self.config.model.path))
+        controller = FakeController(plans, fleets, Path(self.config.model.path))
         arguments = ["--incarnation", str(incarnation)]
         if checkpoint is not None:
             arguments += ["--checkpoint", str(checkpoint)]

@@ -15,7 +15,8 @@ import pytest
 from moerl.errors import BlobError
 from moerl.records.blob_copies import Copies, copied_blobs_of, seal
 from moerl.records.blob_store import BlobStore, Found
-from moerl.records.remote_blobs import ClusterBlobs, RangeServer
+from moerl.records.range_server import RangeServer
+from moerl.records.remote_blobs import ClusterBlobs
 
 TOKEN = "of this run"
 ARRAY = np.arange(50_000, dtype=np.int32)

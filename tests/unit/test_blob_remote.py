@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import pickle
-import queue
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from moerl.errors import BlobError
-from moerl.records import remote_blobs
+from moerl.records import range_server, remote_blobs
 from moerl.records.blob_store import BlobStore
-from moerl.records.remote_blobs import ClusterBlobs, RangeServer
+from moerl.records.range_server import CallerLimits, RangeServer
+from moerl.records.remote_blobs import ClusterBlobs
 from moerl.types import BlobRef
 
 TOKEN = "of this run"
@@ -115,7 +114,7 @@ def test_a_connection_that_was_closed_meanwhile_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server keeps no thread for a silent reader, and is not taken for lost when it speaks."""
-    monkeypatch.setattr(remote_blobs, "_IDLE_S", 0.2)
+    monkeypatch.setattr(range_server, "_IDLE_S", 0.2)
     before = set(threading.enumerate())
 
     def serving() -> list[threading.Thread]:
@@ -200,25 +199,8 @@ def test_a_stranger_is_sent_away_before_its_body_is_read(
     assert not reader.missing([ref.uri])
 
 
-def test_a_stranger_has_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit that is set on its connection, before a byte of it is read."""
-    limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()
-
-    def handle(handler: Any) -> None:
-        limits.put(handler.connection.gettimeout())
-
-    monkeypatch.setattr(remote_blobs._Handler, "handle", handle)
-    server = RangeServer(tmp_path / "own", "127.0.0.1", 0, TOKEN)
-    with _knock(server, ""):
-        limit = limits.get(timeout=20)
-    assert limit is not None
-    assert limit <= 15
-    server.close()
-
-
-def test_a_silent_stranger_keeps_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_blobs._Handler, "timeout", 0.2)
-    server = RangeServer(tmp_path, "127.0.0.1", 0, TOKEN)
+def test_a_silent_stranger_keeps_no_thread(tmp_path: Path) -> None:
+    server = RangeServer(tmp_path, "127.0.0.1", 0, TOKEN, CallerLimits(seconds=0.2))
     owner = ClusterBlobs(tmp_path, server.node, TOKEN)
     (ref,) = owner.seal("a", [np.arange(9, dtype=np.int32)])
     reader = ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=3)

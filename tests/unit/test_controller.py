@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
-import zmq.asyncio
 
 from moerl.config import resolve
 from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
@@ -19,7 +17,6 @@ from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal import Journal
 from moerl.controller.step_metrics import StepReport
-from moerl.controller.trainer_server import TrainerServer
 from moerl.errors import (
     ConfigError,
     EngineError,
@@ -39,7 +36,6 @@ from moerl.messages import (
     Ok,
     Plan,
     Refresh,
-    Refused,
     SessionMessage,
     StepDone,
     Stop,
@@ -47,7 +43,6 @@ from moerl.messages import (
     UpdateClosed,
 )
 from moerl.records import BlobStore
-from moerl.serialization import decode, encode
 from moerl.types import (
     Episode,
     Finish,
@@ -222,7 +217,7 @@ async def train(
 
 def hello(version: PolicyVersion, consumed: Ranges = ()) -> Hello:
     """Of a trainer of one rank; its checkpoint knows of the first trainer only."""
-    return Hello("t", 1, 1, version, consumed, tuple(sorted({PolicyVersion(0, 0), version})))
+    return Hello(1, 1, version, consumed, tuple(sorted({PolicyVersion(0, 0), version})))
 
 
 def commit(version: PolicyVersion, engine: int = 0) -> CommitUpdate:
@@ -657,27 +652,6 @@ def test_records_are_kept_when_asked(tmp_path: Path) -> None:
         controller, _ = make(tmp_path, StubEngine(), records=tmp_path / "records")
         await running(controller, train(controller, 2))
         assert len(list((tmp_path / "records").glob("step-*.msgpack"))) == 2
-
-    asyncio.run(body())
-
-
-@pytest.mark.parametrize("token", ["right", "wrong"])
-def test_the_door_requires_the_token(token: str) -> None:
-    async def body() -> None:
-        async def handle(message):
-            return Ok()
-
-        server = TrainerServer("127.0.0.1", "right", handle)
-        serving = asyncio.create_task(server.serve())
-        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        socket.connect(server.endpoint)
-        await socket.send_multipart([token.encode(), b"1", encode(TakePlan(0, 1.0, 0))])
-        async with asyncio.timeout(5):
-            reply = decode((await socket.recv_multipart())[-1])
-        assert isinstance(reply, Ok if token == "right" else Refused)
-        serving.cancel()
-        server.close()
-        socket.close(0)
 
     asyncio.run(body())
 

@@ -7,14 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from moerl.controller import write_retry
 from moerl.controller.controller import Controller
 from moerl.controller.journal import Journal
 from moerl.controller.step_metrics import StepReport
-from moerl.controller.trainer_server import TrainerServer
 from moerl.errors import EngineError, JournalError, ProtocolError
 from moerl.messages import (
     AskEngine,
@@ -28,7 +25,6 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.serialization import decode, encode
 from moerl.types import PolicyVersion
 from tests.unit.test_controller import StubEngine, hello, make, publish, running, train
 
@@ -240,40 +236,6 @@ def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> N
         await second.handle(commit)
         assert second.context.pool.members[0].version == engine.version == target
         await second.stop()
-
-    asyncio.run(body())
-
-
-def test_a_repeated_request_is_served_once() -> None:
-    """The trainer repeats itself, also over a new connection; the answer goes to the last one."""
-
-    async def body() -> None:
-        served: list[object] = []
-        go = asyncio.Event()
-
-        async def handle(message):
-            served.append(message)
-            await go.wait()
-            return Ok()
-
-        server = TrainerServer("127.0.0.1", "t", handle)
-        serving = asyncio.create_task(server.serve())
-        sockets = [zmq.asyncio.Context.instance().socket(zmq.DEALER) for _ in range(2)]
-        frames = [b"t", b"name", encode(TakePlan(0, 1.0, 0))]
-        for socket in sockets:
-            socket.connect(server.endpoint)
-            await socket.send_multipart(frames)
-            await asyncio.sleep(0.1)
-        go.set()
-        async with asyncio.timeout(5):
-            assert (await sockets[1].recv_multipart())[0] == b"name"
-            await sockets[0].send_multipart(frames)
-            assert decode((await sockets[0].recv_multipart())[1]) == Ok()
-        assert len(served) == 1
-        serving.cancel()
-        server.close()
-        for socket in sockets:
-            socket.close(0)
 
     asyncio.run(body())
 

@@ -192,7 +192,8 @@ def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> N
 
         server = await asyncio.start_server(answers, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        client = EngineClient(f"http://127.0.0.1:{port}", "t")
+        client = EngineClient(f"http://127.0.0.1:{port}")
+        client.authenticate("t")
         try:
             with pytest.raises(EngineError, match=says):
                 await client.generate({"rid": ["a", "b"]})

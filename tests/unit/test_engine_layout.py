@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import subprocess
 from dataclasses import replace
@@ -18,6 +19,7 @@ from moerl.engine.server_args import field_names
 from moerl.engine.sglang_server import EngineServer
 from moerl.engine.weight_layout import LiveWeightLayout, check_model, check_modules, engine_layout
 from moerl.errors import ConfigError, EngineError, LayoutError
+from moerl.rpc import Keys
 
 # /server_info of a plain server of SGLang 0.5.23, on one CPU rank; what no layout asks is left out.
 RECORDED: dict[str, Any] = json.loads(
@@ -176,6 +178,8 @@ class Answers:
     async def healthy(self) -> bool:
         return True
 
+    def authenticate(self, token: str) -> None: ...
+
     async def server_info(self) -> dict[str, Any]:
         return self._info
 
@@ -195,11 +199,27 @@ def serve(server: EngineServer, info: dict[str, Any], checked: int = 1) -> None:
         server._process = subprocess.Popen(["sleep", "60"])
 
     server._spawn = spawn  # type: ignore[method-assign]
+    server._check_listener = lambda: None  # type: ignore[method-assign]  # it sleeps
     asyncio.run(server.start(Answers(info)))  # type: ignore[arg-type]
 
 
 def ended(server: EngineServer) -> bool:
     return server._process is not None and server._process.poll() is not None
+
+
+def test_a_full_disk_leaves_no_scratch_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_keys: Keys, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Keys, "write", full)
+    server = new_server(tmp_path)
+    with pytest.raises(EngineError, match=r"takes no keys: .*No space left"):
+        serve(server, RECORDED)
+    assert server._scratch is not None
+    assert not server._scratch.path.exists()
+    assert server.pid == 0
 
 
 def test_a_started_server_knows_its_layout(tmp_path: Path) -> None:

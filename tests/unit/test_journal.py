@@ -20,7 +20,8 @@ from moerl.errors import JournalError
 from moerl.id_sets import ranges
 from moerl.records import BlobStore
 from moerl.records.blob_copies import copied_blobs_of
-from moerl.records.remote_blobs import ClusterBlobs, RangeServer
+from moerl.records.range_server import RangeServer
+from moerl.records.remote_blobs import ClusterBlobs
 from moerl.types import (
     Episode,
     EpisodeGroup,

@@ -23,7 +23,8 @@ from moerl.controller.controller import Controller
 from moerl.controller.rollout_builder import group_uris
 from moerl.controller.shared_groups import SharedGroups
 from moerl.messages import Plan, TakeRecords
-from moerl.records.remote_blobs import ClusterBlobs, RangeServer
+from moerl.records.range_server import RangeServer
+from moerl.records.remote_blobs import ClusterBlobs
 from moerl.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
 from tests.unit.test_membership import Trainer
@@ -35,7 +36,7 @@ LOST_S = 0.3
 NODE = """
 import sys, time
 from pathlib import Path
-from moerl.records.remote_blobs import RangeServer
+from moerl.records.range_server import RangeServer
 print(RangeServer(Path(sys.argv[1]), "127.0.0.1", 0, "t").node, flush=True)
 time.sleep(600)
 """

@@ -25,6 +25,7 @@ from moerl.errors import TrainerError
 from moerl.layout import model_spec
 from moerl.messages import Message, PrepareUpdate, SyncTarget
 from moerl.planning.dry_run import _tiny_shapes
+from moerl.rpc import Keys
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
@@ -76,7 +77,7 @@ def publisher_of(engines: Engines, tmp_path: Path) -> WeightPublisher:
         layer_spec="local",
         live=lambda: {"w": torch.zeros(1)},
         connect=lambda: engines,
-        token="t",
+        keys=Keys.make(),
         tracer=Tracer(tmp_path / "trace", "trainer-0"),
         on_failure=lambda error: None,
     )

@@ -1,4 +1,4 @@
-"""What keeps a run alive around its processes: repeated requests, stacks, local disks."""
+"""What keeps a run alive around its processes: stacks, local disks."""
 
 from __future__ import annotations
 
@@ -6,107 +6,18 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
-from moerl.errors import ConfigError, ProtocolError, TrainerError
+from moerl.errors import ConfigError
 from moerl.launch import prepare
 from moerl.launch.nodes.process_tree import first_error, last_error, serving
 from moerl.launch.supervision.actors import RemoteScorer
-from moerl.messages import AskEngine, EngineHolds, Message, Ok, Refused
-from moerl.serialization import decode, encode
 from moerl.stack_dump import stacks
-from moerl.trainer import controller_client
-from moerl.trainer.controller_client import ControllerClient
-from moerl.types import Episode, PolicyVersion, Prompt, Score
-
-HOLDS = EngineHolds(PolicyVersion(0, 3), "")
-
-
-class Door:
-    """A controller's socket at a fixed port, which may die and come back."""
-
-    def __init__(self, endpoint: str, replies: Callable[[Message], list[Message]]) -> None:
-        self.asked: list[Message] = []
-        self._endpoint, self._replies = endpoint, replies
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(10)
-
-    def _serve(self) -> None:
-        socket = zmq.Context.instance().socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        while True:
-            try:
-                socket.bind(self._endpoint)
-                break
-            except zmq.ZMQError:  # the one before is closed by a thread of its own
-                time.sleep(0.05)
-        while not self._stop.is_set():
-            if socket.poll(20):
-                identity, _, name, data = socket.recv_multipart()
-                self.asked.append(decode(data))
-                for reply in self._replies(self.asked[-1]):
-                    socket.send_multipart([identity, name, encode(reply)])
-        socket.close(0)
-
-
-@pytest.fixture
-def endpoint(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(controller_client, "_REPEAT_S", 0.1)
-    return f"tcp://127.0.0.1:{free_port()}"
-
-
-def test_a_request_outlives_the_controller(endpoint: str) -> None:
-    """The first controller takes it and dies; its successor at the same place answers."""
-    asking = ControllerClient(endpoint, "t", timeout_s=30.0)
-    first = Door(endpoint, lambda message: [])
-    second: list[Door] = []
-
-    def replace() -> None:
-        while not first.asked:
-            time.sleep(0.01)
-        first.close()
-        second.append(Door(endpoint, lambda message: [HOLDS]))
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    assert asking.expect(AskEngine(0), EngineHolds) == HOLDS
-    thread.join()
-    asking.close()
-    second[0].close()
-
-
-def test_a_late_reply_never_answers_a_later_question(endpoint: str) -> None:
-    answers = {0: [Ok(), Ok(), Ok()], 1: [HOLDS]}
-    controller_endpoint = Door(endpoint, lambda message: answers[message.engine])
-    asking = ControllerClient(endpoint, "t", timeout_s=30.0)
-    assert asking.request(AskEngine(0)) == Ok()
-    assert asking.request(AskEngine(1)) == HOLDS, "one of the two that were left over came back"
-    asking.close()
-    controller_endpoint.close()
-
-
-def test_nobody_there_and_a_refusal_are_errors(endpoint: str) -> None:
-    asking = ControllerClient(endpoint, "t", timeout_s=0.3)
-    with pytest.raises(ProtocolError, match=r"did not answer AskEngine in 0\.3 s"):
-        asking.request(AskEngine(0))
-    controller_endpoint = Door(endpoint, lambda message: [Refused("no")])
-    with pytest.raises(TrainerError, match="AskEngine was refused: no"):
-        ControllerClient(endpoint, "t", timeout_s=30.0).request(AskEngine(0))
-    controller_endpoint.close()
-
+from moerl.types import Episode, Prompt, Score
 
 HANGS = """
 import sys, time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import os
@@ -16,22 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zmq
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
-from moerl.controller.trainer_server import TrainerServer
 from moerl.distributed.token_server import Channel, TokenServer, open_channel
 from moerl.errors import BlobError, LayoutError, TransportError
-from moerl.messages import AskEngine, Message, Ok, PrepareUpdate, PublishFailure, UpdatePrepared
+from moerl.messages import Message, PrepareUpdate, PublishFailure, UpdatePrepared
 from moerl.records.blob_store import BlobStore
 from moerl.trace import Tracer, read_spans
-from moerl.trainer.controller_client import ControllerClient
 from moerl.types import PolicyVersion
 from moerl.weight_sync import session
 from moerl.weight_sync.buckets import Bucket, Piece, Region, WirePolicy
 from moerl.weight_sync.receiver import check_targets
-from moerl.weight_sync.sender import SenderChannel, WeightSnapshot, _RegionSender
+from moerl.weight_sync.sender import WeightSnapshot, _RegionSender
 from moerl.weight_sync.transfer_plan import ReceiverPlan
 from moerl.weight_sync.transports.disk import Disk
 from moerl.weight_sync.transports.mooncake import MooncakeStaging, _Registered
@@ -196,52 +192,6 @@ def test_blobs_that_could_not_be_written_leave_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def _is_sent_away(endpoint: str, frames: list[bytes]) -> bool:
-    """Whether a caller that sends this is disconnected."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as caller:
-        caller.setsockopt(zmq.LINGER, 0)
-        caller.setsockopt(zmq.RECONNECT_IVL, -1)
-        gone = caller.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        caller.connect(endpoint)
-        caller.send_multipart(frames)
-        sent_away = bool(gone.poll(20_000))
-        caller.disable_monitor()
-    return sent_away
-
-
-def test_a_line_takes_no_message_that_no_sender_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message is read whole before its token is looked at."""
-    monkeypatch.setattr("moerl.weight_sync.sender._MAX_MESSAGE", 1000)
-    line = SenderChannel("127.0.0.1", "token", 1)
-    assert _is_sent_away(line.endpoint, [b"", b"hello", b"0" * 5000])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
-        sender.connect(line.endpoint)
-        sender.send_multipart([b"token", b"hello", b"0"])
-        line.wait_for_senders(time.monotonic() + 20)
-    line.close()
-
-
-def test_a_controller_takes_no_message_that_no_trainer_sends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("moerl.controller.trainer_server._MAX_REQUEST", 1000)
-
-    async def answer(_message: Message) -> Message:
-        return Ok()
-
-    async def work() -> None:
-        server = TrainerServer("127.0.0.1", "token", answer)
-        serving = asyncio.create_task(server.serve())
-        large = asyncio.to_thread(_is_sent_away, server.endpoint, [b"", b"name", b"0" * 5000])
-        assert await large
-        client = ControllerClient(server.endpoint, "token", timeout_s=20.0)
-        assert await asyncio.to_thread(client.expect, AskEngine(0), Ok) == Ok()
-        client.close()
-        serving.cancel()
-
-    asyncio.run(work())
-
-
 def test_a_plan_that_fills_rows_twice_and_others_never_is_refused() -> None:
     def plan(*first_rows: int) -> ReceiverPlan:
         pieces = tuple(
@@ -299,16 +249,15 @@ def test_an_engine_that_prepares_slowly_is_probed_as_long_as_it_needs(
 
         def close(self) -> None: ...
 
-    channel: Any = SimpleNamespace(
-        wait_for_senders=lambda _deadline: None,
+    senders: Any = SimpleNamespace(
         request=lambda _requests, _deadline: {},
-        tell=lambda _message: None,
-        close=lambda: None,
+        drop_session=lambda: None,
+        remove=lambda: None,
     )
     spec = session.SessionSpec(
         0, 0, "plan", "shm", ParallelConfig(), WirePolicy("bfloat16"), "local", 30.0, 0.0
     )
-    one = session.EngineSession(spec, channel, Control, None)
+    one = session.EngineSession(spec, senders, Control, None)
     one.start()
     one.publish(V1)
     assert isinstance(one.settle(), PublishFailure)

@@ -26,12 +26,14 @@ from moerl.messages import (
     UpdateClosed,
 )
 from moerl.records.blob_store import BlobStore
+from moerl.rpc import Keys
 from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 from moerl.weight_sync.receiver import UNCHANGED, Committed, ReceiverSocket, socket_path
 from tests.unit.test_controller import StubEngine, make
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+KEYS = Keys.make()
 COMMIT = CommitUpdate(0, V1, 30.0)
 
 
@@ -59,7 +61,10 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
     host = EngineHost(0, EngineConfig(), context, store)
     client = ScriptedClient()
     server: Any = SimpleNamespace(
-        receiver_sockets=[socket_path(tmp_path, 0)], death=lambda: None, pid=1
+        receiver_sockets=[socket_path(tmp_path, 0)],
+        receiver_keys=KEYS,
+        death=lambda: None,
+        pid=1,
     )
     host._updates.attach(server, client, V0)  # type: ignore[arg-type]
     host._client = client  # type: ignore[assignment]
@@ -169,7 +174,7 @@ def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_nam
         host, _ = make_host(tmp_path)
         with pytest.raises(EngineError, match="did not load the plug-in"):
             await host.session(AbortUpdate(0, V1, "x", 5.0))
-        ReceiverSocket(handle, socket_path(tmp_path, 0), "token").start()
+        ReceiverSocket(handle, socket_path(tmp_path, 0), KEYS).start()
         assert await host.session(AbortUpdate(0, V1, "x", 30.0)) == Ok()
         answer = False
         with pytest.raises(EngineError, match="did not answer AbortUpdate"):
@@ -193,7 +198,7 @@ def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path
         host, _ = make_host(tmp_path)
         sockets = [socket_path(tmp_path, rank) for rank in range(2)]
         host._updates._server.receiver_sockets[:] = sockets  # type: ignore[union-attr]
-        ReceiverSocket(hang, sockets[0], "token").start()
+        ReceiverSocket(hang, sockets[0], KEYS).start()
         for _ in range(3):
             with pytest.raises(EngineError, match="has no receiver"):
                 await host.session(AbortUpdate(0, V1, "x", 30.0))

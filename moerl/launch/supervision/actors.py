@@ -26,7 +26,6 @@ from moerl.config.clusters import is_local, placement
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
-from moerl.controller.trainer_server import TrainerServer
 from moerl.errors import EngineError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
@@ -35,6 +34,7 @@ from moerl.launch.supervision.remote_calls import Late
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
+from moerl.rpc import Keys, RpcServer
 from moerl.stack_dump import write_on_request
 from moerl.trace import Tracer
 from moerl.types import Episode, Prompt, Score
@@ -237,11 +237,11 @@ class ControllerActor:
         )
         if endpoint:
             await self._controller.rejoin(lost)
-        self._server = TrainerServer(
-            plan.config.cluster.address,
-            plan.token,
+        any_port = f"tcp://{plan.config.cluster.address}:*"
+        self._server = RpcServer(
+            endpoint or plan.controller_endpoint() or any_port,
+            Keys.read(plan.run.endpoints.keys),
             self._handle,
-            endpoint or plan.controller_endpoint(),
         )
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint
