@@ -19,8 +19,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
-os.environ.setdefault("MASTER_PORT", "29417")
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -28,6 +27,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 from small_moe import SPEC
 
 from moerl.config.schema import CheckpointConfig, Config, ParallelConfig, TrainerConfig
+from moerl.distributed.store_server import StoreServer
+from moerl.distributed.token_store import store_variable
 from moerl.layout import ModelSpec
 from moerl.records import BlobStore
 from moerl.run_dir import RunDir
@@ -59,6 +60,8 @@ def run(folder: Path, repeats: int, spec: ModelSpec) -> None:
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build
 
+    store = StoreServer("127.0.0.1")
+    os.environ |= store_variable(store.server_address, 0)
     ranks = parallel.start(ParallelConfig(), place, timeout_s=60)
     config = Config(trainer=TrainerConfig())
     model = build(spec, config.trainer, ranks, with_replay=True)

@@ -35,6 +35,8 @@ from small_moe import SPEC
 from moerl.config.schema import Config, ObserveConfig, ParallelConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.distributed.store_server import StoreServer
+from moerl.distributed.token_store import store_variable
 from moerl.records import BlobStore
 from moerl.types import (
     BatchPlan,
@@ -116,9 +118,8 @@ def learners(store: BlobStore) -> list[Any]:
     from moerl.trainer.model.platform import prepare
 
     platform = prepare("auto")
-    for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ[key] = value
-    os.environ["MASTER_PORT"] = "0"
+    store = StoreServer("127.0.0.1")
+    os.environ |= store_variable(store.server_address, 0) | {"RANK": "0", "WORLD_SIZE": "1"}
     config = Config(
         run=RunConfig(steps=1000),
         trainer=TrainerConfig(parallel=ParallelConfig(), max_tokens_per_microbatch=2048),

@@ -26,9 +26,10 @@ from functools import cache
 from pathlib import Path
 
 from moerl.distributed.store_server import StoreServer
-from moerl.distributed.token_store import store_variable
+from moerl.distributed.token_store import VARIABLE, store_variable
 from tests.helpers.trainer_support import ROOT
 
+_PLACE = os.environ.get(VARIABLE, "")  # of the store; a trainer's start takes it
 _GRACE_S = 5.0  # for the others of a failed rank to say what they saw
 
 
@@ -56,6 +57,11 @@ def run_ranks(ranks: int, arguments: list[str], *, timeout_s: float = 120.0) -> 
     store.close()
     assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
     return output
+
+
+def meet_apart(number: int) -> None:
+    """In a rank that starts several trainers: those of trainer `number` find no others' values."""
+    os.environ[VARIABLE] = json.dumps(json.loads(_PLACE) | {"round": number})
 
 
 def _ask(request: Request) -> list[int]:

@@ -9,13 +9,9 @@ says who belongs where.  Every case writes NAME.pt (rank 0 of its trainer); the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
-import socket
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +56,7 @@ from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 from tests.helpers.critic_cases import critic_step  # noqa: E402
+from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.replay_matrix_records import V0, Records, make_records  # noqa: E402
 from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
 
@@ -79,42 +76,17 @@ class Seen:
 def main() -> None:
     work = Path(sys.argv[1])
     me = int(os.environ["LOCAL_RANK"])
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # each trainer has a store of its own
-    for stage in json.loads((work / "schedule.json").read_text()):
-        for job in stage:
-            if me in job["ranks"]:
-                os.environ |= {
-                    "RANK": str(job["ranks"].index(me)),
-                    "WORLD_SIZE": str(len(job["ranks"])),
-                    "MASTER_PORT": meet(work / f"port.{job['name']}", me == job["ranks"][0]),
-                }
-                ranks = parallel.start(ParallelConfig(**job["sizes"]), PLACE, timeout_s=90)
-                for case in job["cases"]:
-                    run_case(work, case, ranks)
-                dist.barrier()
-                parallel.stop()
-
-
-def meet(file: Path, first: bool) -> str:
-    """A free port, chosen by the trainer's first rank when the trainer starts, told through a
-    file.
-    """
-    if first:
-        fresh = file.with_suffix(".new")
-        fresh.write_text(str(listenable_port()))
-        fresh.rename(file)
-    while not file.exists():  # the test ends workers that wait too long
-        time.sleep(0.02)
-    return file.read_text()
-
-
-def listenable_port() -> int:
-    """Below the range the kernel gives to outgoing connections, of which gloo opens many."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
+    stages = json.loads((work / "schedule.json").read_text())
+    for number, job in enumerate(job for stage in stages for job in stage):
+        if me in job["ranks"]:
+            os.environ["RANK"] = str(job["ranks"].index(me))
+            os.environ["WORLD_SIZE"] = str(len(job["ranks"]))
+            meet_apart(number)
+            ranks = parallel.start(ParallelConfig(**job["sizes"]), PLACE, timeout_s=90)
+            for case in job["cases"]:
+                run_case(work, case, ranks)
+            dist.barrier()
+            parallel.stop()
 
 
 def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -27,6 +26,8 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
+from moerl.distributed.store_server import StoreServer
+from moerl.distributed.token_store import store_variable
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import ProtocolError
 from moerl.messages import AskEngine, EngineHolds, Message
@@ -264,14 +265,12 @@ class TrainerJob:
         self.ranks: list[asyncio.subprocess.Process] = []
 
     async def start(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        places = os.environ | {
+        self._store = StoreServer("127.0.0.1")
+        places = os.environ | store_variable(self._store.server_address, 0)
+        places |= {
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": str(ROOT),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             "WORLD_SIZE": "2",
         }
         orders = [str(self.run_dir.root), self._controller, str(self.incarnation)]
@@ -297,6 +296,7 @@ class TrainerJob:
             if rank.returncode is None:
                 rank.kill()
             await rank.wait()
+        self._store.close()
 
     def publish(self, fault: str, rank: int, engine: int) -> Publish:
         number, self._orders = self._orders, self._orders + 1

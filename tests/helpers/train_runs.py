@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from moerl.config.load import load_saved
-from moerl.launch.prepare import outside_name
+from moerl.launch.prepare import outside_folder
 from moerl.launch.run_context import RunContext
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
@@ -128,7 +128,7 @@ def check_deletion(run: Run, in_flight: int) -> None:
     assert sum(row["async/dropped_lost_groups"] for row in rows) == 0, "a live blob was deleted"
     assert sum(row["journal/lost_groups"] for row in rows) == 0, "a live blob was deleted"
     assert len(run.trained.unnamed()) <= in_flight, run.trained.unnamed()
-    folder = Path(load_saved(run.dir.config).cluster.blob_dir) / outside_name(run.dir)
+    folder = outside_folder(load_saved(run.dir.config).cluster.blob_dir, run.dir)
     assert not folder.exists() or not list(folder.iterdir()), list(folder.iterdir())
 
 

@@ -12,7 +12,6 @@ and the weights after it, in Hugging Face coordinates.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import tempfile
 from dataclasses import replace
@@ -24,7 +23,6 @@ from moerl.trainer.model import platform
 PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 from moerl.config.schema import (  # noqa: E402
     CheckpointConfig,
@@ -44,10 +42,8 @@ from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
+from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
-
-rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name
-_MEET = rendezvous._create_c10d_store
 
 
 def main() -> None:
@@ -56,17 +52,10 @@ def main() -> None:
         parser.add_argument(name, type=Path, required=True)
     options = parser.parse_args()
     for number, phase in enumerate(json.loads(options.phases.read_text())):
-        _meet_apart(f"phase{number}")
+        meet_apart(number)
         ranks = parallel.start(ParallelConfig(**phase["parallel"]), PLACE, timeout_s=60)
         run_phase(options, phase, ranks)
         parallel.stop()
-
-
-def _meet_apart(prefix: str) -> None:
-    """The trainer's next rendezvous must not find the addresses of the one before in its store."""
-    rendezvous._create_c10d_store = lambda *args, **kwargs: dist.PrefixStore(
-        prefix, _MEET(*args, **kwargs)
-    )
 
 
 def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: parallel.Parallel) -> None:

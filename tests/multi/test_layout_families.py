@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from typing import Any
 import pytest
 
 from moerl.config.schema import ParallelConfig
+from moerl.distributed.store_server import StoreServer
+from moerl.distributed.token_store import store_variable
 from moerl.layout import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -381,18 +382,15 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
 # --- tests ---------------------------------------------------------------------------------------
 def run(*args: str, world: int = 1, program: str = __file__) -> str:
     """Run a program as `world` processes; the last line that rank 0 printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = os.environ | {
+    store = StoreServer("127.0.0.1")
+    shared = os.environ | store_variable(store.server_address, 0)
+    shared |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
     workers = [
         subprocess.Popen(
@@ -409,6 +407,7 @@ def run(*args: str, world: int = 1, program: str = __file__) -> str:
     finally:
         for worker in workers:
             worker.kill()
+        store.close()
     for worker, (_, errors) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, errors[-3000:]
     lines = outputs[0][0].splitlines()

@@ -29,6 +29,25 @@ if sys.argv[1] == "hang":
 dist.destroy_process_group()
 """
 
+SEVERAL_TRAINERS = """
+import os
+import torch.distributed as dist
+from moerl.config.schema import ParallelConfig
+from moerl.trainer.model import parallel, platform
+from tests.helpers.rank_server import meet_apart
+
+me = int(os.environ["LOCAL_RANK"])
+for number, members in enumerate(([0, 1], [1], [1, 0])):
+    if me in members:
+        os.environ |= {"RANK": str(members.index(me)), "WORLD_SIZE": str(len(members))}
+        meet_apart(number)
+        sizes = ParallelConfig(dp=len(members))
+        ranks = parallel.start(sizes, platform.prepare("cpu"), timeout_s=60)
+        dist.barrier()
+        print("trainer", number, "has rank", ranks.rank)
+        parallel.stop()
+"""
+
 
 @pytest.fixture
 def program(tmp_path: Path) -> str:
@@ -40,6 +59,16 @@ def program(tmp_path: Path) -> str:
 def test_ranks_meet_again_and_again(program: str) -> None:
     for count in (2, 1, 2):
         assert run_ranks(count, [program, "well"]).count(f"ranks {count} well") == count
+
+
+def test_ranks_live_through_several_trainers(tmp_path: Path) -> None:
+    program = tmp_path / "several.py"
+    program.write_text(SEVERAL_TRAINERS)
+    output = run_ranks(2, [str(program)])
+    assert sorted(line for line in output.splitlines() if line.startswith("trainer ")) == [
+        f"trainer {number} has rank {rank}"
+        for number, rank in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from moerl.id_sets import ranges
 from moerl.messages import Failed, Hello, Plan, Refresh, Scored, StepDone, TakePlan, TakeRecords
 from moerl.records import BlobStore
 from moerl.records.blob_store import sizes_of
-from moerl.records.remote_blobs import ClusterBlobs, RangeServer
+from moerl.records.range_server import RangeServer
+from moerl.records.remote_blobs import ClusterBlobs
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion
 from tests.unit.test_controller import CONFIG, make, publish, running
 from tests.unit.test_controller_restart import successor

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from moerl.config.schema import ClusterConfig
-from moerl.launch.prepare import outside_name
+from moerl.launch.prepare import outside_folder
 from tests.e2e.test_chaos import check_history, last_step
 from tests.helpers.train_runs import Run, start, survivors
 from tests.security.test_damaged_records import empty, flip, shorten
@@ -43,7 +43,7 @@ def group_of(path: Path) -> int:
 
 def damage_one(run: Run, damage: Callable[[Path], None]) -> int:
     """Damage a blob of the newest group that waits, while nothing reads it; returns its group."""
-    folder = Path(ClusterConfig().blob_dir) / outside_name(run.dir)
+    folder = outside_folder(ClusterConfig().blob_dir, run.dir)
     stopped = ranks_of(run)
     for rank in stopped:
         rank.suspend()

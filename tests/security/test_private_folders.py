@@ -28,7 +28,8 @@ from moerl.launch.supervision.actors import ControllerActor
 from moerl.observe.page import Page, write_html
 from moerl.private_dir import private_dir, private_opener, refuse_planted
 from moerl.records import BlobStore
-from moerl.records.remote_blobs import ClusterBlobs, RangeServer
+from moerl.records.range_server import RangeServer
+from moerl.records.remote_blobs import ClusterBlobs
 from moerl.run_dir import RunDir
 
 STRANGER = 4_294_967  # has no account here

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moerl.weight_sync.transports.token_server import ServerAddress
 
 from moerl import cli
 from moerl.config import load_config, save_config
@@ -15,6 +14,7 @@ from moerl.config.load import load_saved
 from moerl.config.schema import Config, EngineConfig
 from moerl.config.secret_values import HIDDEN, hide_override, hide_value, refuse_hidden
 from moerl.data.tasks import load_tokenizer
+from moerl.distributed.token_server import ServerAddress
 from moerl.engine.host import EngineContext
 from moerl.engine.server_args import server_args
 from moerl.errors import ConfigError
