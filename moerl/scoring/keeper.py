@@ -64,9 +64,7 @@ def keep(spec: Spec, argv: list[str]) -> int:
     forward = _Forward(spec["output_bytes"])
     status = _watch(child, spec["control"], wake, printed, forward)
     end_descendants()
-    if spec["cgroup"]:
-        with suppress(OSError):
-            os.rmdir(spec["cgroup"])
+    _remove_cgroup(spec["cgroup"])
     forward.rest(printed)
     if status is None:
         return SIGNALLED + signal.SIGKILL
@@ -190,6 +188,19 @@ def _watch(child: int, control: int, wake: int, printed: int, forward: Reader) -
                 return None
         if control in ready:
             return None
+
+
+def _remove_cgroup(folder: str) -> None:
+    """The kernel may take a moment to let the last process go."""
+    for _ in range(100):
+        try:
+            if folder:
+                os.rmdir(folder)
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.01)
 
 
 class _Forward:
