@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
@@ -33,6 +32,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
+from moerl.distributed.object_collectives import all_gather_values, broadcast_value
 from moerl.errors import TrainerError
 from moerl.id_sets import IdSet, Ranges, ranges
 from moerl.run_dir import RunDir, read_manifest
@@ -100,19 +100,16 @@ def _damage(path: Path, parallel: Parallel) -> str:
     names = sorted(read_manifest(path).get("files", {}))
     if not names:
         log.warning("%s was written without digests: its files are not checked", path)
-    found = [""] * parallel.world_size
     own = damage(path, names[parallel.rank :: parallel.world_size])
-    dist.all_gather_object(found, own, group=parallel.control)
-    return next(filter(None, found), "")
+    return next(filter(None, all_gather_values(own, str, parallel.control)), "")
 
 
 def _one_before(run: RunDir, path: Path, cause: str, parallel: Parallel) -> Path:
-    holder = [""]
+    before = ""
     if parallel.is_first:
         set_aside(path, cause)
-        holder = [str(newest_checkpoint(run))]
-    dist.broadcast_object_list(holder, src=0, group=parallel.control)
-    return Path(holder[0])
+        before = str(newest_checkpoint(run))
+    return Path(broadcast_value(before, str, parallel.control))
 
 
 def load(
