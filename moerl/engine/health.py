@@ -137,17 +137,22 @@ class Pulse:
         self._question: asyncio.Future[object] | None = None
         self._looked = clock()
         self._silent_s = 0.0  # since the last sign of life
+        self._answers = 0  # of other work, at the last look
 
-    def look(self, *, busy: bool) -> str | None:
-        """A sentence when the server hangs.  busy: it has other work that has its own deadline."""
+    def look(self, *, busy: bool, answers: int = 0) -> str | None:
+        """A sentence when the server hangs.
+
+        busy: it has work with a deadline of its own, which is no sign of life: work that is tried
+        again and again would hide a server that hangs.  answers: how often such work was answered.
+        """
         now = self._clock()
         self._silent_s += min(now - self._looked, self._LONGEST_LOOK_S)
         self._looked = now
-        if self._was_answered() or busy:
-            self._silent_s = 0.0
+        if self._was_answered() or answers != self._answers:
+            self._silent_s, self._answers = 0.0, answers
         if self._question is None and self._silent_s >= self._limit_s / self._QUESTIONS:
             self._question = asyncio.ensure_future(self._ask())
-        if self._silent_s < self._limit_s:
+        if busy or self._silent_s < self._limit_s:
             return None
         return f"the server hangs: it answered nothing for {self._silent_s:.0f} s"
 

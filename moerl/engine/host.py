@@ -410,10 +410,13 @@ class EngineHost:
 
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer, client: EngineClient) -> None:
-        pulse = Pulse(client.pulse, self.config.answer_timeout_s)
+        pulse, updates = Pulse(client.pulse, self.config.answer_timeout_s), self._updates
+        cause: str | None = None
         try:
-            while (cause := server.death() or pulse.look(busy=self._updates.committing)) is None:
+            while cause is None:
                 await asyncio.sleep(WATCH_S)
+                hangs = pulse.look(busy=updates.committing, answers=updates.answered)
+                cause = server.death() or hangs
         finally:
             pulse.close()
         self._health.close(f"{cause}\n{server.log_tail()}")

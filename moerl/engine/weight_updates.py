@@ -58,6 +58,7 @@ class Updates:
         self.served = [self.version]  # versions that a request may meet, ascending
         self.aborted = 0  # requests that the current update has interrupted
         self.committing = False  # the scheduler copies weights and answers nothing
+        self.answered = 0  # commits that the server answered, in any way
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
 
@@ -158,7 +159,9 @@ class Updates:
                 self.committing = True
                 copying = client.commit(str(message.version), mode)
                 done = await self._health.guard(copying, self._health.ended)
+                self.answered += 1
         except (EngineError, TimeoutError) as error:
+            self.answered += not isinstance(error, TimeoutError)
             if UNCHANGED in str(error):
                 self.served.pop()
                 if was_admitting:

@@ -54,7 +54,7 @@ def victim(run: Run, what: str) -> int:
 
 def test_what_hangs_of_an_engine_is_started_again(tmp_path: Path) -> None:
     """Its server, the scheduler below it, its host: one after the other, and all steps are made."""
-    limits = ("engine.answer_timeout_s=20", "supervision.answer_timeout_s=25")
+    limits = ("engine.answer_timeout_s=20", "supervision.answer_timeout_s=25", "sync.timeout_s=40")
     run = start(tmp_path, "quickstart", *SETTINGS, *limits, "run.steps=60", name="x")
     try:
         for number, what in enumerate(("server", "scheduler", "host"), 1):

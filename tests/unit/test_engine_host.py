@@ -353,7 +353,7 @@ class Asked:
         self.answers = asyncio.get_running_loop().create_future()
         await self.answers
 
-    async def pass_time(self, pulse: gate_module.Pulse, seconds: int, **look: bool) -> str | None:
+    async def pass_time(self, pulse: gate_module.Pulse, seconds: int, **look: Any) -> str | None:
         for _ in range(seconds):
             self.clock += 1.0
             await asyncio.sleep(0)
@@ -375,8 +375,10 @@ def test_the_deadline_of_a_server_counts_its_silence_only(how: str) -> None:
             assert cause == "the server hangs: it answered nothing for 120 s"
         elif how == "busy":  # a commit has a deadline of its own
             assert await server.pass_time(pulse, 200, busy=True) is None
-            assert await server.pass_time(pulse, 100) is None
-            assert await server.pass_time(pulse, 30)
+            assert await server.pass_time(pulse, 100, busy=False, answers=1) is None
+            assert await server.pass_time(pulse, 200, busy=True, answers=1) is None
+            # it was tried again and not answered: no sign of life
+            assert await server.pass_time(pulse, 1, busy=False, answers=1)
         elif how == "suspended":  # this process was
             server.clock += 600.0
             assert await server.pass_time(pulse, 60) is None
