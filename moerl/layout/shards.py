@@ -33,7 +33,7 @@ from moerl.layout.tiles import Box, Local, Named, Tile, full_box
 LayerSpec = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
 
-MEGATRON_VERSION = "0.16.1"
+MEGATRON_VERSION = "0.19.2"
 """The release whose names are used where none is installed."""
 
 SGLANG_VOCAB_MULTIPLE = 64

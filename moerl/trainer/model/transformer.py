@@ -277,7 +277,8 @@ def _cpu_fields() -> dict[str, Any]:
         "moe_permute_fusion",
         "moe_router_fusion",
     )
-    return {"use_cpu_initialization": True} | dict.fromkeys(fused, False)
+    own: dict[str, Any] = {"use_cpu_initialization": True, "transformer_impl": "local"}
+    return own | dict.fromkeys(fused, False)
 
 
 def _defaults(platform: Platform) -> dict[str, Any]:
