@@ -236,7 +236,8 @@ def _name_groups_by(saved: Any, optimizer: MegatronOptimizer) -> None:
     """
     live = {_kind(group): group for group in optimizer.param_groups}
     for group in _saved_groups(saved):
-        group |= {key: live[_kind(group)].get(key) for key in _MAY_CHANGE}
+        configured = live[_kind(group)]
+        group |= {key: configured[key] for key in _MAY_CHANGE if key in configured}
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:

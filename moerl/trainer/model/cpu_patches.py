@@ -1,6 +1,6 @@
 """Changes that an unmodified megatron-core needs without CUDA: one table, run by `apply`.
 
-megatron-core 0.16.1 assumes CUDA in about ten places.  Each row of `PATCHES` replaces the symbols
+megatron-core 0.19.2 assumes CUDA in about ten places.  Each row of `PATCHES` replaces the symbols
 that it names, in torch or in megatron-core, before the rest of megatron is imported.
 patches/megatron/README.md has an entry per row: its test, and when it can be removed;
 tests/unit/test_patches.py compares that page with this table and with what the rows replace.

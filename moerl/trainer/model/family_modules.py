@@ -1,4 +1,4 @@
-"""Modules some model families need and megatron-core 0.16.1 lacks, put into its layer specs.
+"""Modules some model families need and megatron-core 0.19.2 lacks, put into its layer specs.
 
 OLMoE normalises queries and keys over all heads at once; megatron-core builds one norm of head
 size.  gpt-oss gives each head a learned logit that takes attention (a sink) and slides a window on
