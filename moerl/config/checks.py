@@ -252,13 +252,6 @@ def _check_ref_models(config: Config) -> None:
 
 def _check_parallel(field: str, p: ParallelConfig) -> None:
     check_mesh(p, field)
-    if p.tp > 1 and p.ep == 1 and p.etp == 1:
-        raise ConfigError(
-            f"{field}.etp",
-            p.etp,
-            f"tp {p.tp} with ep 1 and etp 1 trains silently wrong in megatron-core 0.16.1; "
-            f"use etp {p.tp} or ep > 1",
-        )
     if p.etp not in (1, p.tp):
         raise ConfigError(f"{field}.etp", p.etp, f"use 1 or tp = {p.tp}")
 

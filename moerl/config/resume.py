@@ -2,7 +2,7 @@
 
 The facts are in the checkpoint's manifest, so a resume that cannot work is refused before any
 process is started.  Tensors are saved in global coordinates and fit every layout; optimizers of
-megatron-core 0.16.1 do not: with expert parallelism they are a chain of two, without it one.
+megatron-core 0.19.2 do not: with expert parallelism they are a chain of two, without it one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A `Part` is a group of tensors that come together (attention, experts, ...) with both frameworks'
 rules; a `Family` says which parts its layers have.  Sizes in the shape tables are attributes of
 ModelSpec.  Names under a layer are relative to it.
-Read at megatron-core 0.16.1 (local and Transformer Engine layer specs), sglang 0.5.23 (srt/models),
+Read at megatron-core 0.19.2 (local and Transformer Engine layer specs), sglang 0.5.23 (srt/models),
 transformers 5.19.0.
 Round trips do not find a wrong table (a k/v swap passes them all): each family needs an outside
 oracle, see docs/layout.md.

@@ -6,7 +6,6 @@ compute the tiles of every other one and all arrive at the same plan.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,9 +32,6 @@ from moerl.layout.tiles import Box, Local, Named, Tile, full_box
 LayerSpec = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
 
-MEGATRON_VERSION = "0.16.1"
-"""The release whose names are used where none is installed."""
-
 SGLANG_VOCAB_MULTIPLE = 64
 SGLANG_SHARES_HEAD = ("deepseek_v2", "deepseek_v3", "qwen3", "llama")
 """Families whose SGLang class uses the embedding as a tied head; others allocate a second one."""
@@ -57,7 +53,7 @@ class Coords:
 def coords_of(layout: ParallelConfig, rank: int) -> Coords:
     """Megatron-core's order "tp-cp-ep-dp-pp": tp fastest, pp slowest; experts have their grid.
 
-    Source: megatron/core/parallel_state.py, initialize_model_parallel (0.16.1).
+    Source: megatron/core/parallel_state.py, initialize_model_parallel (0.19.2).
     """
     if not 0 <= rank < layout.world_size:
         raise LayoutError(f"rank {rank} is not in 0..{layout.world_size - 1}")
@@ -94,7 +90,7 @@ def check_parallel(spec: ModelSpec, layout: ParallelConfig) -> None:
 def chunk_layers(num_layers: int, layout: ParallelConfig, stage: int, chunk: int) -> range:
     """Global numbers of the layers in one model chunk of a pipeline stage.
 
-    Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset (0.16.1).
+    Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset (0.19.2).
     """
     per_chunk = [num // layout.vpp for num in stage_layers(num_layers, layout)]
     start = chunk * sum(per_chunk) + sum(per_chunk[:stage])
@@ -218,18 +214,15 @@ def megatron_tiles(
     layout: ParallelConfig,
     rank: int,
     layer_spec: LayerSpec = "local",
-    version: str = "",
 ) -> Named:
     """Tensors of one trainer rank, named as `GPTModel.named_parameters()` names them there.
 
     Layers and experts are counted from 0 on each rank; with vpp > 1 the names of model chunk c
     start with `chunk{c}.`.  Buffers that are weights (expert bias) are included.
-    version: of megatron-core, the installed one where not given; it decides the name of the layer
-    inside a prediction layer.
     Raises ConfigError when sizes do not divide.
     """
     named: Named = {}
-    for prefix, place in megatron_places(spec, layout, rank, layer_spec, version):
+    for prefix, place in megatron_places(spec, layout, rank, layer_spec):
         tensors = expand(spec, _hf_shapes(spec), place)
         named |= {prefix + name: local for name, local in tensors.items()}
     return named
@@ -240,7 +233,6 @@ def megatron_places(
     layout: ParallelConfig,
     rank: int,
     layer_spec: LayerSpec = "local",
-    version: str = "",
 ) -> Iterator[tuple[str, Place]]:
     """(prefix of local names, place) of each model chunk of a trainer rank; see megatron_tiles."""
     check_parallel(spec, layout)
@@ -249,7 +241,7 @@ def megatron_places(
     where = coords_of(layout, rank)
     for chunk in range(layout.vpp):
         place = Place(
-            *_megatron_chunk(spec, layout, where.pp, chunk, version),
+            *_megatron_chunk(spec, layout, where.pp, chunk),
             tp=Shard(where.tp, layout.tp),
             etp=Shard(where.etp, layout.etp),
             ep=Shard(where.ep, layout.ep),
@@ -262,7 +254,7 @@ def megatron_places(
 
 
 def _megatron_chunk(
-    spec: ModelSpec, layout: ParallelConfig, stage: int, chunk: int, version: str
+    spec: ModelSpec, layout: ParallelConfig, stage: int, chunk: int
 ) -> tuple[tuple[Rule, ...], tuple[Layer, ...], tuple[Rule, ...]]:
     """Rules before, in and after the layers of one model chunk."""
     is_first = stage == 0 and chunk == 0
@@ -273,34 +265,18 @@ def _megatron_chunk(
         for index, number in enumerate(numbers)
     ]
     if is_last:
-        layers += _megatron_mtp(spec, version)
+        layers += _megatron_mtp(spec)
     # prediction layers embed the next token, so their stage has the embedding as well
     embeds = is_first or (is_last and spec.mtp_layers)
     last = _untie(LAST.megatron, spec, shared=is_first) if is_last else ()
     return FIRST.megatron if embeds else (), tuple(layers), last
 
 
-def _megatron_mtp(spec: ModelSpec, version: str) -> Iterator[Layer]:
-    is_old = version_tuple(version or megatron_version()) < (0, 17)
-    body = "transformer_layer." if is_old else "mtp_model_layer."
+def _megatron_mtp(spec: ModelSpec) -> Iterator[Layer]:
     for i in range(spec.mtp_layers):
         prefix, number = MTP_PREFIX.format(i=i), spec.layers + i
         yield Layer(number, prefix, MTP.megatron)
-        yield Layer(number, prefix + body, _megatron_rules(spec, number))
-
-
-def megatron_version() -> str:
-    """The installed megatron-core; an engine's node may have none."""
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return MEGATRON_VERSION
-
-
-def version_tuple(version: str) -> tuple[int, int]:
-    """(major, minor) of a release such as 0.16.1 or 0.17.0rc1."""
-    major, minor, *_ = version.split(".")
-    return int(major), int(minor)
+        yield Layer(number, prefix + "mtp_model_layer.", _megatron_rules(spec, number))
 
 
 def _megatron_rules(spec: ModelSpec, number: int) -> tuple[Rule, ...]:

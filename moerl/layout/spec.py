@@ -150,7 +150,7 @@ def model_spec(config: Config) -> ModelSpec:
 def padded_vocab(spec: ModelSpec, tp: int, divisible_by: int = 128) -> int:
     """Vocabulary rows Megatron allocates: the next multiple of divisible_by * tp.
 
-    Source: megatron/core/tokenizers/utils/build_tokenizer.py (0.16.1).
+    Source: megatron/core/tokenizers/utils/build_tokenizer.py (0.19.2).
     """
     multiple = divisible_by * tp
     return -(-spec.vocab_size // multiple) * multiple

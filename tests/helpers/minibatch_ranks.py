@@ -17,10 +17,7 @@ from moerl.trainer.model import platform
 PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
 
 from moerl.config.schema import (  # noqa: E402
     AlgorithmConfig,
@@ -193,21 +190,22 @@ def router_losses(bench: Bench) -> dict[str, Any]:
         )
         ours = learner.router_losses
         assert ours is not None
-        # Its losses are weighted, z by the rows of a microbatch and balance by its positions, for a
-        # division by all tokens that plain sums never do.
+        # Its losses are weighted by the tokens of a microbatch and the size of the group that
+        # shares it, for a division by all tokens that plain sums never do.
         if not own:
             for layer in learner.model.gpt.decoder.layers:
                 router = layer.mlp.router
                 del router.apply_z_loss, router._apply_seq_aux_loss
-                router.config.moe_z_loss_coeff = z / tokens
-                router.config.moe_aux_loss_coeff = balance * rows / tokens
-            clear_aux_losses_tracker()
+                shared = tokens * router.tp_cp_group.size()
+                router.config.moe_z_loss_coeff = z / shared
+                router.config.moe_aux_loss_coeff = balance / shared
+            get_moe_metrics_tracker().clear()
         learner.gradients(plan)
         grads = {name: t.main_grad.clone() for name, t in learner.model.tensors.items()}
         if own:
             return grads, dict(ours.values)
-        seen = get_moe_layer_wise_logging_tracker()
-        mean = {name: float(seen[name]["values"].sum()) / plan.num_microbatches for name in seen}
+        seen = get_moe_metrics_tracker().metrics
+        mean = {name: float(one.values.sum()) / plan.num_microbatches for name, one in seen.items()}
         theirs = {
             "router_z": z * mean["z_loss"],
             "router_balance": balance * mean["seq_load_balancing_loss"],

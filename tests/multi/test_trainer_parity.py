@@ -19,6 +19,7 @@ LAYOUTS = {
     "dp2": ["--dp", "2"],
     "ep2": ["--dp", "2", "--ep", "2"],
     "tp2-etp2": ["--tp", "2", "--etp", "2"],
+    "tp2-etp1": ["--tp", "2"],
     "tp2-ep2": ["--tp", "2", "--ep", "2"],
     "ep2-distributed-optimizer": ["--dp", "2", "--ep", "2", "--distributed-optimizer"],
 }

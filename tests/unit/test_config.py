@@ -112,14 +112,14 @@ def test_named_rewards_and_environments_are_those_that_exist() -> None:
     assert set(_ENVIRONMENTS) == set(environments.NAMED)
 
 
-def test_tp_without_expert_cut_is_refused() -> None:
-    with pytest.raises(ConfigError, match="silently wrong"):
-        check(
-            load_config(
-                "quickstart",
-                ["trainer.parallel.tp=2", "trainer.parallel.ep=1", "trainer.parallel.etp=1"],
-            )
-        )
+def test_experts_are_whole_or_cut_as_the_rest() -> None:
+    for etp, ep in ((1, 1), (2, 1), (1, 2)):
+        sizes = [
+            f"trainer.parallel.{name}={n}" for name, n in (("tp", 2), ("etp", etp), ("ep", ep))
+        ]
+        check(load_config("quickstart", sizes))
+    with pytest.raises(ConfigError, match="use 1 or tp = 4"):
+        check(load_config("quickstart", ["trainer.parallel.tp=4", "trainer.parallel.etp=2"]))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,10 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    MegatronOptimizer,
+    param_group_identifier_keys,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -45,6 +48,7 @@ from moerl.types import PolicyVersion
 log = logging.getLogger(__name__)
 
 _PREFIX = "critic."
+_MAY_CHANGE = ("max_lr", "min_lr", "start_wd", "end_wd")  # of a parameter group, over a resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +171,9 @@ def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) 
         if reset_optimizer:
             optimizer.reload_model_params()
         else:
-            configured = _settings(optimizer)
-            optimizer.load_state_dict(state[role + "optimizer"])
+            configured, saved = _settings(optimizer), state[role + "optimizer"]
+            _name_groups_by(saved, optimizer)
+            optimizer.load_state_dict(saved)
             _unshare_adam_steps(optimizer)
             for group, own in zip(optimizer.param_groups, configured, strict=True):
                 group |= own
@@ -261,6 +266,31 @@ def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
         {name: group[name] for name in ("max_lr", "min_lr", "betas", "eps")}
         for group in optimizer.param_groups
     ]
+
+
+def _name_groups_by(saved: Any, optimizer: MegatronOptimizer) -> None:
+    """Give saved parameter groups the configured rates and decays, in place.
+
+    megatron-core finds the saved group of a live one by these values too
+    (`param_group_identifier_keys`), and a resume may change them.  What sets groups of moerl apart
+    is left: multipliers, and whether a group holds experts.
+    """
+    live = {_kind(group): group for group in optimizer.param_groups}
+    for group in _saved_groups(saved):
+        configured = live[_kind(group)]
+        group |= {key: configured[key] for key in _MAY_CHANGE if key in configured}
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in param_group_identifier_keys if key not in _MAY_CHANGE)
+
+
+def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
+    """Parameter groups of an optimizer's state: chained or one, distributed or not."""
+    if isinstance(saved, dict):
+        yield from saved.get("param_groups", ())
+        for part in saved.values():
+            yield from _saved_groups(part)
 
 
 def _unshare_adam_steps(optimizer: MegatronOptimizer) -> None:

@@ -1,6 +1,6 @@
 """Changes that an unmodified megatron-core needs without CUDA: one table, run by `apply`.
 
-megatron-core 0.16.1 assumes CUDA in about ten places.  Each row of `PATCHES` replaces the symbols
+megatron-core 0.19.2 assumes CUDA in about ten places.  Each row of `PATCHES` replaces the symbols
 that it names, in torch or in megatron-core, before the rest of megatron is imported.
 patches/megatron/README.md has an entry per row: its test, and when it can be removed;
 tests/unit/test_patches.py compares that page with this table and with what the rows replace.
@@ -165,20 +165,6 @@ def _patch_tensor_type() -> None:
     setattr(torch.Tensor, "type", type_)  # noqa: B010
 
 
-def _patch_router_gemm() -> None:
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def _patch_latent_attention() -> None:
-    import megatron.core.transformer.multi_latent_attention as latent_attention
-
-    if not isinstance(latent_attention.TELinear, type):  # a mock without Transformer Engine
-        latent_attention.HAVE_TE = False
-
-
 def _patch_split_sizes() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
@@ -253,7 +239,7 @@ def _patch_local_spec() -> None:
 
     from moerl.trainer.model.local_modules import CausalAttention, RMSNorm
 
-    backends.LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: RMSNorm
+    backends.LocalSpecProvider.layer_norm = lambda self, *_args, **_kwargs: RMSNorm
     backends.LocalSpecProvider.core_attention = lambda self: CausalAttention
     gpt_layer_specs.LNImpl = RMSNorm
 
@@ -308,16 +294,6 @@ PATCHES = (
         _patch_tensor_type,
         "the optimizers require that Tensor.type() says torch.cuda.*; only megatron sees that",
         ("torch.Tensor.type",),
-    ),
-    Patch(
-        _patch_router_gemm,
-        "the router reads a name that is bound only when Transformer Engine is installed",
-        ("megatron.core.transformer.moe.moe_utils.te_general_gemm",),
-    ),
-    Patch(
-        _patch_latent_attention,
-        "latent attention sets HAVE_TE when only the wrappers of Transformer Engine are there",
-        ("megatron.core.transformer.multi_latent_attention.HAVE_TE",),
     ),
     Patch(
         _patch_split_sizes,

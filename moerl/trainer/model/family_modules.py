@@ -1,4 +1,4 @@
-"""Modules some model families need and megatron-core 0.16.1 lacks, put into its layer specs.
+"""Modules some model families need and megatron-core 0.19.2 lacks, put into its layer specs.
 
 OLMoE normalises queries and keys over all heads at once; megatron-core builds one norm of head
 size.  gpt-oss gives each head a learned logit that takes attention (a sink) and slides a window on
@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -92,13 +98,37 @@ class SinkAttention(DotProductAttention):  # type: ignore[misc]  # untyped
         setattr(self.softmax_offset, "tensor_model_parallel", True)  # noqa: B010
 
 
+class UncompressedQueryAttention(MLASelfAttention):  # type: ignore[misc]  # untyped
+    """Latent attention of a model that does not compress its queries.
+
+    Such a model has no norm of queries.  megatron-core 0.19 asks for a norm of keys and queries by
+    one flag (`mla_qk_norm_config.py`) and fuses one before the query projection: without
+    Transformer Engine that is an error, with it a second norm that the checkpoint does not have.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        classes: dict[str, Any] = _PlainQuery(self.config, submodules).resolve()
+        return classes
+
+
+class _PlainQuery(QKNormConfigResolver):  # type: ignore[misc]  # untyped
+    def _mla_fused_linear_or_default(self, module: Any, name: str) -> Any:
+        if name == "linear_q_proj":
+            return self._non_fused_or_default(module, name)
+        return super()._mla_fused_linear_or_default(module, name)
+
+
 def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
     """Put a family's own modules into a layer spec, in place."""
     attention = layer.submodules.self_attention.submodules
     if spec.qk_norm_all_heads:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if spec.kv_lora and not spec.q_lora:
+        layer.submodules.self_attention.module = UncompressedQueryAttention
+        attention.q_layernorm = IdentityOp  # one that is not used is refused
     if spec.kv_lora and on_cpu:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     if spec.sinks and on_cpu:
         attention.core_attention = SinkAttention
-        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowLinear
+        experts = layer.submodules.mlp.keywords["submodules"].experts
+        experts.keywords["submodules"].linear_fc2 = ExpertRowLinear

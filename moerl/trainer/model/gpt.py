@@ -169,7 +169,7 @@ def live_tensors(gpt: torch.nn.Module) -> dict[str, torch.Tensor]:
 def check_family(
     spec: ModelSpec, sizes: ParallelConfig, packing: bool = False, *, on_cpu: bool = False
 ) -> None:
-    """Raises ConfigError naming what megatron-core 0.16.1 lacks for this model.
+    """Raises ConfigError naming what megatron-core 0.19.2 lacks for this model.
 
     Conversion does not need megatron-core: the layout tables cover all of these models.
     """

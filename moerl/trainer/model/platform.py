@@ -1,12 +1,12 @@
 """The trainer's platform: CUDA with Transformer Engine, or unmodified megatron-core on the CPU.
 
-megatron-core 0.16.1 assumes CUDA in about ten places.  On a machine without CUDA `prepare` replaces
+megatron-core 0.19.2 assumes CUDA in about ten places.  On a machine without CUDA `prepare` replaces
 exactly those places, before megatron is imported (`cpu_patches`); on CUDA it changes nothing, so
 the same program runs on both.  Two modules complete the local (non Transformer Engine) layer spec:
 an RMSNorm that may be sequence parallel (which MoE with tensor parallelism requires) and a causal
 attention.
 
-The patches are those for the 0.16.1 wheel, so other versions are refused unless allowed explicitly.
+The patches are those for the 0.19.2 wheel, so other versions are refused unless allowed explicitly.
 Rejected: a fork of megatron-core, `if cpu` at our own calls (the assumptions are inside megatron).
 """
 
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from moerl.errors import ConfigError, ModelError
-from moerl.layout.shards import MEGATRON_VERSION
 from moerl.trainer.model import cpu_patches
+
+MEGATRON_VERSION = "0.19.2"  # also in requirements/cpu.lock and pyproject.toml
 
 
 @dataclass(frozen=True, slots=True)

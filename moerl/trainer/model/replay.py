@@ -10,7 +10,7 @@ vanishes) and a wrong k, and ties a recomputed layer to a microbatch by the orde
 replays another microbatch's routes under 1F1B.  This module keeps that one interface and replaces
 the rest: routers are mapped by global layer number, rows are keyed by (microbatch, model chunk,
 layer), every row is checked, and anything but one use per pass is an error.  Source of the
-interface: megatron-core 0.16.1 `transformer/moe/router_replay.py`.
+interface: megatron-core 0.19.2 `transformer/moe/router_replay.py`.
 
 Which microbatch does a router call serve?
     forward    the one whose `forward(...)` context is open.

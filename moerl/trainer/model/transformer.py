@@ -66,7 +66,7 @@ def equal_shapes(trainer: TrainerConfig) -> bool:
 
     The allgather dispatcher gathers equal shares.  Stages that pass chunks round in both directions
     exchange shapes without their direction, so two stages confuse them
-    (megatron-core 0.16.1, p2p_communication.py `_communicate_shapes`).
+    (megatron-core 0.19.2, p2p_communication.py `_communicate_shapes`).
     """
     return trainer.dispatcher == "allgather" or trainer.parallel.vpp > 1
 
@@ -226,7 +226,7 @@ def _gpt_oss_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def set_yarn(config: TransformerConfig, spec: ModelSpec) -> None:
-    """GPTModel reads these by name from a config that does not declare them (0.16.1)."""
+    """GPTModel reads these by name from a config that does not declare them (0.19.2)."""
     assert spec.yarn is not None, "the caller checks that there is one"
     for name, value in {
         "rotary_scaling_factor": spec.yarn.factor,
@@ -277,7 +277,8 @@ def _cpu_fields() -> dict[str, Any]:
         "moe_permute_fusion",
         "moe_router_fusion",
     )
-    return {"use_cpu_initialization": True} | dict.fromkeys(fused, False)
+    own: dict[str, Any] = {"use_cpu_initialization": True, "transformer_impl": "local"}
+    return own | dict.fromkeys(fused, False)
 
 
 def _defaults(platform: Platform) -> dict[str, Any]:

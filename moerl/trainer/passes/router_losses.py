@@ -6,7 +6,7 @@
 
 of each MoE layer, over the T fed-in tokens and R rollouts (of t tokens) of an optimizer step,
 padding excluded.  c_i counts the tokens whose REPLAYED choice names expert i, as computed;
-megatron-core 0.16.1 counts a live top-k instead, without expert bias and groups.  p_i are the live
+megatron-core 0.19.2 counts a live top-k instead, without expert bias and groups.  p_i are the live
 probabilities over all experts (sigmoid scores normalised), so the gradient reaches the router.
 
 The denominators are those of the plan, where megatron-core divides by tokens of a rank and a
