@@ -356,7 +356,7 @@ class Endpoints:
 @contextlib.contextmanager
 def state_lock(run: RunDir) -> Iterator[None]:
     """Protects state.json, and what only the newest trainer may do, also between nodes."""
-    with (run.root / ".state.lock").open("a") as lock:
+    with (run.root / ".state.lock").open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

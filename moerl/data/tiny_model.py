@@ -54,7 +54,7 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
         _write_json(temporary / "config.json", config)
         _write_json(temporary / "tokenizer_config.json", _tokenizer_config())
         tokenizer.save(str(temporary / "tokenizer.json"))
-        (temporary / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+        (temporary / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
         weights = dict(_weights(config, seed))
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
@@ -64,7 +64,7 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _tokenizer() -> Tokenizer:

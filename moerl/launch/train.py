@@ -70,7 +70,7 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
 
 def _end_at_once(run: RunDir, err: IO[str]) -> None:
     """A signal came and the main thread hangs.  Called in another thread."""
-    with (run.logs / "root.log").open("a") as file:
+    with (run.logs / "root.log").open("a", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     _close_endpoints(run)
     end_descendants(grace_s=_GRACE_S)

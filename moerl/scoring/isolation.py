@@ -221,7 +221,7 @@ def fresh_uid() -> int:
 
 
 def _is_mapped(number: int, kind: str) -> bool:
-    lines = Path(f"/proc/self/{kind}_map").read_text().splitlines()
+    lines = Path(f"/proc/self/{kind}_map").read_text(encoding="utf-8").splitlines()
     rows = [tuple(map(int, line.split())) for line in lines]
     return any(first <= number < first + length for first, _, length in rows)
 

@@ -158,7 +158,7 @@ def _start(argv: list[str], prints: int, cgroup: str) -> int:
         return child
     try:
         if cgroup:
-            Path(cgroup, "cgroup.procs").write_text(str(os.getpid()))
+            Path(cgroup, "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
         os.dup2(prints, 2)
         for signum in (*_ENDINGS, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
@@ -245,7 +245,9 @@ def _living() -> Iterator[tuple[int, int]]:
     """(pid, parent) of every process that is not dead."""
     for pid in _pids():
         with suppress(OSError):
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = (
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+            )
             if state not in "ZX":
                 yield pid, int(parent)
 

@@ -24,8 +24,10 @@ class PidsCgroup:
         deadline = time.monotonic() + 5.0
         while self.folder.exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                (self.folder / "pids.max").write_text("0")  # nothing can be started any more
-                for pid in (self.folder / "cgroup.procs").read_text().split():
+                (self.folder / "pids.max").write_text(
+                    "0", encoding="utf-8"
+                )  # nothing can be started any more
+                for pid in (self.folder / "cgroup.procs").read_text(encoding="utf-8").split():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
                 self.folder.rmdir()
@@ -48,7 +50,7 @@ def make_cgroup(parent: Path, processes: int) -> PidsCgroup:
     folder = parent / f"moerl-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
-        (folder / "pids.max").write_text(str(processes))
+        (folder / "pids.max").write_text(str(processes), encoding="utf-8")
     except OSError:
         folder.rmdir()
         raise
@@ -59,7 +61,7 @@ def _own_folders() -> list[Path]:
     """Folders of this process's cgroups with the pids controller: version 1 and version 2."""
     found = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if "pids" in controllers.split(","):
                 found.append(_ROOT / "pids" / path.lstrip("/"))

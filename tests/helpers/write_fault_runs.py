@@ -112,6 +112,7 @@ class SealingEngine(StubEngine):
 class Progress:
     step: int = 0
     consumed: list[int] = field(default_factory=list)
+    begins: list[tuple[int, int]] = field(default_factory=list)  # versions of earlier starts
 
 
 class StubTrainer:
@@ -128,6 +129,7 @@ class StubTrainer:
                 break
             set_aside(newest, cause)
             newest = newest_checkpoint(run)
+        self.progress.begins.append((incarnation, self.progress.step))
 
     @property
     def version(self) -> PolicyVersion:
@@ -135,7 +137,8 @@ class StubTrainer:
 
     async def train(self, controller: Controller) -> None:
         consumed = IdSet(ids=self.progress.consumed).parts
-        assert await controller.handle(Hello("t", 1, 1, self.version, consumed)) == Ok()
+        begins = tuple(PolicyVersion(*start) for start in self.progress.begins)
+        assert await controller.handle(Hello(1, 1, self.version, consumed, begins)) == Ok()
         if self.version != PolicyVersion(0, 0):
             await publish(controller, self.version)
         while self.progress.step < STEPS:

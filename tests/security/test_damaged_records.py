@@ -47,7 +47,7 @@ class ReadingTrainer:
 
     async def start(self) -> None:
         begins = tuple(PolicyVersion(i, 0) for i in range(self.version.incarnation))
-        message = Hello("t", 1, 1, self.version, ranges(self.trained), (*begins, self.version))
+        message = Hello(1, 1, self.version, ranges(self.trained), (*begins, self.version))
         await self.controller.handle(message)
         if self.version != START:
             await publish(self.controller, self.version)

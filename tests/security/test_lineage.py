@@ -56,7 +56,7 @@ def test_there_and_back(
 
         async def work() -> None:
             assert {group.group_id for group in context.buffer.ready()} == {300, 301, 302, 303}
-            said = Hello("t", 1, 1, BEGINS[-1], ((0, 200),), begins)
+            said = Hello(1, 1, BEGINS[-1], ((0, 200),), begins)
             assert await controller.handle(said) == Ok()
             assert {group.group_id for group in context.buffer.ready()} == kept
             assert context.step_metrics.refused["lineage"] == refused

@@ -19,7 +19,7 @@ import pytest
 from moerl.controller import write_retry
 from moerl.controller.controller import Controller
 from moerl.errors import BlobError, ProtocolError, RecordError, ScoreError
-from moerl.messages import Hello, TakePlan
+from moerl.messages import TakePlan
 from moerl.records import BlobStore
 from moerl.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 from tests.unit.test_controller import (
@@ -27,6 +27,7 @@ from tests.unit.test_controller import (
     Staggered,
     StubEngine,
     StubScorer,
+    hello,
     make,
     running,
     train,
@@ -248,7 +249,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_cause(tmp_path: Path) -> N
         fill_after_hello(controller)
 
         async def work() -> None:
-            await controller.handle(Hello("t", 1, 1, PolicyVersion(0, 0), ()))
+            await controller.handle(hello(PolicyVersion(0, 0)))
             await controller.handle(TakePlan(0, 0.5, 0))
 
         with pytest.raises(ProtocolError, match=r"no batch of 2.*group .* not be written.*journal"):

@@ -90,10 +90,9 @@ def test_ranks_of_a_run_that_is_over_are_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RunEnded, match="the run has ended"):
         ended(run, start, "sleep", "60")
     assert time.monotonic() - began < 10.0
-    with (run.logs / "torchrun-0.log").open("ab") as log:
-        lease = live_lease(run, lease_s=0.5)
-        with pytest.raises(TrainerError, match="no sign of the run's root process for 1 s"):
-            _torchrun(["sleep", "60"], dict(os.environ), log, run, start, lease)
+    log, lease = run.logs / "torchrun-0.log", live_lease(run, lease_s=0.5)
+    with pytest.raises(TrainerError, match="no sign of the run's root process for 1 s"):
+        _torchrun(["sleep", "60"], dict(os.environ), log, run, start, lease)
     assert run.endpoints.start() == start, "control: nothing else says that it is over"
     trainer_node.end_descendants(0.0)
 
