@@ -103,19 +103,19 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
         if context is None:
             context = _contexts[os.getpid()] = zmq.Context()
             context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-            door = context.socket(zmq.REP)
-            door.bind("inproc://zeromq.zap.01")
-            threading.Thread(target=_admit, args=(door,), name="zap", daemon=True).start()
+            admission = context.socket(zmq.REP)
+            admission.bind("inproc://zeromq.zap.01")
+            threading.Thread(target=_admit, args=(admission,), name="zap", daemon=True).start()
     return context
 
 
-def _admit(door: zmq.Socket[bytes]) -> None:
+def _admit(admission: zmq.Socket[bytes]) -> None:
     """Answer ZAP requests: the domain of a server is the public key of its clients."""
     while True:
-        version, number, domain, _address, _identity, mechanism, *rest = door.recv_multipart()
+        version, number, domain, _address, _identity, mechanism, *rest = admission.recv_multipart()
         key = z85.encode(rest[0]) if mechanism == b"CURVE" and rest else b""
         status = b"200" if hmac.compare_digest(key, domain) else b"400"
-        door.send_multipart([version, number, status, b"", b"", b""])
+        admission.send_multipart([version, number, status, b"", b"", b""])
 
 
 def _server_socket(keys: Keys) -> zmq.Socket[bytes]:

@@ -134,7 +134,7 @@ def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
 
 
 def _kinds(plain: Isolation) -> Iterator[Isolation]:
-    """Ways to bound processes: as another user by root, in a user namespace, in a cgroup too."""
+    """How to bound processes: as another user by root, in a user namespace, in a cgroup too."""
     if os.getuid() == 0 and fresh_uid():
         yield replace(plain, changes_user=True)
     yield plain

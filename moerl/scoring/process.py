@@ -31,7 +31,7 @@ from moerl.data.rewards import make_reward
 from moerl.errors import ScoreError
 from moerl.scoring.enforced import import_paths, isolation_of
 from moerl.scoring.isolation import Box, BoxError, BoxTimeout, Isolation
-from moerl.scoring.worker import Answer, Request, Setup, decode_answer, encode
+from moerl.scoring.worker import WorkerAnswer, WorkerRequest, Setup, decode_answer, encode
 from moerl.types import Episode, Prompt, Score
 
 Kind = Literal["score", "reply"]
@@ -105,7 +105,9 @@ class ProcessScorer:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _score_of(self, answer: Answer, prompt: Prompt, texts: list[str]) -> Score | ScoreError:
+    def _score_of(
+        self, answer: WorkerAnswer, prompt: Prompt, texts: list[str]
+    ) -> Score | ScoreError:
         problem = answer.failure
         if not problem and answer.score is None:
             problem = "gave no score"
@@ -113,11 +115,11 @@ class ProcessScorer:
             return answer.score
         return ScoreError(f"reward {self._name} {problem} for prompt {prompt.index}")
 
-    async def _ask(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[Answer]:
+    async def _ask(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[WorkerAnswer]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._ask_worker, kind, prompt, turns)
 
-    def _ask_worker(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[Answer]:
+    def _ask_worker(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[WorkerAnswer]:
         """Answers of one worker, one response after the other; each has its own timeout."""
         worker = self._workers.get()
         try:
@@ -144,13 +146,15 @@ class WorkerBox:
         self._lock = threading.Lock()  # of `_box` and `_closed`
         self._closed = False
 
-    def ask(self, kind: Kind, prompt: Prompt, texts: list[str]) -> Answer:
+    def ask(self, kind: Kind, prompt: Prompt, texts: list[str]) -> WorkerAnswer:
         """The worker's answer; whatever goes wrong is its failure."""
         serial = next(self._serials)
         try:
-            data = encode(Request(kind, serial, prompt, texts))
+            data = encode(WorkerRequest(kind, serial, prompt, texts))
         except (TypeError, ValueError, OverflowError) as error:
-            return Answer(serial, failure=f"cannot be given what msgpack cannot hold ({error})")
+            return WorkerAnswer(
+                serial, failure=f"cannot be given what msgpack cannot hold ({error})"
+            )
         wait_s = self._timeout_s + (_GRACE_S if self._setup.scratch else 0.0)
         try:
             answer = decode_answer(self._opened().call(data, wait_s))
@@ -166,7 +170,7 @@ class WorkerBox:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             failure = "answered with bytes that are no answer"
         self._end()
-        return Answer(serial, failure=failure)
+        return WorkerAnswer(serial, failure=failure)
 
     def close(self) -> None:
         """End the worker for good."""

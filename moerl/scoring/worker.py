@@ -43,7 +43,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkerRequest:
     """A score of the last response, or the environment's reply to it."""
 
     kind: Literal["score", "reply"]
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerAnswer:
     """A result or a failure, which continues "the reward ..."."""
 
     serial: int
@@ -63,8 +63,8 @@ class Answer:
 
 
 encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_decode_request = msgspec.msgpack.Decoder(WorkerRequest).decode
+decode_answer = msgspec.msgpack.Decoder(WorkerAnswer).decode
 
 
 class Worker:
@@ -91,13 +91,13 @@ class Worker:
                 _empty(Path(self._setup.scratch))
             send(self._connection, data)
 
-    def _here(self, request: Request) -> bytes:
+    def _here(self, request: WorkerRequest) -> bytes:
         spent = int(time.process_time()) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (spent + self._setup.cpu_s, hard))
         return self._evaluated(request)
 
-    def _in_child(self, request: Request) -> bytes:
+    def _in_child(self, request: WorkerRequest) -> bytes:
         """The answer of a forked child; nothing that it can reach leads to another answer."""
         if request.kind == "score":
             prepare_reward(self._setup.task, self._reward, request.prompt)
@@ -108,9 +108,9 @@ class Worker:
         os.close(write)
         with open(read, "rb", buffering=0) as answers:
             data, problem = self._child_answer(answers.fileno(), child)
-        return data or encode(Answer(request.serial, failure=problem))
+        return data or encode(WorkerAnswer(request.serial, failure=problem))
 
-    def _be_child(self, request: Request, write: int) -> None:
+    def _be_child(self, request: WorkerRequest, write: int) -> None:
         try:
             self._connection.close()
             os.setsid()
@@ -139,26 +139,28 @@ class Worker:
                 return b"", f"answered with {_size_of(data)} bytes, {_TOO_LONG}"
         return data[_LENGTH.size :], ""
 
-    def _evaluated(self, request: Request) -> bytes:
+    def _evaluated(self, request: WorkerRequest) -> bytes:
         """An encoded answer; a user's function may raise or return anything."""
         try:
             data = encode(self._evaluate(request))
         except BaseException as error:
-            data = encode(Answer(request.serial, failure=_one_line(error)))
+            data = encode(WorkerAnswer(request.serial, failure=_one_line(error)))
         if len(data) > self._setup.reply_bytes:
             problem = f"answered with {len(data)} bytes, {_TOO_LONG}"
-            data = encode(Answer(request.serial, failure=problem))
+            data = encode(WorkerAnswer(request.serial, failure=problem))
         return data
 
-    def _evaluate(self, request: Request) -> Answer:
+    def _evaluate(self, request: WorkerRequest) -> WorkerAnswer:
         if request.kind == "score":
-            return Answer(request.serial, score=self._reward(request.prompt, request.responses))
+            return WorkerAnswer(
+                request.serial, score=self._reward(request.prompt, request.responses)
+            )
         assert self._environment is not None, "a reply without task.environment"
         text = self._environment(request.prompt, request.responses)
         if not isinstance(text, str):
             wanted = "want text (empty: the episode ends)"
-            return Answer(request.serial, failure=f"returned {type(text).__name__}, {wanted}")
-        return Answer(request.serial, text=text)
+            return WorkerAnswer(request.serial, failure=f"returned {type(text).__name__}, {wanted}")
+        return WorkerAnswer(request.serial, text=text)
 
 
 _TOO_LONG = "more than task.limits.reply_kb allows"
@@ -229,8 +231,8 @@ def main() -> None:
     try:
         worker = Worker(connection, setup)
     except BaseException as error:
-        send(connection, encode(Answer(0, failure=_one_line(error))))
+        send(connection, encode(WorkerAnswer(0, failure=_one_line(error))))
         return
-    send(connection, encode(Answer(0)))
+    send(connection, encode(WorkerAnswer(0)))
     with contextlib.suppress(OSError):  # the scorer has ended
         worker.serve()

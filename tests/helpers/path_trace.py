@@ -40,7 +40,7 @@ TOKENS = {
     "moerl.engine.reply_parser": {"Reply"},
     "moerl.controller.rollout_builder": {"PartialRollout"},
     "moerl.data.packing": {"Microbatch"},
-    "moerl.scoring.worker": {"Answer", "Request"},
+    "moerl.scoring.worker": {"WorkerAnswer", "WorkerRequest"},
 }  # fmt: skip
 WEIGHTS = {
     "moerl.layout.tiles": {"Local", "Op", "Tile"},

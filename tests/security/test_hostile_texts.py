@@ -183,7 +183,7 @@ BOXED = {
 LASTING = {
     "replaces the worker's functions": (
         "import moerl.scoring.worker as w\n"
-        "w.Worker._evaluate = lambda self, r: w.Answer(r.serial, w.Score(1.0))"
+        "w.Worker._evaluate = lambda self, r: w.WorkerAnswer(r.serial, w.Score(1.0))"
     ),
     "replaces the reward": (
         "import tests.helpers.hostile_rewards as h\nh.run_text.__code__ = (lambda *_: 1.0).__code__"
@@ -191,8 +191,8 @@ LASTING = {
     "answers for the next text": (
         "import moerl.scoring.worker as w\n"
         "import gc\n"
-        "(now,) = [o.serial for o in gc.get_objects() if isinstance(o, w.Request)]\n"
-        "data = w.encode(w.Answer(now + 1, w.Score(1.0)))\n"
+        "(now,) = [o.serial for o in gc.get_objects() if isinstance(o, w.WorkerRequest)]\n"
+        "data = w.encode(w.WorkerAnswer(now + 1, w.Score(1.0)))\n"
         "for fd in range(3, 64):\n"
         "    try: os.write(fd, w._LENGTH.pack(len(data)) + data)\n"
         "    except OSError: pass"
