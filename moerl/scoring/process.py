@@ -31,7 +31,7 @@ from moerl.data.rewards import make_reward
 from moerl.errors import ScoreError
 from moerl.scoring.enforced import import_paths, isolation_of
 from moerl.scoring.isolation import Box, BoxError, BoxTimeout, Isolation
-from moerl.scoring.worker import WorkerAnswer, WorkerRequest, Setup, decode_answer, encode
+from moerl.scoring.worker import Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
 from moerl.types import Episode, Prompt, Score
 
 Kind = Literal["score", "reply"]
