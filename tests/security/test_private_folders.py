@@ -24,7 +24,7 @@ from moerl.errors import ConfigError
 from moerl.launch import prepare as prepare_module
 from moerl.launch.nodes import engine_node
 from moerl.launch.prepare import outside_folder, prepare
-from moerl.launch.supervision.actors import ControllerActor
+from moerl.observe.metrics import SampleWriter
 from moerl.observe.page import Page, write_html
 from moerl.private_dir import private_dir, private_opener, refuse_planted
 from moerl.records import BlobStore
@@ -198,14 +198,7 @@ def test_what_a_run_writes_is_for_its_user_only(tmp_path: Path) -> None:
         run.endpoints.open("tcp://127.0.0.1:1", "token")
         save_config(load_config("quickstart-smoke", []), run.config)
         write_html(run.report, Page("run", "", ""))
-        actor = SimpleNamespace(
-            _plan=SimpleNamespace(run=run),
-            _alerts=SimpleNamespace(look=lambda _: {}),
-            _metrics=SimpleNamespace(write=lambda *_: {}),
-            _rows=[],
-        )
-        report: Any = SimpleNamespace(metrics={}, step=0, version="0.0", samples=[{"text": "x"}])
-        ControllerActor._on_step(actor, report)  # type: ignore[arg-type]
+        SampleWriter(run.samples).write([{"text": "x"}])
         blobs = BlobStore(tmp_path / "blobs", "local")
         (ref,) = blobs.seal("a", [np.zeros(4, np.uint8)])
         data = blobs.read(ref.uri)
@@ -312,7 +305,8 @@ def test_rays_scratch_of_an_engine_node_cannot_be_prepared(
     monkeypatch.setattr(engine_node.signal, "signal", lambda *_: None)
     monkeypatch.setattr(engine_node, "_LOOK_S", 0.01)
     args = SimpleNamespace(wait_s=0.0, index=None, slots=1, gpus=0, leave_s=0.0)
-    assert engine_node._join(run, args) == 1  # type: ignore[arg-type]
-    assert engine_node._join(run, args) == 1  # type: ignore[arg-type]
+    lease = SimpleNamespace(check=lambda: None)
+    for _ in range(2):
+        assert engine_node._join(run, args, lease) == 1  # type: ignore[arg-type]
     assert used[0] != used[1], "a name that nobody can know"
     assert not used[0].exists()

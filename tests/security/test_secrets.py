@@ -20,12 +20,11 @@ from moerl.engine.server_args import server_args
 from moerl.errors import ConfigError
 from moerl.launch.root_process import ray_token
 from moerl.launch.run_context import RunContext
-from moerl.messages import Hello
 from moerl.observe.report import write_report
 from moerl.planning.dry_run import describe
+from moerl.rpc import Keys
 from moerl.run_dir import RunDir
 from moerl.trainer.train_loop import RankContext
-from moerl.types import PolicyVersion
 
 SECRET = "s3cr3t-value"
 NAMES = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "credentials")
@@ -134,8 +133,7 @@ def test_objects_do_not_print_tokens(tmp_path: Path) -> None:
     shown = [
         config,
         context,
-        Hello(SECRET, 1, 1, PolicyVersion(0, 0), ()),
-        RankContext(run, "", SECRET, 0, None, None),  # type: ignore[arg-type]
+        RankContext(run, "", Keys(SECRET.encode(), SECRET.encode()), 0, None, None),  # type: ignore[arg-type]
         EngineContext(tmp_path, None, config.replay, run, SECRET),  # type: ignore[arg-type]
         ServerAddress("127.0.0.1", 1, SECRET),
     ]

@@ -27,12 +27,14 @@ from moerl.records.remote_blobs import ClusterBlobs
 from tests.helpers.sync_peers import FAMILIES
 
 TOKEN = "of this run"
+_others: set[threading.Thread] = set()  # threads of servers of earlier tests
 SERVED = {"tie_word_embeddings": False, "mlp_only_layers": []}  # what SGLang serves rightly
 
 
 @contextlib.contextmanager
 def record_server(folder: Path, limits: CallerLimits) -> Iterator[tuple[RangeServer, ClusterBlobs]]:
     """A server with one blob `a`, and a reader on another node."""
+    _others.update(threading.enumerate())
     server = RangeServer(folder, "127.0.0.1", 0, TOKEN, limits)
     ClusterBlobs(folder, server.node, TOKEN).seal("a", [np.arange(9, dtype=np.int32)])
     yield server, ClusterBlobs(folder / "none", "", TOKEN, timeout_s=20)
@@ -45,7 +47,8 @@ def knock(server: RangeServer) -> socket.socket:
 
 
 def held_threads() -> int:
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+    own = [thread for thread in threading.enumerate() if thread not in _others]
+    return sum("process_request_thread" in thread.name for thread in own)
 
 
 # --- the record server ----------------------------------------------------------------------------

@@ -167,9 +167,9 @@ def test_a_cgroup_ends_what_its_keeper_lost(plain: Isolation) -> None:
 
 def test_ids_of_users_are_those_that_exist_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fresh_uid() != fresh_uid()
-    monkeypatch.setattr(Path, "read_text", lambda path: "0 100000 65536\n")
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: "0 100000 65536\n")
     assert 61184 <= fresh_uid() < 65520
-    monkeypatch.setattr(Path, "read_text", lambda path: "0 100000 1\n")
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: "0 100000 1\n")
     assert fresh_uid() == 0
 
 

@@ -362,7 +362,11 @@ def test_slurm_gives_the_trainer_its_nodes() -> None:
         ("deepseek-v32", ("ref_models.parallel.tp=2",), "ref_models.parallel"),
         (
             "deepseek-v32",
-            ("ref_models.placement=separate", "ref_models.parallel.tp=2"),
+            (
+                "ref_models.placement=separate",
+                "ref_models.parallel.tp=4",
+                "ref_models.parallel.etp=2",
+            ),
             "ref_models.parallel.etp",
         ),
         (
