@@ -63,8 +63,8 @@ def damage_one(run: Run, damage: Callable[[Path], None]) -> int:
 
 
 def test_a_run_whose_blobs_are_damaged(tmp_path: Path) -> None:
-    """Cut and empty ones are found before they are planned; a flipped bit ends the trainer once,
-    and is the only thing that does.
+    """A flipped bit is found by the rank that reads it and ends the trainer once.  Cut and empty
+    ones do so only where their group was planned before the damage; nothing else ends it.
     """
     run = start(tmp_path, "quickstart", *SETTINGS, name="x", copies=True)
     ever: set[psutil.Process] = set()
@@ -83,11 +83,12 @@ def test_a_run_whose_blobs_are_damaged(tmp_path: Path) -> None:
         run.end()
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS))
-    assert run.text().count("trainer died") == 1, run.text()
-    assert rows[-1]["refused/damaged"] == 1
     log = (run.dir.logs / "controller.log").read_text()  # rows of redone steps are cut
-    assert log.count("are lost, it is regenerated") == 2
-    assert log.count("are damaged, it is regenerated") == 1
+    lost = log.count("are lost, it is regenerated")
+    damaged = log.count("are damaged, it is regenerated")
+    assert (lost + damaged, damaged >= 1) == (3, True)
+    assert rows[-1]["refused/damaged"] == damaged
+    assert run.text().count("trainer died") == damaged, run.text()
     trained = run.trained.groups(rows)
     check_history(run, trained)
     assert set(doomed) <= {group.group_id for _, group in trained}, "generated again"
