@@ -367,14 +367,16 @@ def leftovers(folder: Path) -> list[str]:
 # --- particular transports ------------------------------------------------------------------------
 @pytest.mark.parametrize("listening", transports(listening=True))
 def test_a_listening_socket_wants_the_token(listening: str) -> None:
-    """Nothing is said to a stranger, and a wrong token makes no link; the right one does."""
+    """A stranger hears a random number only, and a wrong token makes no link; the right one does."""
     skip_if_missing(listening)
     transport = make(listening, address="127.0.0.1")
     staging = transport.open(MIB)
     told = json.loads(staging.endpoint)
     place = told["server_address"]
     with socket.create_connection(("127.0.0.1", place["port"]), timeout=10) as stranger:
-        stranger.sendall(b"x" * len(place["token"]))
+        number = stranger.recv(100)
+        assert len(number) == 32
+        stranger.sendall(b"x" * 64)  # a number of its own and what should be a proof
         assert stranger.recv(100) == b""
     forged = told | {"server_address": place | {"token": "0" * len(place["token"])}}
     connecting = partial(transport.connect, json.dumps(forged).encode(), soon())
