@@ -367,7 +367,7 @@ def leftovers(folder: Path) -> list[str]:
 # --- particular transports ------------------------------------------------------------------------
 @pytest.mark.parametrize("listening", transports(listening=True))
 def test_a_listening_socket_wants_the_token(listening: str) -> None:
-    """A stranger hears a random number only, and a wrong token makes no link; the right one does."""
+    """A stranger hears a random number only; a wrong token makes no link, the right one does."""
     skip_if_missing(listening)
     transport = make(listening, address="127.0.0.1")
     staging = transport.open(MIB)
