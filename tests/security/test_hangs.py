@@ -63,7 +63,7 @@ def test_what_hangs_of_an_engine_is_started_again(tmp_path: Path) -> None:
             run.wait_for(lambda: "engine-0" in run.pids() and "engine-0-host" in run.pids())
             pid, begin = victim(run, what), time.monotonic()
             os.kill(pid, signal.SIGSTOP)
-            run.wait_for(lambda number=number: run.text().count("engine 0 died") == number, 240.0)
+            run.wait_for(lambda number=number: run.text().count("engine 0 died, restart") == number, 240.0)
             print(f"{what}: ended {time.monotonic() - begin:.1f} s after it was stopped")
             run.wait_for(lambda number=number: run.text().count("engine 0 is back") == number)
             assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
