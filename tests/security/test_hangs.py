@@ -63,7 +63,9 @@ def test_what_hangs_of_an_engine_is_started_again(tmp_path: Path) -> None:
             run.wait_for(lambda: "engine-0" in run.pids() and "engine-0-host" in run.pids())
             pid, begin = victim(run, what), time.monotonic()
             os.kill(pid, signal.SIGSTOP)
-            run.wait_for(lambda number=number: run.text().count("engine 0 died, restart") == number, 240.0)
+            run.wait_for(
+                lambda number=number: run.text().count("engine 0 died, restart") == number, 240.0
+            )
             print(f"{what}: ended {time.monotonic() - begin:.1f} s after it was stopped")
             run.wait_for(lambda number=number: run.text().count("engine 0 is back") == number)
             assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
@@ -108,13 +110,13 @@ def test_an_engine_that_dies_at_each_start_is_left_out(tmp_path: Path) -> None:
     more = ("engine.count=2", "supervision.max_deaths=4", "run.steps=80")
     run = start(tmp_path, "quickstart", *SETTINGS, *more, name="x")
     try:
-        run.wait_for(lambda: len(run.rows()) >= 2)
+        run.wait_for(lambda: "step 2/" in run.text())  # before the first one a death ends the run
         host = run.pids()["engine-1-host"]
         while "engine 1 is excluded" not in run.text():
             for server in children(host, "moerl.engine.server_process")[:1]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     server.kill()
-            run.wait_for(lambda: True)
+            assert run.process.poll() is None, f"the run ended early:\n{run.text()}"
             time.sleep(0.1)
         before = len(run.rows())
         assert run.finish() == 0, run.text()
