@@ -96,13 +96,38 @@ def score(
     """Run the scoring trainer over `rollouts` (or, with `version`, over their segments of it)."""
     records = folder / "rollouts.msgpack"
     records.write_bytes(encode_value(list(rollouts)))
+    out = folder / f"scores{version and '-' + version}.npz"
+    model = model or plan.model_path
+    job = make_job(
+        plan, records, out, variants=variants, dtypes=dtypes, model=model, version=version
+    )
+    job.save(folder / "job.json")
+    log = folder / "score.log"
+    log.unlink(missing_ok=True)  # the folder may hold an earlier one
+    ranks = TorchrunJob(scoring_command(plan, folder / "job.json"), trainer_environment(plan), log)
+    if ranks.wait():
+        raise TrainerError(f"scoring failed: {ranks.first_cause()}")
+    return job
+
+
+def make_job(
+    plan: RunContext,
+    records: Path,
+    out: Path,
+    *,
+    variants: Sequence[str],
+    dtypes: Sequence[Precision],
+    model: Path,
+    version: str,
+) -> ScoreJob:
+    """The job that scores the rollouts in the file `records` as the trainer of a run would."""
     trainer = plan.config.trainer
-    job = ScoreJob(
-        model=str(model or plan.model_path),
+    return ScoreJob(
+        model=str(model),
         rollouts=str(records),
         blob_dir=str(plan.blob_dir),
         blob_node=plan.node,
-        out=str(folder / f"scores{version and '-' + version}.npz"),
+        out=str(out),
         variants=list(variants),
         dtypes=list(dtypes),
         ep=trainer.parallel.ep,
@@ -112,13 +137,6 @@ def score(
         version=version,
         megatron=dict(trainer.megatron),
     )
-    job.save(folder / "job.json")
-    log = folder / "score.log"
-    log.unlink(missing_ok=True)  # the folder may hold an earlier one
-    ranks = TorchrunJob(scoring_command(plan, folder / "job.json"), trainer_environment(plan), log)
-    if ranks.wait():
-        raise TrainerError(f"scoring failed: {ranks.first_cause()}")
-    return job
 
 
 def _plan(config: Config, folder: Path) -> RunContext:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from moerl.audit.mismatch_command import make_job
 from moerl.audit.score_job import ScoreJob
 from moerl.config.schema import Precision
 from moerl.launch.run_context import RunContext
@@ -45,22 +46,15 @@ def score_all(
     """`score` with each (model, version) in one start of the ranks."""
     records = folder / "rollouts.msgpack"
     records.write_bytes(encode_value(list(rollouts)))
-    trainer = plan.config.trainer
     jobs = [
-        ScoreJob(
-            model=str(model),
-            rollouts=str(records),
-            blob_dir=str(plan.blob_dir),
-            blob_node=plan.node,
-            out=str(folder / f"scores-{number}.npz"),
-            variants=list(variants),
-            dtypes=list(dtypes),
-            ep=trainer.parallel.ep,
-            platform=trainer.platform,
-            dispatcher=trainer.dispatcher,
-            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+        make_job(
+            plan,
+            records,
+            folder / f"scores-{number}.npz",
+            variants=variants,
+            dtypes=dtypes,
+            model=model,
             version=version,
-            megatron=dict(trainer.megatron),
         )
         for number, (model, version) in enumerate(weights)
     ]
@@ -68,5 +62,5 @@ def score_all(
     for job, file in zip(jobs, files, strict=True):
         job.save(file)
     arguments = ["-m", "moerl.audit.score_ranks", "--job", *map(str, files)]
-    run_ranks(trainer.parallel.dp, arguments, timeout_s=300.0)
+    run_ranks(plan.config.trainer.parallel.dp, arguments, timeout_s=300.0)
     return jobs
