@@ -176,6 +176,16 @@ class EngineConfig:
         each = self.tp_each or [self.tp] * self.count
         return dict(enumerate(each))
 
+    @property
+    def ep(self) -> int:
+        """Ranks of an engine that share its experts."""
+        return int(self.args.get("ep_size") or 1)
+
+    @property
+    def attention_dp(self) -> int:
+        """Ranks of an engine that attend to requests of their own."""
+        return int(self.args.get("attn_dp_size") or 1)
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -17,11 +17,14 @@ def activate() -> str | None:
 
 def register_hooks() -> None:
     """Entry point of `sglang.srt.plugins`: registers the rows of `HOOKS` that apply here."""
+    import os
+
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine.hooks import HOOKS, When
+    from moerl.engine.hooks import DP_ATTENTION, HOOKS
 
+    cuda, dp_attention = torch.cuda.is_available(), DP_ATTENTION in os.environ
     for hook in HOOKS:
-        if hook.when is When.ALWAYS or not torch.cuda.is_available():
+        if hook.when.applies(cuda=cuda, dp_attention=dp_attention):
             HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
