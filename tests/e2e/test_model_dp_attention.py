@@ -109,7 +109,8 @@ def test_with_expert_parallelism(tmp_path: Path) -> None:
 def test_interruptions_and_updates(tmp_path: Path) -> None:
     """The whole scenario of an engine with plain attention: three versions, several turns."""
     served = serve(World(tmp_path, EXPERT_PARALLEL), World.play)
-    parts = [p for r in served.scores.world.rollouts.values() for p in split_segments(r)]
+    rollouts = [r for r in served.scores.world.rollouts.values() if r.sampling.truncates]
+    parts = [part for rollout in rollouts for part in split_segments(rollout)]
     for version in (A, B, C):
         own = [part for part in parts if part.versions[0].version == version]
         assert own, version
