@@ -357,6 +357,8 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
     group = placed.engines[0].node.group
     static = group.device_gb * config.engine.mem_fraction_static
     tokens = f"{config.engine.max_total_tokens:,} tokens of {engine.kv_token:,} bytes"
+    if size.engines.dp > 1:
+        tokens += f", others on each of {size.engines.dp} attention ranks"
     line = (
         f"memory of an engine rank, tp {size.engines.tp}: weights {_gb(engine.weights)} GB, "
         f"KV cache {_gb(engine.kv)} GB ({tokens})"

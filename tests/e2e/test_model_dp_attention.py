@@ -15,8 +15,11 @@ import psutil
 import pytest
 
 from moerl.audit.segment_split import split_segments
-from moerl.config.schema import EngineConfig
-from moerl.types import PolicyVersion
+from moerl.config.json_files import read_model_config
+from moerl.config.schema import EngineConfig, TinyModel
+from moerl.data.tiny_model import make_tiny_model
+from moerl.layout import model_spec
+from moerl.types import ModelShape, PolicyVersion
 from tests.helpers import sync_world
 from tests.helpers.replay_scenario import CHUNK, TRUNCATED, A, B, C, Scoring, World, start, tokens
 
@@ -106,6 +109,35 @@ def test_with_expert_parallelism(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("ep", [1, 2])
+def test_latent_attention(ep: int, tmp_path: Path) -> None:
+    """DeepSeek-V3: a rank attends to its own latents; its heads are whole."""
+    folder = tmp_path / "model"
+    make_tiny_model(folder, TinyModel(family="deepseek_v3", initializer_range=0.15), 0)
+    shape = shape_of(folder)
+
+    async def play(world: World) -> None:
+        prompts = {n: [t % shape.vocab_size for t in tokens(n, seed=n)] for n in (3, 40, 90, 150)}
+        await world.complete([start("alone", (5, 6, 7), TRUNCATED)])
+        await world.complete([start(f"many.{n}", tuple(p), TRUNCATED) for n, p in prompts.items()])
+
+    engine = replace(ENGINE, args=ENGINE.args | {"ep_size": ep})
+    served = scored(serve(World(tmp_path, engine, shape=shape, model=folder), play))
+    check(served)
+
+
+def shape_of(folder: Path) -> ModelShape:
+    spec = model_spec(read_model_config(folder))
+    return ModelShape(
+        vocab_size=spec.vocab_size,
+        num_layers=spec.layers,
+        moe_layers=spec.moe_layers,
+        num_experts=spec.experts,
+        top_k=spec.experts_per_token,
+    )
+
+
+@pytest.mark.full
 def test_interruptions_and_updates(tmp_path: Path) -> None:
     """The whole scenario of an engine with plain attention: three versions, several turns."""
     served = serve(World(tmp_path, EXPERT_PARALLEL), World.play)
@@ -136,7 +168,7 @@ def test_a_publish_is_what_sglang_would_have_loaded(publishing: sync_world.World
     assert publishing.done(last)["async/sync_engines_behind"] == 0
     publishing.check_serves(0, last.version)
     served = publishing.checksums(0)
-    assert len(served) == 2
+    assert len(served) == 2 * 2, "each attention rank answers for both ranks"
     assert all(a[name] != b[name] for a, b in zip(start_sums, served, strict=True) for name in a)
     assert publishing.load_folder(0, PolicyVersion(0, 1)) != served, "control: another version"
     assert publishing.load_folder(0, last.version) == served
