@@ -113,7 +113,9 @@ def test_with_expert_parallelism(tmp_path: Path) -> None:
 def test_latent_attention(ep: int, tmp_path: Path) -> None:
     """DeepSeek-V3: a rank attends to its own latents; its heads are whole."""
     folder = tmp_path / "model"
-    make_tiny_model(folder, TinyModel(family="deepseek_v3", initializer_range=0.15), 0)
+    make_tiny_model(
+        folder, TinyModel(family="deepseek_v3", experts_per_token=4, initializer_range=0.15), 0
+    )
     shape = shape_of(folder)
 
     async def play(world: World) -> None:
