@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,15 +126,21 @@ def _check_sync(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    """Engines of different sizes."""
+    """Ranks of attention, and engines of different sizes."""
     engine, each = config.engine, config.engine.tp_each
+    if not each and (engine.attention_dp < 1 or engine.tp % engine.attention_dp):
+        raise ConfigError(
+            "engine.args.attn_dp_size",
+            engine.args["attn_dp_size"],
+            f"it must divide engine.tp = {engine.tp}",
+        )
     if not each:
         return
     if len(each) != engine.count:
         raise ConfigError(
             "engine.tp_each", each, f"name one size for each of engine.count = {engine.count}"
         )
-    cut = int(engine.args.get("ep_size") or 1)
+    cut = math.lcm(engine.ep, engine.attention_dp)
     if any(tp < 1 or tp % cut for tp in each):
         raise ConfigError("engine.tp_each", each, f"every size must be a multiple of {cut}")
     if config.sync.direct and len(set(each)) > 1:

@@ -29,11 +29,27 @@ Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
 
 
+TinyFamily = Literal[
+    "qwen3_moe",
+    "qwen2_moe",
+    "olmoe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "kimi_k2",
+    "moonlight",
+    "gpt_oss",
+]
+
+
 @dataclass(frozen=True)
 class TinyModel:
-    """A random-weight Qwen3-MoE, made when `model.path` names no existing folder."""
+    """A random-weight model, made when `model.path` names no existing folder."""
 
     enabled: bool = False
+    family: TinyFamily = "qwen3_moe"
     hidden_size: Count = 128
     num_layers: Count = 2
     num_heads: Count = 4
@@ -175,6 +191,16 @@ class EngineConfig:
         """Tensor-parallel ranks by engine; engines that join later may differ."""
         each = self.tp_each or [self.tp] * self.count
         return dict(enumerate(each))
+
+    @property
+    def ep(self) -> int:
+        """Ranks of an engine that share its experts."""
+        return int(self.args.get("ep_size") or 1)
+
+    @property
+    def attention_dp(self) -> int:
+        """Ranks of an engine that attend to requests of their own."""
+        return int(self.args.get("attn_dp_size") or 1)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Feature:
 _RECORDS = "tests/e2e/test_engine_e2e.py::test_records_equal_transformers"
 _REPLAY = "tests/e2e/test_replay_engine.py::"
 _MODES = "tests/e2e/test_modes.py::"
+_DP_ATTENTION = "tests/e2e/test_model_dp_attention.py::"
 _OFF: tuple[Any, ...] = (False,)
 _NONE: tuple[Any, ...] = (None,)
 _ONE: tuple[Any, ...] = (1,)
@@ -79,6 +80,13 @@ FEATURES = (
         Verdict.PROVEN,
         "`ep_size`: routing is done before tokens are sent to ranks, with ids of the whole model",
         proof=_REPLAY + "test_expert_parallelism",
+    ),
+    Feature(
+        "data-parallel attention",
+        Verdict.PROVEN,
+        "`attn_dp_size`: each rank reports its own requests, with ids of the whole model; with "
+        "latent attention and expert parallelism too",
+        proof=_DP_ATTENTION + "test_records_of_all_ranks_match_the_weights",
     ),
     Feature(
         "weights in fp8 blocks",
@@ -192,7 +200,8 @@ FEATURES = (
     Feature(
         "hierarchical cache",
         Verdict.WITHOUT_REPLAY,
-        "nothing moves the rows along with the pages, so a reloaded page returns stale ones",
+        "nothing moves the rows along with the pages, so a reloaded page returns stale ones; it "
+        "writes pages back with kernels for GPUs, so only a GPU can show more",
         {
             "enable_hierarchical_cache": _OFF,
             "hicache_storage_backend": _NONE,
@@ -205,19 +214,23 @@ FEATURES = (
     Feature(
         "speculative decoding",
         Verdict.WITHOUT_REPLAY,
-        "a draft's routers write into the same buffer and rejected tokens leave rows",
+        "a draft's routers are left out of the record, but its buffer is not sized for the tokens "
+        "that a step verifies, and sampling masks are refused with all algorithms but DFlash; its "
+        "kernels need a GPU",
         {"speculative_algorithm": _NONE, "decoupled_spec_role": ("null", None)},
     ),
     Feature(
-        "data-parallel attention",
-        Verdict.WITHOUT_REPLAY,
-        "each rank slices the captured rows in its own way, which was not compared",
-        {"enable_dp_attention": _OFF, "attn_dp_size": _ONE, "dp_size": _ONE},
+        "replicas in one server",
+        Verdict.NEVER,
+        "every replica is an engine of the run (`engine.count`); for data-parallel attention set "
+        "`attn_dp_size`",
+        {"enable_dp_attention": _OFF, "dp_size": _ONE},
     ),
     Feature(
         "experts over data-parallel ranks, all-to-all between experts",
         Verdict.WITHOUT_REPLAY,
-        "tokens are scattered over ranks before they are routed, which was not compared",
+        "tokens are scattered over ranks before they are routed; SGLang gathers the rows of DeepEP "
+        "again, of other backends not; their packages need a GPU, so nothing was compared",
         {
             "moe_dp_size": _ONE,
             "moe_a2a_backend": ("none", None),
@@ -239,7 +252,8 @@ FEATURES = (
     Feature(
         "prefill/decode disaggregation",
         Verdict.WITHOUT_REPLAY,
-        "prompt rows would have to travel with the KV cache",
+        "rows of the prompt are collected on the prefill server and nothing moves them to the "
+        "decode server; its transports need a GPU",
         {"disaggregation_mode": ("null",), "enable_pdmux": _OFF, "enable_pd_role_switch": _OFF},
     ),
     Feature(

@@ -13,20 +13,30 @@ from enum import StrEnum
 
 from moerl.engine import (
     cpu_attention,
+    cpu_dp_attention,
     cpu_experts,
     cpu_fp8,
     in_flight,
     open_routes,
+    private_sockets,
     update_hooks,
     weight_layout,
 )
 
+DP_ATTENTION = "MOERL_DP_ATTENTION"  # environment of a server with data-parallel attention
+
 
 class When(StrEnum):
-    """On which machines a hook is registered."""
+    """On which machines, and for which engines, a hook is registered."""
 
     ALWAYS = "always"
     CPU = "without CUDA"
+    DP = "with data-parallel attention"
+    CPU_DP = "without CUDA, with data-parallel attention"
+
+    def applies(self, *, cuda: bool, dp_attention: bool) -> bool:
+        on_cpu, with_dp = self in (When.CPU, When.CPU_DP), self in (When.DP, When.CPU_DP)
+        return not (on_cpu and cuda) and (dp_attention or not with_dp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,9 @@ _TOKENIZER = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _FP8 = "sglang.srt.layers.quantization.fp8"
+_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_SLEEPER = f"{_MANAGERS}.scheduler_components.idle_sleeper.IdleSleeper"
 
 HOOKS = (
     Hook(
@@ -112,4 +125,30 @@ HOOKS = (
         cpu_experts.forward,
         When.CPU,
     ),
+    Hook("sglang.srt.server_args.PortArgs.init_new", "around", private_sockets.use_files, When.DP),
+    Hook(
+        "sglang.srt.utils.network.get_zmq_socket_on_host",
+        "around",
+        private_sockets.bind_file,
+        When.DP,
+    ),
+    Hook(f"{_BATCH}.prepare_mlp_sync_batch", "around", cpu_dp_attention.prepare, When.CPU_DP),
+    Hook(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+        ".get_cuda_graph_seq_len_fill_value",
+        "replace",
+        cpu_dp_attention.padded_length,
+        When.CPU_DP,
+    ),
+    Hook(
+        "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton",
+        "replace",
+        cpu_dp_attention.copy_rows,
+        When.CPU_DP,
+    ),
+    Hook(f"{_GROUP}.all_gather_into_tensor", "replace", cpu_dp_attention.gather_equal, When.CPU_DP),
+    Hook(f"{_GROUP}.reduce_scatter_tensor", "replace", cpu_dp_attention.sum_equal, When.CPU_DP),
+    Hook(f"{_GROUP}.reduce_scatterv", "replace", cpu_dp_attention.sum_parts, When.CPU_DP),
+    Hook(f"{_GROUP}.all_gatherv", "replace", cpu_dp_attention.gather_parts, When.CPU_DP),
+    Hook(f"{_SLEEPER}.maybe_sleep", "replace", cpu_dp_attention.nap, When.CPU_DP),
 )

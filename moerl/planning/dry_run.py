@@ -27,9 +27,11 @@ from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT, printed
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
+from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
 from moerl.engine.server_args import arguments
+from moerl.engine.stand_ins import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
@@ -170,15 +172,17 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     """Commands of the engine hosts; ports and token are chosen on the node."""
     lines = []
     sizes = config.engine.sizes
+    folder = Path(config.model.path or Path(config.run.root) / config.run.name / "model")
     for tp in sorted(set(sizes.values())):
         args = arguments(
             replace(config.engine, tp=tp),
-            Path(config.model.path or Path(config.run.root) / config.run.name / "model"),
+            folder,
             routing=config.replay.routing == "R3",
             version="0.0",
             port="FREE",
             nccl_port="FREE",
             cuda=config.engine.platform == "cuda" or any(s.devices for s in placed.engines),
+            model_type=model_type_of(folder),
         )
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)
@@ -308,22 +312,7 @@ def _ref_model_shapes(config: Config) -> list[ModelSpec]:
 
 def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
     """Shapes that `moerl.data.tiny_model` makes; its tokenizer has fewer than 128 tokens."""
-    return {
-        "model_type": "qwen3_moe",
-        "vocab_size": 128,
-        "hidden_size": tiny.hidden_size,
-        "num_hidden_layers": tiny.num_layers,
-        "num_attention_heads": tiny.num_heads,
-        "num_key_value_heads": tiny.num_kv_heads,
-        "head_dim": tiny.head_dim,
-        "num_experts": tiny.num_experts,
-        "num_experts_per_tok": tiny.experts_per_token,
-        "moe_intermediate_size": tiny.moe_ffn,
-        "intermediate_size": 4 * tiny.hidden_size,
-        "max_position_embeddings": 4096,
-        "norm_topk_prob": True,
-        "dtype": "float32",
-    }
+    return tiny_config(tiny, vocab_size=128)
 
 
 def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:
@@ -354,6 +343,8 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
     group = placed.engines[0].node.group
     static = group.device_gb * config.engine.mem_fraction_static
     tokens = f"{config.engine.max_total_tokens:,} tokens of {engine.kv_token:,} bytes"
+    if size.engines.dp > 1:
+        tokens += f", others on each of {size.engines.dp} attention ranks"
     line = (
         f"memory of an engine rank, tp {size.engines.tp}: weights {_gb(engine.weights)} GB, "
         f"KV cache {_gb(engine.kv)} GB ({tokens})"

@@ -49,14 +49,13 @@ def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> 
 
 
 def _engines(config: Config, tp: int, num: int) -> EngineLayout:
-    args: Mapping[str, Any] = config.engine.args
-    attention_dp = int(args.get("dp_size") or 1) if args.get("enable_dp_attention") else 1
+    engine = config.engine
     return EngineLayout(
         tp=tp,
-        ep=int(args.get("ep_size") or 1),
-        dp=attention_dp,
+        ep=engine.ep,
+        dp=engine.attention_dp,
         num=num,
-        dense_tp=int(args.get("moe_dense_tp_size") or 0),
+        dense_tp=int(engine.args.get("moe_dense_tp_size") or 0),
     )
 
 

@@ -233,12 +233,7 @@ class Destinations:
 
 def engine_layout(config: Config, tp: int) -> EngineLayout:
     """The engine layout that the run plans with; each engine checks that it has it."""
-    args = config.engine.args
-    return EngineLayout(
-        tp=tp,
-        ep=int(args.get("ep_size", 1)),
-        dp=int(args.get("attn_dp_size", 1)),
-    )
+    return EngineLayout(tp=tp, ep=config.engine.ep, dp=config.engine.attention_dp)
 
 
 def publish_metrics(

@@ -30,7 +30,16 @@ from moerl.errors import RecordError
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
-from moerl.types import PolicyVersion, Prompt, Rollout, RoutingBlob, SamplingParams, Segment, check
+from moerl.types import (
+    ModelShape,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RoutingBlob,
+    SamplingParams,
+    Segment,
+    check,
+)
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
 from tests.helpers.rank_server import run_ranks
@@ -53,6 +62,8 @@ class World:
     root: Path
     config: EngineConfig
     fp8: bool = False  # the one version is a checkpoint of fp8 blocks
+    shape: ModelShape = tiny.SHAPE
+    model: Path | None = None  # the one version: another model than Qwen3-MoE, of this shape
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
@@ -64,7 +75,9 @@ class World:
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
-        if self.fp8:
+        if self.model is not None:
+            self.folders = {A: self.model}
+        elif self.fp8:
             self.folders = save_blocks(self.root)
         else:
             self.folders = save_versions(self.root, rounded=self.config.dtype == "bfloat16")
@@ -72,7 +85,7 @@ class World:
         run = RunDir(self.root / "run")
         run.create()
         self.log = run.logs / "engine0.log"
-        context = EngineContext(self.folders[A], tiny.SHAPE, ReplayConfig(), run, TOKEN)
+        context = EngineContext(self.folders[A], self.shape, ReplayConfig(), run, TOKEN)
         self.host = EngineHost(0, self.config, context, self.store)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
@@ -177,7 +190,7 @@ class World:
         for partial in partials:
             assert partial.finished
             rollout = partial.rollout()
-            check(rollout, tiny.SHAPE)
+            check(rollout, self.shape)
             self.rollouts[partial.rollout_id] = rollout
 
     async def call(self, partials: Sequence[PartialRollout]) -> None:

@@ -61,9 +61,10 @@ class World:
         timeout_s: float = 120.0,
         tp_each: tuple[int, ...] = (),
         fp8: bool = False,
+        args: dict[str, int] | None = None,
     ) -> None:
         """tp_each: of each engine, in place of tp; fp8: engines serve projections in fp8 blocks,
-        from a checkpoint that has them.
+        from a checkpoint that has them; args: `engine.args`.
         """
         torch.set_num_threads(1)
         self.run_dir = RunDir(root / "run")
@@ -82,6 +83,7 @@ class World:
             platform="cpu",
             dtype="bfloat16" if fp8 else "float32",
             max_total_tokens=8192,
+            args=args or {},
             start_timeout_s=_LATE_S,
         )
         config = Config(

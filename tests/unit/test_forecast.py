@@ -134,7 +134,10 @@ def test_the_command_prints_bounds_and_refuses_in_one_sentence() -> None:
         assert line in done.stdout
     for args, message in (
         (("quickstart",), "model.path = ''"),
-        (("kimi-k2", "engine.tp=48"), "does not divide into 48 equal parts"),
+        (
+            ("kimi-k2", "engine.tp=48", "engine.args.attn_dp_size=1"),
+            "does not divide into 48 equal parts",
+        ),
         (("kimi-k2", "--efficiency", "2"), "--efficiency = 2"),
         (
             ("kimi-k2", "engine.tp=32", "engine.args.ep_size=32"),
