@@ -71,6 +71,7 @@ _SYNC = (
     "tests/multi/test_transports.py",
     "tests/e2e/test_delta.py",
     "tests/e2e/test_mixed_engines_run.py",
+    "tests/e2e/test_model_plan.py",
     "tests/e2e/test_sync.py",
 )
 _ENGINE = (

@@ -136,6 +136,8 @@ class TrainLoop:
             self._publish()
             self._settle()
             self._serve_late()
+        elif self.publisher is not None:
+            self.publisher.rehearse(self.version)
         if self.config.checkpoint.keep_versions:
             self._keep_version()
         while (plan := self._take_plan()) is not None:
