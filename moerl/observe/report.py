@@ -50,7 +50,7 @@ MAX_SAMPLES = 40  # rows of the table, spread over the run
 WINDOW_STEPS = 6  # trainer steps in the timeline window
 # Spans of other threads of the trainer and the names of their tracks.  The parts of a publish
 # ("publish commit", ...) lie inside it and are not drawn.
-_THREADS = {"publish": "publish", "checkpoint write": "checkpoint"}
+_THREADS = {"publish": "publish", "rehearsal": "publish", "checkpoint write": "checkpoint"}
 _PART = "publish "
 _WORKERS = ("engine", "trainer", "ref_models")  # processes whose kinds of work get colours first
 WINDOW_S = 20.0  # length of the window without a trainer step

@@ -294,8 +294,8 @@ class EngineSession(threading.Thread):
                 self._tracer.add(
                     what, begin, end, engine=engine, version=str(version), failed=ended
                 )
-                for name, start_s, end_s in session.spans:
-                    self._tracer.add(f"{what} {name}", start_s, end_s, engine=engine)
+                for name, start_s, end_s in session.spans if not self._rehearses else ():
+                    self._tracer.add(f"publish {name}", start_s, end_s, engine=engine)
 
     def _abort(self, version: PolicyVersion, cause: str) -> None:
         """Best effort: the next PREPARE replaces a staging buffer that was not dropped."""
