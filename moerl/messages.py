@@ -432,3 +432,4 @@ class PublishFailure:
     version: PolicyVersion
     phase: str  # prepare | transfer | verify | commit
     cause: str
+    refused: bool = False  # the engine is well and answered no: the same attempt fails again

@@ -45,6 +45,11 @@ class RunDir:
         return self.root / "samples.jsonl"
 
     @property
+    def expert_load(self) -> Path:
+        """Tokens of each expert and layer in some steps, one JSON object each, for the report."""
+        return self.root / "expert_load.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -69,6 +69,8 @@ install() {
   run_pip "$(cat "${locks[@]}" | grep -c ==) pinned packages" "${locks[@]/#/--requirement=}"
   echo packages >"$stamp"
   run_pip "this project" --no-build-isolation --editable .
+  # transformers imports torchvision, whose packaged build expects CUDA (moerl/engine/torchvision_fix.py)
+  echo "import moerl.engine.torchvision_fix as fix; fix.arm()" >"$site/moerl-torchvision.pth"
   verify
   .venv/bin/python -m moerl.kernels.build
   fingerprint >"$stamp"

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
 
-Kind = Literal["none", "default", "full", "gpu", "mooncake", "reference"]
+Kind = Literal["none", "default", "full", "gpu", "mooncake", "smollm2", "reference"]
 
 # Which tests a kind has, as pytest's -m takes it; kind_of says the same of one test.
 EXPRESSIONS: Mapping[Kind, str] = {
-    "default": "not full and not gpu and not mooncake",
-    "full": "full and not gpu and not mooncake",
-    "mooncake": "mooncake and not gpu",
+    "default": "not full and not gpu and not mooncake and not smollm2",
+    "full": "full and not gpu and not mooncake and not smollm2",
+    "mooncake": "mooncake and not gpu and not smollm2",
+    "smollm2": "smollm2 and not gpu",
     "gpu": "gpu",
     "reference": "",  # all of one folder, which only the stage's own environment collects
 }
@@ -38,7 +39,7 @@ class Stage:
     @property
     def optional(self) -> bool:
         """It may be unavailable on a machine, and the suite can be green without it."""
-        return self.kind in ("gpu", "mooncake", "reference")
+        return self.kind in ("gpu", "mooncake", "smollm2", "reference")
 
 
 _LAYOUTS = (
@@ -71,6 +72,7 @@ _SYNC = (
     "tests/multi/test_transports.py",
     "tests/e2e/test_delta.py",
     "tests/e2e/test_mixed_engines_run.py",
+    "tests/e2e/test_model_plan.py",
     "tests/e2e/test_sync.py",
 )
 _ENGINE = (
@@ -131,6 +133,7 @@ STAGES = (
     Stage("gpu", 300, "gpu", ("tests/gpu",)),
     Stage("references", 120, "reference", ("tests/references",), environment="reference"),
     Stage("mooncake", 600, "mooncake", _SEVERAL_PROCESSES, environment="mooncake"),
+    Stage("smollm2", 900, "smollm2", ("tests/e2e",), environment="smollm2"),
 )
 DEFAULT = tuple(stage for stage in STAGES if stage.kind in ("none", "default"))
 
@@ -158,7 +161,7 @@ AREAS = (
 def kind_of(marks: Iterable[str]) -> Kind:
     """The kind of a test with these marks."""
     marks = set(marks)
-    kinds: tuple[Kind, ...] = ("gpu", "mooncake", "full")
+    kinds: tuple[Kind, ...] = ("gpu", "smollm2", "mooncake", "full")
     return next((kind for kind in kinds if kind in marks), "default")
 
 

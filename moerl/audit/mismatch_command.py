@@ -44,6 +44,7 @@ from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
 from moerl.types import PolicyVersion, Rollout
 from moerl.types import check as check_rollout
+from moerl.weight_sync.plan_check import check_plan
 
 VARIANTS = NEEDED
 _WORST = 24  # rows of the table of worst tokens
@@ -167,6 +168,7 @@ async def _generate(plan: RunContext, num_tokens: int) -> list[Rollout]:
     host = plan.engine_host(0, plan.config.engine.tp)
     await host.start(PolicyVersion(0, 0))
     try:
+        await check_plan(plan.config, 0, host.session)
         return await _sample(plan, host, num_tokens)
     finally:
         await host.stop()

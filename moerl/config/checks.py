@@ -66,10 +66,13 @@ def check_model(config: Config) -> dict[str, Any]:
     """
     folder = Path(config.model.path)
     if not config.model.path or not folder.is_dir():
+        made = folder.as_posix() in ("models/smollm2", "models/smollm2-moe")
         raise ConfigError(
             "model.path",
             config.model.path,
-            "a Hugging Face model folder of this machine is needed; nothing is downloaded",
+            "tools/get_smollm2 makes this folder, in the checkout"
+            if made
+            else "a Hugging Face model folder of this machine is needed; nothing is downloaded",
         )
     try:
         hf = read_model_config(folder)
@@ -306,6 +309,12 @@ def _check_task(config: Config) -> None:
         )
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
+    if task.extract != "tags" and task.name != "reasoning_gym":
+        raise ConfigError(
+            "task.extract", task.extract, "only task.name=reasoning_gym reads it; leave it out"
+        )
+    if task.system and not task.chat_template and task.name != "jsonl":
+        raise ConfigError("task.system", task.system, "it needs task.chat_template=true")
     check_isolation(task)
 
 

@@ -96,6 +96,10 @@ class TaskConfig:
     # task's own
     reward: str = ""
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
+    # System message of templated prompts that bring none, such as the form of the answer
+    system: str = ""
+    # reasoning_gym: part of a response that is scored; tags: inside <answer>, else all of it
+    extract: Literal["tags", "last_number"] = "tags"
     max_prompt_tokens: Count = 1024
     shuffle: bool = True
     scorer_workers: Count = 1

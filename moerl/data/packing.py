@@ -25,7 +25,7 @@ labels [9, 7, 2, 0], sampled_rows [1, 2], three routing rows and one row of padd
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +48,13 @@ class BytesRead:
     mask: int = 0
     routing: int = 0
     routing_rows: int = 0  # (token, layer) pairs
+    experts: dict[int, Array] = field(default_factory=dict)  # layer -> how often each is named
+
+    def count_experts(self, layer: int, ids: Array) -> None:
+        """ids: [rows, K] of tokens that are not padding."""
+        before = self.experts.get(layer, np.zeros(0, np.int64))
+        self.experts[layer] = np.bincount(ids.reshape(-1), minlength=len(before))
+        self.experts[layer][: len(before)] += before
 
 
 class Run(NamedTuple):
@@ -167,6 +174,7 @@ class Microbatch:
                     at += count
                 self.read.routing += found[layer].nbytes
                 self.read.routing_rows += at
+                self.read.count_experts(layer, found[layer])
         flat = torch.from_numpy(joined).view(len(layers), (last - first) * num_rows, k)
         return {layer: flat[idx] for idx, layer in enumerate(layers)}
 

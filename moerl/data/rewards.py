@@ -11,6 +11,7 @@ its reward.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -128,21 +129,37 @@ def _parsed_gold(answer: str) -> list[Any]:
     return found
 
 
+_NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d+(?:,\d{3})*(?:\.\d+)?")  # 5-3 ends in 3, not in -3
+
+
+def last_number(response: str) -> str:
+    """The last number of a response, or all of it: `1 + 8 = 9` and `The sum is 9.` answer 9."""
+    found = _NUMBER.findall(response)
+    return found[-1].replace(",", "") if found else response.strip()
+
+
+def tagged(response: str) -> str:
+    """What stands inside <answer>, or all of it."""
+    from reasoning_gym.utils import extract_answer
+
+    answer = extract_answer(response)
+    return response.strip() if answer is None else str(answer)
+
+
+EXTRACTS: dict[str, Callable[[str], str]] = {"tags": tagged, "last_number": last_number}
+
+
 class GymReward:
     """The scorer of a reasoning-gym dataset, which has the prompt's entry made again."""
 
     def __init__(self, config: TaskConfig) -> None:
-        from reasoning_gym.utils import extract_answer
-
-        self._extract = extract_answer
+        self._extract = EXTRACTS[config.extract]
         self._entries = lru_cache(maxsize=64)(self._make)  # siblings of a group share an entry
         self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, config))
 
     def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Score:
         dataset, item = self.entry(prompt)
-        answer = self._extract(responses[-1])
-        text = responses[-1].strip() if answer is None else answer
-        return Score(float(dataset.score_answer(text, item)))
+        return Score(float(dataset.score_answer(self._extract(responses[-1]), item)))
 
     def entry(self, prompt: Prompt) -> tuple[Any, Any]:
         """(dataset, entry) of a prompt."""

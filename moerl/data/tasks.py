@@ -159,6 +159,8 @@ class PromptStream:
                 f"{item.origin} has messages; the tokenizer has no template",
             )
         messages = list(item.messages) or [{"role": "user", "content": item.prompt}]
+        if self._task.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._task.system})
         return str(
             self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True

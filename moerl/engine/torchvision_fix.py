@@ -1,12 +1,14 @@
 """Make a CUDA build of torchvision importable with a CPU build of torch.
 
-SGLang imports torchvision unconditionally.  Without CUDA its compiled operators do not load, and
-its meta registrations then fail because two operator schemas are missing.  Declaring both schemas
-just before the first import is enough: nothing in text serving calls them.
+SGLang imports torchvision unconditionally, and transformers does for most of its configurations.
+Without CUDA its compiled operators do not load, and its meta registrations then fail because two
+operator schemas are missing.  Declaring both schemas just before the first import is enough:
+nothing that handles text calls them.
 
-`moerl.engine.server_process` calls `arm` in the server and, because multiprocessing's spawn imports
-the main module again, in each process that the server starts.
-Rejected: a .pth file (it acts on every program of the environment).
+tools/setup.sh writes moerl-torchvision.pth into the environment, so that `arm` runs at the start of
+each of its programs: a folder `hf/` opens in plain transformers there.  It costs the import of this
+module.  `moerl.engine.server_process` calls it for environments without that file.
+Rejected: `arm` in each process of ours that imports transformers (plain transformers fails on).
 """
 
 from __future__ import annotations

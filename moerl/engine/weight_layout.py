@@ -310,7 +310,8 @@ def check_model(config: Mapping[str, Any]) -> None:
             "tie_word_embeddings",
             True,
             f"SGLang keeps the head of {family} apart from the embedding and would leave it "
-            "unfilled; use a checkpoint with untied embeddings",
+            "unfilled; use a checkpoint with untied embeddings (upcycled from a tied model: store "
+            "model.embed_tokens.weight as lm_head.weight too, and set tie_word_embeddings=false)",
         )
     if family in _ALL_LAYERS_ROUTE:
         for field, routed in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):

@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from moerl.observe.overlap import Interval
@@ -29,6 +30,7 @@ _CSS = {INK: "var(--ink)", GRID: "var(--grid)"} | {
     color: f"var(--c{index})" for index, color in enumerate(COLORS, start=1)
 }
 MAX_POINTS = 400  # per line; longer runs are averaged in blocks
+MAX_CELLS = 64  # of one row of a heatmap
 CHART_INCHES = (5.2, 2.5)
 TIMELINE_INCHES = (10.4, 0.9)  # height without tracks
 _SPARSE = 0.5  # share of rows with a value; below it each value is marked
@@ -95,6 +97,51 @@ def draw_bars(title: str, y_label: str, bars: Mapping[str, float]) -> str | None
         axes.set_ylabel(y_label)
         axes.grid(False, axis="x")
         return _svg(figure, title)
+
+
+@dataclass(frozen=True, slots=True)
+class Heatmap:
+    """Cells in shades of one colour: `values[y][x]`, the darkest at `top` and above."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x: Sequence[int]  # numbers of the columns
+    y: Sequence[int]  # numbers of the rows
+    values: Sequence[Sequence[float]]
+    bottom: float
+    top: float
+
+
+def draw_heatmap(chart: Heatmap) -> str | None:
+    """The cells as SVG, wide rows averaged in blocks; None without a cell.
+
+    Vector cells: the page loads no images, not even its own.
+    """
+    if not chart.values or not chart.x:
+        return None
+    cells = np.array([_blocks(np.array(row, float), np.mean, MAX_CELLS) for row in chart.values])
+    shades = np.clip((cells - chart.bottom) / (chart.top - chart.bottom or 1.0), 0.0, 1.0)
+    width, height = TIMELINE_INCHES[0], 1.2 + 0.16 * min(len(cells), 24)
+    with _figure((width, height)) as (figure, axes):
+        for at, row in enumerate(shades):
+            for place, shade in enumerate(row):
+                box = (place - 0.5, at - 0.5)
+                axes.add_patch(Rectangle(box, 1, 1, color=COLORS[0], alpha=shade, linewidth=0))
+        axes.set_xlim(-0.5, len(shades[0]) - 0.5)
+        axes.set_ylim(len(shades) - 0.5, -0.5)
+        _number(axes.set_xticks, chart.x, len(shades[0]))
+        _number(axes.set_yticks, chart.y, len(shades))
+        axes.set_xlabel(chart.x_label)
+        axes.set_ylabel(chart.y_label)
+        axes.grid(False)
+        return _svg(figure, chart.title)
+
+
+def _number(ticks: Callable[..., object], numbers: Sequence[int], cells: int) -> None:
+    """Label at most ten cells; a cell may stand for several numbers."""
+    places = sorted({round(at) for at in np.linspace(0, cells - 1, min(cells, 10))})
+    ticks(places, [str(numbers[place * len(numbers) // cells]) for place in places])
 
 
 def draw_timeline(
@@ -182,11 +229,13 @@ def _tick(value: float, position: int | None = None) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
 
-def _blocks(values: np.ndarray, pick: Callable[[np.ndarray], Any]) -> np.ndarray:
-    """At most MAX_POINTS values, one per block of neighbours."""
-    if len(values) <= MAX_POINTS:
+def _blocks(
+    values: np.ndarray, pick: Callable[[np.ndarray], Any], limit: int = MAX_POINTS
+) -> np.ndarray:
+    """At most `limit` values, one per block of neighbours."""
+    if len(values) <= limit:
         return values
-    return np.array([pick(block) for block in np.array_split(values, MAX_POINTS)])
+    return np.array([pick(block) for block in np.array_split(values, limit)])
 
 
 def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 
 from moerl.config.load import printed
 from moerl.config.schema import Config
-from moerl.observe.charts import draw_timeline
+from moerl.observe.charts import draw_heatmap, draw_timeline
 from moerl.observe.console import alerts, clock
 from moerl.observe.metrics import Row, read_lines, read_rows
 from moerl.observe.overlap import (
@@ -40,7 +40,7 @@ from moerl.observe.page import (
     figure,
     write_html,
 )
-from moerl.observe.report_sections import SECTIONS
+from moerl.observe.report_sections import ROUTERS, SECTIONS, Section, router_heatmaps
 from moerl.run_dir import RunDir
 from moerl.trace import read_spans
 
@@ -50,7 +50,7 @@ MAX_SAMPLES = 40  # rows of the table, spread over the run
 WINDOW_STEPS = 6  # trainer steps in the timeline window
 # Spans of other threads of the trainer and the names of their tracks.  The parts of a publish
 # ("publish commit", ...) lie inside it and are not drawn.
-_THREADS = {"publish": "publish", "checkpoint write": "checkpoint"}
+_THREADS = {"publish": "publish", "rehearsal": "publish", "checkpoint write": "checkpoint"}
 _PART = "publish "
 _WORKERS = ("engine", "trainer", "ref_models")  # processes whose kinds of work get colours first
 WINDOW_S = 20.0  # length of the window without a trainer step
@@ -92,16 +92,21 @@ def write_report(
         paragraphs=[_subtitle(config, rows)],
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[
-            *(
-                PageSection(part.title, part.text, figures=[figure(c, rows) for c in part.charts])
-                for part in SECTIONS
-            ),
+            *(_charts(part, rows, run) for part in SECTIONS),
             _timeline(spans),
             _samples(read_lines(run.samples)),
             PageSection("Configuration", folded=("Resolved configuration", printed(config))),
         ],
     )
     return write_html(run.report, page)
+
+
+def _charts(part: Section, rows: Sequence[Row], run: RunDir) -> PageSection:
+    figures = [figure(chart, rows) for chart in part.charts]
+    if part.title == ROUTERS:
+        cells = router_heatmaps(rows, read_lines(run.expert_load))
+        figures += [Figure(chart.title, draw_heatmap(chart), wide=True) for chart in cells]
+    return PageSection(part.title, part.text, figures=figures)
 
 
 # --- headline ------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-"""The charts of the report over optimizer steps, by section."""
+"""The charts of the report over optimizer steps, by section; and those of the routers by layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moerl.observe.charts import Chart
+from moerl.observe.charts import Chart, Heatmap
+from moerl.observe.metrics import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,43 @@ SECTIONS = (
                 "Replay coverage",
                 "share of tokens",
                 {"routing/replay_cover_frac": "routing", "keep/cover_frac": "sampling mask"},
+                scale="share",
+            ),
+        ),
+    ),
+    Section(
+        "Routers",
+        "How evenly the tokens of a step use the experts, as recorded: entropy of their shares in "
+        "each layer, 1 when all get as many; the busiest expert over the mean, 1 when even; "
+        "experts without a token. The shades below show each layer: the share of pairs in which "
+        "the trainer's own router picks the recorded experts, by step (probed steps), and the "
+        "load of each expert in the last of them.",
+        (
+            Chart(
+                "Entropy of the load",
+                "share of log(experts)",
+                {
+                    "routing/load_entropy_frac_mean": "mean of the layers",
+                    "routing/load_entropy_frac_min": "least even layer",
+                },
+                scale="share",
+            ),
+            Chart(
+                "Busiest expert",
+                "times the mean load",
+                {"routing/load_max_over_mean": "in the worst layer"},
+                scale="zero",
+            ),
+            Chart(
+                "Experts without a token",
+                "experts",
+                {"routing/dead_experts": "all layers"},
+                scale="zero",
+            ),
+            Chart(
+                "Live router and record agree",
+                "share of pairs",
+                {"probe/live_agree_frac": "all layers"},
                 scale="share",
             ),
         ),
@@ -158,3 +197,39 @@ SECTIONS = (
         ),
     ),
 )
+
+ROUTERS = "Routers"  # the section that `router_heatmaps` belongs to
+_AGREEMENT = "probe/live_agree_frac/layer_"
+
+
+def router_heatmaps(rows: Sequence[Row], loads: Sequence[Row]) -> list[Heatmap]:
+    """Agreement by layer over steps, and the newest load by layer and expert; [] without data.
+
+    loads: the lines of `RunDir.expert_load`.
+    """
+    return [*_agreement(rows), *_load(loads)]
+
+
+def _agreement(rows: Sequence[Row]) -> list[Heatmap]:
+    probed = [row for row in rows if any(name.startswith(_AGREEMENT) for name in row)]
+    names = {name for row in probed for name in row if name.startswith(_AGREEMENT)}
+    layers = sorted(int(name.removeprefix(_AGREEMENT)) for name in names)
+    if not layers:
+        return []
+    values = [[row.get(f"{_AGREEMENT}{layer}", 0.0) for row in probed] for layer in layers]
+    low = min(map(min, values))
+    title = f"Live router and record agree, by layer: from {low:.3f} (light) to 1 (dark)"
+    steps = [row["step"] for row in probed]
+    return [Heatmap(title, "step", "layer", steps, layers, values, low - 0.1 * (1 - low), 1.0)]
+
+
+def _load(loads: Sequence[Row]) -> list[Heatmap]:
+    if not loads:
+        return []
+    newest = loads[-1]
+    counts: list[list[int]] = newest["counts"]
+    even = [max(sum(row) / len(row), 1e-9) for row in counts]
+    values = [[n / mean for n in row] for row, mean in zip(counts, even, strict=True)]
+    title = f"Load of each expert in step {newest['step'] + 1}: from 0 (light) to twice the mean"
+    experts = range(len(counts[0]))
+    return [Heatmap(title, "expert", "layer", experts, newest["layers"], values, 0.0, 2.0)]

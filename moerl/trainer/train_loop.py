@@ -12,6 +12,7 @@ the other order could leave a step inside a checkpoint without its row in metric
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 from collections.abc import Callable
@@ -136,6 +137,8 @@ class TrainLoop:
             self._publish()
             self._settle()
             self._serve_late()
+        elif self.publisher is not None:
+            self.publisher.rehearse(self.version)
         if self.config.checkpoint.keep_versions:
             self._keep_version()
         while (plan := self._take_plan()) is not None:
@@ -224,6 +227,7 @@ class TrainLoop:
         metrics = self._probe(plan)
         with self.tracer.span("step", step=plan.step):
             metrics |= self.learner.step(plan)
+        self._note_load(plan.step)
         self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
         self.consumed.update(group.group_id for group in plan.groups)
         if self.version.step < self.config.run.steps or self.config.evaluation.every:
@@ -243,6 +247,17 @@ class TrainLoop:
             return {}
         with self.tracer.span("probe", step=plan.step):
             return probe.probe(self.model, plan, self.config, self.parallel, self.context.blobs)
+
+    def _note_load(self, step: int) -> None:
+        """Keep the load of each expert in probed steps and in the last one, for the report."""
+        last = step == self.config.run.steps - 1
+        if self.client is None or not self.learner.load.numel():
+            return
+        if last or probe.due(self.config, step):
+            counts = self.learner.load.long().tolist()
+            row = {"step": step, "layers": self.model.spec.moe_layers, "counts": counts}
+            with contextlib.suppress(OSError), self.context.run.expert_load.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
     def _publish(self) -> dict[str, float]:
         """Snapshot the weights, start publishing them; returns metrics of the previous publish."""

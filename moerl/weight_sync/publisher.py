@@ -74,19 +74,31 @@ class WeightPublisher:
         quorum: int,
         patience: int,
     ) -> None:
-        """patience: consecutive publishes that may reach fewer than quorum engines.
+        """patience: publishes in a row that may reach fewer than quorum engines, and attempts in a
+        row that an engine may refuse.
 
         The first publish has no patience: its causes (layouts that differ, a missing library) are
         not repaired by a restart.
         """
-        self._context, self._destinations, self._snapshot = (
-            context,
-            destinations,
-            destinations.snapshot,
-        )
+        self._context, self._destinations = context, destinations
+        self._snapshot = destinations.snapshot
         self._quorum, self._patience = quorum, patience
+        self._lock = threading.Lock()
         self._short = patience  # publishes in a row below the quorum
+        self._is_judged = True  # the publish whose first attempts all ended was compared with it
+        self._has_reached = False  # a publish has reached the quorum
         self._snapshot_s = 0.0
+        destinations.on_attempt = self._look
+
+    def rehearse(self, version: PolicyVersion) -> None:
+        """Before the first step: each engine compares the plan with the layout that it serves.
+
+        Fewer engines than the quorum that accept it end the run.
+        """
+        with self._lock:
+            for session in self._destinations.sessions.values():
+                session.rehearse(version)
+        self.wait()
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Snapshot this rank's shard, start sending it; returns metrics of the previous publish."""
@@ -96,8 +108,10 @@ class WeightPublisher:
             self._snapshot.weights.store(self._context.live(), version)
             self._snapshot.changed.notify_all()
         self._snapshot_s = time.perf_counter() - begin
-        for session in self._destinations.sessions.values():
-            session.publish(version)
+        with self._lock:
+            self._is_judged = False
+            for session in self._destinations.sessions.values():
+                session.publish(version)
         return metrics
 
     def wait(self) -> dict[str, float]:
@@ -107,7 +121,6 @@ class WeightPublisher:
         dist.barrier(self._context.control)
         waited_s = time.perf_counter() - begin
         taken = [result for result in results if result is not None]
-        self._check(taken)
         return publish_metrics(taken, waited_s, self._snapshot_s)
 
     def resume(self) -> None:
@@ -128,21 +141,42 @@ class WeightPublisher:
             if version is not None:
                 session.publish(version)
 
-    def _check(self, results: Sequence[Result]) -> None:
-        failures = [result for result in results if isinstance(result, PublishFailure)]
-        if not failures or len(results) - len(failures) >= self._quorum:
-            self._short = 0
+    def _look(self) -> None:
+        """After each attempt, on a session's thread: end a run whose engines take no version.
+
+        Not in `wait`: with the largest lag reached no batch comes, and no other publish.
+        """
+        with self._lock:
+            sessions = list(self._destinations.sessions.values())
+            self._count_refusals(sessions)
+            if not self._is_judged and all(session.is_tried for session in sessions):
+                self._is_judged = True
+                self._count_short(sessions)
+
+    def _count_refusals(self, sessions: Sequence[EngineSession]) -> None:
+        limit = self._patience if self._has_reached else 0
+        refusing = [session for session in sessions if session.refusals > limit]
+        if refusing and len(sessions) - len(refusing) < self._quorum:
+            self._end(sessions, [session.failure for session in refusing if session.failure])
+
+    def _count_short(self, sessions: Sequence[EngineSession]) -> None:
+        failures = [session.first_failure for session in sessions if session.first_failure]
+        if not failures or len(sessions) - len(failures) >= self._quorum:
+            self._short, self._has_reached = 0, True
             return
         self._short += 1
         if self._short > self._patience:
-            first = failures[0]
-            self._context.on_failure(
-                EngineError(
-                    f"version {first.version} reached {len(results) - len(failures)} engines, "
-                    f"sync.quorum = {self._quorum}: engine {first.engine}, {first.phase}: "
-                    f"{first.cause}"
-                )
+            self._end(sessions, failures)
+
+    def _end(self, sessions: Sequence[EngineSession], failures: Sequence[PublishFailure]) -> None:
+        first = failures[0]
+        self._context.on_failure(
+            EngineError(
+                f"{len(sessions) - len(failures)} of {len(sessions)} engines take version "
+                f"{first.version}, sync.quorum = {self._quorum}: engine {first.engine}, "
+                f"{first.phase}: {first.cause}"
             )
+        )
 
 
 def open_publisher(config: Config, context: SyncContext) -> WeightPublisher:
@@ -164,6 +198,7 @@ class Destinations:
         self.snapshot = SharedSnapshot(WeightSnapshot(), threading.Condition())
         self.sessions: dict[int, EngineSession] = {}  # on rank 0; {} on other ranks
         self.engines: set[int] = set()
+        self.on_attempt: Callable[[], None] = lambda: None  # see EngineSession
         self._config, self._context = config, context
         model = read_model_config(Path(config.model.path))
         wants = engine_wants(config.engine.args.get("quantization"), model)
@@ -185,6 +220,7 @@ class Destinations:
                 context.connect,
                 context.tracer,
                 source,
+                lambda: self.on_attempt(),
             )
         self.engines |= {one.engine for one in engines}
         return [self.sessions[one.engine] for one in engines if context.rank == 0]

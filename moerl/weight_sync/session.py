@@ -9,6 +9,9 @@ without waiting for the next publish.  Each engine is also asked which version i
 a restarted engine has lost its weights.
 
 `held` is only what COMMIT confirmed or the engine reported, never an assumption.
+
+A rehearsal is PREPARE and ABORT: the engine derives its plan, compares it with its live tensors and
+opens a staging buffer, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -100,12 +103,21 @@ class EngineSession(threading.Thread):
         connect: Callable[[], Control],
         tracer: Tracer | None,
         source: EngineSession | None = None,
+        on_attempt: Callable[[], None] = lambda: None,
     ) -> None:
-        """source: session of the engine that relays to this one; None = the trainer sends."""
+        """source: session of the engine that relays to this one; None = the trainer sends.
+
+        on_attempt: called on this thread after each attempt, before `settle` returns.
+        """
         super().__init__(name=f"session-{spec.engine}", daemon=True)
         self._source = source
         self._moved: dict[int, dict[int, Moved]] = {}  # digests of the held version
         self.spec, self._senders, self._connect, self._tracer = spec, senders, connect, tracer
+        self._on_attempt = on_attempt
+        self.refusals = 0  # attempts in a row that the engine refused
+        self.failure: PublishFailure | None = None  # of the last attempt
+        self._first: PublishFailure | None = None  # of the first attempt at the target
+        self._rehearses = False
         self._changed = threading.Condition()
         self._target: PolicyVersion | None = None
         self._tried = False  # the target had its first session
@@ -119,9 +131,29 @@ class EngineSession(threading.Thread):
     # --- the training thread ----------------------------------------------------------------------
     def publish(self, version: PolicyVersion) -> None:
         """Bring the engine to `version`, which the snapshot will hold; call `settle` first."""
+        self._begin(version, rehearses=False)
+
+    def rehearse(self, version: PolicyVersion) -> None:
+        """Have the engine check the plan of `version`, without sending it; then call `settle`."""
+        self._begin(version, rehearses=True)
+
+    def _begin(self, version: PolicyVersion, *, rehearses: bool) -> None:
         with self._changed:
             self._target, self._tried, self._result, self._paused = version, False, None, False
+            self._first, self._rehearses = None, rehearses
             self._changed.notify_all()
+
+    @property
+    def is_tried(self) -> bool:
+        """The target had its first attempt."""
+        with self._changed:
+            return self._tried
+
+    @property
+    def first_failure(self) -> PublishFailure | None:
+        """Failure of the first attempt at the target."""
+        with self._changed:
+            return self._first
 
     def settle(self) -> Result | None:
         """Stop sending and wait until that has happened; returns the publish's result, once.
@@ -156,9 +188,14 @@ class EngineSession(threading.Thread):
                 log.exception("engine %d", self.spec.engine)
                 result = PublishFailure(self.spec.engine, version, "session", repr(error))
             with self._changed:
-                self._busy = False
+                self.failure = result if isinstance(result, PublishFailure) else None
+                self.refusals = self.refusals + 1 if self.failure and self.failure.refused else 0
                 if not self._tried:
-                    self._tried, self._result = True, result
+                    self._tried, self._result, self._first = True, result, self.failure
+                self._changed.notify_all()
+            self._on_attempt()
+            with self._changed:
+                self._busy = False
                 self._changed.notify_all()
         self._senders.remove()
 
@@ -186,7 +223,7 @@ class EngineSession(threading.Thread):
         return self._target is not None and not self._paused
 
     def _ask_engine(self, version: PolicyVersion) -> Result | None:
-        """Bring the engine to `version` unless it has it."""
+        """Bring the engine to `version`; None when it has it, or for a rehearsal that passed."""
         if self._held == version and not self._lost_version(version):
             return None
         result = self._session(version)
@@ -200,8 +237,18 @@ class EngineSession(threading.Thread):
         else:
             if self._behind:
                 log.warning("engine %d is at %s again", self.spec.engine, version)
-            self._held, self._behind = version, False
+            self._held, self._behind = None if self._rehearses else version, False
         return result
+
+    def _is_well(self) -> bool:
+        """The engine answers, and does not call itself unfit."""
+        control = self._connect()
+        try:
+            return not control.expect(AskEngine(self.spec.engine), EngineHolds, _PROBE_S).cause
+        except MoerlError:
+            return False
+        finally:
+            control.close()
 
     def _lost_version(self, version: PolicyVersion) -> bool:
         """Whether the engine, which committed `version`, has lost it."""
@@ -214,22 +261,27 @@ class EngineSession(threading.Thread):
             control.close()
         return holds.version != version or bool(holds.cause)
 
-    def _session(self, version: PolicyVersion) -> Result:
-        relayed = self._source.taken(version) if self._source is not None else None
+    def _session(self, version: PolicyVersion) -> Result | None:
+        source = None if self._rehearses else self._source
+        relayed = source.taken(version) if source is not None else None
         begin = time.time()
         control = self._connect()
         probe_s = max(_PROBE_S, 2 * self._prepare_s) if self._behind else self.spec.timeout_s
         session = _Session(self.spec, version, self._senders, control, self._layout, probe_s)
-        if self._source is not None and relayed is not None:
-            session.source, session.relayed = self._source.spec.engine, relayed
+        if source is not None and relayed is not None:
+            session.source, session.relayed = source.spec.engine, relayed
         try:
+            if self._rehearses:
+                session.rehearse()
+                return None
             result = session.run()
             self._layout, self._moved = session.layout, session.moved
             return result
         except MoerlError as error:
             self._layout = ""
             self._abort(version, str(error))
-            return PublishFailure(self.spec.engine, version, session.phase, str(error))
+            refused = session.phase == "prepare" and self._is_well()
+            return PublishFailure(self.spec.engine, version, session.phase, str(error), refused)
         finally:
             control.close()
             if session.phase != "prepare":
@@ -238,10 +290,11 @@ class EngineSession(threading.Thread):
                 end = time.time()
                 engine = float(self.spec.engine)
                 ended = "" if session.phase == "done" else session.phase
+                what = "rehearsal" if self._rehearses else "publish"
                 self._tracer.add(
-                    "publish", begin, end, engine=engine, version=str(version), failed=ended
+                    what, begin, end, engine=engine, version=str(version), failed=ended
                 )
-                for name, start_s, end_s in session.spans:
+                for name, start_s, end_s in session.spans if not self._rehearses else ():
                     self._tracer.add(f"publish {name}", start_s, end_s, engine=engine)
 
     def _abort(self, version: PolicyVersion, cause: str) -> None:
@@ -303,6 +356,14 @@ class _Session:
             resent=resent,
             source=self.source,
         )
+
+    def rehearse(self) -> None:
+        """Raises MoerlError when the engine would not take this version."""
+        self._timed("prepare", self._prepare)
+        engine, wait_s = self.spec.engine, self._left()
+        message = AbortUpdate(engine, self.version, "it was a rehearsal", wait_s)
+        self._control.expect(message, Ok, wait_s + _SLACK_S)
+        self.phase = "done"
 
     def _timed(self, phase: str, work: Callable[[], Reply]) -> Reply:
         self.phase = phase

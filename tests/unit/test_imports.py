@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "audit": {
         "distributed", "records", "layout", "algorithms", "data", "trainer", "controller",
-        "observe", "launch",
+        "observe", "launch", "weight_sync",
     },
     "planning": {"distributed", "records", "layout", "weight_sync", "engine", "launch", "audit"},
     "cli": {"observe", "launch", "planning"},

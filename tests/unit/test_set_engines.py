@@ -21,28 +21,50 @@ from moerl.config.schema import (
     SyncConfig,
     TinyModel,
 )
-from moerl.errors import TrainerError
+from moerl.errors import LayoutError, TrainerError
 from moerl.layout import model_spec
-from moerl.messages import Message, PrepareUpdate, SyncTarget
+from moerl.messages import (
+    AbortUpdate,
+    AskEngine,
+    EngineHolds,
+    Message,
+    Ok,
+    PrepareUpdate,
+    SyncTarget,
+    UpdatePrepared,
+)
 from moerl.planning.dry_run import _tiny_shapes
 from moerl.rpc import Keys
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
-V1 = PolicyVersion(0, 1)
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+PADDED = "w13: the plan fills 49152 of 65536 elements"
 
 
 class Engines:
     """Refuse every session, and remember who was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, cause: str = "it does not answer", *, well: bool = False) -> None:
+        """well: they answer a question for their version; refuses: those that do not PREPARE."""
         self.asked: list[PrepareUpdate] = []
+        self.aborted: list[AbortUpdate] = []
+        self.refuses = {0, 1, 7, 8}
+        self.cause, self.well = cause, well
 
     def expect(self, message: Message, reply_type: type, timeout_s: float | None = None) -> object:
+        if isinstance(message, AskEngine) and self.well:
+            return EngineHolds(V0, "")
+        if isinstance(message, AbortUpdate):
+            self.aborted.append(message)
+            return Ok()
         if isinstance(message, PrepareUpdate):
             self.asked.append(message)
-        raise TrainerError("it does not answer")
+            if message.engine not in self.refuses:
+                return UpdatePrepared((b"",), ({0: 0},), "layout", V0)
+            raise LayoutError(self.cause)
+        raise TrainerError(self.cause)
 
     def close(self) -> None: ...
 
@@ -59,14 +81,20 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def publisher_of(engines: Engines, tmp_path: Path) -> WeightPublisher:
+def publisher_of(
+    engines: Engines,
+    tmp_path: Path,
+    ended: Callable[[BaseException], None] = lambda error: None,
+    *,
+    max_restarts: int = 100,
+) -> WeightPublisher:
     shapes = _tiny_shapes(TinyModel())
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     config = Config(
         model=ModelConfig(path=str(tmp_path)),
         engine=EngineConfig(count=2),
         sync=SyncConfig(transport="shm", timeout_s=20.0),
-        supervision=SupervisionConfig(max_restarts=100),
+        supervision=SupervisionConfig(max_restarts=max_restarts),
     )
     slot = SyncContext(
         rank=0,
@@ -79,7 +107,7 @@ def publisher_of(engines: Engines, tmp_path: Path) -> WeightPublisher:
         connect=lambda: engines,
         keys=Keys.make(),
         tracer=Tracer(tmp_path / "trace", "trainer-0"),
-        on_failure=lambda error: None,
+        on_failure=ended,
     )
     return open_publisher(config, slot)
 
@@ -121,3 +149,64 @@ def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
     publisher.wait()
     publisher.set_engines([])
     until(lambda: threads.are([], 0))
+
+
+def test_engines_that_refuse_the_plan_end_the_run_before_the_first_step(
+    alone: None, tmp_path: Path
+) -> None:
+    engines, ends = Engines(PADDED, well=True), list[BaseException]()
+    publisher = publisher_of(engines, tmp_path, ends.append)
+    publisher.rehearse(V0)
+    assert engines.of(V0) == {0, 1}
+    assert str(ends[-1]) == (
+        f"0 of 2 engines take version 0.0, sync.quorum = 1: engine 0, prepare: {PADDED}"
+    )
+    publisher.set_engines([])
+
+
+def test_a_rehearsal_that_enough_engines_pass_sends_nothing(alone: None, tmp_path: Path) -> None:
+    engines, ends = Engines(PADDED, well=True), list[BaseException]()
+    engines.refuses = {1}
+    publisher = publisher_of(engines, tmp_path, ends.append)
+    publisher.rehearse(V0)
+    assert not ends
+    assert {message.engine for message in engines.aborted} == {0, 1}
+    assert publisher.wait() == {}, "a rehearsal is no publish"
+    publisher.set_engines([])
+
+
+def test_engines_that_do_not_answer_are_left_to_the_supervisor(alone: None, tmp_path: Path) -> None:
+    engines, ends = Engines("engine 0 is being started again"), list[BaseException]()
+    publisher = publisher_of(engines, tmp_path, ends.append)
+    publisher.rehearse(V0)
+    assert engines.of(V0) == {0, 1}
+    assert not ends
+    publisher.set_engines([])
+
+
+def test_a_first_publish_that_no_engine_takes_ends_the_run_at_once(
+    alone: None, tmp_path: Path
+) -> None:
+    """Without another publish: at the largest lag no batch comes, so there is none."""
+    engines, ends = Engines(), list[BaseException]()
+    publisher = publisher_of(engines, tmp_path, ends.append)
+    publisher.publish(V1)
+    until(lambda: bool(ends))
+    assert "0 of 2 engines take version 0.1" in str(ends[0])
+    publisher.set_engines([])
+
+
+def test_engines_that_come_to_refuse_end_the_run_after_some_attempts(
+    alone: None, tmp_path: Path
+) -> None:
+    engines, ends = Engines(PADDED, well=True), list[BaseException]()
+    publisher = publisher_of(engines, tmp_path, ends.append, max_restarts=1)
+    publisher._has_reached, publisher._short = True, 0  # as after a publish that was taken
+    publisher.publish(V1)
+    publisher.wait()
+    assert not ends, "one refusal is tolerated"
+    publisher.resume()
+    until(lambda: bool(ends))
+    assert PADDED in str(ends[0])
+    assert len([m for m in engines.asked if m.engine == 0]) == 2
+    publisher.set_engines([])

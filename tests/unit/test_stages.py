@@ -23,7 +23,7 @@ from tools.stage_table import AREAS, EXPRESSIONS, STAGES, Stage, area_of, kind_o
 from tools.stages import Result, Results
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKS = ("full", "gpu", "mooncake")
+MARKS = ("full", "gpu", "mooncake", "smollm2")
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_test_outside_the_table_is_found(tmp_path: Path) -> None:
     one_stage_each([new])
 
 
-@pytest.mark.parametrize("given", itertools.product([False, True], repeat=3), ids=str)
+@pytest.mark.parametrize("given", itertools.product([False, True], repeat=len(MARKS)), ids=str)
 def test_expressions_select_each_test_once(given: tuple[bool, ...]) -> None:
     """pytest's -m takes these words with Python's meaning."""
     marks = dict(zip(MARKS, given, strict=True))

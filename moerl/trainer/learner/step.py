@@ -51,7 +51,7 @@ from moerl.trainer.learner.optimizer import (
     take_step,
 )
 from moerl.trainer.learner.ref_model import RefModel, open_ref_models
-from moerl.trainer.learner.step_sums import StepSums, describe
+from moerl.trainer.learner.step_sums import StepSums, describe, load_metrics
 from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import Mode
@@ -97,6 +97,7 @@ class Learner:
     ) -> None:
         """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
         self.critic = critic
+        self.load = torch.zeros(0, 0)  # of the last step, see `StepSums.load`
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         # a user's objective that is not there ends the start, not the first step
         choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
@@ -196,7 +197,7 @@ class Learner:
 
         Raises TrainerError when their loss is not finite.
         """
-        begin, sums = time.perf_counter(), StepSums()
+        begin, sums = time.perf_counter(), StepSums(load=self._no_load())
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -220,6 +221,11 @@ class Learner:
         times.pack += batches.pack_s
         times.forward_backward += time.perf_counter() - begin - batches.pack_s
         return joined
+
+    def _no_load(self) -> Tensor:
+        """Zeros for `StepSums.load`."""
+        spec = self.model.spec
+        return torch.zeros(len(spec.moe_layers), spec.experts, dtype=torch.float64)
 
     def _routes(self, plan: BatchPlan, known: Known) -> LoadRoutes | None:
         if self.model.replay is None:
@@ -294,6 +300,7 @@ class Learner:
         if chunk.index == len(self.model.chunks) - 1:  # what all chunks have read
             sums.counts["replayed_rows"] += batch.read.routing_rows
             sums.counts["routing_bytes"] += batch.read.routing
+            sums.count_experts(self.model.spec.moe_layers, batch.read.experts)
 
     def _metrics(self, total: StepSums, num_steps: int) -> dict[str, float]:
         metrics = loss_metrics(self.config.algorithm, total.loss, num_steps)
@@ -304,6 +311,8 @@ class Learner:
             metrics |= {f"loss/{name}": total.counts[name] / num_steps for name in NAMES}
         if self.model.replay is not None:
             metrics |= probe.exact_metrics(total.exact, self.config)
+            metrics |= load_metrics(total.load, self.model.spec.moe_layers)
+            self.load = total.load
         return metrics | {"loss/lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def _performance(self, total: StepSums, times: _Times, step_s: float) -> dict[str, float]:

@@ -6,6 +6,8 @@ parallel peers, or context parallel ones after the join of log-probabilities), t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +18,7 @@ from moerl.algorithms.loss import SUM_NAMES
 from moerl.algorithms.masked_logprob import Scores
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.data.packing import Microbatch
+from moerl.types import Array
 
 _COUNTS = (
     "fed",  # fed-in tokens without padding
@@ -46,6 +49,8 @@ class StepSums:
     exact: MismatchSums = field(default_factory=MismatchSums.zero)  # see moerl.trainer.passes.probe
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
     kept_max: float = 0.0
+    # [MoE layers of the model, experts]: (token, slot) pairs that the record sends to an expert
+    load: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
 
     def join(self, group: dist.ProcessGroup) -> StepSums:
         """Sums over the ranks of a gloo group."""
@@ -54,12 +59,15 @@ class StepSums:
         peak = torch.tensor(self.kept_max, dtype=torch.float64)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         counts = dict(zip(self.counts, packed[len(SUM_NAMES) :].tolist(), strict=True))
+        load = self.load.clone()
+        dist.all_reduce(load, group=group)
         return StepSums(
             packed[: len(SUM_NAMES)],
             self.mismatch.all_reduce(group),
             self.exact.all_reduce(group),
             counts,
             float(peak),
+            load,
         )
 
     def __iadd__(self, other: StepSums) -> StepSums:
@@ -69,7 +77,13 @@ class StepSums:
         self.exact += other.exact
         self.counts = {name: count + other.counts[name] for name, count in self.counts.items()}
         self.kept_max = max(self.kept_max, other.kept_max)
+        self.load = self.load + other.load if self.load.numel() else other.load
         return self
+
+    def count_experts(self, layers: Sequence[int], found: Mapping[int, Array]) -> None:
+        """Add what a microbatch has read for the routers of this rank; layers: rows of `load`."""
+        for layer, counts in found.items():
+            self.load[layers.index(layer), : len(counts)] += torch.from_numpy(counts)
 
     def count_held(self, batch: Microbatch) -> None:
         """Count what is split over context-parallel ranks."""
@@ -116,4 +130,27 @@ def describe(sums: StepSums, *, replayed: bool) -> dict[str, float]:
         metrics["keep/size_max"] = sums.kept_max
         metrics["keep/singleton_frac"] = counts["kept_singleton"] / counts["masked"]
         metrics["keep/bytes_per_token"] = counts["mask_bytes"] / counts["masked"]
+    return metrics
+
+
+def load_metrics(load: Tensor, layers: Sequence[int]) -> dict[str, float]:
+    """How evenly a step's tokens use the experts; empty when no recorded routes were read.
+
+    load: joined `StepSums.load`; layers: the global numbers of its rows.
+    """
+    if not load.numel() or not bool((load.sum(1) > 0).all()):
+        return {}
+    share = load / load.sum(1, keepdim=True)
+    even = math.log(load.shape[1]) if load.shape[1] > 1 else 1.0
+    entropy = torch.special.entr(share).sum(1) / even
+    dead = (load == 0).sum(1).double()
+    metrics = {
+        "routing/load_entropy_frac_mean": float(entropy.mean()),
+        "routing/load_entropy_frac_min": float(entropy.min()),
+        "routing/load_max_over_mean": float((share.amax(1) * load.shape[1]).max()),
+        "routing/dead_experts": float(dead.sum()),
+    }
+    for layer, its_entropy, its_dead in zip(layers, entropy.tolist(), dead.tolist(), strict=True):
+        metrics[f"routing/load_entropy_frac/layer_{layer}"] = its_entropy
+        metrics[f"routing/dead_experts/layer_{layer}"] = its_dead
     return metrics

@@ -61,17 +61,23 @@ class Findings:
     live: MismatchSums = field(default_factory=MismatchSums.zero)
     exact: MismatchSums = field(default_factory=MismatchSums.zero)
     routes: RouteAgreement = field(default_factory=RouteAgreement)
+    # MoE layer -> (pairs, agreeing pairs); the same layers on all ranks
+    layers: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def join(self, parallel: Parallel) -> Findings:
         """Sum over ranks; of ranks with equal values the first counts."""
         group = parallel.control
         counts = torch.tensor(self.routes.counts(), dtype=torch.float64)
         dist.all_reduce(counts, group=group)
+        by_layer = torch.tensor(list(self.layers.values()), dtype=torch.float64)
+        dist.all_reduce(by_layer, group=group)
+        pairs: list[list[float]] = by_layer.tolist()
         return Findings(
             self.replayed.all_reduce(group),
             self.live.all_reduce(group),
             self.exact.all_reduce(group),
             RouteAgreement.of_counts(counts.tolist()),
+            {layer: (n, agree) for layer, (n, agree) in zip(self.layers, pairs, strict=True)},
         )
 
 
@@ -97,7 +103,8 @@ def probe(
     live = score(model, batches, Mode.RECORD, after=own.compare)
     load = recorded_routes(model, parallel)
     replayed = score(model, batches, Mode.REPLAY, load=load)
-    found = Findings(routes=own.agreement(model.spec.moe_layers))
+    routes, layers = own.agreement(model.spec.moe_layers)
+    found = Findings(routes=routes, layers=layers)
     if parallel.is_last_stage and parallel.tp_rank == parallel.cp_rank == 0:
         found.live, found.replayed = _sums(live[0], batch), _sums(replayed[0], batch)
         found.exact = exact_sums(batch, replayed[0])
@@ -136,22 +143,29 @@ class _OwnRoutes:
                 result[begin : begin + count, rollout] = grid[first : first + count, row]
         return result
 
-    def agreement(self, layers: Sequence[int]) -> RouteAgreement:
-        """Over all layers and positions of this data-parallel rank; counted by its first rank."""
+    def agreement(
+        self, layers: Sequence[int]
+    ) -> tuple[RouteAgreement, dict[int, tuple[float, float]]]:
+        """Over all layers and positions of this data-parallel rank, and (pairs, agreeing) of each
+        layer; counted by its first rank.
+        """
         ranks, nothing = self._parallel, torch.zeros(self._shape, dtype=torch.uint8)
+        none = RouteAgreement(), dict.fromkeys(layers, (0.0, 0.0))
         if not nothing.numel():
-            return RouteAgreement()
+            return none
         every = torch.stack([self._differs.get(layer, nothing) for layer in layers])
         every = every.to(ranks.device)
         for group in (ranks.tp, ranks.cp, ranks.pp):
             dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
         if ranks.tp_rank or ranks.cp_rank or ranks.pp_rank:
-            return RouteAgreement()
+            return none
         fed = torch.tensor([rollout.num_tokens - 1 for rollout in self._batch.rollouts])
         real = (torch.arange(self._shape[0])[:, None] < fed).reshape(-1)
         flat = every.cpu().bool().flatten(1)
         differs = dict(zip(layers, flat, strict=True))
-        return RouteAgreement.of(differs, real, rows_per_position=len(fed))
+        pairs = float(real.sum())
+        each = {layer: (pairs, float((real & ~other).sum())) for layer, other in differs.items()}
+        return RouteAgreement.of(differs, real, rows_per_position=len(fed)), each
 
 
 def _sums(logprob: Tensor, batch: Microbatch) -> MismatchSums:
@@ -207,6 +221,9 @@ def judge(found: Findings) -> dict[str, float]:
         fresh = exact.get("tokens", 0) == replayed.get("tokens")
         least = AGREE_FRESH if fresh else AGREE_STALE
         metrics["alert/replay_routes"] = float(found.routes.same_input_frac < least)
+    for layer, (pairs, agree) in found.layers.items():
+        if pairs:
+            metrics[f"probe/live_agree_frac/layer_{layer}"] = agree / pairs
     if replayed.get("tokens", 0) >= MIN_TOKENS:
         metrics["probe/k3_replay"], metrics["probe/k3_live"] = replayed["k3"], live["k3"]
         limit = WORSE_MAX * live["k3"] + K3_FLOOR
