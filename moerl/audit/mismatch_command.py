@@ -140,6 +140,12 @@ def make_job(
 
 
 def _plan(config: Config, folder: Path) -> RunContext:
+    if config.checkpoint.start:
+        raise ConfigError(
+            "checkpoint.start",
+            config.checkpoint.start,
+            "an audit scores model.path: make a folder of it with tools/megatron_to_hf.py",
+        )
     run = RunDir(folder)
     run.create()
     if not config.model.path and config.model.tiny.enabled:

@@ -326,6 +326,9 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    # Weights to begin with: a run, one of its checkpoints, or a torch_dist folder of Megatron-LM;
+    # config.json and tokenizer are those of model.path.  Empty: those of model.path
+    start: str = ""
     every: Natural = 50  # batches; 0 = only at the end
     keep: Count = 2  # newest
     # metric of the best checkpoint, which is kept too: its mean since the previous checkpoint, or,
