@@ -32,7 +32,7 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.schema import Precision
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
-from moerl.errors import EngineError, MoerlError, TrainerError
+from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.process_tree import (
     become_subreaper,
     die_with_parent,

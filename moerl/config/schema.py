@@ -335,6 +335,9 @@ class CheckpointConfig:
     # for eval/*, the evaluation of exactly these weights
     best: str = ""
     best_is: Literal["highest", "lowest"] = "highest"
+    # When hf/ is written: at the end, with every checkpoint too (replacing the one before), never;
+    # tools/megatron_to_hf.py makes the same folder of any checkpoint
+    hf: Literal["end", "every", "off"] = "end"
     keep_versions: bool = False  # also save HF weights of every published version (audit)
 
 

@@ -38,11 +38,11 @@ from moerl.trace import Tracer  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.hf_io.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
+from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -144,12 +143,12 @@ class TorchDistFiles:
     def _data_of(self, chunk: _Chunk) -> _Data:
         key = (chunk.file, chunk.start)
         if key not in self._data:
-            with (self.path / chunk.file).open("rb") as stream, FakeTensorMode():
+            with (self.path / chunk.file).open("rb") as stream:
                 view = _create_file_view(stream, chunk.start, chunk.length)
-                saved = torch.load(view, weights_only=True)
+                saved = torch.load(view, map_location="meta", weights_only=True)
             if tuple(saved.shape) != tuple(map(len, chunk.box)):
                 raise ValueError(f"its shape is {tuple(saved.shape)}")
-            storage: Any = saved.untyped_storage()  # torch sets the offset in this mode
+            storage: Any = saved.untyped_storage()  # on this device it says where its bytes are
             first = storage._checkpoint_offset + saved.storage_offset() * saved.itemsize
             self._data[key] = _Data(chunk.start + first, saved.stride())
         return self._data[key]

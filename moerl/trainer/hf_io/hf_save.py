@@ -1,8 +1,4 @@
-"""Hugging Face tensors -> a folder that transformers and SGLang can open.
-
-Everything is written to a sibling folder and moved to the target at the end, so a killed save
-leaves no folder that looks complete.
-"""
+"""Parts of a folder that transformers and SGLang open: tensors, files, config, tokenizer."""
 
 from __future__ import annotations
 
@@ -14,20 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.atomic import flush_tree, publish_folder
-from moerl.config.json_files import read_json
 from moerl.config.schema import ParallelConfig
-from moerl.errors import LayoutError, ModelError
 from moerl.layout import (
     Box,
     ModelSpec,
     at,
     hf_shapes,
     megatron_tiles,
-    model_spec,
     mtp_copies,
     num_elements,
     stacked_forms,
@@ -44,39 +36,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template*",
 )
-
-
-def save_hf(
-    folder: str | Path,
-    tensors: Mapping[str, Tensor],
-    source_model_path: str | Path,
-    *,
-    max_shard_bytes: int = 4 * 2**30,
-) -> None:
-    """Write a model folder that transformers and SGLang open as it is.
-
-    tensors: every tensor of the model, by Hugging Face name.  Config and tokenizer come from
-    `source_model_path`; the config's dtype is set to that of the tensors.  Everything is written
-    and flushed to a sibling folder first; a folder of the same name is replaced only then.
-    Raises ModelError when a tensor is missing, unknown or of another shape.
-    """
-    target, source = Path(folder).absolute(), Path(source_model_path)
-    config = read_json(source / "config.json")
-    spec = _check_tensors(tensors, config, source)
-    config = saved_config(config, spec, {name: tensor.dtype for name, tensor in tensors.items()})
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for dead in target.parent.glob(f".{target.name}.new-*"):  # a partial one can fill the disk
-        shutil.rmtree(dead, ignore_errors=True)
-    fresh = target.with_name(f".{target.name}.new-{os.getpid()}")
-    try:
-        fresh.mkdir()
-        copy_tokenizer(source, fresh)
-        write_json(fresh / "config.json", config)
-        _write_shards(fresh, _in_file_form(tensors, spec), max_shard_bytes)
-        replace_folder(target, fresh)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
 
 
 class FileTensor(NamedTuple):
@@ -123,36 +82,6 @@ def assemble(tensor: FileTensor, dtype: torch.dtype, read: Callable[[str, Box], 
         value = read(name, box)
         whole[at(place)] = value.mT if tensor.stacks and value.ndim == 2 else value
     return whole
-
-
-def _in_file_form(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Tensors in the form of the family's folders; tensors that are not stacked are not copied."""
-    return {
-        name: tensors[name]
-        if name in tensors
-        # never shared: safetensors refuses the copies in prediction layers if they share memory
-        else assemble(
-            form, tensors[next(iter(form.parts))].dtype, lambda n, box: tensors[n][at(box)]
-        )
-        for name, form in file_form(spec).items()
-    }
-
-
-def _check_tensors(
-    tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path
-) -> ModelSpec:
-    try:
-        spec = model_spec(config)
-        want = hf_shapes(spec)
-    except LayoutError as error:
-        raise ModelError(f"{source}: {error}") from error
-    for name in want.keys() ^ tensors.keys():
-        state = "missing" if name in want else "not a tensor of the model"
-        raise ModelError(f"{name} is {state} and cannot be saved with the config of {source}")
-    for name, shape in want.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ModelError(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
-    return spec
 
 
 def saved_config(
@@ -213,19 +142,6 @@ def write_index(folder: Path, shards: Mapping[str, Iterable[str]], total_bytes: 
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index)
-
-
-def _write_shards(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
-    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    shards = shard_names(nbytes, max_bytes)
-    for file, names in shards.items():
-        ready = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        path = folder / file
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(ready, path, metadata={"format": "pt"})  # transformers requires it
-        path.chmod(mode)  # safetensors writes files that only the owner can read
-    write_index(folder, shards, sum(nbytes.values()))
 
 
 def replace_folder(target: Path, fresh: Path) -> None:
