@@ -79,7 +79,11 @@ _ENGINE = (
     "tests/e2e/test_modes.py",
     "tests/e2e/test_replay_engine.py",
 )
-_RECIPES = ("tests/e2e/test_recipes.py", "tests/e2e/test_sft.py")
+_RECIPES = (
+    "tests/e2e/test_model_start_run.py",
+    "tests/e2e/test_recipes.py",
+    "tests/e2e/test_sft.py",
+)
 _VARIANTS = (
     "tests/e2e/test_train.py",
     "tests/e2e/test_turns.py",

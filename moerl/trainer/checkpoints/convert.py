@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -250,7 +251,9 @@ def _finish_checkpoint(
             chunks[piece.stored.key].append(piece)
             index = MetadataIndex(piece.stored.key, torch.Size(piece.offsets))
             storage[index] = _StorageInfo(file, begin, length)
-    described = {key: _described(pieces) for key, pieces in chunks.items()}
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: _described(pieces) for key, pieces in chunks.items()
+    }
     (folder / METADATA_FILE).write_bytes(pickle.dumps(Metadata(described, None, storage)))
     # Megatron-LM reads from it how layers and experts are stored
     content = {"non_homogeneous_layers": True, "singleton_local_shards": False}

@@ -144,7 +144,7 @@ class TorchDistFiles:
         key = (chunk.file, chunk.start)
         if key not in self._data:
             with (self.path / chunk.file).open("rb") as stream:
-                view = _create_file_view(stream, chunk.start, chunk.length)
+                view: Any = _create_file_view(stream, chunk.start, chunk.length)
                 saved = torch.load(view, map_location="meta", weights_only=True)
             if tuple(saved.shape) != tuple(map(len, chunk.box)):
                 raise ValueError(f"its shape is {tuple(saved.shape)}")
