@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Convert a Hugging Face folder to a Megatron-side sharded checkpoint, or reshard a checkpoint.
+"""Convert a Hugging Face folder to a checkpoint in the form of a run's own (`torch_dist`).
 
-    tools/hf_to_megatron.py MODEL OUT --tp 4 --pp 2 --ep 8
+    tools/hf_to_megatron.py MODEL OUT
     python -m moerl.distributed.torchrun --nproc-per-node 4 \
-        tools/hf_to_megatron.py MODEL OUT --ep 8 --dtype bfloat16
-    tools/hf_to_megatron.py CHECKPOINT OUT --tp 2          (another layout of the same weights)
+        tools/hf_to_megatron.py MODEL OUT --dtype bfloat16
 
-Run plainly, one process visits the ranks one after another; under torchrun the ranks are spread
-over the processes.  No GPU and no process group is used.
+`moerl train RECIPE checkpoint.start=OUT` starts from it, on any layout; so does Megatron-LM, after
+`--layer-spec te`.  Under torchrun the files are spread over the processes.  No GPU and no process
+group is used.
 """
 
 import sys
 
-from moerl.trainer.hf_io.convert_cli import hf_to_megatron
+from moerl.trainer.checkpoints.convert_cli import hf_to_megatron
 
 if __name__ == "__main__":
     sys.exit(hf_to_megatron(__doc__))

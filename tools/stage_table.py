@@ -50,6 +50,7 @@ _LAYOUTS = (
     "tests/multi/test_layout_families.py",
     "tests/multi/test_layout_families_gradients.py",
     "tests/multi/test_layout_sglang.py",
+    "tests/multi/test_model_torch_dist.py",
 )
 _TRAINER = (
     "tests/multi/test_checkpoint_writer.py",
@@ -81,7 +82,11 @@ _ENGINE = (
     "tests/e2e/test_modes.py",
     "tests/e2e/test_replay_engine.py",
 )
-_RECIPES = ("tests/e2e/test_recipes.py", "tests/e2e/test_sft.py")
+_RECIPES = (
+    "tests/e2e/test_model_start_run.py",
+    "tests/e2e/test_recipes.py",
+    "tests/e2e/test_sft.py",
+)
 _VARIANTS = (
     "tests/e2e/test_train.py",
     "tests/e2e/test_turns.py",

@@ -32,7 +32,7 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.schema import Precision
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
-from moerl.errors import EngineError, MoerlError, TrainerError
+from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.process_tree import (
     become_subreaper,
     die_with_parent,
@@ -141,6 +141,12 @@ def make_job(
 
 
 def _plan(config: Config, folder: Path) -> RunContext:
+    if config.checkpoint.start:
+        raise ConfigError(
+            "checkpoint.start",
+            config.checkpoint.start,
+            "an audit scores model.path: make a folder of it with tools/megatron_to_hf.py",
+        )
     run = RunDir(folder)
     run.create()
     if not config.model.path and config.model.tiny.enabled:

@@ -55,8 +55,20 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_evaluation(config)
     _check_rollout(config.rollout)
     _check_late_siblings(config)
+    _check_start(config)
     check_cluster(config)
     check_algorithm(config, folders=starts)
+
+
+def _check_start(config: Config) -> None:
+    start, made = config.checkpoint.start, Path(config.run.root) / config.run.name / "start"
+    if start and not Path(start).is_dir() and not made.is_dir():  # a resume needs it no longer
+        raise ConfigError(
+            "checkpoint.start",
+            start,
+            "no such folder; name a run, one of its checkpoints/step-N, or a torch_dist checkpoint "
+            "of Megatron-LM",
+        )
 
 
 def check_model(config: Config) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def check_model(config: Config) -> dict[str, Any]:
         hf = read_model_config(folder)
     except ModelError as error:
         raise ConfigError("model.path", config.model.path, str(error)) from error
-    if not any(folder.glob("*.safetensors")):
+    if not (config.checkpoint.start or any(folder.glob("*.safetensors"))):
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_model_sizes(config.trainer.parallel, tp, hf)

@@ -356,12 +356,18 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    # Weights to begin with: a run, one of its checkpoints, or a torch_dist folder of Megatron-LM;
+    # config.json and tokenizer are those of model.path.  Empty: those of model.path
+    start: str = ""
     every: Natural = 50  # batches; 0 = only at the end
     keep: Count = 2  # newest
     # metric of the best checkpoint, which is kept too: its mean since the previous checkpoint, or,
     # for eval/*, the evaluation of exactly these weights
     best: str = ""
     best_is: Literal["highest", "lowest"] = "highest"
+    # When hf/ is written: at the end, with every checkpoint too (replacing the one before), never;
+    # tools/megatron_to_hf.py makes the same folder of any checkpoint
+    hf: Literal["end", "every", "off"] = "end"
     keep_versions: bool = False  # also save HF weights of every published version (audit)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import secrets
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +30,9 @@ from moerl.rpc import Keys
 from moerl.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
 from moerl.scoring.enforced import isolation_of
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
+from moerl.trainer.checkpoints.find_checkpoint import find_checkpoint
+
+log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -46,7 +53,7 @@ def prepare(
             True,
             "not supported on a cluster yet; needs cluster.launcher=local",
         )
-    config = _with_model(config, run)
+    config = _with_start(_with_model(config, run), run)
     hf_config = check_model(config)
     if resume:
         refuse_foreign(run)
@@ -138,3 +145,40 @@ def _with_model(config: Config, run: RunDir) -> Config:
     if not folder.is_dir():
         make_tiny_model(folder, config.model.tiny, config.run.seed)
     return replace(config, model=replace(config.model, path=str(folder)))
+
+
+def _with_start(config: Config, run: RunDir) -> Config:
+    """Make a model folder of the weights of `checkpoint.start`, once.
+
+    Engines, trainer and reference then begin with it as with any other model: their first version
+    has its weights, and an engine that starts again later does, too.
+    """
+    start, folder = config.checkpoint.start, run.root / "start"
+    if not start:
+        return config
+    if not folder.is_dir():
+        dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.trainer.dtype]
+        try:
+            found = find_checkpoint(Path(start))
+        except ModelError as error:
+            raise ConfigError("checkpoint.start", start, str(error)) from error
+        _convert(start, found, folder, ["--model", config.model.path, "--dtype", dtype])
+    return replace(config, model=replace(config.model, path=str(folder)))
+
+
+def _convert(start: str, found: Path, folder: Path, options: list[str]) -> None:
+    """In a process of its own, as this one keeps the memory of what it imports.
+
+    Raises ConfigError with its sentence.
+    """
+    command = [sys.executable, "-m", "moerl.trainer.checkpoints.convert_cli", str(found)]
+    process = subprocess.Popen(
+        [*command, str(folder), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None, "it is a pipe"
+    last = ""
+    for line in io.TextIOWrapper(process.stderr, encoding="utf-8", errors="replace"):
+        last = line.strip() or last
+        log.info("checkpoint.start: %s", line.rstrip())
+    if process.wait():
+        raise ConfigError("checkpoint.start", start, last.removeprefix("error: "))

@@ -122,7 +122,7 @@ def _close(
     if gain := reward_gain(rows):
         words["reward"] = f"{gain[0]:.3f} (first tenth) -> {gain[1]:.3f} (last tenth)"
     words |= {name: f"{value:,.0f}" for name, value in numbers.items()}
-    if not cause:
+    if not cause and run.hf.is_dir():
         words["trained model"] = run.hf
     words |= {"report": run.report, "timeline (ui.perfetto.dev)": run.perfetto}
     console.close(words)

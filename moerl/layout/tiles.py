@@ -176,6 +176,15 @@ def local_box(tile: Tile, part: Box) -> Box:
     return (*tile.box[:lead], *map(_move, tile.hf_box, tile.box[lead:], part))
 
 
+def hf_box(tile: Tile, part: Box) -> Box:
+    """Hugging Face coordinates of `part`, a piece of tile.box: the inverse of `local_box`."""
+    lead = len(tile.box) - len(tile.hf_box)
+    return tuple(
+        hf[cut.start - local.start : cut.stop - local.start]
+        for hf, local, cut in zip(tile.hf_box, tile.box[lead:], part[lead:], strict=True)
+    )
+
+
 def _move(hf: range, local: range, cut: range) -> range:
     first = local.start + (cut.start - hf.start) // hf.step
     step = cut.step // hf.step

@@ -62,8 +62,7 @@ def _train(config: Config, run: RunDir) -> None:
     )
     # `prepare` must run before any import of megatron
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
-    from moerl.trainer.hf_io.hf_gather import HfGather
-    from moerl.trainer.hf_io.hf_save import save_hf
+    from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build
@@ -93,18 +92,9 @@ def _train(config: Config, run: RunDir) -> None:
         if ranks.is_first:
             kept = {name: value for name, value in metrics.items() if name.startswith(_KEPT)}
             print(STEP + json.dumps({"loss/nll": metrics["loss/pg"]} | kept), flush=True)
-    gather = HfGather(
-        lambda: model.tensors,
-        model.spec,
-        ranks.sizes,
-        ranks.rank,
-        "te" if place.name == "cuda" else "local",
-        ranks.control,
-    )
-    tensors = gather.gather()
-    if tensors is not None:
-        rest = {n: source.read(n).to(source.dtype(n)) for n in source.names if n not in tensors}
-        save_hf(run.hf, tensors | rest, source.path)
+    held = every_rank(model.spec, ranks.sizes, "te" if place.name == "cuda" else "local")
+    group = RankGroup(ranks.rank, ranks.control)
+    HfShards(lambda: model.tensors, held, group, source.path).save(run.hf)
     dist.barrier(ranks.control)
     parallel.stop()
 

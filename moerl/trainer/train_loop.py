@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moerl.config.schema import Config
 from moerl.distributed.object_collectives import broadcast_value
@@ -50,8 +49,7 @@ from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
-from moerl.trainer.hf_io.hf_gather import HfGather
-from moerl.trainer.hf_io.hf_save import save_hf
+from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.gpt import build
@@ -103,19 +101,12 @@ class TrainLoop:
         if config.algorithm.advantage == "gae":
             critic = Critic(config, parallel, context.blobs)
         self.learner = Learner(self.model, parallel, config, context.blobs, critic)
-        self.gather = HfGather(
-            lambda: self.model.tensors,
-            self.model.spec,
-            parallel.sizes,
-            parallel.rank,
-            _layer_spec(parallel),
-            parallel.control,
-        )
         self.version = PolicyVersion(context.incarnation, 0)
         # first version of each trainer in the history of these weights
         self.begins: tuple[PolicyVersion, ...] = (self.version,)
         self.consumed = IdSet()  # group ids trained
         self.saved_step = -1  # optimizer steps inside the newest checkpoint
+        self.hf_step = -1  # and inside hf/
         self.writer = CheckpointWriter(
             context.run, config.checkpoint, parallel, self.tracer, context.incarnation
         )
@@ -146,7 +137,8 @@ class TrainLoop:
         self._settle()
         if self.saved_step != self.version.step:
             self._checkpoint()
-        self._save_hf(self.context.run.hf)
+        if self.config.checkpoint.hf != "off" and self.hf_step != self.version.step:
+            self._save_hf()
         self.writer.finish()
         dist.barrier(self.parallel.control)
 
@@ -278,12 +270,20 @@ class TrainLoop:
             self.publisher.resume()
 
     def _keep_version(self) -> None:
-        self._save_hf(self.context.run.versions / str(self.version))
+        with self.tracer.span("save hf", version=str(self.version)):
+            self.save_model(self.context.run.versions / str(self.version))
 
-    def _save_hf(self, folder: Path) -> None:
-        tensors = self.gather.gather()
-        if tensors is not None:
-            save_hf(folder, with_untrained(tensors, self.source), self.source.path)
+    def _save_hf(self) -> None:
+        with self.tracer.span("save hf", step=self.version.step):
+            self.save_model(self.context.run.hf)
+        self.hf_step = self.version.step
+
+    def save_model(self, folder: Path) -> None:
+        """Save the live weights as a model folder; collective."""
+        parallel = self.parallel
+        held = every_rank(self.model.spec, parallel.sizes, _layer_spec(parallel))
+        ranks = RankGroup(parallel.rank, parallel.control)
+        HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
 
     def _checkpoint(self) -> None:
         progress = checkpoint.Progress(
@@ -295,6 +295,8 @@ class TrainLoop:
         with self.tracer.span("checkpoint", step=self.version.step):
             checkpoint.save(self.writer, self.learner, progress, self.parallel)
         self.saved_step = self.version.step
+        if self.config.checkpoint.hf == "every":
+            self._save_hf()
 
     def _sync_context(self, on_failure: Callable[[BaseException], None]) -> SyncContext:
         config, context, parallel = self.config, self.context, self.parallel
@@ -314,12 +316,6 @@ class TrainLoop:
             tracer=self.tracer,
             on_failure=on_failure,
         )
-
-
-def with_untrained(tensors: dict[str, Tensor], source: HfFolder) -> dict[str, Tensor]:
-    """Add tensors that the live model does not hold (prediction layers) from the source."""
-    rest = (name for name in source.names if name not in tensors)
-    return tensors | {name: source.read(name).to(source.dtype(name)) for name in rest}
 
 
 def _layer_spec(parallel: Parallel) -> LayerSpec:

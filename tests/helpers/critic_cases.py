@@ -16,11 +16,11 @@ import torch.distributed as dist
 from moerl.layout import padded_vocab
 from moerl.run_dir import RunDir
 from moerl.trainer.checkpoints import checkpoint
-from moerl.trainer.hf_io.hf_gather import HfGather
 from moerl.trainer.learner.critic import Critic, ValueHead
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel
 from moerl.types import Array, BatchPlan, PolicyVersion
+from tests.helpers.hf_gather import HfGather
 from tests.helpers.saved_checkpoint import save_whole
 
 NAMES = ("loss/value", "critic/value_mean", "critic/return_mean", "critic/explained_frac")

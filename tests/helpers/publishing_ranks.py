@@ -51,7 +51,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     place = platform.prepare("cpu", local_rank=int(os.environ["LOCAL_RANK"]))
-    from moerl.trainer.hf_io.hf_save import save_hf
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import live_tensors
     from moerl.trainer.train_loop import RankContext, TrainLoop
@@ -76,9 +75,7 @@ def main() -> None:
         with torch.no_grad():
             for tensor in live_tensors(job.model.gpt).values():
                 tensor.mul_(1 + 0.01 * order.step + 0.1 * int(incarnation))
-        tensors = job.gather.gather()
-        if tensors is not None:
-            save_hf(run.root / f"hf-{version}", tensors, job.source.path)
+        job.save_model(run.root / f"hf-{version}")
         faults.arm(order, path.with_suffix(""), job.publisher)
         job.publisher.publish(version)
         metrics = job.publisher.wait()

@@ -45,7 +45,6 @@ from moerl.layout import hf_shapes, model_spec  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.hf_io.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
@@ -56,6 +55,7 @@ from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 from tests.helpers.critic_cases import critic_step  # noqa: E402
+from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.replay_matrix_records import V0, Records, make_records  # noqa: E402
 from tests.helpers.saved_checkpoint import save_whole  # noqa: E402

@@ -25,13 +25,13 @@ from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, Trainer
 from moerl.data.packing import pack_microbatch  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.hf_io.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
+from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.trainer_support import UNUSED_EXPERT, make_plan, replan, without_mask  # noqa: E402
 
 

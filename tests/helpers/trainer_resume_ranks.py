@@ -5,8 +5,9 @@ file.
 
 A phase builds the trainer anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
 "reset": false, "until": 2, "save": true, "out": FILE or "", "optimizer": {...}}.  It trains the
-steps from where it stands up to `until`; `out` gets loss, gradient norm and rates of the last step
-and the weights after it, in Hugging Face coordinates.
+steps from where it stands up to `until`; weights.pt of `save` gets the weights that it saves, `out`
+loss, gradient norm and rates of the last step and the weights after it.  Weights are in Hugging
+Face coordinates.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from moerl.trace import Tracer  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.hf_io.hf_gather import HfGather  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
+from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
@@ -78,6 +79,9 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
     metrics: dict[str, float] = {}
     for index in range(step, phase["until"]):
         metrics = learner.step(make_plan(store, seed=index, step=index, dp_size=ranks.dp_size))
+    gather = HfGather(
+        lambda: model.tensors, model.spec, ranks.sizes, ranks.rank, "local", ranks.control
+    )
     if phase["save"]:
         run = RunDir(Path(phase["save"]))
         if ranks.is_first:
@@ -85,19 +89,18 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
         writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
         progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), ((1, 3),), 2)
         checkpoint.save(writer, learner, progress, ranks)
+        weights = gather.gather()
+        if ranks.is_first:
+            torch.save(weights, run.root / "weights.pt")
         learner.step(make_plan(store, seed=9, step=9, dp_size=ranks.dp_size))  # while it is written
         writer.finish()
-    if phase["out"]:
-        weights = HfGather(
-            lambda: model.tensors, model.spec, ranks.sizes, ranks.rank, "local",
-            ranks.control,
-        ).gather()  # fmt: skip
-        if ranks.is_first:
-            found = {"loss": metrics["loss/pg"], "norm": metrics["loss/grad_norm"]}
-            found["rate"] = metrics["loss/lr"]
-            groups = learner.optimizer.param_groups
-            found["adam"] = [(*group["betas"], group["eps"]) for group in groups]
-            torch.save(found | {"weights": weights}, phase["out"])
+    weights = gather.gather() if phase["out"] else None
+    if weights is not None:
+        found = {"loss": metrics["loss/pg"], "norm": metrics["loss/grad_norm"]}
+        found["rate"] = metrics["loss/lr"]
+        groups = learner.optimizer.param_groups
+        found["adam"] = [(*group["betas"], group["eps"]) for group in groups]
+        torch.save(found | {"weights": weights}, phase["out"])
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ from moerl.records import BlobStore
 from moerl.run_dir import RunDir, next_incarnation, write_pids
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
-from moerl.trainer.hf_io.hf_save import save_hf
 from moerl.types import GenerateRequest, ModelShape, PolicyVersion, RoutingBlob, Segment
+from tests.helpers.saved_hf import save_hf
 from tests.helpers.write_faults import KILLED, KINDS, Fault, WriteSites
 from tests.unit.test_controller import CONFIG, EqualFor, Prompts, StubEngine, publish
 

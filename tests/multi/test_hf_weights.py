@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import LayoutError, ModelError
+from moerl.errors import LayoutError, ModelError, TrainerError
 from moerl.layout import hf_shapes, megatron_tiles, model_spec
+from moerl.trainer.hf_io import hf_shards
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
-from moerl.trainer.hf_io.hf_gather import HfGather
-from moerl.trainer.hf_io.hf_save import save_hf
+from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
+from tests.helpers.hf_gather import HfGather
 from tests.helpers.rank_server import run_ranks
+from tests.helpers.saved_hf import save_hf
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -226,12 +228,12 @@ def test_save_refuses_an_incomplete_model_and_keeps_the_old_folder(
     save_hf(out, tensors, folder)
     before = (out / "model.safetensors").read_bytes()
     for change, message in (
-        ({GATE: None}, f"{GATE} is missing"),
-        ({"lm_head.bias": torch.zeros(1)}, r"lm_head\.bias is not a tensor of the model"),
-        ({GATE: torch.zeros(2)}, rf"{GATE} has shape \(2,\), not \(4, 32\)"),
+        ({GATE: None}, f"{GATE}: the layout has this tensor, the live module does not"),
+        ({"lm_head.bias": torch.zeros(1)}, r"lm_head\.bias: no layout rule covers this"),
+        ({GATE: torch.zeros(2)}, rf"{GATE}: live shape \(2,\), the layout says \(4, 32\)"),
     ):
         bad = {k: v for k, v in (tensors | change).items() if v is not None}
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(LayoutError, match=message):
             save_hf(out, bad, folder)
     assert (out / "model.safetensors").read_bytes() == before
 
@@ -242,7 +244,7 @@ def test_save_refuses_an_incomplete_model_and_keeps_the_old_folder(
     [{"ep": 2, "dp": 2}, {"tp": 2, "pp": 2, "ep": 2}],
     ids=lambda axes: "-".join(f"{k}{v}" for k, v in axes.items()),
 )
-def test_gather_returns_the_folder_bitwise(
+def test_ranks_gather_and_save_the_folder_bitwise(
     tmp_path: Path, folder: Path, tensors: dict[str, torch.Tensor], axes: dict[str, int]
 ) -> None:
     out = tmp_path / "gathered"
@@ -253,6 +255,10 @@ def test_gather_returns_the_folder_bitwise(
     for name, want in tensors.items():
         assert torch.equal(first[name], want), name
         assert torch.equal(changed[name], 2 * want), name
+    saved = HfFolder(f"{out}.hf")  # a failed save leaves the one before
+    assert len(list(saved.path.glob("*.safetensors"))) > 4
+    assert all(torch.equal(saved.read(name), 2 * want) for name, want in tensors.items())
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_live_models_have_exactly_the_tensors_of_the_layout() -> None:
@@ -282,6 +288,19 @@ def gather_worker(folder: str, out: str, axes: str) -> None:
     for param in params.values():
         param *= 2
     store(gather.gather(), 1)
+    hf_shards.BUCKET_BYTES = 10_000  # several messages per file
+    held, ranks = every_rank(source.spec, layout, "local"), RankGroup(rank, dist.group.WORLD)
+    saver = HfShards(lambda: params, held, ranks, folder, max_shard_bytes=20_000)
+    assert len(set(saver._writers.values())) > 1, "one rank writes everything"
+    saver.save(f"{out}.hf")
+    if rank == layout.world_size - 1:  # its disk is full
+
+        def refuse(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        saver._write_file = refuse
+    with pytest.raises(TrainerError, match=r"\.safetensors: .*No space left on device"):
+        saver.save(f"{out}.hf")
     dist.destroy_process_group()
 
 

@@ -161,24 +161,20 @@ def compare_models(folder: Path, mesh: str) -> dict[str, float | str]:
 
 
 def save_again(folder: Path, family: str, ranks: Any) -> str:
-    """Loads live modules, gathers and saves them; names a tensor of the new folder that differs."""
+    """Loads live modules and saves them; names a tensor of the new folder that differs."""
     import torch
 
     from moerl.config.schema import TrainerConfig
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
-    from moerl.trainer.hf_io.hf_gather import HfGather
-    from moerl.trainer.hf_io.hf_save import save_hf
+    from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
     from moerl.trainer.model.gpt import build, live_tensors
-    from moerl.trainer.train_loop import with_untrained
 
     source, target = HfFolder(folder / family), folder / f"{family}.again"
     model = build(source.spec, TrainerConfig(parallel=ranks.sizes), ranks, with_replay=False)
     live = live_tensors(model.gpt)
     load_hf(live, model.tiles, source)
-    gather = HfGather(lambda: live, model.spec, ranks.sizes, 0, "local", None)
-    tensors = gather.gather()
-    assert tensors is not None, "rank 0 receives"
-    save_hf(target, with_untrained(tensors, source), source.path)
+    tiles = every_rank(model.spec, ranks.sizes, "local")
+    HfShards(lambda: live, tiles, RankGroup(0, None), source.path).save(target)
     again = HfFolder(target)
     differ = [n for n in source.names if not torch.equal(again.read(n), source.read(n))]
     return ", ".join(differ[:3])

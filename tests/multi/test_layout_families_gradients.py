@@ -46,10 +46,10 @@ def take_steps(work: Path, mesh: str) -> None:
     from moerl.layout import hf_shapes
     from moerl.records.blob_store import BlobStore
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
-    from moerl.trainer.hf_io.hf_gather import HfGather
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build, live_tensors
+    from tests.helpers.hf_gather import HfGather
     from tests.helpers.trainer_support import make_plan, replan
 
     ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from moerl.trainer.checkpoints.convert import convert_to_hf
+from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT, make_model
 
@@ -73,6 +77,10 @@ LONG: tuple[Plan, ...] = (
 )
 
 
+OTHER_SAVES = ("tp2", "pp2", "pp2-uneven", "ep2-tp2")  # nothing continues from them
+SAVED = [f"{side}-{kind}" for side, kind, *_ in LONG] + [f"{side}-plain" for side in OTHER_SAVES]
+
+
 def _cases(plans: tuple[Plan, ...]) -> list[tuple[str, str]]:
     return [
         (f"{side}-{kind}", layout)
@@ -121,7 +129,9 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _work(tmp_path_factory.mktemp("long"), LONG, {"same": "dp2", "across": "ep2"})
+    saves: tuple[Plan, ...] = tuple((side, "plain", (), ()) for side in OTHER_SAVES)
+    work = tmp_path_factory.mktemp("long")
+    return _work(work, (*LONG, *saves), {"same": "dp2", "across": "ep2"})
 
 
 def _gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -165,6 +175,32 @@ def test_every_layout_continues_exactly(long: Path, saved: str, layout: str) -> 
 @pytest.mark.parametrize("name", ["same", "across"])
 def test_a_reset_keeps_the_weights_and_moves_elsewhere(long: Path, name: str) -> None:
     _check_reset(long, name, "dp2-plain")
+
+
+def _check_converted(work: Path, saved: str, to: Path) -> None:
+    source = MegatronFolder(work / saved / "checkpoints" / "step-000002", work / "model")
+    convert_to_hf(source, to, ConversionRanks(), lambda *_: None)
+    found, want = load_file(to / "model.safetensors"), torch.load(work / saved / "weights.pt")
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    # control: a step more
+    other = torch.load(work / f"{saved}.whole.pt")["weights"]
+    assert all(not torch.equal(found[name], other[name]) for name in want)
+
+
+@pytest.mark.parametrize("saved", ["dp2-distributed", "ep2-distributed"])
+def test_a_checkpoint_converts_to_the_weights_that_were_saved(
+    short: Path, tmp_path: Path, saved: str
+) -> None:
+    _check_converted(short, saved, tmp_path / "hf")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saved", SAVED)
+def test_every_layout_converts_to_the_weights_that_were_saved(
+    long: Path, tmp_path: Path, saved: str
+) -> None:
+    _check_converted(long, saved, tmp_path / "hf")
 
 
 def test_a_resume_has_the_rate_and_constants_it_is_given(short: Path) -> None:

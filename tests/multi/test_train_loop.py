@@ -25,6 +25,9 @@ from moerl.config.schema import (
 from moerl.messages import SetEngines, SyncTarget
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
+from moerl.trainer.checkpoints.convert import convert_to_hf
+from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.types import PolicyVersion
 from tests.helpers.fake_controller import FakeController, run_gang
 from tests.helpers.trainer_support import make_model, make_plan
@@ -136,6 +139,28 @@ def test_run_leaves_checkpoints_and_a_hugging_face_folder(straight: tuple) -> No
         "step-000004",
     }
     assert (bench.run.hf / "config.json").exists()
+
+
+def test_any_checkpoint_of_a_run_converts_to_what_the_run_saved(
+    straight: tuple, tmp_path: Path
+) -> None:
+    """The model is found by the run's settings; a conversion may read while the run trains."""
+    from safetensors.torch import load_file
+
+    bench, _ = straight
+    for folder, saved in (
+        (bench.run.checkpoint(2), bench.run.versions / "0.2"),
+        (bench.run.root, bench.run.hf),
+    ):
+        out = tmp_path / saved.name
+        convert_to_hf(MegatronFolder(folder), out, ConversionRanks(), lambda *_: None)
+        assert {path.name for path in saved.iterdir()} == {path.name for path in out.iterdir()}
+        assert (out / "config.json").read_bytes() == (saved / "config.json").read_bytes()
+        found, want = (load_file(at / "model.safetensors") for at in (out, saved))
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], want[name]) for name in want)
+        others = load_file(bench.run.versions / "0.3" / "model.safetensors")
+        assert all(not torch.equal(found[name], others[name]) for name in want), "control"
 
 
 def test_resume_continues_exactly_and_publishes_first(

@@ -29,7 +29,7 @@ from moerl.records import BlobStore
 from moerl.run_dir import RunDir, newest_incarnation, next_incarnation, refuse_foreign
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
-from moerl.trainer.hf_io.hf_save import save_hf
+from tests.helpers.saved_hf import save_hf
 from tests.helpers.write_fault_runs import MODEL
 from tests.unit.test_journal import group_of
 

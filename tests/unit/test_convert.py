@@ -9,60 +9,40 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, ModelError, MoerlError
-from moerl.layout import hf_shapes, megatron_tiles, model_spec
-from moerl.trainer.hf_io import convert_job
-from moerl.trainer.hf_io.convert import (
-    MegatronFolder,
-    convert_to_hf,
-    convert_to_megatron,
-    open_source,
-)
-from moerl.trainer.hf_io.convert_cli import hf_to_megatron
-from moerl.trainer.hf_io.convert_job import ConversionRanks
-from moerl.trainer.hf_io.hf_folder import FILL_BYTES, HfFolder
+from moerl.layout import hf_shapes, model_spec
+from moerl.trainer.checkpoints import convert, convert_job
+from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron
+from moerl.trainer.checkpoints.convert_cli import hf_to_megatron
+from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
+from moerl.trainer.hf_io.hf_folder import HfFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
-A = ParallelConfig(tp=2, pp=2, ep=4, dp=2, vpp=2, vocab_divisible_by=16)
-B = ParallelConfig(tp=4, ep=2, vocab_divisible_by=8)
-HAS_EXPERTS = {family: model_spec(config).experts > 0 for family, config in CONFIGS.items()}
 MAIN = "model.safetensors"
-
-
-def fitting(layout: ParallelConfig, family: str) -> ParallelConfig:
-    """The layout without expert axes where the family has no experts."""
-    return layout if HAS_EXPERTS[family] else replace(layout, ep=1)
 
 
 def silent(stage: str, done: int, total: int) -> None:
     assert done <= total, f"{stage}: {done} of {total} bytes"
 
 
-def to_megatron(source: Path, target: Path, layout: ParallelConfig = A, **more: object) -> Path:
-    convert_to_megatron(
-        open_source(source),
-        target,
-        layout,
-        "local",
-        ConversionRanks(),
-        more.pop("progress", silent),
-        **more,
-    )
+def to_megatron(source: Path, target: Path, **more: object) -> Path:
+    progress = more.pop("progress", silent)
+    convert_to_megatron(HfFolder(source), target, ConversionRanks(), progress, **more)
     return target
 
 
@@ -113,18 +93,21 @@ def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
 
 # --- round trips ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_family_comes_back_from_two_layouts(
-    tmp_path: Path, models: Path, family: str
+def test_every_family_comes_back_under_the_names_of_both_layer_specs(
+    tmp_path: Path, models: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HF -> A -> B -> HF, and HF -> A -> HF in several shards."""
-    a = to_megatron(models / family, tmp_path / "a", fitting(A, family))
-    b = to_megatron(a, tmp_path / "b", fitting(B, family))
+    """In one file and in several, in chunks of a few rows, and back in one shard and in several."""
     source = HfFolder(models / family)
     want = {name: source.read(name) for name in source.names}
-    for checkpoint, size in ((a, 30_000), (b, 2**30)):
+    for layer_spec, size in (("local", 30_000), ("te", 2**30)):
+        checkpoint = to_megatron(
+            models / family, tmp_path / layer_spec, layer_spec=layer_spec, max_file_bytes=size
+        )
         out = HfFolder(to_hf(checkpoint, tmp_path / f"hf{size}", max_shard_bytes=size))
         assert_same({name: out.read(name) for name in out.names}, want)
+        monkeypatch.setattr(convert, "CHUNK_BYTES", 1000)
     assert (tmp_path / "hf30000" / "model.safetensors.index.json").exists()
+    assert len(list((tmp_path / "local").glob("*.distcp"))) > 1
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -133,7 +116,7 @@ def test_transformers_opens_the_result_with_equal_weights(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    a = to_megatron(models / family, tmp_path / "a", fitting(A, family))
+    a = to_megatron(models / family, tmp_path / "a")
     out = to_hf(a, tmp_path / "hf")
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -266,7 +249,7 @@ def test_mxfp4_experts_are_dequantised(tmp_path: Path, models: Path) -> None:
                 real[e, r, g * 32 + 2 * i + half] = sign * table[code & 7] * factor
         want[name] = real
     rewrite(model, change, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
-    a = to_megatron(model, tmp_path / "a", ParallelConfig(tp=2, ep=2), dtype=torch.bfloat16)
+    a = to_megatron(model, tmp_path / "a", dtype=torch.bfloat16)
     found = contents(to_hf(a, tmp_path / "hf"))
     assert want
     for name, value in want.items():
@@ -293,7 +276,7 @@ def test_a_full_disk_names_the_tensor_and_the_same_command_continues(
     tmp_path: Path, model: Path
 ) -> None:
     out = tmp_path / "out"
-    command = ("hf_to_megatron.py", model, out, "--tp", 2)
+    command = ("hf_to_megatron.py", model, out)
     failed = run_tool(*command, limit=40_000)
     last = failed.stderr.strip().splitlines()[-1]
     assert failed.returncode == 2
@@ -303,7 +286,7 @@ def test_a_full_disk_names_the_tensor_and_the_same_command_continues(
     assert not out.exists()
     assert not list(tmp_path.rglob("*.writing"))
     assert run_tool(*command).returncode == 0
-    assert MegatronFolder(out).layout.tp == 2
+    assert MegatronFolder(out).names == HfFolder(model).names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
@@ -325,16 +308,18 @@ def last_tensor(file: Path) -> str:
     return str(max(header, key=lambda name: header[name]["data_offsets"][1]))
 
 
-def test_a_folder_of_an_older_format_is_refused(tmp_path: Path, model: Path) -> None:
-    out = to_megatron(model, tmp_path / "out")
-    manifest = json.loads((out / "manifest.json").read_text())
-    manifest["flavor"] = manifest.pop("layer_spec")
-    (out / "manifest.json").write_text(json.dumps(manifest | {"format": "moerl-megatron-1"}))
-    with pytest.raises(ModelError, match="'moerl-megatron-1' is not readable"):
-        MegatronFolder(out)
+def test_a_folder_without_a_checkpoint_is_refused_with_what_is_read(
+    tmp_path: Path, model: Path
+) -> None:
+    """A folder of the earlier format of the tools is one of them."""
+    (tmp_path / "old" / "rank-00000").mkdir(parents=True)
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps({"format": "moerl-megatron-2"}))
+    for folder in (tmp_path / "old", model):
+        with pytest.raises(ModelError, match="no torch_dist checkpoint; name a run, one of its"):
+            MegatronFolder(folder)
 
 
-@pytest.mark.parametrize("harm", ["truncated", "missing", "shape", "layout"])
+@pytest.mark.parametrize("harm", ["truncated", "missing", "shape"])
 def test_unusable_sources_are_one_sentence(
     tmp_path: Path,
     model: Path,
@@ -345,46 +330,25 @@ def test_unusable_sources_are_one_sentence(
     name = next(name for name in contents(model) if name.endswith("mlp.gate.weight"))
     if harm == "truncated":  # whichever the file holds last
         name = last_tensor(model / MAIN)
-    axes: tuple[str, ...] = ("--ep", "2")
     if harm == "truncated":
         (model / MAIN).write_bytes((model / MAIN).read_bytes()[:-10])
-    elif harm == "layout":
-        axes = ("--ep", "3")
     else:
         rewrite(model, {name: None if harm == "missing" else torch.zeros(3, 3)})
-    monkeypatch.setattr(sys, "argv", ["tool", str(model), str(tmp_path / "out"), *axes])
+    monkeypatch.setattr(sys, "argv", ["tool", str(model), str(tmp_path / "out")])
     assert hf_to_megatron(None) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert {"layout": "num_experts = 8"}.get(harm, name) in line
+    assert name in line
     assert os.listdir(tmp_path) == ["model"]
-
-
-def test_stages_may_be_unequal(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = CONFIGS["qwen3_moe"]["num_hidden_layers"]
-    stages = ("--pp", "2", "--first-stage-layers", "1")
-    monkeypatch.setattr(sys, "argv", ["tool", str(model), str(tmp_path / "a"), *stages])
-    assert hf_to_megatron(None) == 0
-    held = [
-        {
-            name.split(".")[2]
-            for name in contents(tmp_path / "a" / f"rank-{rank:05d}")
-            if "layers" in name
-        }
-        for rank in range(2)
-    ]
-    assert [len(numbers) for numbers in held] == [1, layers - 1]
-    assert contents(to_hf(tmp_path / "a", tmp_path / "hf")).keys() == contents(model).keys()
 
 
 def test_an_existing_target_is_kept_unless_forced(tmp_path: Path, model: Path) -> None:
     a = to_megatron(model, tmp_path / "a")
+    name = "model.norm.weight"
     with pytest.raises(ModelError, match="a exists; choose another folder"):
-        to_megatron(model, a, B)
-    assert MegatronFolder(a).layout == A
-    to_megatron(model, a, B, replace=True)
-    assert MegatronFolder(a).layout == B
+        to_megatron(model, a, dtype=torch.bfloat16)
+    assert MegatronFolder(a).dtype(name) == torch.float32
+    to_megatron(model, a, dtype=torch.bfloat16, replace=True)
+    assert MegatronFolder(a).dtype(name) == torch.bfloat16
 
 
 class Stopped(Exception):
@@ -399,98 +363,162 @@ def stop_after(nbytes: float) -> Callable[[str, int, int], None]:
     return progress
 
 
-def test_a_stopped_conversion_continues_with_the_ranks_that_are_intact(
+def four_files(model: Path) -> int:
+    """Size of a file with which the model has four."""
+    return sum(v.nbytes for v in contents(model).values()) * 3 // 10
+
+
+def test_a_stopped_conversion_continues_with_the_files_that_are_intact(
     tmp_path: Path, model: Path
 ) -> None:
-    out, layout = tmp_path / "out", ParallelConfig(pp=4)
-    source_bytes = sum(v.nbytes for v in contents(model).values())
+    out, size = tmp_path / "out", four_files(model)
     with pytest.raises(Stopped):
-        to_megatron(model, out, layout, progress=stop_after(source_bytes * 0.8))
+        to_megatron(model, out, max_file_bytes=size, progress=stop_after(size * 2.7))
     partial = tmp_path / ".out.partial"
     assert not out.exists()
-    done = sorted(partial.glob("rank-*/model.safetensors"))
+    done = sorted(partial.glob("*.distcp"))
     assert len(done) >= 2
     damaged = done[1].read_bytes()
     done[1].write_bytes(damaged[:-1] + bytes([damaged[-1] ^ 1]))
     times = [path.stat().st_mtime_ns for path in done]
 
-    to_megatron(model, out, layout)
-    files = sorted(out.glob("rank-*/model.safetensors"))
+    to_megatron(model, out, max_file_bytes=size)
+    files = sorted(out.glob("*.distcp"))
     assert len(files) == 4
     assert files[0].stat().st_mtime_ns == times[0]
     assert files[1].stat().st_mtime_ns > times[1]
     assert files[1].read_bytes() == damaged
     assert not partial.exists()
+    assert {path.name for path in out.iterdir() if path.name.startswith(".")} == {".metadata"}
 
 
 def test_a_partial_folder_of_another_job_is_not_used(tmp_path: Path, model: Path) -> None:
-    out = tmp_path / "out"
-    source_bytes = sum(v.nbytes for v in contents(model).values())
+    out, size = tmp_path / "out", four_files(model)
     with pytest.raises(Stopped):
-        to_megatron(model, out, ParallelConfig(pp=4), progress=stop_after(source_bytes * 0.8))
-    assert list((tmp_path / ".out.partial").glob("rank-*/model.safetensors"))
+        to_megatron(model, out, max_file_bytes=size, progress=stop_after(size * 2.7))
+    assert list((tmp_path / ".out.partial").glob("*.distcp"))
     per_expert(model)
     changed = contents(model)["model.embed_tokens.weight"] + 1
     rewrite(model, {"model.embed_tokens.weight": changed})
-    to_megatron(model, out, ParallelConfig(pp=4))
+    to_megatron(model, out, max_file_bytes=size)
     assert torch.equal(MegatronFolder(out).read("model.embed_tokens.weight"), changed)
 
 
 def test_a_killed_process_leaves_nothing_that_looks_complete(tmp_path: Path, model: Path) -> None:
     code = f"""
 import os, signal
-from moerl.config.schema import ParallelConfig
-from moerl.layout import hf_shapes, model_spec
-from moerl.trainer.hf_io.convert import convert_to_megatron, open_source
-from moerl.trainer.hf_io.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert import convert_to_megatron
+from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.hf_io.hf_folder import HfFolder
 def kill(stage, done, total):
     if done > 100_000:
         os.kill(os.getpid(), signal.SIGKILL)
-source, out = open_source({str(model)!r}), {str(tmp_path / "out")!r}
-convert_to_megatron(source, out, ParallelConfig(pp=2), "local", ConversionRanks(), kill)
+convert_to_megatron(HfFolder({str(model)!r}), {str(tmp_path / "out")!r}, ConversionRanks(), kill)
 """
     ended = subprocess.run([sys.executable, "-c", code], timeout=100, cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     with pytest.raises(MoerlError):
-        open_source(tmp_path / ".out.partial")
-    to_megatron(model, tmp_path / "out", ParallelConfig(pp=2))
+        MegatronFolder(tmp_path / ".out.partial")
+    to_megatron(model, tmp_path / "out")
 
 
 def test_bytes_that_changed_on_the_disk_are_noticed(tmp_path: Path, model: Path) -> None:
-    out = tmp_path / "out"
+    out, size = tmp_path / "out", four_files(model)
 
     def harm(stage: str, done: int, total: int) -> None:
-        last = tmp_path / ".out.partial" / "rank-00001" / MAIN
+        last = tmp_path / ".out.partial" / "__3_0.distcp"
         if stage == "verifying" and done < total / 2:
             data = last.read_bytes()
             last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
-    with pytest.raises(ModelError, match=r"rank-00001.*does not read back as it was written"):
-        to_megatron(model, out, ParallelConfig(pp=2), progress=harm)
+    with pytest.raises(ModelError, match=r"__3_0\.distcp: does not read back as it was written"):
+        to_megatron(model, out, max_file_bytes=size, progress=harm)
     assert not out.exists()
 
 
-def test_a_damaged_or_diverged_checkpoint_is_refused(tmp_path: Path, model: Path) -> None:
-    layout = ParallelConfig(tp=2, vocab_divisible_by=16)
-    a = to_megatron(model, tmp_path / "a", layout)
-    weights, sums = a / "rank-00001" / MAIN, a / "rank-00001" / "checksums.json"
-    norm, head = "decoder.final_layernorm.weight", "output_layer.weight"
-    good = load_file(weights)
-    save_file(good | {head: good[head] + 1}, weights)
-    with pytest.raises(ModelError, match=rf"tensor {head} is damaged"):
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, model: Path) -> None:
+    a = to_megatron(model, tmp_path / "a")
+    data = a / "__0_0.distcp"
+    good = data.read_bytes()
+    middle = len(good) // 2
+    data.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
+    with pytest.raises(ModelError, match=r"a: damaged: __0_0\.distcp does not match its digest"):
         to_hf(a, tmp_path / "hf")
-    save_file(good, weights)
-    entries = json.loads(sums.read_text())
-    entries[norm][1] = ["0" * 16]
-    sums.write_text(json.dumps(entries))
-    with pytest.raises(ModelError, match=r"ranks 0 and 1 hold different values of model\.norm"):
+    data.write_bytes(good[:-1])
+    with pytest.raises(
+        ModelError, match=r"damaged: __0_0\.distcp holds \d+ bytes, \d+ were written"
+    ):
         to_hf(a, tmp_path / "hf")
-    del good[head]
-    save_file(good, weights)
-    with pytest.raises(ModelError, match=rf"{head}: the layout has this tensor"):
-        MegatronFolder(a)
+    data.unlink()
+    with pytest.raises(ModelError, match=r"damaged: .*No such file"):
+        to_hf(a, tmp_path / "hf")
+    data.write_bytes(good)
+    (a / ".metadata").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"damaged: \.metadata holds 0 bytes"):
+        to_hf(a, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_files_without_digests_are_refused_where_they_end_early(
+    tmp_path: Path, model: Path
+) -> None:
+    """Those of Megatron-LM have no manifest."""
+    a = to_megatron(model, tmp_path / "a")
+    (a / "manifest.json").unlink()
+    data = a / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(ModelError, match=r"__0_0\.distcp: tensor .* cannot be read"):
+        to_hf(a, tmp_path / "hf")
+    (a / ".metadata").write_bytes((a / ".metadata").read_bytes()[:-20])
+    with pytest.raises(ModelError, match=r"\.metadata: cannot be read"):
+        to_hf(a, tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 5}, r"tensor decoder\.layers\.4\..* is missing; .*\(qwen3_moe\)"),
+        ({"num_hidden_layers": 1}, r"decoder\.layers\.1\..* is not a tensor of the qwen3_moe"),
+        ({"moe_intermediate_size": 48}, r"linear_fc1\.weight has shape \(.*\) says \(96, 32\)"),
+        ({"num_experts": 4}, r"has shape"),
+        ({"num_experts": 16}, r"is missing|has shape"),
+        ({"vocab_size": 1000}, r"embedding\.word_embeddings\.weight has shape"),
+        ({"model_type": "gpt2"}, r"model_type = 'gpt2' has no layout"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_tensor(
+    tmp_path: Path, model: Path, change: dict[str, object], message: str
+) -> None:
+    a = to_megatron(model, tmp_path / "a")
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        MegatronFolder(a, other)
+
+
+class Harmful:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path: Path, model: Path) -> None:
+    a = to_megatron(model, tmp_path / "a")
+    (a / "manifest.json").unlink()
+    mark = tmp_path / "mark"
+    (a / "common.pt").write_bytes(pickle.dumps(Harmful(mark)))
+    to_hf(a, tmp_path / "hf")
+    (a / ".metadata").write_bytes(pickle.dumps(Harmful(mark)))
+    with pytest.raises(ModelError, match=r"posix\.mkdir does not describe a tensor"):
+        MegatronFolder(a)
+    assert not mark.exists()
 
 
 def test_parts_of_several_dtypes_need_a_choice(tmp_path: Path, model: Path) -> None:
@@ -506,56 +534,59 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import torch
-from moerl.config.schema import ParallelConfig
-from moerl.trainer.hf_io.convert import MegatronFolder, convert_to_hf
-from moerl.trainer.hf_io.convert import convert_to_megatron, open_source
-from moerl.trainer.hf_io.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron
+from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
+from moerl.trainer.hf_io.hf_folder import HfFolder
 source, a, hf = sys.argv[1:]
 def peak():  # not ru_maxrss: that begins at the peak of the process which started this one
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 torch.zeros(1).bfloat16()
 start = peak()
 quiet = lambda stage, done, total: None
-layout = ParallelConfig(tp=2, ep=8, dp=4)
-convert_to_megatron(open_source(source), a, layout, "local", ConversionRanks(), quiet)
+convert_to_megatron(HfFolder(source), a, ConversionRanks(), quiet)
+print(peak() - start)
 convert_to_hf(MegatronFolder(a), hf, ConversionRanks(), quiet)
 print(peak() - start)
-folder = open_source(source)
+folder = HfFolder(source)
 whole = [folder.read(name).clone() for name in folder.names]
 print(peak() - start)
 """
 
 
-def test_memory_is_bounded_by_a_shard_and_a_bucket(tmp_path: Path) -> None:
-    """There and back in a third of the model at most; a model that is read whole is seen."""
+@pytest.mark.parametrize(
+    ("experts", "slack"), [(16, 200), pytest.param(128, 300, marks=pytest.mark.full)]
+)
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, experts: int, slack: int) -> None:
+    """There and back in the largest tensor and a constant; a model that is read whole is seen.
+
+    With 128 experts the model has more than 1 GB.
+    """
     config = CONFIGS["qwen3_moe"] | {
         "hidden_size": 512,
         "moe_intermediate_size": 768,
-        "num_experts": 32,
+        "num_experts": experts,
         "num_hidden_layers": 6,
+        "vocab_size": 60_000,
         "dtype": "bfloat16",
     }
     folder = tmp_path / "model"
     folder.mkdir()
-    spec, layout = model_spec(config), ParallelConfig(tp=2, ep=8, dp=4)
+    shapes = hf_shapes(model_spec(config))
     (folder / "config.json").write_text(json.dumps(config))
-    ones = {n: torch.ones(s, dtype=torch.bfloat16) for n, s in hf_shapes(spec).items()}
-    save_file(ones, folder / MAIN)
-    del ones
-    shards = [
-        sum(2 * math.prod(local.shape) for local in megatron_tiles(spec, layout, rank).values())
-        for rank in range(layout.world_size)
-    ]
-    bound, size = max(shards) + FILL_BYTES, (folder / MAIN).stat().st_size
-    assert size > 3 * bound
+    save_file({n: torch.ones(s, dtype=torch.bfloat16) for n, s in shapes.items()}, folder / MAIN)
+    bound = max(2 * math.prod(shape) for shape in shapes.values()) + slack * 10**6
+    size = (folder / MAIN).stat().st_size
+    assert size > bound
     ended = subprocess.run(
         [sys.executable, "-c", MEASURE, folder, tmp_path / "a", tmp_path / "hf"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         cwd=ROOT,
         check=True,
     )
-    peak, whole = map(int, ended.stdout.split())
-    assert peak < bound, f"{peak:,} bytes for shards of {max(shards):,} and a model of {size:,}"
+    there, back, whole = map(int, ended.stdout.split())
+    print(f"model {size:,}: {there:,} there, {back:,} back, bound {bound:,}, read whole {whole:,}")
+    assert max(there, back) <= bound
     assert whole > size

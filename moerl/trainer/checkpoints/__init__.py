@@ -1,1 +1,1 @@
-"""Checkpoints for resume: content, asynchronous writer, and which ones are kept."""
+"""Checkpoints: content, asynchronous writer, which ones are kept; conversion from and to models."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -24,6 +24,28 @@ MANIFEST = "manifest.json"
 _CHUNK = 4 * 2**20
 
 Sums = dict[str, list[Any]]  # name of a file -> [bytes, digest]
+
+
+class SummedStream:
+    """Computes the digest of a file while it is written, from begin to end.
+
+    So an error on the way from memory to the disk is found by the first reader.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._digest, self.size = xxhash.xxh3_64(), 0
+        self.tell, self.flush = stream.tell, stream.flush
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        self.size += len(view)
+        return self._stream.write(view)
+
+    def sum(self) -> list[Any]:
+        """[bytes, digest], as in the manifest."""
+        return [self.size, self._digest.hexdigest()]
 
 
 def sum_of(path: Path) -> list[Any]:

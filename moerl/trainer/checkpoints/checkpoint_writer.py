@@ -25,11 +25,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -53,7 +52,7 @@ from moerl.distributed.object_collectives import all_gather_values, broadcast_va
 from moerl.errors import TrainerError, cause_of
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
-from moerl.trainer.checkpoints.checkpoint_files import Sums
+from moerl.trainer.checkpoints.checkpoint_files import SummedStream, Sums
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
 from moerl.trainer.model.parallel import Parallel
 
@@ -307,7 +306,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             return []
         path = Path(self.checkpoint_dir) / self._name
         with path.open("wb") as stream:
-            summed: Any = _SummedStream(stream)  # torch calls `write`, `tell` and `flush` only
+            summed: Any = SummedStream(stream)  # torch calls `write`, `tell` and `flush` only
             results = [
                 _write_item(
                     self.transforms, summed, data, item, self._name, SerializationFormat.TORCH_SAVE
@@ -318,25 +317,3 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             os.fsync(stream.fileno())
         self.sums = {self._name: summed.sum()}
         return results
-
-
-class _SummedStream:
-    """Computes the digest of a file while it is written, from begin to end.
-
-    So an error on the way from memory to the disk is found by the first reader.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._digest, self._size = xxhash.xxh3_64(), 0
-        self.tell, self.flush = stream.tell, stream.flush
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        self._digest.update(view)
-        self._size += len(view)
-        return self._stream.write(view)
-
-    def sum(self) -> list[Any]:
-        """[bytes, digest], as in the manifest."""
-        return [self._size, self._digest.hexdigest()]

@@ -1,1 +1,1 @@
-"""Hugging Face folders and live parameters: read, gather, save, convert without a model."""
+"""Hugging Face folders and live parameters: read and save."""

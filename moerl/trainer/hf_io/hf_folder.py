@@ -44,7 +44,7 @@ FILL_BYTES = 64 * 2**20  # a tile is copied in bands of rows no larger than this
 
 
 class TensorSource(Protocol):
-    """A source of Hugging Face tensors: their folder, or a Megatron-side checkpoint."""
+    """A source of Hugging Face tensors: their folder, or a Megatron checkpoint."""
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -1,36 +1,31 @@
-"""Hugging Face tensors -> a folder that transformers and SGLang can open.
-
-Everything is written to a sibling folder and moved to the target at the end, so a killed save
-leaves no folder that looks complete.
-"""
+"""Parts of a folder that transformers and SGLang open: tensors, files, config, tokenizer."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.atomic import flush_tree, publish_folder
-from moerl.config.json_files import read_json
-from moerl.errors import LayoutError, ModelError
+from moerl.config.schema import ParallelConfig
 from moerl.layout import (
     Box,
     ModelSpec,
     at,
     hf_shapes,
-    model_spec,
+    megatron_tiles,
     mtp_copies,
+    num_elements,
     stacked_forms,
     transposed_stacks,
 )
-from moerl.trainer.hf_io.hf_folder import INDEX_FILE, SINGLE_FILE
+from moerl.trainer.hf_io.hf_folder import FILL_BYTES, INDEX_FILE, SINGLE_FILE
 
 TOKENIZER_FILES = (
     "generation_config.json",
@@ -43,44 +38,25 @@ TOKENIZER_FILES = (
 )
 
 
-def save_hf(
-    folder: str | Path,
-    tensors: Mapping[str, Tensor],
-    source_model_path: str | Path,
-    *,
-    max_shard_bytes: int = 4 * 2**30,
-) -> None:
-    """Write a model folder that transformers and SGLang open as it is.
-
-    tensors: every tensor of the model, by Hugging Face name.  Config and tokenizer come from
-    `source_model_path`; the config's dtype is set to that of the tensors.  Everything is written
-    and flushed to a sibling folder first; a folder of the same name is replaced only then.
-    Raises ModelError when a tensor is missing, unknown or of another shape.
-    """
-    target, source = Path(folder).absolute(), Path(source_model_path)
-    config = read_json(source / "config.json")
-    spec = _check_tensors(tensors, config, source)
-    config = with_dtype(config, (tensor.dtype for tensor in tensors.values()))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for dead in target.parent.glob(f".{target.name}.new-*"):  # a partial one can fill the disk
-        shutil.rmtree(dead, ignore_errors=True)
-    fresh = target.with_name(f".{target.name}.new-{os.getpid()}")
-    try:
-        fresh.mkdir()
-        copy_tokenizer(source, fresh)
-        write_json(fresh / "config.json", config)
-        _write_shards(fresh, _in_file_form(tensors, spec), max_shard_bytes)
-        replace_folder(target, fresh)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-
-
 class FileTensor(NamedTuple):
     """A tensor as a folder of the family holds it: the box of each Hugging Face tensor in it."""
 
     shape: tuple[int, ...]
     parts: dict[str, Box]
+    stacks: bool = False  # the boxes have an expert dim, and [cols, rows] of a matrix
+
+    def bands(self) -> Iterator[tuple[str, Box, Box]]:
+        """(Hugging Face tensor, box of it, box here) of pieces of FILL_BYTES in float32."""
+        for name, box in self.parts.items():
+            rows, *rest = box[:0:-1] if self.stacks else box
+            step = max(1, FILL_BYTES // (4 * max(1, num_elements(tuple(rest)))))
+            for first in range(0, len(rows), step):
+                band = (rows[first : first + step], *rest)
+                own = tuple(
+                    range(r.start - f.start, r.stop - f.start)
+                    for r, f in zip(band, (rows, *rest), strict=True)
+                )
+                yield name, own, (box[0], *band[::-1]) if self.stacks else band
 
 
 def file_form(spec: ModelSpec) -> dict[str, FileTensor]:
@@ -94,54 +70,39 @@ def file_form(spec: ModelSpec) -> dict[str, FileTensor]:
     }
     for name, (shape, boxes) in stacked_forms(spec).items() if transposed_stacks(spec) else ():
         form = {other: tensor for other, tensor in form.items() if other not in boxes}
-        form[name] = FileTensor(shape, boxes)
+        form[name] = FileTensor(shape, boxes, stacks=True)
     copies = mtp_copies(spec)
     return form | {copy: form[name] for copy, name in copies.items() if name in form}
 
 
-def assemble(tensor: FileTensor, dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
-    """The content of a file's tensor from whole Hugging Face tensors."""
-    first = next(iter(tensor.parts))
-    if len(tensor.parts) == 1 and len(tensor.parts[first]) < 3:  # no stack: no second copy
-        return read(first).to(dtype).reshape(tensor.shape)
+def assemble(tensor: FileTensor, dtype: torch.dtype, read: Callable[[str, Box], Tensor]) -> Tensor:
+    """The content of a file's tensor, filled in bands; read: a box of a Hugging Face tensor."""
     whole = torch.empty(tensor.shape, dtype=dtype)
-    for name, box in tensor.parts.items():
-        value = read(name)
-        # only families with transposed stacks are written stacked
-        whole[at(box)] = value.T if len(box) == 3 else value
+    for name, box, place in tensor.bands():
+        value = read(name, box)
+        whole[at(place)] = value.mT if tensor.stacks and value.ndim == 2 else value
     return whole
 
 
-def _in_file_form(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Tensors in the form of the family's folders; tensors that are not stacked are not copied."""
-    return {
-        name: tensors[name]
-        if name in tensors
-        # a clone: safetensors refuses the copies in prediction layers if they share memory
-        else assemble(form, tensors[next(iter(form.parts))].dtype, tensors.__getitem__).clone()
-        for name, form in file_form(spec).items()
-    }
+def saved_config(
+    config: Mapping[str, Any], spec: ModelSpec, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Any]:
+    """The config of a folder with these tensors: transformers loads all of them in its dtype.
+
+    Pinned tensors do not count: transformers always keeps the expert bias in float32.
+    """
+    fixed = pinned(spec)
+    return with_dtype(config, (dtype for name, dtype in dtypes.items() if name not in fixed))
 
 
-def _check_tensors(
-    tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path
-) -> ModelSpec:
-    try:
-        spec = model_spec(config)
-        want = hf_shapes(spec)
-    except LayoutError as error:
-        raise ModelError(f"{source}: {error}") from error
-    for name in want.keys() ^ tensors.keys():
-        state = "missing" if name in want else "not a tensor of the model"
-        raise ModelError(f"{name} is {state} and cannot be saved with the config of {source}")
-    for name, shape in want.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ModelError(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
-    return spec
+def pinned(spec: ModelSpec) -> set[str]:
+    """Hugging Face tensors whose dtype the layout pins."""
+    everything = megatron_tiles(spec, ParallelConfig(), 0).values()
+    return {tile.hf for local in everything if local.dtype for tile in local.tiles}
 
 
 def with_dtype(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """Set the config's dtype: transformers loads in that dtype, whatever the files hold."""
+    """Set the config's dtype."""
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     # with several, the widest: a float32 router must not be rounded by the loader
     dtype = "float32" if "float32" in names else min(names)
@@ -181,19 +142,6 @@ def write_index(folder: Path, shards: Mapping[str, Iterable[str]], total_bytes: 
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index)
-
-
-def _write_shards(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
-    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    shards = shard_names(nbytes, max_bytes)
-    for file, names in shards.items():
-        ready = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        path = folder / file
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(ready, path, metadata={"format": "pt"})  # transformers requires it
-        path.chmod(mode)  # safetensors writes files that only the owner can read
-    write_index(folder, shards, sum(nbytes.values()))
 
 
 def replace_folder(target: Path, fresh: Path) -> None:

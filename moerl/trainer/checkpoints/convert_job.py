@@ -1,10 +1,10 @@
 """A conversion as a list of files to write: streamed, resumable, verified, published at once.
 
-A job writes `units` (one safetensors file each) into the hidden folder `.NAME.partial` next to its
-target.  A unit is written tensor by tensor, flushed, and only then gets its name and its list of
-checksums; after all units are read back and agree, the folder is renamed to the target.  So an
-existing target is complete, and a killed or failed job leaves only a hidden folder, which the same
-command continues: units whose bytes still match their checksums are kept.
+A job writes `units` (one file each) into the hidden folder `.NAME.partial` next to its target.  A
+unit is written tensor by tensor, flushed, and only then gets its name and its digest; after all
+units are read back and agree, the folder is renamed to the target.  So an existing target is
+complete, and a killed or failed job leaves only a hidden folder, which the same command continues:
+units whose bytes still match their digests are kept.
 
 Several processes (torchrun) share the units and synchronise through their key-value store, so
 a conversion needs no process group.
@@ -17,7 +17,6 @@ import fcntl
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,38 +26,51 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from moerl.config.json_files import read_json
 from moerl.errors import ModelError, MoerlError
-from moerl.layout import Box, at
+from moerl.trainer.checkpoints.checkpoint_files import SummedStream, sum_of
 from moerl.trainer.hf_io.hf_save import replace_folder, write_json
-from moerl.trainer.hf_io.mapped_files import DTYPES
+from moerl.trainer.hf_io.tensor_stream import Planned, memory, safetensors_header
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_READ_BYTES = 8 * 2**20
-
-
-class Planned(NamedTuple):
-    """A tensor of a unit, made when it is written and dropped afterwards."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-    boxes: tuple[Box, ...] = ()  # parts with separate checksums
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+_JOB = ".job"  # folder of the lock, the identity, and what is known of the finished units
 
 
-class Sums(NamedTuple):
-    """xxh3-64 of a tensor's bytes, and of each of its tiles, in hexadecimal."""
+class Form(Protocol):
+    """How the tensors of a unit become a file."""
 
-    whole: str
-    tiles: tuple[str, ...]
+    def header(self, plan: Sequence[Planned]) -> bytes: ...
+
+    def write(self, tensor: Tensor, stream: SummedStream) -> None: ...
+
+
+class Safetensors:
+    """The header first, then the bytes of each tensor."""
+
+    def header(self, plan: Sequence[Planned]) -> bytes:
+        return safetensors_header(plan)
+
+    def write(self, tensor: Tensor, stream: SummedStream) -> None:
+        stream.write(memory(tensor))
+
+
+class TorchSaved:
+    """Each tensor as torch.save writes it, as in the files of a `torch_dist` checkpoint."""
+
+    def header(self, plan: Sequence[Planned]) -> bytes:
+        return b""
+
+    def write(self, tensor: Tensor, stream: SummedStream) -> None:
+        file: Any = stream  # torch calls `write` and `flush` only
+        torch.save(tensor, file)
+
+
+class Written(NamedTuple):
+    """A finished unit: [bytes, digest] of its file, and (begin, length) of each tensor in it."""
+
+    sum: list[Any]
+    places: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,6 @@ class Unit:
     """One file.  `plan` lists its tensors; it is called when the file is written."""
 
     file: str
-    sums: str  # file of the checksums, relative like `file`
     plan: Callable[[], Sequence[Planned]]
 
 
@@ -74,13 +85,15 @@ class Unit:
 class Job:
     """identity: runs with equal identities are the same job; other partial folders are deleted.
 
-    finish: writes the files that belong to the whole folder, in one process, after verification.
+    finish: writes the files that belong to the whole folder, in one process, after verification;
+    it is given what is known of the units, by file.
     """
 
     target: Path
     units: tuple[Unit, ...]
+    form: Form
     identity: Mapping[str, Any]
-    finish: Callable[[Path], None]
+    finish: Callable[[Path, Mapping[str, Written]], None]
     replace: bool = False  # replace an existing target
 
 
@@ -140,7 +153,10 @@ class _Run:
     folder: Path
     total: int = 0
     kept: set[str] = field(default_factory=set)
-    written: dict[str, dict[str, Sums]] = field(default_factory=dict)
+
+    def known(self, file: str) -> Path:
+        """Where the digest of a finished unit is."""
+        return self.folder / _JOB / f"{file}.json"
 
     def advance(self, stage: str, nbytes: int) -> None:
         self.progress(stage, self.ranks.add(f"{self.job.target}/{stage}", nbytes), self.total)
@@ -167,7 +183,7 @@ def run_job(job: Job, ranks: ConversionRanks, progress: ConversionProgress) -> N
         with ranks.together():
             for unit in mine:
                 if unit.file not in run.kept:
-                    run.written[unit.file] = _write(run, unit)
+                    _write(run, unit)
         with ranks.together():
             for unit in mine:
                 if unit.file not in run.kept:
@@ -186,9 +202,10 @@ def _prepare(run: _Run) -> int:
     job, folder = run.job, run.folder
     if job.target.exists() and not job.replace:
         raise ModelError(f"{job.target} exists; choose another folder, or replace it with --force")
+    about = folder / _JOB
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+        about.mkdir(parents=True, exist_ok=True)
+        lock = os.open(about / "lock", os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise ModelError(f"{folder}: cannot be written: {error.strerror}") from error
     try:
@@ -197,19 +214,19 @@ def _prepare(run: _Run) -> int:
         os.close(lock)
         raise ModelError(f"{folder}: another conversion is writing there") from error
     identity = json.loads(json.dumps(job.identity))
-    if not (folder / "job.json").exists() or read_json(folder / "job.json") != identity:
-        for path in folder.iterdir():
-            if path.name != "lock":
+    if not (about / "job.json").exists() or read_json(about / "job.json") != identity:
+        for path in (*folder.iterdir(), *about.iterdir()):
+            if path.name not in (_JOB, "lock"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_json(folder / "job.json", identity)
+        write_json(about / "job.json", identity)
     return lock
 
 
 def _keep_finished(run: _Run, units: Sequence[Unit]) -> None:
     for unit in units:
-        if (run.folder / unit.file).exists() and (run.folder / unit.sums).exists():
+        if (run.folder / unit.file).exists() and run.known(unit.file).exists():
             try:
-                _verify(run, unit)
+                _verify(run, unit, is_new=False)
             except ModelError:
                 (run.folder / unit.file).unlink()
             else:
@@ -242,121 +259,61 @@ def _where_it_ends(run: _Run, free: int) -> str:
 
 
 # --- writing -------------------------------------------------------------------------------------
-def _write(run: _Run, unit: Unit) -> dict[str, Sums]:
+def _write(run: _Run, unit: Unit) -> None:
     """Stream one unit; its name appears last."""
     plan = unit.plan()
     path = run.folder / unit.file
     writing = path.with_name(f"{path.name}.writing")
-    sums: dict[str, Sums] = {}
+    places = []
     current = "its header"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with writing.open("wb") as file:
-            file.write(_header(plan))
+            stream = SummedStream(file)
+            stream.write(run.job.form.header(plan))
             for planned in plan:
                 current = f"tensor {planned.name} ({planned.nbytes:,} bytes)"
-                tensor = planned.make().contiguous()
-                assert tuple(tensor.shape) == planned.shape, f"{planned.name}: {tensor.shape}"
-                assert tensor.dtype == planned.dtype, f"{planned.name}: {tensor.dtype}"
-                file.write(memory(tensor))
-                tiles = (digest(memory(tensor[at(box)])) for box in planned.boxes)
-                sums[planned.name] = Sums(digest(memory(tensor)), tuple(tiles))
+                begin = stream.size
+                run.job.form.write(planned.made(), stream)
+                places.append((begin, stream.size - begin))
                 run.advance("writing", planned.nbytes)
             current = "its last bytes"
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # verify from the disk
-        (run.folder / unit.sums).parent.mkdir(parents=True, exist_ok=True)
-        write_json(run.folder / unit.sums, {name: list(both) for name, both in sums.items()})
+        write_json(run.known(unit.file), Written(stream.sum(), places)._asdict())
         writing.rename(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        first = error.__context__ or error  # torch.save ends with an error of its own
+        cause = first.strerror if isinstance(first, OSError) else str(first)
         raise ModelError(
-            f"{run.job.target / unit.file}: cannot write {current}: {error.strerror}; nothing was "
+            f"{run.job.target / unit.file}: cannot write {current}: {cause}; nothing was "
             f"published, and the same command continues"
         ) from error
     finally:
         writing.unlink(missing_ok=True)
-    return sums
-
-
-def _header(plan: Sequence[Planned]) -> bytes:
-    """Length and JSON header of a safetensors file, padded so that the data is aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    first = 0
-    for planned in plan:
-        entries[planned.name] = {
-            "dtype": _NAMES[planned.dtype],
-            "shape": list(planned.shape),
-            "data_offsets": [first, first + planned.nbytes],
-        }
-        first += planned.nbytes
-    body = json.dumps(entries, separators=(",", ":")).encode()
-    body += b" " * (-len(body) % 8)
-    return struct.pack("<Q", len(body)) + body
-
-
-def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor in row-major order."""
-    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
-
-
-def digest(data: memoryview) -> str:
-    return xxhash.xxh3_64_hexdigest(data)
 
 
 def _publish(run: _Run) -> None:
+    known = {unit.file: Written(**read_json(run.known(unit.file))) for unit in run.job.units}
     try:
-        run.job.finish(run.folder)
-        for name in ("job.json", "lock"):
-            (run.folder / name).unlink()
+        run.job.finish(run.folder, known)
+        shutil.rmtree(run.folder / _JOB)
         replace_folder(run.job.target, run.folder)
     except OSError as error:
         raise ModelError(f"{run.job.target}: cannot be published: {error.strerror}") from error
 
 
 # --- reading back --------------------------------------------------------------------------------
-def _verify(run: _Run, unit: Unit) -> None:
-    """Check that every tensor of a unit reads back as written, and the file holds nothing else."""
-    wanted = dict(run.written.get(unit.file) or {}) or read_sums(run.folder / unit.sums)
-    for name, found, nbytes in _read_back(run.folder / unit.file):
-        if name not in wanted or found != wanted[name].whole:
-            raise ModelError(
-                f"{run.job.target / unit.file}: tensor {name} does not read back as it was written"
-            )
-        del wanted[name]
-        if unit.file in run.written:
-            run.advance("verifying", nbytes)
-    if wanted:
-        raise ModelError(f"{run.job.target / unit.file}: tensor {next(iter(wanted))} is missing")
-
-
-def read_sums(path: Path) -> dict[str, Sums]:
-    return {name: Sums(whole, tuple(tiles)) for name, (whole, tiles) in read_json(path).items()}
-
-
-def _read_back(path: Path) -> Iterator[tuple[str, str, int]]:
-    """(name, checksum, bytes) of each tensor, in bounded pieces, without mapping the file."""
+def _verify(run: _Run, unit: Unit, *, is_new: bool = True) -> None:
+    """Check that a unit reads back as it was written.  is_new: count its bytes as progress."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries = json.loads(file.read(length))
-            for name, entry in entries.items():
-                if name != "__metadata__":
-                    first, stop = entry["data_offsets"]
-                    yield name, _digest_stream(file, stop - first), stop - first
-            if file.read(1):
-                raise ModelError(f"{path}: has bytes behind its last tensor")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ModelError(f"{path}: cannot be read back: {error}") from error
-
-
-def _digest_stream(file: Any, nbytes: int) -> str:
-    state = xxhash.xxh3_64()
-    while nbytes:
-        piece = file.read(min(nbytes, _READ_BYTES))
-        if not piece:
-            raise ValueError("it ends early")
-        state.update(piece)
-        nbytes -= len(piece)
-    return state.hexdigest()
+        found = sum_of(run.folder / unit.file)
+    except OSError as error:
+        raise ModelError(f"{run.job.target / unit.file}: cannot be read back: {error}") from error
+    if found != read_json(run.known(unit.file))["sum"]:
+        raise ModelError(
+            f"{run.job.target / unit.file}: does not read back as it was written; the disk or its "
+            "controller changes bytes"
+        )
+    if is_new:
+        run.advance("verifying", sum(planned.nbytes for planned in unit.plan()))

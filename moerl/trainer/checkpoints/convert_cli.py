@@ -7,12 +7,9 @@ terminal, one line per stage elsewhere.
 from __future__ import annotations
 
 import argparse
-import math
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -25,55 +22,42 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError, MoerlError
-from moerl.trainer.hf_io.convert import (
-    DTYPE_NAMES,
-    MegatronFolder,
-    convert_to_hf,
-    convert_to_megatron,
-    open_source,
-)
-from moerl.trainer.hf_io.convert_job import ConversionRanks
+from moerl.errors import MoerlError
+from moerl.trainer.checkpoints.convert import DTYPE_NAMES, convert_to_hf, convert_to_megatron
+from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
+from moerl.trainer.hf_io.hf_folder import HfFolder
 
-AXES = {
-    "tp": "tensor parallelism of attention and dense layers",
-    "pp": "pipeline stages",
-    "ep": "expert parallelism",
-    "etp": "tensor parallelism inside an expert",
-    "vpp": "model chunks per pipeline stage (virtual pipeline); needs --pp of 2 or more",
-}
-STAGES = {
-    "first_stage_layers": "layers of the first pipeline stage, where stages are not equal",
-    "last_stage_layers": "layers of the last pipeline stage, where stages are not equal",
-}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def hf_to_megatron(description: str | None) -> int:
-    parser = _parser(
-        description, "model folder, or a checkpoint written by this tool", "checkpoint"
-    )
-    _add_axes(parser, default=1)
+    parser = _parser(description, "MODEL", "model folder (config.json, safetensors, tokenizer)")
     parser.add_argument(
         "--layer-spec",
         choices=("local", "te"),
         default="local",
-        help="parameter names of megatron-core's own layers, or of Transformer Engine's "
-        "(default: local)",
-    )
-    parser.add_argument(
-        "--vocab-divisible-by",
-        type=int,
-        default=128,
-        metavar="N",
-        help="the vocabulary is padded to a multiple of N * tp (default: 128, as Megatron)",
+        help="names of tensors as megatron-core's own layers store them, or as Transformer "
+        "Engine's do; runs of moerl read both (default: local)",
     )
     return _guarded(_to_megatron, parser.parse_args())
 
 
 def megatron_to_hf(description: str | None) -> int:
-    parser = _parser(description, "checkpoint written by tools/hf_to_megatron.py", "model")
+    parser = _parser(
+        description,
+        "CHECKPOINT",
+        "a run (its newest checkpoint), one of its checkpoints/step-N, or a torch_dist folder of "
+        "Megatron-LM or Megatron-Bridge",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default="",
+        metavar="DIR",
+        help="folder with config.json and tokenizer (default: the checkpoint's own, or "
+        "model.path of its run)",
+    )
     parser.add_argument(
         "--max-shard-size",
         default="4Gi",
@@ -81,27 +65,18 @@ def megatron_to_hf(description: str | None) -> int:
         type=_size,
         help="largest safetensors file, e.g. 500M or 4Gi (default: 4Gi)",
     )
-    group = parser.add_argument_group(
-        "layout on the way",
-        "By default tensors are read from the checkpoint's own layout.  With any of these it is "
-        "resharded first, into a hidden folder next to OUT that is removed afterwards: a proof "
-        "that the weights survive that layout.",
-    )
-    _add_axes(group, default=None)
     return _guarded(_to_hf, parser.parse_args())
 
 
 def _to_megatron(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> None:
     with ranks.together():
-        layout = smallest_layout(args, vocab_divisible_by=args.vocab_divisible_by)
-        source = open_source(args.source)
+        source = HfFolder(args.source)
     convert_to_megatron(
         source,
         args.target,
-        layout,
-        args.layer_spec,
         ranks,
         progress,
+        layer_spec=args.layer_spec,
         dtype=DTYPE_NAMES.get(args.dtype),
         replace=args.force,
     )
@@ -109,15 +84,7 @@ def _to_megatron(args: argparse.Namespace, ranks: ConversionRanks, progress: _Ba
 
 def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> None:
     with ranks.together():
-        source = MegatronFolder(args.source)
-    between = args.target.absolute().with_name(f".{args.target.name}.resharded")
-    if any(getattr(args, axis) for axis in AXES):
-        layout = smallest_layout(args, vocab_divisible_by=source.layout.vocab_divisible_by)
-        convert_to_megatron(
-            source, between, layout, source.layer_spec, ranks, progress, replace=True
-        )
-        with ranks.together():
-            source = MegatronFolder(between)
+        source = MegatronFolder(args.source, args.model)
     convert_to_hf(
         source,
         args.target,
@@ -127,19 +94,6 @@ def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> 
         max_shard_bytes=args.max_shard_size,
         replace=args.force,
     )
-    if ranks.rank == 0:
-        shutil.rmtree(between, ignore_errors=True)
-
-
-def smallest_layout(args: argparse.Namespace, **more: int) -> ParallelConfig:
-    """The smallest trainer with these axes: experts may need more ranks than tp has."""
-    axes = {axis: getattr(args, axis) or 1 for axis in AXES}
-    for axis, size in axes.items():
-        if size < 1:
-            raise ConfigError(f"--{axis}", size, "must be at least 1")
-    dp = math.lcm(axes["tp"], axes["ep"] * axes["etp"]) // axes["tp"]
-    stages = {name: getattr(args, name) or 0 for name in STAGES}
-    return ParallelConfig(**axes, **stages, dp=dp, **more)
 
 
 class _Bar:
@@ -194,16 +148,16 @@ def _guarded(
     return 0
 
 
-def _parser(description: str | None, source: str, target: str) -> argparse.ArgumentParser:
+def _parser(description: str | None, name: str, meaning: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="A conversion that was stopped leaves a hidden folder .OUT.partial; the same "
         "command continues it.\nOUT appears when every file has been read back and matches its "
-        "checksums.",
+        "digest.",
     )
-    parser.add_argument("source", type=Path, metavar=source.split()[0].upper(), help=source)
-    parser.add_argument("target", type=Path, metavar="OUT", help=f"folder for the {target}")
+    parser.add_argument("source", type=Path, metavar=name, help=meaning)
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder for the result")
     parser.add_argument(
         "--dtype",
         choices=tuple(DTYPE_NAMES),
@@ -214,20 +168,13 @@ def _parser(description: str | None, source: str, target: str) -> argparse.Argum
     return parser
 
 
-def _add_axes(parser: Any, default: int | None) -> None:
-    for axis, meaning in AXES.items():
-        shown = f" (default: {default})" if default else ""
-        parser.add_argument(
-            f"--{axis}", type=int, default=default, metavar="N", help=meaning + shown
-        )
-    for name, meaning in STAGES.items():
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=int, metavar="N", help=meaning)
-
-
 def _size(text: str) -> int:
     digits = text.rstrip("KMGBkmgbi")
     unit = text[len(digits) :].upper().removesuffix("B")
     if not digits.isdigit() or unit not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500M or 4Gi")
     return int(digits) * _UNITS[unit]
+
+
+if __name__ == "__main__":
+    sys.exit(megatron_to_hf(__doc__))
