@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import RouteReplay, attach
+from moerl.trainer.model.sparse_attention import sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
 
 
@@ -135,11 +137,16 @@ def gpt_model(
 ) -> GPTModel:
     """GPTModel of a spec.  stage: GPTModel's own pre_process, post_process, vp_stage."""
     chunk = {key: value for key, value in stage.items() if key == "vp_stage"}
+    dense = copy.copy(config)  # the block's spec is that of dense attention
+    dense.experimental_attention_variant = None
     layers = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=use_te, normalization="RMSNorm", **chunk
+        dense, use_transformer_engine=use_te, normalization="RMSNorm", **chunk
     )
     for layer in layers.layer_specs:
-        adapt(layer, spec, on_cpu=not use_te)
+        if spec.index_topk:
+            layer.submodules.self_attention = sparse_attention(config, on_cpu=not use_te)
+        else:
+            adapt(layer, spec, on_cpu=not use_te)
     if spec.yarn and not spec.kv_lora:
         set_yarn(config, spec)
     return GPTModel(
