@@ -52,8 +52,8 @@ from moerl.errors import MoerlError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.serialization import decode_value
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.platform import prepare
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes.route_agreement import downstream
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
 

@@ -53,8 +53,8 @@ from moerl.trainer.learner.optimizer import (
 from moerl.trainer.learner.ref_model import RefModel, open_ref_models
 from moerl.trainer.learner.step_sums import StepSums, describe
 from moerl.trainer.model.gpt import Chunk, Model, wrap
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward, probe, proximal
 from moerl.trainer.passes.proximal import Known
 from moerl.trainer.passes.router_losses import NAMES, RouterLosses

@@ -28,8 +28,8 @@ from moerl.algorithms.masked_logprob import (
 )
 from moerl.data.packing import Grid, Microbatch, Span
 from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 
 
 def grid_of(parallel: Parallel, *, packed: bool, shape: tuple[int, int] = (1, 1)) -> Grid:

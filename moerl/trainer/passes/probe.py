@@ -35,8 +35,9 @@ from moerl.config.schema import Config
 from moerl.data.packing import Microbatch
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Model
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode, RouteReplay
+from moerl.trainer.model.replay import RouteReplay
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.proximal import recorded_routes
 from moerl.trainer.passes.route_agreement import RouteAgreement

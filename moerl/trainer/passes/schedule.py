@@ -24,8 +24,8 @@ from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens
 from moerl.errors import TrainerError
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.model.transformer import equal_shapes
 from moerl.trainer.passes import forward
 from moerl.types import Array, BatchPlan
