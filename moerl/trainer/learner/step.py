@@ -294,6 +294,12 @@ class Learner:
         if chunk.index == len(self.model.chunks) - 1:  # what all chunks have read
             sums.counts["replayed_rows"] += batch.read.routing_rows
             sums.counts["routing_bytes"] += batch.read.routing
+        if self.model.indexers is not None and self.parallel.tp_rank == 0:  # ranks read the same
+            layers = self.model.indexers.chunks[chunk.index]
+            sums.counts["fed_index_rows"] += batch.num_fed * len(layers)
+            if chunk.index == len(self.model.chunks) - 1:
+                sums.counts["indexer_rows"] += batch.read.indexer_rows
+                sums.counts["indexer_bytes"] += batch.read.indexer
 
     def _metrics(self, total: StepSums, num_steps: int) -> dict[str, float]:
         metrics = loss_metrics(self.config.algorithm, total.loss, num_steps)

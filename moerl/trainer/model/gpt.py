@@ -21,6 +21,7 @@ from moerl.errors import ConfigError
 from moerl.layout import LayerSpec, Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
+from moerl.trainer.model.indexer_replay import IndexerReplay, attach_indexers
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import RouteReplay, attach
 from moerl.trainer.model.sparse_attention import sparse_attention
@@ -46,6 +47,7 @@ class Model:
     chunks: tuple[Chunk, ...]
     tiles: Named  # layout of this rank's parameters
     replay: RouteReplay | None  # None: routers are always live
+    indexers: IndexerReplay | None  # None: attention is dense, or its indexers are always live
     vocab_start: int  # first vocabulary entry of this rank's logits
     half: bool
 
@@ -98,6 +100,9 @@ def build(
             num_experts=spec.experts,
             top_k=spec.experts_per_token,
         )
+    indexers = None
+    if with_replay and spec.index_topk:
+        indexers = attach_indexers(*(chunk.gpt for chunk in chunks))
     layer_spec: LayerSpec = "te" if parallel.platform.name == "cuda" else "local"
     return Model(
         spec=spec,
@@ -105,6 +110,7 @@ def build(
         chunks=chunks,
         tiles=megatron_tiles(spec, trainer.parallel, parallel.rank, layer_spec),
         replay=replay,
+        indexers=indexers,
         vocab_start=_vocab_rows(spec, parallel.sizes) // parallel.tp_size * parallel.tp_rank,
         half=trainer.dtype == "bf16",
     )

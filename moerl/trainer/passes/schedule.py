@@ -142,6 +142,8 @@ def run_pass(
     )
     if model.replay is not None:
         model.replay.finish_step()
+    if model.indexers is not None:
+        model.indexers.finish_step()
 
 
 def _scheduled_passes(
