@@ -297,6 +297,7 @@ class Segment:
     kept_kv: bool = False  # see VersionSpan
     rest: tuple[Segment, ...] = ()  # parts by newer weights, after updates in place
     sealed_logprobs: LogprobBlob | None = None
+    indexer: IndexerBlob | None = None  # rows rows_from .. T' + n - 1
 
     def __getstate__(self) -> list[Any]:
         return packed_state(self, "output_ids")

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from moerl.errors import RecordError
+from moerl.records.indexer import decode_engine_positions
 from moerl.records.routing import decode_engine_rows
 from moerl.records.sampling_mask import encode_rows
 from moerl.types import (
@@ -48,6 +49,7 @@ class Reply:
     audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when asked for
     mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
     cached_tokens: int
+    indexer: Array | None = None  # [layers, bytes] u8: positions of the rows of `routing`
     spans: tuple[VersionSpan, ...] = ()  # empty only without any token
     # Rows of the whole prefix [L, rows, K] of each span after the first, when requested.
     recomputed: tuple[Array, ...] = ()
@@ -159,6 +161,7 @@ def _parsed(
         audit=audit,
         mask=_mask(meta, output, shape) if request.sampling.truncates else None,
         cached_tokens=cached,
+        indexer=_indexer(meta, request, num_new, shape) if routing and shape.index_topk else None,
         spans=spans,
         recomputed=recomputed,
     )
@@ -311,6 +314,22 @@ def _routing(
         return ids, None, tuple(recomputed)
     audit = np.ascontiguousarray(ids[:, :split])
     return np.ascontiguousarray(ids[:, split:]), audit, tuple(recomputed)
+
+
+def _indexer(
+    meta: dict[str, Any], request: GenerateRequest, num_new: int, shape: ModelShape
+) -> Array:
+    """Positions of the call's rows; the engine sends them from the first token on."""
+    payload = meta.get("indexer_topk")
+    if payload is None:
+        raise RecordError("indexer_rows", f"{request.rollout_id}: the reply has no positions")
+    return decode_engine_positions(
+        payload,
+        num_rows=request.num_tokens + num_new - 1,
+        first_row=request.rows_from,
+        num_layers=len(shape.index_layers),
+        top_k=shape.index_topk,
+    )
 
 
 def _mask(meta: dict[str, Any], output: Array, shape: ModelShape) -> tuple[Array, Array]:

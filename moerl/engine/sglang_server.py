@@ -236,6 +236,9 @@ class EngineServer:
             # /health then answers at once instead of generating a token for a second.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         }
+        if self.args.get("enable_return_indexer_topk"):
+            # otherwise the indexer's kernel returns cache slots in place of positions
+            env["SGLANG_DSA_FUSE_TOPK"] = "0"
         if self.config.host.startswith("127."):
             env["GLOO_SOCKET_IFNAME"] = "lo"
         if self.args.get("device") == "cpu":

@@ -49,11 +49,11 @@ def num_bytes(first: int, end: int, top_k: int) -> int:
 
 
 def decode_engine_positions(
-    payload: str, *, first_row: int, num_rows: int, num_layers: int, top_k: int
+    payload: str, *, num_rows: int, first_row: int, num_layers: int, top_k: int
 ) -> Array:
     """Decode and check one engine payload.  Returns [L, bytes] u8, the stored form.
 
-    first_row: position of the first row's token.
+    num_rows: rows in the payload, from position 0; first_row: rows before it are dropped.
     Raises RecordError: `indexer_payload` (not base64), `indexer_rows` (wrong count), and the
     reasons of `encode`.
     """
@@ -68,7 +68,8 @@ def decode_engine_positions(
             f"{len(raw)} bytes; {num_rows} rows x {num_layers} layers x {top_k} positions "
             f"need {want}",
         )
-    return encode(np.frombuffer(raw, "<i4").reshape(num_rows, num_layers, top_k), first_row)
+    rows = np.frombuffer(raw, "<i4").reshape(num_rows, num_layers, top_k)
+    return encode(rows[first_row:], first_row)
 
 
 def encode(chosen: Array, first_row: int) -> Array:

@@ -111,8 +111,8 @@ def test_a_row_below_top_k_is_not_read() -> None:
 
 
 def test_the_engine_payload_is_checked() -> None:
-    rows = choose(np.random.default_rng(0), 5, 9, 2, 4)
-    asked = {"first_row": 5, "num_rows": 4, "num_layers": 2, "top_k": 4}
+    rows = choose(np.random.default_rng(0), 0, 9, 2, 4)
+    asked = {"num_rows": 9, "first_row": 5, "num_layers": 2, "top_k": 4}
 
     def reason(payload: str) -> str:
         with pytest.raises(RecordError) as found:
@@ -120,7 +120,8 @@ def test_the_engine_payload_is_checked() -> None:
         return found.value.reason
 
     text = base64.b64encode(rows.tobytes()).decode()
-    assert np.array_equal(indexer.decode_engine_positions(text, **asked), indexer.encode(rows, 5))
+    want = indexer.encode(rows[5:], 5)
+    assert np.array_equal(indexer.decode_engine_positions(text, **asked), want)
     assert reason(text[:-4]) == "indexer_rows"
     assert reason("%" + text) == "indexer_payload"
 
