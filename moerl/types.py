@@ -201,6 +201,7 @@ class Rollout:
     audit_rows: tuple[RoutingBlob, ...] = ()
     sealed_logprobs: tuple[LogprobBlob, ...] = ()
     indexer: tuple[IndexerBlob, ...] = ()
+    audit_indexer: tuple[IndexerBlob, ...] = ()  # positions of audit_rows
 
     @property
     def num_tokens(self) -> int:
@@ -298,6 +299,7 @@ class Segment:
     rest: tuple[Segment, ...] = ()  # parts by newer weights, after updates in place
     sealed_logprobs: LogprobBlob | None = None
     indexer: IndexerBlob | None = None  # rows rows_from .. T' + n - 1
+    audit_indexer: IndexerBlob | None = None  # positions of audit_rows
 
     def __getstate__(self) -> list[Any]:
         return packed_state(self, "output_ids")

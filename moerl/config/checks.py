@@ -99,12 +99,6 @@ def _check_sparse(config: Config) -> None:
             "positions are replayed from the engine's record; use R3 or off",
         ),
         (
-            "replay.audit",
-            config.replay.audit,
-            config.replay.audit,
-            "positions of prefilled prefixes are not kept; use false",
-        ),
-        (
             "rollout.in_flight_mode",
             config.rollout.in_flight_mode,
             config.rollout.in_flight_mode != "abort_resume",

@@ -205,6 +205,9 @@ class PartialRollout:
             sealed_logprobs=self._placed(lambda s: s.sealed_logprobs),
             indexer=self._known_positions
             + tuple(s.indexer for s in self.segments if s.indexer is not None),
+            audit_indexer=tuple(
+                s.audit_indexer for s in self.segments if s.audit_indexer is not None
+            ),
         )
 
     def _sampled(self) -> Array:
@@ -434,13 +437,14 @@ def _refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
     positions: Sequence[IndexerBlob | None] = ()
     if isinstance(record, Rollout):
         routes, masks = (*record.routing, *record.audit_rows), record.sampling_mask
-        logprobs, positions = record.sealed_logprobs, record.indexer
+        logprobs = record.sealed_logprobs
+        positions = (*record.indexer, *record.audit_indexer)
     elif isinstance(record, Segment):
         pieces = record.pieces
         routes = [r for p in pieces for r in (p.routing, p.prompt_rows, p.audit_rows)]
         masks = [piece.sampling_mask for piece in pieces]
         logprobs = [piece.sealed_logprobs for piece in pieces]
-        positions = [piece.indexer for piece in pieces]
+        positions = [i for p in pieces for i in (p.indexer, p.audit_indexer)]
     yield from (part.ids for part in routes if part is not None)
     yield from (ref for part in masks if part is not None for ref in (part.offsets, part.ids))
     yield from (part.values for part in logprobs if part is not None)

@@ -317,6 +317,7 @@ class EngineHost:
             kept_kv=span.kept_kv,
             sealed_logprobs=sealed.logprobs,
             indexer=sealed.indexer,
+            audit_indexer=sealed.audit_indexer,
         )
 
     def _seal(
@@ -341,7 +342,7 @@ class EngineHost:
         new_prompt = prompt_rows if prompt is None else None
         arrays: list[Array] = [rows for rows in (new_prompt, own, parsed.audit) if rows is not None]
         arrays += [*(parsed.mask or ()), parsed.logprobs]
-        arrays += [parsed.indexer] if parsed.indexer is not None else []
+        arrays += [a for a in (parsed.indexer, parsed.audit_indexer) if a is not None]
         name = f"{request.rollout_id}-s{request.segment}.{request.num_sampled}"
         refs = iter(self._store.seal(name, arrays))
         routing = audit = mask = None
@@ -355,18 +356,17 @@ class EngineHost:
         if parsed.mask is not None:
             mask = MaskBlob(next(refs), next(refs), request.num_sampled, len(parsed.output_ids))
         logprobs = LogprobBlob(next(refs), request.num_sampled, len(parsed.logprobs))
-        indexer = None
+        begin, end = request.rows_from, request.num_tokens + len(parsed.output_ids) - 1
+        indexer = audit_indexer = None
         if parsed.indexer is not None:
-            indexer = self._positions(next(refs), request, version, len(parsed.output_ids))
-        return _Sealed(prompt, routing, audit, mask, logprobs, indexer)
+            indexer = self._positions(next(refs), begin, end, version)
+        if parsed.audit_indexer is not None:
+            audit_indexer = self._positions(next(refs), 0, begin, version)
+        return _Sealed(prompt, routing, audit, mask, logprobs, indexer, audit_indexer)
 
-    def _positions(
-        self, ref: BlobRef, request: GenerateRequest, version: PolicyVersion, num_new: int
-    ) -> IndexerBlob:
-        shape, end = self._context.shape, request.num_tokens + num_new - 1
-        return IndexerBlob(
-            ref, request.rows_from, end, version, shape.index_layers, shape.index_topk
-        )
+    def _positions(self, ref: BlobRef, begin: int, end: int, version: PolicyVersion) -> IndexerBlob:
+        shape = self._context.shape
+        return IndexerBlob(ref, begin, end, version, shape.index_layers, shape.index_topk)
 
     def _rows(self, ref: BlobRef, begin: int, version: PolicyVersion) -> RoutingBlob:
         return RoutingBlob(
@@ -453,6 +453,7 @@ class _Sealed(NamedTuple):
     mask: MaskBlob | None = None
     logprobs: LogprobBlob | None = None
     indexer: IndexerBlob | None = None
+    audit_indexer: IndexerBlob | None = None
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from moerl.errors import RecordError
-from moerl.records.indexer import decode_engine_positions
+from moerl.records.indexer import decode_engine_positions, encode
 from moerl.records.routing import decode_engine_rows
 from moerl.records.sampling_mask import encode_rows
 from moerl.types import (
@@ -50,6 +50,7 @@ class Reply:
     mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
     cached_tokens: int
     indexer: Array | None = None  # [layers, bytes] u8: positions of the rows of `routing`
+    audit_indexer: Array | None = None  # of the rows of `audit`
     spans: tuple[VersionSpan, ...] = ()  # empty only without any token
     # Rows of the whole prefix [L, rows, K] of each span after the first, when requested.
     recomputed: tuple[Array, ...] = ()
@@ -153,6 +154,9 @@ def _parsed(
         later = spans[1:] if in_flight and in_flight.returns_prefix else ()
         firsts = [span.first for span in later]
         rows, audit, recomputed = _routing(meta, request, num_new, shape, firsts)
+    positions: tuple[Array | None, Array | None] = None, None
+    if routing and shape.index_topk:
+        positions = _indexer(meta, request, num_new, shape)
     return Reply(
         output_ids=output,
         logprobs=_logprobs(meta, output, truncates=request.sampling.truncates),
@@ -161,7 +165,8 @@ def _parsed(
         audit=audit,
         mask=_mask(meta, output, shape) if request.sampling.truncates else None,
         cached_tokens=cached,
-        indexer=_indexer(meta, request, num_new, shape) if routing and shape.index_topk else None,
+        indexer=positions[0],
+        audit_indexer=positions[1],
         spans=spans,
         recomputed=recomputed,
     )
@@ -318,18 +323,23 @@ def _routing(
 
 def _indexer(
     meta: dict[str, Any], request: GenerateRequest, num_new: int, shape: ModelShape
-) -> Array:
-    """Positions of the call's rows; the engine sends them from the first token on."""
+) -> tuple[Array, Array | None]:
+    """Positions of the call's rows and, with audit, of its prefix, in the stored form.
+
+    The engine sends them from the first token on.
+    """
     payload = meta.get("indexer_topk")
     if payload is None:
         raise RecordError("indexer_rows", f"{request.rollout_id}: the reply has no positions")
-    return decode_engine_positions(
+    rows = decode_engine_positions(
         payload,
         num_rows=request.num_tokens + num_new - 1,
-        first_row=request.rows_from,
         num_layers=len(shape.index_layers),
         top_k=shape.index_topk,
     )
+    split = request.rows_from
+    own = encode(rows[split:], split)
+    return own, encode(rows[:split], 0) if request.audit and request.num_sampled else None
 
 
 def _mask(meta: dict[str, Any], output: Array, shape: ModelShape) -> tuple[Array, Array]:

@@ -48,14 +48,11 @@ def num_bytes(first: int, end: int, top_k: int) -> int:
     return sum(_size(form, top_k) for form in _forms(first, end, top_k))
 
 
-def decode_engine_positions(
-    payload: str, *, num_rows: int, first_row: int, num_layers: int, top_k: int
-) -> Array:
-    """Decode and check one engine payload.  Returns [L, bytes] u8, the stored form.
+def decode_engine_positions(payload: str, *, num_rows: int, num_layers: int, top_k: int) -> Array:
+    """Decode one engine payload.  Returns [n, L, K] i32; `encode` checks and stores its rows.
 
-    num_rows: rows in the payload, from position 0; first_row: rows before it are dropped.
-    Raises RecordError: `indexer_payload` (not base64), `indexer_rows` (wrong count), and the
-    reasons of `encode`.
+    num_rows: rows in the payload, from position 0.
+    Raises RecordError: `indexer_payload` (not base64), `indexer_rows` (wrong count).
     """
     try:
         raw = base64.b64decode(payload, validate=True)
@@ -68,8 +65,7 @@ def decode_engine_positions(
             f"{len(raw)} bytes; {num_rows} rows x {num_layers} layers x {top_k} positions "
             f"need {want}",
         )
-    rows = np.frombuffer(raw, "<i4").reshape(num_rows, num_layers, top_k)
-    return encode(rows[first_row:], first_row)
+    return np.frombuffer(raw, "<i4").reshape(num_rows, num_layers, top_k)
 
 
 def encode(chosen: Array, first_row: int) -> Array:

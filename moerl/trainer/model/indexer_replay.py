@@ -27,6 +27,7 @@ class IndexerReplay(LayerCalls):
 
     def __init__(self, *chunks: tuple[int, ...]) -> None:
         super().__init__(*chunks)
+        self.always_live = False  # a control: indexers choose where routes are replayed
         self._reads: dict[tuple[int, int], Read] = {}  # by microbatch and chunk
 
     def load(self, microbatch: int, read: Read, num_tokens: int, chunk: int = 0) -> None:
@@ -40,6 +41,8 @@ class IndexerReplay(LayerCalls):
 
     def mode(self, asked: Mode, microbatch: int, chunk: int) -> Mode:
         """Where routers run live, the positions that were loaded are replayed all the same."""
+        if self.always_live:
+            return Mode.OFF
         if asked is Mode.REPLAY:
             return asked
         return Mode.REPLAY if (microbatch, chunk) in self._reads else Mode.OFF

@@ -90,6 +90,15 @@ def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
     return load
 
 
+def recorded_positions(model: Model) -> LoadRoutes:
+    """Loads the engine's recorded positions of sparse attention alone, if the model has any."""
+
+    def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
+        forward.load_positions(model, batch, microbatch, chunk.index)
+
+    return load
+
+
 def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
     """Loads the routes of the proximal pass (R2); each row once."""
     replay = model.replay
