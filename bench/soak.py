@@ -410,13 +410,15 @@ class Watch:
     def _downtimes(self) -> dict[str, dict[str, float]]:
         downs = [span for span in read_spans(self.run.trace) if span["process"] == "supervisor"]
         seen, back, extra = defaultdict(list), defaultdict(list), defaultdict(list)
-        for victim, when in self.kills:
-            name = f"{victim.split()[0].replace('-', ' ')} down"
-            span = next((s for s in downs if s["name"] == name and s["start_s"] >= when), None)
-            if span is not None and span["start_s"] - when < 60:
-                seen[victim].append(span["start_s"] - when)
-                back[victim].append(span["end_s"] - when)
-                extra[victim].append(span["end_s"] - when - span["starting_s"])
+        for span in downs:
+            kills = [kill for kill in self.kills if kill[1] <= span["start_s"]]
+            named = [kill for kill in kills if _down_name(kill[0]) == span["name"]]
+            if named:  # the latest: an earlier one came while the run ended, and has no span
+                victim, when = max(named, key=lambda kill: kill[1])
+                if span["start_s"] - when < 60:
+                    seen[victim].append(span["start_s"] - when)
+                    back[victim].append(span["end_s"] - when)
+                    extra[victim].append(span["end_s"] - when - span["starting_s"])
         return {
             victim: {
                 "deaths": len(seen[victim]),
@@ -426,6 +428,11 @@ class Watch:
             }
             for victim in seen
         }
+
+
+def _down_name(victim: str) -> str:
+    """Name of the span in which the supervisor was without it; of a rank, its whole gang's."""
+    return f"{victim.split()[0].removesuffix('-host').replace('-', ' ')} down"
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -99,6 +99,19 @@ _HOSTS = (
 )
 _SAFE = ("tests/security",)
 _SEVERAL_PROCESSES = ("tests/multi", "tests/e2e", "tests/security")
+# Stages with folders of tests read everything: some of their tests are about files of the project.
+_PAGES = ("docs/*", "*.md", ".github/*")
+# Files of tests that tests of other stages import.
+_SHARED_TESTS = (
+    "tests/unit/*",
+    "tests/e2e/test_async.py",
+    "tests/e2e/test_chaos.py",
+    "tests/e2e/test_main_job.py",
+    "tests/e2e/test_recipes.py",
+    "tests/e2e/test_variants.py",
+    "tests/multi/test_hosts.py",
+    "tests/security/test_damaged_records.py",
+)
 
 STAGES = (
     Stage("checks", 60, "none"),
@@ -156,6 +169,17 @@ def stages_of(file: str, marks: Iterable[str]) -> list[str]:
         for stage in STAGES
         if stage.kind == kind and any(_below(file, path) for path in stage.paths)
     ]
+
+
+def reads(stage: Stage, file: str) -> bool:
+    """Whether a change of this file can change what the stage says."""
+    if not stage.paths or any(not path.endswith(".py") for path in stage.paths):
+        return True
+    if any(fnmatch(file, pattern) for pattern in _PAGES):
+        return False
+    is_test = fnmatch(file, "tests/*/test_*.py")
+    shared = any(fnmatch(file, pattern) for pattern in _SHARED_TESTS)
+    return not is_test or shared or any(_below(file, path) for path in stage.paths)
 
 
 def area_of(file: str) -> str:

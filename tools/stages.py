@@ -5,7 +5,8 @@
 A result is kept in build/test-stages/TREE/STAGE.json.  TREE is the git tree hash of the working
 copy, files that are not committed included: a result belongs to exactly these files, and a commit
 of them has the same tree.  `--full` therefore runs only the stages that are missing or not green on
-the tree, and may be interrupted and started again.
+the tree, and may be interrupted and started again.  A green result of another tree counts too when
+the two trees differ only in files that the stage does not read (`stage_table.reads`).
 
 Rejected: the commit as the key (another message would run everything again); a pytest plugin that
 selects tests (paths and one -m expression do, and a person can type them).
@@ -24,13 +25,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
-from tools.stage_table import AREAS, CORE, DEFAULT, EXPRESSIONS, STAGES, Stage, area_of
+from tools.stage_table import AREAS, CORE, DEFAULT, EXPRESSIONS, STAGES, Stage, area_of, reads
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = ROOT / ".venv/bin"
@@ -71,12 +72,37 @@ class Results:
         return result
 
     def of(self, stage: Stage) -> Result | None:
-        with contextlib.suppress(FileNotFoundError):
-            return Result(**json.loads((self.folder / f"{stage.name}.json").read_text()))
+        return _read_result(self.folder / f"{stage.name}.json")
+
+    def adopt(self, stage: Stage, changed: Callable[[str, str], list[str]]) -> Result | None:
+        """Keep a green result of another tree that differs in no file that the stage reads.
+
+        changed: names of the files that differ between two trees.
+        """
+        for path in sorted(self.folder.parent.glob(f"*/{stage.name}.json")):
+            old = _read_result(path)
+            if old is None or old.state != "passed" or old.tree == self.tree:
+                continue
+            files = changed(old.tree, self.tree)
+            if files and not any(reads(stage, file) for file in files):
+                return self.keep(old)
         return None
 
     def junit(self, stage: Stage) -> Path:
         return self.folder / f"{stage.name}.xml"
+
+
+def _read_result(path: Path) -> Result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return Result(**json.loads(path.read_text()))
+    return None
+
+
+def changed_files(one: str, other: str) -> list[str]:
+    """Names of the files that differ between two trees; none when git no longer knows a tree."""
+    git = ["git", "-C", str(ROOT), "diff", "--name-only", "--no-renames", one, other]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if not done.returncode else []
 
 
 def tree_hash(root: Path = ROOT) -> str:
@@ -273,7 +299,7 @@ def run_default(results: Results) -> int:
 
 def run_full(results: Results) -> int:
     """Stages that are not green on this tree; then one table of all, and 0 if all are green."""
-    kept = {stage.name: results.of(stage) for stage in STAGES}
+    kept = {s.name: results.of(s) or results.adopt(s, changed_files) for s in STAGES}
     missing = [stage for stage in STAGES if (old := kept[stage.name]) is None or not _green(old)]
     say(f"tree {results.tree}: {len(STAGES) - len(missing)} of {len(STAGES)} stages are green")
     for number, stage in enumerate(missing, 1):

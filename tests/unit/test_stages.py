@@ -19,7 +19,7 @@ import yaml
 
 from tests.conftest import one_stage_each
 from tools import stages
-from tools.stage_table import AREAS, EXPRESSIONS, STAGES, Stage, area_of, kind_of, stages_of
+from tools.stage_table import AREAS, EXPRESSIONS, STAGES, Stage, area_of, kind_of, reads, stages_of
 from tools.stages import Result, Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +209,50 @@ def test_an_interrupted_full_goes_on(runs: Runs, tmp_path: Path) -> None:
     after = runs.take()
     assert after[0] == "trainer"
     assert [*before, *after] == [stage.name for stage in STAGES]
+
+
+def test_a_stage_keeps_its_result_when_no_file_that_it_reads_changed(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tree: str, *changed: str) -> list[str]:
+        monkeypatch.setattr(stages, "changed_files", lambda one, other: list(changed))
+        assert stages.run_full(Results(tree, tmp_path)) == 0
+        return runs.take()
+
+    everything = full("first")
+    assert "hosts" not in full("second", "tests/e2e/test_sync.py", "docs/limits.md")
+    assert "hosts" in full("third", "moerl/types.py"), "each stage runs the package"
+    assert full("fourth") == everything, "two trees without a known difference"
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "answer"),
+    [
+        ("sync", "tests/e2e/test_sync.py", True),
+        ("sync", "tests/e2e/test_modes.py", False),
+        ("sync", "docs/limits.md", False),
+        ("sync", "README.md", False),
+        ("sync", "tests/helpers/listeners.py", True),
+        ("sync", "tools/quickstart", True),
+        ("hosts", "tests/e2e/test_chaos.py", True),
+        ("unit", "docs/limits.md", True),
+        ("safe", "tests/e2e/test_sync.py", True),
+        ("checks", "tests/e2e/test_sync.py", True),
+    ],
+)
+def test_what_a_stage_reads(stage: str, file: str, answer: bool) -> None:
+    assert reads(next(each for each in STAGES if each.name == stage), file) == answer
+
+
+def test_files_of_tests_that_others_import_are_known() -> None:
+    """A test file that is imported is read by the stages of those that import it."""
+    imported = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported |= set(re.findall(r"^from (tests\.\w+\.test_\w+) import", path.read_text(), re.M))
+    sync = next(each for each in STAGES if each.name == "sync")
+    files = {name.replace(".", "/") + ".py" for name in imported}
+    assert files
+    assert {file for file in files if not reads(sync, file)} == set()
 
 
 def test_a_named_stage_runs_whatever_its_last_result(runs: Runs, tmp_path: Path) -> None:
