@@ -128,6 +128,21 @@ class RoutingBlob:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerBlob:
+    """Positions that sparse attention read for consecutive fed-in tokens, as RoutingBlob.
+
+    `packed` is [L, bytes] u8, L layers that choose, in the form of `moerl.records.indexer`.
+    """
+
+    packed: BlobRef
+    row_begin: int  # index of the first fed-in token
+    row_end: int  # exclusive
+    version: PolicyVersion
+    layers: tuple[int, ...]  # global 0-based layer numbers of the layers that choose, ascending
+    top_k: int  # positions per token
+
+
+@dataclass(frozen=True, slots=True)
 class MaskBlob:
     """Kept vocabulary entries of consecutive sampled tokens, CSR.
 
@@ -165,7 +180,8 @@ class Rollout:
     """One sampled sequence as admitted: header fields inline, big arrays by blob reference.
 
     Set by the engine host, immutable afterwards.  `routing` tiles rows 0..T-2 without gap or
-    overlap, from the pass that produced each token; `audit_rows` are the re-prefilled rows
+    overlap, from the pass that produced each token, and so does `indexer`, where the model's
+    attention is sparse; `audit_rows` are the re-prefilled rows
     0..row_end of each resumed segment, kept only with `replay.audit`.
 
     Engines seal log-probabilities like routes: then `logprobs` is empty and `sealed_logprobs` tiles
@@ -184,6 +200,8 @@ class Rollout:
     engine: int  # index of the engine that produced the last segment
     audit_rows: tuple[RoutingBlob, ...] = ()
     sealed_logprobs: tuple[LogprobBlob, ...] = ()
+    indexer: tuple[IndexerBlob, ...] = ()
+    audit_indexer: tuple[IndexerBlob, ...] = ()  # positions of audit_rows
 
     @property
     def num_tokens(self) -> int:
@@ -280,6 +298,8 @@ class Segment:
     kept_kv: bool = False  # see VersionSpan
     rest: tuple[Segment, ...] = ()  # parts by newer weights, after updates in place
     sealed_logprobs: LogprobBlob | None = None
+    indexer: IndexerBlob | None = None  # rows rows_from .. T' + n - 1
+    audit_indexer: IndexerBlob | None = None  # positions of audit_rows
 
     def __getstate__(self) -> list[Any]:
         return packed_state(self, "output_ids")
@@ -345,6 +365,8 @@ class ModelShape:
     num_experts: int
     top_k: int
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a sequence unless sampling.ignore_eos
+    index_layers: tuple[int, ...] = ()  # layers that choose positions; empty = attention is dense
+    index_topk: int = 0  # positions per token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -443,6 +465,8 @@ def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
         refuse("versions", f"versions go backwards: {[str(v) for v in order]}")
     if routing and model.moe_layers:
         _check_routing(rollout, len(model.moe_layers), model.top_k)
+    if routing and model.index_layers:
+        _check_indexer(rollout, model)
     _check_mask(rollout, num_sampled)
 
 
@@ -495,6 +519,27 @@ def _check_routing(rollout: Rollout, num_moe_layers: int, top_k: int) -> None:
         raise RecordError(
             "routing_rows",
             f"{rollout.rollout_id}: {at} routing rows for {rollout.num_tokens} tokens; "
+            f"want {rollout.num_tokens - 1}",
+        )
+
+
+def _check_indexer(rollout: Rollout, model: ModelShape) -> None:
+    at = 0
+    for part in rollout.indexer:
+        found = (part.row_begin, part.layers, part.top_k, part.packed.shape[:1])
+        want = (at, model.index_layers, model.index_topk, (len(model.index_layers),))
+        if found != want or part.row_end <= at:
+            raise RecordError(
+                "indexer_rows",
+                f"{rollout.rollout_id}: rows {part.row_begin}..{part.row_end} of {part.top_k} "
+                f"positions in layers {list(part.layers)}; want rows from {at} of "
+                f"{model.index_topk} in {list(model.index_layers)}",
+            )
+        at = part.row_end
+    if at != rollout.num_tokens - 1:
+        raise RecordError(
+            "indexer_rows",
+            f"{rollout.rollout_id}: {at} rows of positions for {rollout.num_tokens} tokens; "
             f"want {rollout.num_tokens - 1}",
         )
 

@@ -21,6 +21,10 @@ VARIANTS: dict[str, tuple[str, bool]] = {
     "both_reversed": ("reversed", True),  # layers in reverse order
     "both_corrupted": ("corrupted", True),  # 1% of rows with one wrong expert
     "both_prompt_live": ("prompt_live", True),  # recorded for sampled tokens, live for the prompt
+    # of sparse attention: recorded routes with positions that the trainer's indexers choose, and
+    # with those recorded for the token before
+    "both_indexer_live": ("indexer_live", True),
+    "both_indexer_moved": ("indexer_moved", True),
 }
 
 

@@ -52,8 +52,8 @@ from moerl.errors import MoerlError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.serialization import decode_value
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.platform import prepare
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes.route_agreement import downstream
 from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
 
@@ -192,11 +192,12 @@ class _Scorer:
         for kind in dict.fromkeys(VARIANTS[name][0] for name in variants):
             if kind != "live":
                 routes = self._altered(kind)
-                self._score(kind, self._replayed_logits(routes), variants)
+                self._score(kind, self._replayed_logits(routes, kind), variants)
 
     def _live_logits(self) -> Tensor:
         from moerl.trainer.passes import forward
 
+        self._load_positions("live")
         logits = forward.logits(self.model, self.model.module, self.batch, self.index, Mode.RECORD)
         differs = {}
         for layer in self.replay.layers:
@@ -237,9 +238,23 @@ class _Scorer:
             self.totals.moved[rollout.rollout_id] = moved[mine]
             self.totals.kept[rollout.rollout_id] = sizes.numpy()[mine]
 
-    def _replayed_logits(self, routes: Routes) -> Tensor:
+    def _load_positions(self, kind: str) -> None:
+        """Recorded positions in every pass but the controls of sparse attention."""
+        indexers, batch = self.model.indexers, self.batch
+        if indexers is None:
+            return
+        indexers.clear()
+        indexers.always_live = kind == "indexer_live"
+        if not indexers.always_live:
+            back = int(kind == "indexer_moved")
+            indexers.load(
+                self.index, lambda layer: batch.attended(layer).roll(back, 1), batch.num_fed
+            )
+
+    def _replayed_logits(self, routes: Routes, kind: str) -> Tensor:
         from moerl.trainer.passes import forward
 
+        self._load_positions(kind)
         self.replay.load(self.index, forward.local_rows(routes, self.ranks))
         with _executed(self.model) as executed:
             logits = forward.logits(
@@ -256,6 +271,8 @@ class _Scorer:
             if routes is self.recorded:
                 self.totals.counts["executed"] += int(self.real.sum())
         self.replay.finish_step()
+        if self.model.indexers is not None:
+            self.model.indexers.finish_step()
         return logits
 
     def _score(self, kind: str, logits: Tensor, variants: list[str]) -> None:
@@ -276,7 +293,7 @@ class _Scorer:
     def _altered(self, kind: str) -> Routes:
         """The recorded routes, or those of a control."""
         recorded, rows = self.recorded, len(self.batch.tokens)
-        if kind == "recorded":
+        if kind == "recorded" or kind.startswith("indexer"):
             return recorded
         if kind == "shifted":
             return {layer: ids.roll(rows, 0) for layer, ids in recorded.items()}

@@ -37,13 +37,17 @@ def split_segments(rollout: Rollout) -> list[Rollout]:
     firsts = [0] + [begin + 1 - prompt_len for begin in begins[1:]]
     spans = [next(s for s in reversed(rollout.versions) if s.first <= first) for first in firsts]
     _check_audit_rows(rollout, begins, spans)
-    audit = iter(rollout.audit_rows)
+    audit, audit_positions = iter(rollout.audit_rows), iter(rollout.audit_indexer)
     result = []
     for idx, (first, end) in enumerate(pairwise([*firsts, rollout.num_sampled])):
         prefix: tuple[RoutingBlob, ...] = ()
         if idx:
             kept = tuple(part for part in rollout.routing if part.row_end <= begins[idx])
             prefix = kept if spans[idx].kept_kv else (next(audit),)
+        stop = begins[idx + 1] if idx + 1 < len(begins) else rollout.num_tokens
+        positions = [p for p in rollout.indexer if begins[idx] <= p.row_begin < stop]
+        if idx and positions:  # the prefix was prefilled again: weights are not exchanged in place
+            positions.insert(0, next(audit_positions))
         cut = _cut(rollout, first, end)
         result.append(
             replace(
@@ -51,6 +55,7 @@ def split_segments(rollout: Rollout) -> list[Rollout]:
                 rollout_id=f"{rollout.rollout_id}/{idx}",
                 versions=(replace(spans[idx], first=0),),
                 routing=(*prefix, *owns[idx]),
+                indexer=tuple(positions),
             )
         )
     return result
@@ -87,4 +92,5 @@ def _cut(rollout: Rollout, first: int, end: int) -> Rollout:
             if first <= part.first < end
         ),
         audit_rows=(),
+        audit_indexer=(),
     )

@@ -94,11 +94,43 @@ def check_model(config: Config) -> dict[str, Any]:
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_model_sizes(config.trainer.parallel, tp, hf)
+    if hf.get("index_topk"):
+        _check_sparse(config)
     if config.ref_models.placement == "separate":
         for path in ref_models_of(config).values():
             other = read_model_config(Path(path))
             check_model_sizes(config.ref_models.parallel, 1, other, field="ref_models.parallel")
     return hf
+
+
+def _check_sparse(config: Config) -> None:
+    """A model with sparse attention: its positions are recorded and replayed with the routes."""
+    engine = config.engine
+    is_cut = engine.tp > 1 and not engine.args.get("enable_dp_attention")
+    wrong = (
+        (
+            "replay.routing",
+            config.replay.routing,
+            config.replay.routing == "R2",
+            "positions are replayed from the engine's record; use R3 or off",
+        ),
+        (
+            "rollout.in_flight_mode",
+            config.rollout.in_flight_mode,
+            config.rollout.in_flight_mode != "abort_resume",
+            "a reply of several versions has positions of one; use abort_resume",
+        ),
+        (
+            "engine.tp",
+            engine.tp,
+            config.replay.routing == "R3" and is_cut,
+            "SGLang records positions where attention is not cut; use tp 1 or "
+            "engine.args.enable_dp_attention",
+        ),
+    )
+    for field, value, holds, reason in wrong:
+        if holds:
+            raise ConfigError(field, value, f"{reason} (sparse attention)")
 
 
 def check_model_sizes(

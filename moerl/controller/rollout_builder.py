@@ -28,6 +28,7 @@ from moerl.types import (
     EpisodeGroup,
     Finish,
     GenerateRequest,
+    IndexerBlob,
     LogprobBlob,
     MaskBlob,
     ModelShape,
@@ -56,12 +57,14 @@ class PartialRollout:
         *,
         audit: bool,
         known: tuple[RoutingBlob, ...] = (),
+        known_positions: tuple[IndexerBlob, ...] = (),
         slice_tokens: int = 0,
         prompt_ids: Array | None = None,
     ) -> None:
         """prompt_ids: the prompt's tokens as an array that siblings share; None = make one.
 
-        known: rows of leading prompt tokens from an earlier turn, in order, of one version.
+        known: rows of leading prompt tokens from an earlier turn, in order, of one version;
+        known_positions: of sparse attention, for the same tokens.
 
         slice_tokens: most tokens that one call samples; 0 = only sampling's own limit.
         """
@@ -75,6 +78,7 @@ class PartialRollout:
             prompt_ids = np.asarray(prompt.token_ids, np.int32)
         self._prompt_ids = prompt_ids
         self.known, self._slice = known, slice_tokens
+        self._known_positions = known_positions
         self._asked = 0  # max tokens of the last request
         self.segments: list[Segment] = []
         self._calls = 0
@@ -199,6 +203,11 @@ class PartialRollout:
             engine=self.segments[-1].engine,
             audit_rows=tuple(s.audit_rows for s in self.segments if s.audit_rows is not None),
             sealed_logprobs=self._placed(lambda s: s.sealed_logprobs),
+            indexer=self._known_positions
+            + tuple(s.indexer for s in self.segments if s.indexer is not None),
+            audit_indexer=tuple(
+                s.audit_indexer for s in self.segments if s.audit_indexer is not None
+            ),
         )
 
     def _sampled(self) -> Array:
@@ -325,6 +334,7 @@ class PartialEpisode:
                 before.sampling,
                 audit=before.audit,
                 known=known,
+                known_positions=rollout.indexer if known else (),
                 slice_tokens=self._slice,
             )
         )
@@ -424,14 +434,18 @@ def _refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
     routes: Sequence[RoutingBlob | None] = ()
     masks: Sequence[MaskBlob | None] = ()
     logprobs: Sequence[LogprobBlob | None] = ()
+    positions: Sequence[IndexerBlob | None] = ()
     if isinstance(record, Rollout):
         routes, masks = (*record.routing, *record.audit_rows), record.sampling_mask
         logprobs = record.sealed_logprobs
+        positions = (*record.indexer, *record.audit_indexer)
     elif isinstance(record, Segment):
         pieces = record.pieces
         routes = [r for p in pieces for r in (p.routing, p.prompt_rows, p.audit_rows)]
         masks = [piece.sampling_mask for piece in pieces]
         logprobs = [piece.sealed_logprobs for piece in pieces]
+        positions = [i for p in pieces for i in (p.indexer, p.audit_indexer)]
     yield from (part.ids for part in routes if part is not None)
     yield from (ref for part in masks if part is not None for ref in (part.offsets, part.ids))
     yield from (part.values for part in logprobs if part is not None)
+    yield from (part.packed for part in positions if part is not None)

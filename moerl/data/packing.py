@@ -35,6 +35,7 @@ from torch import Tensor
 from moerl.errors import RecordError
 from moerl.records import blob_ranges
 from moerl.records.blob_store import BlobStore
+from moerl.records.indexer import num_bytes
 from moerl.records.sampling_mask import concat
 from moerl.types import Array, BatchPlan, PolicyVersion, Rollout
 
@@ -48,6 +49,8 @@ class BytesRead:
     mask: int = 0
     routing: int = 0
     routing_rows: int = 0  # (token, layer) pairs
+    indexer: int = 0
+    indexer_rows: int = 0  # (token, layer) pairs, in forward and recompute
     experts: dict[int, Array] = field(default_factory=dict)  # layer -> how often each is named
 
     def count_experts(self, layer: int, ids: Array) -> None:
@@ -177,6 +180,40 @@ class Microbatch:
                 self.read.count_experts(layer, found[layer])
         flat = torch.from_numpy(joined).view(len(layers), (last - first) * num_rows, k)
         return {layer: flat[idx] for idx, layer in enumerate(layers)}
+
+    def attended(self, layer: int) -> Tensor:
+        """Positions that one layer's sparse attention read: [B, S, K] i32 key numbers, -1 = none.
+
+        A key number is a position in the rollout, and in a packed row it counts from the row's
+        start, over all context-parallel ranks.  Padding reads itself.  Reads the blobs at each
+        call, verified.
+        Raises RecordError `indexer_rows`, `indexer_layers`; BlobError.
+        """
+        rows, slots = self.tokens.shape
+        fed = [rollout.num_tokens - 1 for rollout in self.rollouts]
+        top_k = max((part.top_k for r in self.rollouts for part in r.indexer), default=1)
+        found = np.full((rows, slots, max([1, *(min(top_k, num) for num in fed)])), -1, np.int32)
+        starts = np.zeros(1 + max(run.rollout for run in self.runs), np.int32)
+        if self.cu_seqlens is not None:
+            starts = self.cu_seqlens.numpy()
+        for run in self.runs:
+            own = starts[run.rollout] + np.arange(run.begin, run.begin + run.num)
+            found[run.row, run.slot : run.slot + run.num, 0] = own
+        for idx, rollout in enumerate(self.rollouts):
+            _check_indexer_tiles(rollout)
+            places = list(self.pieces(idx, 0, slots))
+            chosen = blob_ranges.read_indexer(
+                self.store,
+                rollout.indexer,
+                layer=layer,
+                rows=[(begin, begin + count) for _, _, begin, count in places],
+            )
+            for (row, slot, begin, count), keys in zip(places, chosen, strict=True):
+                keys[keys >= 0] += starts[idx]
+                found[row, slot : slot + count, : keys.shape[1]] = keys
+                self.read.indexer_rows += count
+                self.read.indexer += num_bytes(begin, begin + count, top_k)
+        return torch.from_numpy(found)
 
     def num_fed_in(self, span: Span) -> int:
         """Fed-in tokens, without padding, in some slots of this rank."""
@@ -414,6 +451,18 @@ def _check_tiles(rollout: Rollout, top_k: int) -> None:
         raise RecordError(
             "routing_layers",
             f"{rollout.rollout_id}: {other[0]} experts per token, the batch has {top_k}",
+        )
+
+
+def _check_indexer_tiles(rollout: Rollout) -> None:
+    """Refuse positions that do not cover rows 0..T-2 once each."""
+    begins = [part.row_begin for part in rollout.indexer]
+    ends = [part.row_end for part in rollout.indexer]
+    if [*begins, rollout.num_tokens - 1] != [0, *ends]:
+        raise RecordError(
+            "indexer_rows",
+            f"{rollout.rollout_id}: positions of rows {list(zip(begins, ends, strict=True))}; "
+            f"want 0..{rollout.num_tokens - 1}",
         )
 
 

@@ -38,6 +38,7 @@ from moerl.types import (
     BlobRef,
     Finish,
     GenerateRequest,
+    IndexerBlob,
     LogprobBlob,
     MaskBlob,
     ModelShape,
@@ -77,6 +78,7 @@ class EngineHost:
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
         self._routing = replay.routing == "R3" and bool(context.shape.moe_layers)
+        self._indexer = self._routing and bool(context.shape.index_topk)
         self._tracer = Tracer(run.trace, f"engine{index}")
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
@@ -246,6 +248,7 @@ class EngineHost:
             "return_sampling_mask": truncates,
             "sampling_logprobs_mode": ["selected" if cut else None for cut in truncates],
             "return_routed_experts": self._routing,
+            "return_indexer_topk": self._indexer,
             "routed_experts_start_len": reply_parser.first_row(requests[0]) if self._routing else 0,
             "stream": False,
         }
@@ -313,6 +316,8 @@ class EngineHost:
             prompt_rows=sealed.prompt,
             kept_kv=span.kept_kv,
             sealed_logprobs=sealed.logprobs,
+            indexer=sealed.indexer,
+            audit_indexer=sealed.audit_indexer,
         )
 
     def _seal(
@@ -337,6 +342,7 @@ class EngineHost:
         new_prompt = prompt_rows if prompt is None else None
         arrays: list[Array] = [rows for rows in (new_prompt, own, parsed.audit) if rows is not None]
         arrays += [*(parsed.mask or ()), parsed.logprobs]
+        arrays += [a for a in (parsed.indexer, parsed.audit_indexer) if a is not None]
         name = f"{request.rollout_id}-s{request.segment}.{request.num_sampled}"
         refs = iter(self._store.seal(name, arrays))
         routing = audit = mask = None
@@ -350,7 +356,17 @@ class EngineHost:
         if parsed.mask is not None:
             mask = MaskBlob(next(refs), next(refs), request.num_sampled, len(parsed.output_ids))
         logprobs = LogprobBlob(next(refs), request.num_sampled, len(parsed.logprobs))
-        return _Sealed(prompt, routing, audit, mask, logprobs)
+        begin, end = request.rows_from, request.num_tokens + len(parsed.output_ids) - 1
+        indexer = audit_indexer = None
+        if parsed.indexer is not None:
+            indexer = self._positions(next(refs), begin, end, version)
+        if parsed.audit_indexer is not None:
+            audit_indexer = self._positions(next(refs), 0, begin, version)
+        return _Sealed(prompt, routing, audit, mask, logprobs, indexer, audit_indexer)
+
+    def _positions(self, ref: BlobRef, begin: int, end: int, version: PolicyVersion) -> IndexerBlob:
+        shape = self._context.shape
+        return IndexerBlob(ref, begin, end, version, shape.index_layers, shape.index_topk)
 
     def _rows(self, ref: BlobRef, begin: int, version: PolicyVersion) -> RoutingBlob:
         return RoutingBlob(
@@ -436,6 +452,8 @@ class _Sealed(NamedTuple):
     audit: RoutingBlob | None = None
     mask: MaskBlob | None = None
     logprobs: LogprobBlob | None = None
+    indexer: IndexerBlob | None = None
+    audit_indexer: IndexerBlob | None = None
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

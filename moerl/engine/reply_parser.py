@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from moerl.errors import RecordError
+from moerl.records.indexer import decode_engine_positions, encode
 from moerl.records.routing import decode_engine_rows
 from moerl.records.sampling_mask import encode_rows
 from moerl.types import (
@@ -48,6 +49,8 @@ class Reply:
     audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when asked for
     mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
     cached_tokens: int
+    indexer: Array | None = None  # [layers, bytes] u8: positions of the rows of `routing`
+    audit_indexer: Array | None = None  # of the rows of `audit`
     spans: tuple[VersionSpan, ...] = ()  # empty only without any token
     # Rows of the whole prefix [L, rows, K] of each span after the first, when requested.
     recomputed: tuple[Array, ...] = ()
@@ -151,6 +154,9 @@ def _parsed(
         later = spans[1:] if in_flight and in_flight.returns_prefix else ()
         firsts = [span.first for span in later]
         rows, audit, recomputed = _routing(meta, request, num_new, shape, firsts)
+    positions: tuple[Array | None, Array | None] = None, None
+    if routing and shape.index_topk:
+        positions = _indexer(meta, request, num_new, shape)
     return Reply(
         output_ids=output,
         logprobs=_logprobs(meta, output, truncates=request.sampling.truncates),
@@ -159,6 +165,8 @@ def _parsed(
         audit=audit,
         mask=_mask(meta, output, shape) if request.sampling.truncates else None,
         cached_tokens=cached,
+        indexer=positions[0],
+        audit_indexer=positions[1],
         spans=spans,
         recomputed=recomputed,
     )
@@ -311,6 +319,27 @@ def _routing(
         return ids, None, tuple(recomputed)
     audit = np.ascontiguousarray(ids[:, :split])
     return np.ascontiguousarray(ids[:, split:]), audit, tuple(recomputed)
+
+
+def _indexer(
+    meta: dict[str, Any], request: GenerateRequest, num_new: int, shape: ModelShape
+) -> tuple[Array, Array | None]:
+    """Positions of the call's rows and, with audit, of its prefix, in the stored form.
+
+    The engine sends them from the first token on.
+    """
+    payload = meta.get("indexer_topk")
+    if payload is None:
+        raise RecordError("indexer_rows", f"{request.rollout_id}: the reply has no positions")
+    rows = decode_engine_positions(
+        payload,
+        num_rows=request.num_tokens + num_new - 1,
+        num_layers=len(shape.index_layers),
+        top_k=shape.index_topk,
+    )
+    split = request.rows_from
+    own = encode(rows[split:], split)
+    return own, encode(rows[:split], 0) if request.audit and request.num_sampled else None
 
 
 def _mask(meta: dict[str, Any], output: Array, shape: ModelShape) -> tuple[Array, Array]:

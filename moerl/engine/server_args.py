@@ -40,6 +40,7 @@ _OWNED: dict[str, str] = {
     "admin_api_key": "every run makes its own token",
     "weight_version": "the version is that of the policy",
     "enable_return_routed_experts": "set replay.routing",
+    "enable_return_indexer_topk": "set replay.routing",
     "skip_server_warmup": "readiness is checked by the host",
     "skip_tokenizer_init": "the host sends and reads token ids",
     "tokenizer_worker_num": "SGLang checks the token only with one tokenizer worker",
@@ -52,6 +53,9 @@ _OWNED: dict[str, str] = {
     "is_embedding": "an engine generates",
     "config": "put the arguments into engine.args",
 }
+
+SPARSE = ("deepseek_v32",)
+"""Families whose sparse attention's positions are recorded."""
 
 
 @lru_cache
@@ -153,6 +157,8 @@ def arguments(
         "skip_server_warmup": True,
         "skip_tokenizer_init": True,
     }
+    if routing and model_type in SPARSE:
+        args["enable_return_indexer_topk"] = True
     if cuda:
         # SGLang's own choice by model and GPU would pack, swap or join expert weights
         # (arg_groups/model_overrides); `moerl.engine.weight_layout` has the proven layouts.

@@ -239,6 +239,9 @@ class EngineServer:
         }
         if self.config.attention_dp > 1:
             env[DP_ATTENTION] = "1"
+        if self.args.get("enable_return_indexer_topk"):
+            # otherwise the indexer's kernel returns cache slots in place of positions
+            env["SGLANG_DSA_FUSE_TOPK"] = "0"
         if self.config.host.startswith("127."):
             env["GLOO_SOCKET_IFNAME"] = "lo"
         if self.args.get("device") == "cpu":

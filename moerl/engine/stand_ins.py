@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moerl.config.json_files import read_json
-from moerl.engine.cpu_models import absorbed_mla, attention_sinks, shared_expert_gate
+from moerl.engine.cpu_models import (
+    absorbed_mla,
+    attention_sinks,
+    lightning_indexer,
+    shared_expert_gate,
+)
 from moerl.engine.hooks import Hook, When
 from moerl.errors import ConfigError
 
@@ -39,7 +44,7 @@ _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAtt
 
 STAND_INS = (
     StandIns(
-        ("deepseek_v2", "deepseek_v3"),
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32"),
         (
             Hook(
                 f"{_MODELS}.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method",
@@ -53,6 +58,31 @@ STAND_INS = (
                 absorbed_mla.any_rope,
                 When.CPU,
             ),
+        ),
+    ),
+    StandIns(
+        ("deepseek_v32",),
+        (
+            Hook(
+                "sglang.srt.configs.model_config.is_deepseek_dsa",
+                "around",
+                lightning_indexer.in_models_only,
+                When.CPU,
+            ),
+            Hook(
+                "sglang.srt.state_capturer.indexer_topk.create_indexer_capturer",
+                "around",
+                lightning_indexer.capturer,
+                When.CPU,
+            ),
+            Hook(
+                "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native",
+                "replace",
+                lightning_indexer.choose,
+                When.CPU,
+            ),
+            Hook(f"{_TORCH_NATIVE}.forward_extend", "around", lightning_indexer.forward, When.CPU),
+            Hook(f"{_TORCH_NATIVE}.forward_decode", "around", lightning_indexer.forward, When.CPU),
         ),
     ),
     StandIns(

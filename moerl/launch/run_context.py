@@ -115,6 +115,8 @@ class RunContext:
             num_experts=spec.experts,
             top_k=spec.experts_per_token,
             eos_token_ids=self.eos_token_ids(),
+            index_layers=spec.index_layers,
+            index_topk=spec.index_topk,
         )
 
     def engine_host(self, index: int, tp: int) -> EngineHost:

@@ -198,6 +198,44 @@ MLA_DIRECT_Q = Part(
 )
 
 
+# --- sparse attention over latent keys ------------------------------------------------------------
+def _own_norms(part: Part) -> Part:
+    """Norms stay modules of their own: the indexer reads the normalised query."""
+    return replace(part, megatron=tuple(replace(rule, te="") for rule in part.megatron))
+
+
+def _indexer(name: str) -> str:
+    return f"self_attn.indexer.{name}"
+
+
+_INDEX_WEIGHTS = {
+    "wq_b.weight": ("index_rows", "q_lora"),
+    "wk.weight": ("index_dim", "hidden"),
+    "k_norm.weight": ("index_dim",),
+    "k_norm.bias": ("index_dim",),
+    "weights_proj.weight": ("index_heads", "hidden"),
+}
+# SGLang's dtype, whatever it serves
+_INDEX_DTYPES = {"k_norm": "float32", "weights_proj": "bfloat16"}
+
+
+def _index_rules() -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
+    megatron, sglang = [], []
+    for name in _INDEX_WEIGHTS:
+        module, hf = name.partition(".")[0], _indexer(name)
+        live = name if module == "k_norm" else f"linear_{name}"
+        megatron.append(Rule(f"self_attention.core_attention.indexer.{live}", (hf,)))
+        sglang.append(Rule(hf, (hf,), dtype=_INDEX_DTYPES.get(module, "")))
+    return tuple(megatron), tuple(sglang)
+
+
+INDEXER = Part(
+    {_indexer(name): sizes for name, sizes in _INDEX_WEIGHTS.items()},
+    *_index_rules(),
+    when="index_topk",
+)
+
+
 # --- feed-forward --------------------------------------------------------------------------------
 def _glu(hf: str, megatron: str, sglang: str, width: str, when: str = "") -> Part:
     """gate, up, down of a dense MLP or of the shared experts."""
@@ -359,6 +397,10 @@ FAMILY_TABLES: dict[str, Family] = {
     "olmoe": Family((NORM_GQA, GQA, QK_NORM_ALL_HEADS), _MOE),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": replace(
+        _DEEPSEEK,
+        every=(NORM_MLA, _own_norms(MLA), _own_norms(MLA_Q_LORA), INDEXER),
+    ),
     "glm4_moe": Family(_QWEN, (NORM_MOE, ROUTER_FP32, EXPERTS, EXPERT_BIAS, SHARED), _DENSE),
     "gpt_oss": Family(
         (NORM_GQA, GQA, QKV_BIAS, O_BIAS, SINKS),

@@ -70,6 +70,11 @@ class ModelSpec:
     qk_rope: int = 0  # per head, with position; the key's is shared by all heads
     v_head: int = 0
 
+    # --- sparse attention: an indexer in each layer chooses positions; index_topk 0 = dense ---
+    index_topk: int = 0  # positions that a token attends to
+    index_heads: int = 0
+    index_dim: int = 0  # per head; its one key has the same size
+
     # --- router ---
     score: str = "softmax"  # or sigmoid
     expert_bias: bool = False  # fp32, added to the scores for the choice only
@@ -113,6 +118,15 @@ class ModelSpec:
     @property
     def one(self) -> int:
         return 1
+
+    @property
+    def index_rows(self) -> int:
+        return self.index_heads * self.index_dim
+
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """Global 0-based numbers of the layers that choose positions."""
+        return tuple(range(self.layers)) if self.index_topk else ()
 
     @property
     def direct_q(self) -> bool:
@@ -288,6 +302,14 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
     return _grouped_moe(config) | _latent(config) | _sigmoid(config)
 
 
+def _deepseek_v32(config: Config) -> dict[str, Any]:
+    return _deepseek_v3(config) | {
+        "index_topk": _size(config, "index_topk"),
+        "index_heads": _size(config, "index_n_heads"),
+        "index_dim": _size(config, "index_head_dim"),
+    }
+
+
 def _glm4_moe(config: Config) -> dict[str, Any]:
     rope: Config = config.get("rope_parameters") or {}
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
@@ -342,6 +364,19 @@ _READERS: dict[str, _Reader] = {
         _YARN,
     ),
     "deepseek_v3": _Reader(_deepseek_v3, {"rope_interleave": (None, True)}, _YARN),
+    "deepseek_v32": _Reader(
+        _deepseek_v32,
+        {
+            "rope_interleave": (None, True),
+            "indexer_rope_interleave": (None, False),
+            "index_topk_freq": (None, 1),  # a layer that takes another one's choice
+            "index_topk_pattern": (None,),
+            "indexer_types": (None,),
+            "index_k_norm_type": (None, "layer"),
+            "index_kpool": (None, 1),
+        },
+        _YARN,
+    ),
     "glm4_moe": _Reader(_glm4_moe, {"attention_bias": (None, False, True)}),
     "gpt_oss": _Reader(
         _gpt_oss,

@@ -21,8 +21,17 @@ from itertools import pairwise
 import numpy as np
 
 from moerl.errors import RecordError
+from moerl.records import indexer
 from moerl.records.blob_store import BlobStore, Run
-from moerl.types import Array, MaskBlob, Rollout, RoutingBlob, check_logprobs, count_logprobs
+from moerl.types import (
+    Array,
+    IndexerBlob,
+    MaskBlob,
+    Rollout,
+    RoutingBlob,
+    check_logprobs,
+    count_logprobs,
+)
 
 Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
 
@@ -66,6 +75,44 @@ def read_routes(
             joined[:, place : place + end - begin] = ids[:, at : at + end - begin]
             at += end - begin
     return dict(zip(layers, joined, strict=True))
+
+
+def read_indexer(
+    store: BlobStore,
+    parts: Sequence[IndexerBlob],
+    *,
+    layer: int,
+    rows: Sequence[Interval],
+) -> list[Array]:
+    """Positions that one layer chose for some tokens of one rollout, [n, up to K] i32 each.
+
+    One array per interval; within it rows rise, -1 behind the last (`moerl.records.indexer`).
+    One layer at a time: decoded, a token of DeepSeek-V3.2 takes 8 KB in each of 61 layers.
+    Raises RecordError `indexer_layers` (the layer was not recorded), `indexer_rows` (tokens outside
+    the parts, parts that do not tile, bytes that are not those of the rows); BlobError.
+    """
+    if not parts:
+        raise RecordError("indexer_rows", "no positions were recorded for this rollout")
+    for before, part in pairwise(parts):
+        if (part.row_begin, part.top_k) != (before.row_end, before.top_k):
+            raise RecordError(
+                "indexer_rows",
+                f"{part.packed.uri}: rows of {part.top_k} positions from token {part.row_begin}, "
+                f"want {before.top_k} from {before.row_end}",
+            )
+    first, last, top_k = parts[0].row_begin, parts[-1].row_end, parts[0].top_k
+    _check_intervals(rows, first, last, "indexer_rows", parts[0].packed.uri)
+    found = [np.full((end - begin, min(top_k, end)), -1, np.int32) for begin, end in rows]
+    for part in parts:
+        inside = [(max(a, part.row_begin), min(b, part.row_end)) for a, b in rows]
+        wanted = [(a, b) if a < b else (part.row_begin, part.row_begin) for a, b in inside]
+        for (begin, end), packed, (asked, _), into in zip(
+            wanted, _read_packed(store, part, layer, wanted), rows, found, strict=True
+        ):
+            if begin < end:
+                chosen = indexer.decode(packed, begin, end, top_k)
+                into[begin - asked : end - asked, : chosen.shape[1]] = chosen
+    return found
 
 
 def read_mask(
@@ -146,6 +193,27 @@ def _read_part(
     if not count:
         return np.empty((len(layers), 0, top_k), part.ids.dtype)
     return store.read_runs(part.ids, runs).view(part.ids.dtype).reshape(len(layers), count, top_k)
+
+
+def _read_packed(
+    store: BlobStore, part: IndexerBlob, layer: int, rows: Sequence[Interval]
+) -> list[Array]:
+    """Stored bytes of some rows of one layer of a part, [bytes] u8 per interval."""
+    top_k, of_layer = part.top_k, indexer.num_bytes(part.row_begin, part.row_end, part.top_k)
+    if layer not in part.layers or part.packed.shape != (len(part.layers), of_layer):
+        raise RecordError(
+            "indexer_layers",
+            f"{part.packed.uri} holds {part.packed.shape} bytes of layers {list(part.layers)}; "
+            f"want layer {layer} in {(len(part.layers), of_layer)}",
+        )
+    start = part.layers.index(layer) * of_layer
+    runs: list[Run] = []
+    for begin, end in rows:
+        low = start + indexer.num_bytes(part.row_begin, begin, top_k)
+        runs.append((low, low + indexer.num_bytes(begin, end, top_k)))
+    flat = store.read_runs(part.packed, runs)
+    ends = np.cumsum([end - begin for begin, end in runs])
+    return [flat[stop - end + begin : stop] for (begin, end), stop in zip(runs, ends, strict=True)]
 
 
 def _read_kept(store: BlobStore, part: MaskBlob, rows: Sequence[Interval]) -> tuple[Array, Array]:

@@ -74,7 +74,8 @@ class BlobStore:
                     if data.dtype.name not in _DTYPES:
                         raise BlobError(f"blob {name}: dtype {data.dtype} is not one of {_DTYPES}")
                     table = b"".join(_chunk_digests(_bytes_of(data)))
-                    file.seek(offset)
+                    # an empty array needs no alignment, and must not lie beyond the file's end
+                    offset = file.seek(offset if data.nbytes else file.tell())
                     file.write(data.data)
                     file.write(table)
                     refs.append(
@@ -86,7 +87,7 @@ class BlobStore:
                             digest=_FORMAT + xxhash.xxh3_64_hexdigest(table),
                         )
                     )
-                    offset += -(-(data.nbytes + len(table)) // _ALIGN) * _ALIGN
+                    offset = -(-file.tell() // _ALIGN) * _ALIGN
         except OSError as error:
             raise BlobError(f"blob {name} could not be written to {self.root}: {error}") from error
         return tuple(refs)

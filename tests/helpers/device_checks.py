@@ -25,7 +25,8 @@ from moerl.algorithms.masked_logprob import (
 )
 from moerl.errors import RecordError
 from moerl.kernels.library import library
-from moerl.trainer.model.replay import Mode, RouteReplay
+from moerl.trainer.model.layer_calls import Mode
+from moerl.trainer.model.replay import RouteReplay
 
 Csr = tuple[Tensor, Tensor]
 

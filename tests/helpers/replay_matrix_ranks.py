@@ -14,7 +14,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -49,11 +49,12 @@ from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import Model, build  # noqa: E402
+from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.model.parallel import Parallel  # noqa: E402
-from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
 from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
+from tests.helpers.attended_keys import compare_attended, watching_attention  # noqa: E402
 from tests.helpers.critic_cases import critic_step  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
@@ -100,8 +101,17 @@ def run_case(work: Path, case: dict[str, Any], ranks: Parallel) -> None:
         if ranks.is_first:
             torch.save(found, work / f"{case['name']}.pt")
         return
-    with watching(learner, wrong_loader(case, learner, plan)) as seen:
+    with ExitStack() as watched:
+        seen = watched.enter_context(watching(learner, wrong_loader(case, learner, plan)))
+        if learner.model.indexers is not None:
+            moved = case.get("alter") == "positions_moved"
+            attended = watched.enter_context(watching_attention(learner, moved=moved))
         sums = learner.gradients(plan)
+    if learner.model.indexers is not None:
+        same = compare_attended(attended, learner, records, plan)
+        names = ("forward_calls", "forward_right", "recompute_calls", "recompute_right")
+        found["attended"] = {name: int(total(same[name], ranks)) for name in names}
+        found["read_bytes"] = sums.counts["indexer_bytes"]
     found["counts"] = sums.counts
     found["recorded"] = {
         "fed": records.num_fed,
@@ -436,7 +446,7 @@ def wrong_loader(
 ) -> Callable[..., None] | None:
     """A `load_routes` that gives wrong rows, for a case with `alter`; None otherwise."""
     kind = case.get("alter")
-    if kind is None:
+    if kind in (None, "positions_moved"):
         return None
 
     def load(

@@ -13,11 +13,13 @@ import numpy as np
 from moerl.data.batching import plan_batch
 from moerl.layout.spec import ModelSpec
 from moerl.records.blob_store import BlobStore
+from moerl.records.indexer import encode
 from moerl.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
     Finish,
+    IndexerBlob,
     MaskBlob,
     PolicyVersion,
     Prompt,
@@ -44,6 +46,7 @@ class Records:
     num_sampled: int
     num_kept: int
     sum_kept_ids: int
+    positions: Routes  # of sparse attention, [T - 1, index_topk], -1 = none
 
     def plan(self, dp_size: int) -> BatchPlan:
         return plan_batch(0, V0, self.groups, dp_size=dp_size, max_tokens_per_microbatch=MAX_TOKENS)
@@ -52,7 +55,7 @@ class Records:
 def make_records(store: BlobStore, spec: ModelSpec, *, seed: int = 0, longest: int = 0) -> Records:
     """longest: fed-in tokens of one more rollout, which its group scores against a short one."""
     rng = np.random.default_rng(seed)
-    records = Records((), {}, spec.experts_per_token, 0, 0, 0, 0)
+    records = Records((), {}, spec.experts_per_token, 0, 0, 0, 0, {})
     groups = []
     for group in range(GROUPS):
         prompt = rng.integers(0, spec.vocab_size, int(rng.integers(*PROMPTS))).astype(np.int32)
@@ -110,6 +113,9 @@ def _rollout(
     records.num_kept += int(offsets[-1])
     records.sum_kept_ids += int(np.concatenate(kept).sum())
     parts = ((refs[0], 0, half), (refs[1], half, rows))
+    if spec.index_topk:
+        chosen = _choose(rng, spec, rows)
+        records.positions[place] = dict(zip(spec.index_layers, chosen, strict=True))
     return Rollout(
         rollout_id=name,
         token_ids=tokens,
@@ -124,4 +130,31 @@ def _rollout(
         finish=Finish.LENGTH,
         sampling=SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, top_k=16),
         engine=0,
+        indexer=seal_positions(store, name, records.positions[place], half)
+        if spec.index_topk
+        else (),
+    )
+
+
+def _choose(rng: np.random.Generator, spec: ModelSpec, rows: int) -> np.ndarray:
+    """[L, rows, K] random positions up to each row's own, -1 where there are fewer."""
+    chosen = np.full((spec.layers, rows, spec.index_topk), -1, np.int32)
+    for layer in range(spec.layers):
+        for at in range(rows):
+            some = rng.permutation(at + 1)[: spec.index_topk]
+            chosen[layer, at, : len(some)] = some
+    return chosen
+
+
+def seal_positions(
+    store: BlobStore, name: str, positions: dict[int, np.ndarray], half: int
+) -> tuple[IndexerBlob, ...]:
+    """Two segments, as for routes."""
+    rows = np.stack(list(positions.values()), 1)
+    cuts = ((0, half), (half, len(rows)))
+    refs = store.seal(f"{name}.indexer", [encode(rows[a:b], a) for a, b in cuts])
+    layers, top_k = tuple(positions), rows.shape[2]
+    return tuple(
+        IndexerBlob(ref, begin, end, V0, layers, top_k)
+        for ref, (begin, end) in zip(refs, cuts, strict=True)
     )

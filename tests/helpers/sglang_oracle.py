@@ -138,6 +138,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["deepseek_v32"] = (
+    "DeepseekV32Config",
+    MODELS["deepseek_v3"][1] | {"index_topk": 4, "index_n_heads": 3, "index_head_dim": 10},
+)
 MODELS["deepseek_v3_mtp"] = (
     "DeepseekV3Config",
     MODELS["deepseek_v3"][1] | {"num_nextn_predict_layers": 1},
@@ -396,6 +400,17 @@ def _close_groups() -> None:
     parallel_state.destroy_distributed_environment()
 
 
+def _tell_of_sparse_attention() -> None:
+    """Only the hook without which SGLang asks for CUDA: the others change no weight."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from moerl.engine import stand_ins
+
+    for hook in stand_ins.hooks_of("deepseek_v32"):
+        if hook.symbol.endswith("is_deepseek_dsa"):
+            HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
+
+
 def main(folder: Path) -> None:
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     from moerl.engine import torchvision_fix
@@ -403,6 +418,7 @@ def main(folder: Path) -> None:
     torchvision_fix.arm()
     from sglang.srt.plugins import load_plugins
 
+    _tell_of_sparse_attention()
     load_plugins()
     (folder / "loaded").mkdir()
     failed = _write_models(folder)

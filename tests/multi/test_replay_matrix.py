@@ -106,6 +106,14 @@ CONTROLS = [
     case("pp2", "qwen", False, "full", "allgather", alter)
     for alter in ("shifted", "reversed", "corrupted", "wrong_microbatch")
 ]
+SPARSE = [  # attention over recorded positions
+    case("tp2-etp2", "sparse", True, "none"),
+    case("pp2", "sparse", True, "full"),
+    case("cp2", "sparse", False, "full"),
+    case("cp2", "sparse", True, "none"),
+    case("tp2-pp2-etp2", "sparse", False, "block"),
+]
+MOVED = case("pp2", "sparse", False, "none", alter="positions_moved")
 COVER = [
     case("pp2", "deepseek", True, "full"),
     case("pp2", "qwen", False, "full", "allgather"),
@@ -184,7 +192,9 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
     """Everything the cases found, and the one-rank references under the models' names."""
     families = json.loads((ROOT / "tests/data/layout_families.json").read_text())
     qwen = families["qwen3_moe"] | {"mlp_only_layers": []}
-    for name, config in (("qwen", qwen), ("deepseek", families["deepseek_v3"])):
+    sparse = families["deepseek_v32"] | {"index_topk": 4}  # below the shortest rollouts' lengths
+    configs = (("qwen", qwen), ("deepseek", families["deepseek_v3"]), ("sparse", sparse))
+    for name, config in configs:
         (work / f"{name}.json").write_text(json.dumps(config))
     alone = [
         [
@@ -194,6 +204,7 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
         ]
         for model in ("qwen", "deepseek")
     ]
+    alone.append([{"name": "sparse", "model": "sparse"}])
     stages: list[list[dict[str, Any]]] = [
         [
             {"name": f"one{i}", "ranks": [i], "sizes": {}, "cases": alone[i]}
@@ -212,7 +223,7 @@ def run(work: Path, cases: list[Case]) -> dict[str, Found]:
             stage.append({"name": layout, "ranks": ranks, "sizes": sizes, "cases": chosen})
     (work / "schedule.json").write_text(json.dumps(stages))
     start_workers(work)
-    names = [c["name"] for c in [*cases, *alone[0], *alone[1]]]
+    names = [c["name"] for part in (cases, *alone) for c in part]
     return {name: torch.load(work / f"{name}.pt", weights_only=True) for name in names}
 
 
@@ -224,7 +235,10 @@ def start_workers(work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cover(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return run(tmp_path_factory.mktemp("cover"), COVER + CONTROLS + STEPS + PROBED + VALUED)
+    return run(
+        tmp_path_factory.mktemp("cover"),
+        COVER + SPARSE + [MOVED] + CONTROLS + STEPS + PROBED + VALUED,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +289,32 @@ def check_counts(found: Found) -> None:
 def test_a_layout_computes_what_one_rank_does(name: str, cover: dict[str, Found]) -> None:
     (chosen,) = (c for c in COVER if c["name"] == name)
     compare(cover[name], cover[chosen["model"]], chosen["recompute"] != "none")
+
+
+@pytest.mark.parametrize("name", [c["name"] for c in SPARSE])
+def test_attention_reads_the_recorded_positions_in_any_layout(
+    name: str, cover: dict[str, Found]
+) -> None:
+    (chosen,) = (c for c in SPARSE if c["name"] == name)
+    found, alone = cover[name], cover["sparse"]
+    compare(found, alone, chosen["recompute"] != "none")
+    check_attended(found, chosen["recompute"] != "none")
+    assert found["read_bytes"] == alone["read_bytes"] > 0, "each record is read by one rank"
+
+
+def check_attended(found: Found, recomputed: bool) -> None:
+    """The keys given to the attention function are those of the record, bitwise."""
+    calls, counts = found["attended"], found["counts"]
+    assert calls["forward_calls"] == calls["forward_right"] > 0
+    assert calls["recompute_calls"] == calls["recompute_right"]
+    assert (calls["recompute_calls"] > 0) == recomputed
+    assert counts["indexer_rows"] == counts["fed_index_rows"] > 0, "coverage is 1"
+
+
+def test_positions_of_the_token_before_fail_the_gate(cover: dict[str, Found]) -> None:
+    found, alone = cover[MOVED["name"]], cover["sparse"]
+    assert gap(found["logprobs"], alone["logprobs"]) > 100 * GATE
+    assert found["attended"]["forward_right"] == 0
 
 
 def compare_steps(found: Found, alone: Found, same_plan: bool) -> None:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from moerl.errors import BlobError, RecordError
 from moerl.records import BlobStore
-from moerl.records.blob_ranges import Interval, read_mask, read_routes
+from moerl.records.blob_ranges import Interval, read_indexer, read_mask, read_routes
 from moerl.records.blob_store import CHUNK_BYTES
-from moerl.types import MaskBlob, PolicyVersion, RoutingBlob
+from moerl.records.indexer import encode
+from moerl.types import IndexerBlob, MaskBlob, PolicyVersion, RoutingBlob
 
 VERSION = PolicyVersion(0, 0)
 NAMES = itertools.count()
@@ -188,3 +189,60 @@ def test_mask_tokens_that_were_not_recorded_are_refused(store: BlobStore) -> Non
         with pytest.raises(RecordError) as caught:
             read_mask(store, parts, tokens=tokens)
         assert caught.value.reason == "mask_rows"
+
+
+def positions(
+    store: BlobStore, layers: tuple[int, ...], tiles: list[int], top_k: int, seed: int
+) -> tuple[list[IndexerBlob], np.ndarray]:
+    """One blob per segment, and all rows [L, T - 1, K] for comparison, rising, -1 behind."""
+    rng = np.random.default_rng(seed)
+    whole = np.full((len(layers), sum(tiles), top_k), -1, np.int32)
+    for layer, at in itertools.product(range(len(layers)), range(sum(tiles))):
+        chosen = np.sort(rng.permutation(at + 1)[:top_k])
+        whole[layer, at, : len(chosen)] = chosen
+    parts, at = [], 0
+    for rows in tiles:
+        packed = encode(whole[:, at : at + rows].transpose(1, 0, 2), at)
+        _, ref = store.seal(f"i{next(NAMES)}", [np.zeros(5, np.uint8), packed])
+        parts.append(IndexerBlob(ref, at, at + rows, VERSION, layers, top_k))
+        at += rows
+    return parts, whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_slices_of_positions_are_those_of_the_whole(store: BlobStore, data: st.DataObject) -> None:
+    tiles = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=3))
+    top_k = data.draw(st.sampled_from([1, 3, 7, 200]))
+    layers = (0, 2, 5)
+    parts, whole = positions(store, layers, tiles, top_k, data.draw(st.integers(0, 99)))
+    rows = data.draw(intervals(sum(tiles)))
+    layer = data.draw(st.sampled_from(layers))
+    found = read_indexer(store, parts, layer=layer, rows=rows)
+    for (begin, end), chosen in zip(rows, found, strict=True):
+        want = whole[layers.index(layer), begin:end, : min(top_k, end)]
+        assert np.array_equal(chosen, want)
+
+
+def test_slices_of_positions_read_the_touched_chunks_only(store: BlobStore) -> None:
+    parts, _ = positions(store, (0, 1), [900], 20, 0)
+    before = store.bytes_read
+    read_indexer(store, parts, layer=1, rows=[(700, 710)])
+    assert store.bytes_read - before <= 2 * CHUNK_BYTES + parts[0].packed.num_bytes // 100
+
+
+def test_positions_outside_the_record_are_refused(store: BlobStore) -> None:
+    parts, _ = positions(store, (0, 2), [30, 20], 4, 0)
+
+    def reason(parts: list[IndexerBlob], layer: int, rows: Interval) -> str:
+        with pytest.raises(RecordError) as caught:
+            read_indexer(store, parts, layer=layer, rows=[rows])
+        return caught.value.reason
+
+    assert reason(parts, 1, (0, 9)) == "indexer_layers"
+    assert reason(parts, 2, (40, 51)) == "indexer_rows"
+    assert reason([], 2, (0, 1)) == "indexer_rows"
+    assert reason([parts[1], parts[0]], 2, (31, 40)) == "indexer_rows"
+    assert reason([parts[0], replace(parts[1], top_k=5)], 2, (31, 40)) == "indexer_rows"
+    short = replace(parts[1], row_end=49)  # bytes of another number of rows
+    assert reason([parts[0], short], 2, (31, 40)) == "indexer_layers"

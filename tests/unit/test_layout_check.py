@@ -49,7 +49,10 @@ def test_counts_are_those_of_the_expanded_ranks(family: str) -> None:
     assert (report.trainer_bytes.low, report.trainer_bytes.high) == (min(held), max(held))
     assert report.trainer_bytes.mean == sum(held) / len(held)
     live = [
-        4 * sum(math.prod(x.shape) for x in sglang_tiles(spec, 4, r, engines.ep, 2).values())
+        sum(
+            math.prod(x.shape) * (2 if x.dtype == "bfloat16" else 4)
+            for x in sglang_tiles(spec, 4, r, engines.ep, 2).values()
+        )
         for r in range(4)
     ]
     assert (report.engine_bytes.low, report.engine_bytes.high) == (min(live), max(live))

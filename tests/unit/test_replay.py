@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
 from moerl.errors import RecordError, TrainerError
-from moerl.trainer.model.replay import LayerReplay, Mode, RouteReplay
+from moerl.trainer.model.layer_calls import Mode
+from moerl.trainer.model.replay import LayerReplay, RouteReplay
 from moerl.trainer.passes.router_losses import balance_loss, z_loss
 
 E, K, N = 6, 2, 5

@@ -45,8 +45,8 @@ from moerl.trainer.learner.optimizer import (
     take_step,
 )
 from moerl.trainer.model.gpt import build, wrap
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.router_losses import without_router_losses
 from moerl.trainer.passes.schedule import (

@@ -19,8 +19,8 @@ from moerl.config.schema import Config, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.model.gpt import build
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes.router_losses import without_router_losses
 from moerl.trainer.passes.schedule import Batches, score
 

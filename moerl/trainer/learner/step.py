@@ -53,8 +53,8 @@ from moerl.trainer.learner.optimizer import (
 from moerl.trainer.learner.ref_model import RefModel, open_ref_models
 from moerl.trainer.learner.step_sums import StepSums, describe, load_metrics
 from moerl.trainer.model.gpt import Chunk, Model, wrap
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward, probe, proximal
 from moerl.trainer.passes.proximal import Known
 from moerl.trainer.passes.router_losses import NAMES, RouterLosses
@@ -301,6 +301,12 @@ class Learner:
             sums.counts["replayed_rows"] += batch.read.routing_rows
             sums.counts["routing_bytes"] += batch.read.routing
             sums.count_experts(self.model.spec.moe_layers, batch.read.experts)
+        if self.model.indexers is not None and self.parallel.tp_rank == 0:  # ranks read the same
+            layers = self.model.indexers.chunks[chunk.index]
+            sums.counts["fed_index_rows"] += batch.num_fed * len(layers)
+            if chunk.index == len(self.model.chunks) - 1:
+                sums.counts["indexer_rows"] += batch.read.indexer_rows
+                sums.counts["indexer_bytes"] += batch.read.indexer
 
     def _metrics(self, total: StepSums, num_steps: int) -> dict[str, float]:
         metrics = loss_metrics(self.config.algorithm, total.loss, num_steps)

@@ -26,6 +26,9 @@ _COUNTS = (
     "fed_rows",  # fed-in tokens that this rank routes x its MoE layers
     "replayed_rows",  # recorded (token, layer) rows that routers consumed
     "routing_bytes",
+    "fed_index_rows",  # fed-in tokens x layers whose sparse attention replays positions
+    "indexer_rows",  # recorded (token, layer) rows that it consumed
+    "indexer_bytes",
     "sampled",
     "sampled_truncated",  # sampled under a truncating recipe
     "masked",  # sampled tokens with a recorded sampling mask
@@ -123,6 +126,9 @@ def describe(sums: StepSums, *, replayed: bool) -> dict[str, float]:
         metrics["routing/replay_cover_frac"] = counts["replayed_rows"] / counts["fed_rows"]
         metrics["routing/fallback_rows"] = counts["fed_rows"] - counts["replayed_rows"]
         metrics["routing/bytes_per_token"] = counts["routing_bytes"] / counts["fed"]
+    if counts["fed_index_rows"]:
+        metrics["indexer/replay_cover_frac"] = counts["indexer_rows"] / counts["fed_index_rows"]
+        metrics["indexer/bytes_per_token"] = counts["indexer_bytes"] / counts["fed"]
     if counts["sampled_truncated"]:
         metrics["keep/cover_frac"] = counts["masked"] / counts["sampled_truncated"]
     if counts["masked"]:

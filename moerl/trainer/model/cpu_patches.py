@@ -245,11 +245,12 @@ def _patch_local_spec() -> None:
 
 
 def _patch_duplicated_linear() -> None:
+    import megatron.core.transformer.experimental_attention_variant.absorbed_mla as absorbed_mla
     import megatron.core.transformer.multi_latent_attention as latent_attention
 
     from moerl.trainer.model.family_modules import DuplicatedLinear
 
-    latent_attention.TELinear = DuplicatedLinear
+    latent_attention.TELinear = absorbed_mla.TELinear = DuplicatedLinear
 
 
 PATCHES = (
@@ -328,6 +329,9 @@ PATCHES = (
     Patch(
         _patch_duplicated_linear,
         'latent attention passes parallel_mode="duplicated" to one class only, TELinear',
-        ("megatron.core.transformer.multi_latent_attention.TELinear",),
+        (
+            "megatron.core.transformer.multi_latent_attention.TELinear",
+            "megatron.core.transformer.experimental_attention_variant.absorbed_mla.TELinear",
+        ),
     ),
 )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,10 @@ from moerl.errors import ConfigError
 from moerl.layout import LayerSpec, Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
+from moerl.trainer.model.indexer_replay import IndexerReplay, attach_indexers
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import RouteReplay, attach
+from moerl.trainer.model.sparse_attention import sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
 
 
@@ -44,6 +47,7 @@ class Model:
     chunks: tuple[Chunk, ...]
     tiles: Named  # layout of this rank's parameters
     replay: RouteReplay | None  # None: routers are always live
+    indexers: IndexerReplay | None  # None: attention is dense, or its indexers are always live
     vocab_start: int  # first vocabulary entry of this rank's logits
     half: bool
 
@@ -96,6 +100,9 @@ def build(
             num_experts=spec.experts,
             top_k=spec.experts_per_token,
         )
+    indexers = None
+    if with_replay and spec.index_topk:
+        indexers = attach_indexers(*(chunk.gpt for chunk in chunks))
     layer_spec: LayerSpec = "te" if parallel.platform.name == "cuda" else "local"
     return Model(
         spec=spec,
@@ -103,6 +110,7 @@ def build(
         chunks=chunks,
         tiles=megatron_tiles(spec, trainer.parallel, parallel.rank, layer_spec),
         replay=replay,
+        indexers=indexers,
         vocab_start=_vocab_rows(spec, parallel.sizes) // parallel.tp_size * parallel.tp_rank,
         half=trainer.dtype == "bf16",
     )
@@ -135,11 +143,16 @@ def gpt_model(
 ) -> GPTModel:
     """GPTModel of a spec.  stage: GPTModel's own pre_process, post_process, vp_stage."""
     chunk = {key: value for key, value in stage.items() if key == "vp_stage"}
+    dense = copy.copy(config)  # the block's spec is that of dense attention
+    dense.experimental_attention_variant = None
     layers = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=use_te, normalization="RMSNorm", **chunk
+        dense, use_transformer_engine=use_te, normalization="RMSNorm", **chunk
     )
     for layer in layers.layer_specs:
-        adapt(layer, spec, on_cpu=not use_te)
+        if spec.index_topk:
+            layer.submodules.self_attention = sparse_attention(config, on_cpu=not use_te)
+        else:
+            adapt(layer, spec, on_cpu=not use_te)
     if spec.yarn and not spec.kv_lora:
         set_yarn(config, spec)
     return GPTModel(

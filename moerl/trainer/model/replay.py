@@ -12,14 +12,7 @@ the rest: routers are mapped by global layer number, rows are keyed by (microbat
 layer), every row is checked, and anything but one use per pass is an error.  Source of the
 interface: megatron-core 0.19.2 `transformer/moe/router_replay.py`.
 
-Which microbatch does a router call serve?
-    forward    the one whose `forward(...)` context is open.
-    recompute  the one whose gradient is flowing: a hook on the output of each forward (`bind`)
-               says so before autograd enters the graph behind it, whichever schedule is at work.
-A layer is recomputed if and only if its forward ran without gradients inside a forward that has
-them; that is what activation checkpointing is.  So the store knows how often each row is needed,
-needs no setting, works for any recompute granularity, and drops rows after their last use.
-Rejected: patching megatron's checkpoint function (there are three, one of Transformer Engine).
+`LayerCalls` knows which microbatch a call serves.
 
 Legend: N tokens of one rank and microbatch in router order (s-major: row = s * B + b), E experts,
 K experts per token.
@@ -27,43 +20,17 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moerl.errors import RecordError, TrainerError
+from moerl.errors import RecordError
+from moerl.trainer.model.layer_calls import Key, LayerCalls, Mode
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
-
-
-class Mode(Enum):
-    """Source of the routers' choice in a forward pass."""
-
-    OFF = "off"  # live top-k
-    REPLAY = "replay"  # recorded ids
-    RECORD = "record"  # live top-k, stored for R2 and for the agreement audit
-
-
-class Key(NamedTuple):
-    """Identifies the rows of one router: layer is the global 0-based number."""
-
-    microbatch: int
-    chunk: int
-    layer: int
-
-
-class _Pass(NamedTuple):
-    """The forward pass in progress."""
-
-    microbatch: int
-    chunk: int
-    mode: Mode
-    with_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +41,7 @@ class LiveChoice:
     margin: Tensor  # [N] f32: score of the last chosen minus score of the first not chosen
 
 
-class RouteReplay:
+class RouteReplay(LayerCalls):
     """Routes of one step, for the decoder routers of all model chunks of one rank.
 
     >>> replay.load(0, {layer: rows for layer, rows in routes.items()})   # rows [N, K]
@@ -86,21 +53,10 @@ class RouteReplay:
 
     def __init__(self, *chunks: Sequence[int], num_experts: int, top_k: int) -> None:
         """chunks: global 0-based numbers of the MoE layers in each model chunk of this rank."""
-        self.chunks = tuple(tuple(layers) for layers in chunks)
-        self.layers = tuple(layer for layers in self.chunks for layer in layers)
+        super().__init__(*chunks)
         self.num_experts, self.top_k = num_experts, top_k
-        self.rows_replayed = 0  # in forward passes, over layers and microbatches of the step
-        self.rows_loaded = 0
         self.held_bytes = self.peak_bytes = 0  # of ids before their last use
-        self._chunk_of = {layer: idx for idx, layers in enumerate(self.chunks) for layer in layers}
-        assert len(self._chunk_of) == len(self.layers), f"chunks {self.chunks} share a layer"
-        self._pass: _Pass | None = None
-        self._gradient_of: dict[int, int] = {}  # chunk -> microbatch in backward
         self._rows: dict[Key, Tensor] = {}
-        self._loaded: set[Key] = set()
-        self._forwarded: set[Key] = set()
-        self._awaited: set[Key] = set()  # forwarded without gradients: will be recomputed
-        self._recomputed: set[Key] = set()
         self._live: dict[Key, LiveChoice] = {}
 
     def load(self, microbatch: int, routes: Mapping[int, Tensor], chunk: int = 0) -> None:
@@ -118,55 +74,11 @@ class RouteReplay:
             )
         for layer, rows in routes.items():
             key = Key(microbatch, chunk, layer)
-            if key in self._loaded:
-                raise RecordError(
-                    "routing_rows", f"microbatch {microbatch} layer {layer} is loaded already"
-                )
             self._check(rows, key)
+            self._add(key, len(rows))
             self._rows[key] = rows
-            self._loaded.add(key)
-            self.rows_loaded += len(rows)
             self.held_bytes += rows.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    @contextmanager
-    def forward(self, microbatch: int, mode: Mode, chunk: int = 0) -> Iterator[None]:
-        """Routers of `chunk` inside this context serve `microbatch`, each exactly once.
-
-        Raises RecordError `routing_rows` when a row is missing, left over or asked for twice.
-        """
-        if self._pass is not None:
-            raise TrainerError(f"microbatch {self._pass.microbatch} is still in its forward pass")
-        keys = [Key(microbatch, chunk, layer) for layer in self.chunks[chunk]]
-        missing = [key.layer for key in keys if key not in self._loaded]
-        if mode is Mode.REPLAY and missing:
-            raise RecordError(
-                "routing_rows", f"microbatch {microbatch}: no routes loaded for layers {missing}"
-            )
-        self._gradient_of.pop(chunk, None)  # a forward is never part of a backward pass
-        self._pass = _Pass(microbatch, chunk, mode, torch.is_grad_enabled())
-        try:
-            yield
-        finally:
-            self._pass = None
-        served = self._forwarded if mode is Mode.REPLAY else self._live
-        unused = [key.layer for key in keys if key not in served]
-        if mode is not Mode.OFF and unused:
-            raise RecordError(
-                "routing_rows", f"microbatch {microbatch}: routes of layers {unused} were not used"
-            )
-
-    def bind(self, output: Tensor, microbatch: int, chunk: int = 0) -> None:
-        """Tie the backward pass of a replayed forward, recompute included, to its microbatch.
-
-        output: what the chunk returned; its gradient is the first thing its backward pass sees.
-        """
-
-        def begin(_grad: Tensor) -> None:
-            self._gradient_of[chunk] = microbatch
-
-        if output.requires_grad:
-            output.register_hook(begin)
 
     def live(self, microbatch: int, layer: int) -> LiveChoice:
         """The live choice of a RECORD forward."""
@@ -176,57 +88,31 @@ class RouteReplay:
         """Loaded rows before their last use: [N, K] u8 or u16."""
         return self._rows[key]
 
-    def serves(self, layer: int) -> Key:
-        """Key of the rows that a router call of `layer` takes now, in a forward or a recompute."""
-        chunk = self._chunk_of[layer]
-        running = self._pass
-        microbatch = self._gradient_of[chunk] if running is None else running.microbatch
-        return Key(microbatch, chunk, layer)
-
     def take_live(self, microbatch: int, chunk: int = 0) -> dict[Key, LiveChoice]:
         """Return all live choices of one RECORD forward and drop them."""
         keys = [Key(microbatch, chunk, layer) for layer in self.chunks[chunk]]
         return {key: self._live.pop(key) for key in keys}
 
-    def finish_step(self) -> float:
-        """Check that every loaded row was used once per pass, drop all; 1.0 = all covered.
-
-        Raises RecordError `routing_rows` when rows were left over by the forward or by the
-        recompute of a checkpointed layer.
-        """
-        left = sorted(self._loaded - self._forwarded) or sorted(self._awaited - self._recomputed)
-        if left:
-            raise RecordError(
-                "routing_rows",
-                f"routes of (microbatch, chunk, layer) {[tuple(key) for key in left[:4]]} "
-                "were loaded and not used",
-            )
-        cover = self.rows_replayed / self.rows_loaded if self.rows_loaded else 0.0
-        self.clear()
-        return cover
-
     def clear(self) -> None:
         """Drop everything, used or not; `peak_bytes` stays."""
-        for kept in (self._rows, self._live, self._gradient_of):
-            kept.clear()
-        for keys in (self._loaded, self._forwarded, self._awaited, self._recomputed):
-            keys.clear()
-        self.rows_replayed = self.rows_loaded = self.held_bytes = 0
+        super().clear()
+        self._rows.clear()
+        self._live.clear()
+        self.held_bytes = 0
 
     def choose(self, layer: int, scores: Tensor, topk: int, live: TopK) -> tuple[Tensor, Tensor]:
         """Called by the router of `layer`: (scores of the chosen [N, K], ids [N, K])."""
-        chunk, running = self._chunk_of[layer], self._pass
+        running = self._running(layer)
         if running is None:
-            if chunk not in self._gradient_of:
+            if self._chunk_of[layer] not in self._gradient_of:
                 return live()
             return self._replay(self._take_again(layer), scores, topk)
-        if running.chunk != chunk:
-            raise TrainerError(f"layer {layer} of chunk {chunk} ran in chunk {running.chunk}")
-        key = Key(running.microbatch, chunk, layer)
+        key = self.serves(layer)
         if running.mode is Mode.OFF:
             return live()
         if running.mode is Mode.REPLAY:
-            return self._replay(self._take_first(key, running), scores, topk)
+            self.rows_replayed += len(self._rows[self._take_first(key, running)])
+            return self._replay(key, scores, topk)
         if key in self._live:
             raise RecordError(
                 "routing_rows", f"layer {layer} recorded microbatch {key.microbatch} twice"
@@ -235,28 +121,8 @@ class RouteReplay:
         self._live[key] = LiveChoice(ids.detach(), _margin(scores.detach(), topk))
         return chosen, ids
 
-    def _take_first(self, key: Key, running: _Pass) -> Key:
-        if key in self._forwarded:
-            raise RecordError(
-                "routing_rows",
-                f"layer {key.layer} asks for microbatch {key.microbatch} a second time",
-            )
-        self._forwarded.add(key)
-        if running.with_grad and not torch.is_grad_enabled():
-            self._awaited.add(key)
-        self.rows_replayed += len(self._rows[key])
-        return key
-
-    def _take_again(self, layer: int) -> Key:
-        key = self._key(self._gradient_of[self._chunk_of[layer]], layer)
-        if key not in self._awaited or key in self._recomputed:
-            raise RecordError(
-                "routing_rows",
-                f"layer {layer} asks for microbatch {key.microbatch} outside its forward pass "
-                "and is not to be recomputed",
-            )
-        self._recomputed.add(key)
-        return key
+    def _served(self, mode: Mode) -> Container[Key] | None:
+        return self._live if mode is Mode.RECORD else super()._served(mode)
 
     def _replay(self, key: Key, scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         rows = self._rows[key]
@@ -266,13 +132,10 @@ class RouteReplay:
                 f"layer {key.layer} routes {scores.shape[0]} tokens to {topk} of {scores.shape[1]} "
                 f"experts; the record holds {tuple(rows.shape)} of {self.num_experts}",
             )
-        if key not in self._awaited or key in self._recomputed:
+        if self._is_last_use(key):
             self.held_bytes -= self._rows.pop(key).nbytes
         ids = rows.to(scores.device).long()
         return scores.gather(1, ids), ids
-
-    def _key(self, microbatch: int, layer: int) -> Key:
-        return Key(microbatch, self._chunk_of[layer], layer)
 
     def _check(self, rows: Tensor, key: Key) -> None:
         where = f"microbatch {key.microbatch} layer {key.layer}"

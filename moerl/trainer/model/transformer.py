@@ -21,6 +21,7 @@ from moerl.config.schema import TrainerConfig
 from moerl.errors import ConfigError
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.platform import Platform
+from moerl.trainer.model.sparse_attention import sparse_fields
 
 # Fields no setting may change, with the reason shown to the user.
 _REFUSED: dict[str, str] = {
@@ -160,6 +161,8 @@ def _model_fields(spec: ModelSpec) -> dict[str, Any]:
         fields |= _latent_fields(spec)
     if spec.sinks:
         fields |= _gpt_oss_fields(spec)
+    if spec.index_topk:
+        fields |= sparse_fields(spec)
     return fields
 
 

@@ -11,6 +11,7 @@ rank, M of them on this rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from moerl.algorithms.masked_logprob import (
 )
 from moerl.data.packing import Grid, Microbatch, Span
 from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 
 
 def grid_of(parallel: Parallel, *, packed: bool, shape: tuple[int, int] = (1, 1)) -> Grid:
@@ -51,6 +52,16 @@ def load_routes(
     assert model.replay is not None, "the model was built without replay"
     layers = model.replay.chunks[chunk]
     model.replay.load(microbatch, batch.routes(layers, routed_slots(batch, parallel)), chunk)
+    load_positions(model, batch, microbatch, chunk)
+
+
+def load_positions(model: Model, batch: Microbatch, microbatch: int, chunk: int = 0) -> None:
+    """Register the recorded positions of one chunk's sparse attention, of all slots of this rank.
+
+    Sequence parallelism does not cut them: a rank attends for all slots, with its own heads.
+    """
+    if model.indexers is not None:
+        model.indexers.load(microbatch, batch.attended, batch.num_fed, chunk)
 
 
 def local_rows(routes: Mapping[int, Tensor], parallel: Parallel) -> dict[int, Tensor]:
@@ -89,10 +100,16 @@ def run_chunk(
         assert mode is Mode.OFF, f"mode {mode} needs a model built with replay"
         output: Tensor = module(*inputs, **extra)
         return output
-    with model.replay.forward(microbatch, mode, chunk.index):
+    with ExitStack() as served:
+        served.enter_context(model.replay.forward(microbatch, mode, chunk.index))
+        if model.indexers is not None:
+            kind = model.indexers.mode(mode, microbatch, chunk.index)
+            served.enter_context(model.indexers.forward(microbatch, kind, chunk.index))
         output = module(*inputs, **extra)
     if mode is Mode.REPLAY:
         model.replay.bind(output, microbatch, chunk.index)
+        if model.indexers is not None:
+            model.indexers.bind(output, microbatch, chunk.index)
     return output
 
 

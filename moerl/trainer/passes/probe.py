@@ -35,10 +35,11 @@ from moerl.config.schema import Config
 from moerl.data.packing import Microbatch
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Model
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode, RouteReplay
+from moerl.trainer.model.replay import RouteReplay
 from moerl.trainer.passes import forward
-from moerl.trainer.passes.proximal import recorded_routes
+from moerl.trainer.passes.proximal import recorded_positions, recorded_routes
 from moerl.trainer.passes.route_agreement import RouteAgreement
 from moerl.trainer.passes.schedule import Batches, ScheduledPass, score
 from moerl.types import BatchPlan
@@ -100,7 +101,8 @@ def probe(
     batches = Batches(plan, config, parallel, store, only=index)
     batch = batches.pack(0)
     own = _OwnRoutes(model.replay, batch, parallel)
-    live = score(model, batches, Mode.RECORD, after=own.compare)
+    # routers run live over the recorded positions, so that a difference is one of routing
+    live = score(model, batches, Mode.RECORD, load=recorded_positions(model), after=own.compare)
     load = recorded_routes(model, parallel)
     replayed = score(model, batches, Mode.REPLAY, load=load)
     routes, layers = own.agreement(model.spec.moe_layers)

@@ -35,8 +35,9 @@ from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.layer_calls import Key, Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Key, Mode, RouteReplay
+from moerl.trainer.model.replay import RouteReplay
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score
 from moerl.types import Array, BatchPlan
@@ -85,6 +86,15 @@ def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
 
     def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
         forward.load_routes(model, batch, microbatch, parallel, chunk.index)
+
+    return load
+
+
+def recorded_positions(model: Model) -> LoadRoutes:
+    """Loads the engine's recorded positions of sparse attention alone, if the model has any."""
+
+    def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
+        forward.load_positions(model, batch, microbatch, chunk.index)
 
     return load
 

@@ -32,8 +32,8 @@ from torch import Tensor
 from moerl.config.schema import TrainerConfig
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.layer_calls import Key
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Key
 from moerl.trainer.passes import forward
 from moerl.types import BatchPlan
 

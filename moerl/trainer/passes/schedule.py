@@ -24,8 +24,8 @@ from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens
 from moerl.errors import TrainerError
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.gpt import Chunk, Model
+from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import Mode
 from moerl.trainer.model.transformer import equal_shapes
 from moerl.trainer.passes import forward
 from moerl.types import Array, BatchPlan
@@ -142,6 +142,8 @@ def run_pass(
     )
     if model.replay is not None:
         model.replay.finish_step()
+    if model.indexers is not None:
+        model.indexers.finish_step()
 
 
 def _scheduled_passes(
