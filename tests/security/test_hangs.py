@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -73,7 +74,8 @@ def test_what_hangs_of_an_engine_is_started_again(tmp_path: Path) -> None:
     finally:
         run.end()
     assert [row["step"] for row in run.rows()] == list(range(60))
-    assert "the server hangs: it answered nothing for 20 s" in run.text()
+    # 40 s where it was stopped in a commit, which keeps its own deadline
+    assert re.search("the server hangs: it answered nothing for (20|40) s", run.text())
     assert "the host of engine 0" in run.text()
 
 
