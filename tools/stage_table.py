@@ -97,6 +97,7 @@ _HOSTS = (
     "tests/multi/test_engine_nodes.py",
     "tests/multi/test_hosts.py",
     "tests/multi/test_slurm.py",
+    "tests/multi/test_wide_engines.py",
 )
 _SAFE = ("tests/security",)
 _SEVERAL_PROCESSES = ("tests/multi", "tests/e2e", "tests/security")
