@@ -104,6 +104,7 @@ _HOSTS = (
     "tests/multi/test_engine_nodes.py",
     "tests/multi/test_hosts.py",
     "tests/multi/test_slurm.py",
+    "tests/multi/test_wide_engines.py",
 )
 _SAFE = ("tests/security",)
 _SEVERAL_PROCESSES = ("tests/multi", "tests/e2e", "tests/security")
@@ -129,11 +130,11 @@ STAGES = (
     Stage("layouts", 600, "full", _LAYOUTS),
     Stage("trainer", 1500, "full", _TRAINER),
     Stage("sync", 600, "full", _SYNC),
-    Stage("engine", 900, "full", _ENGINE),
+    Stage("engine", 1100, "full", _ENGINE),
     Stage("recipes", 900, "full", _RECIPES),
     Stage("variants", 600, "full", _VARIANTS),
     Stage("faults", 1200, "full", _FAULTS),
-    Stage("hosts", 1200, "full", _HOSTS),
+    Stage("hosts", 1450, "full", _HOSTS),
     Stage("safe", 1800, "full", _SAFE),
     Stage("gpu", 300, "gpu", ("tests/gpu",)),
     Stage("references", 120, "reference", ("tests/references",), environment="reference"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models_of
-from moerl.config.clusters import check_cluster
+from moerl.config.clusters import check_cluster, is_local
 from moerl.config.evaluating import check_isolation
 from moerl.config.json_files import read_model_config
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
@@ -181,6 +181,7 @@ def _check_sizes(config: Config) -> None:
             engine.args["attn_dp_size"],
             f"it must divide engine.tp = {engine.tp}",
         )
+    _check_nodes(config)
     if not each:
         return
     if len(each) != engine.count:
@@ -193,6 +194,25 @@ def _check_sizes(config: Config) -> None:
     if config.sync.direct and len(set(each)) > 1:
         raise ConfigError(
             "sync.direct", config.sync.direct, "engines of other sizes cannot copy a version: use 0"
+        )
+
+
+def _check_nodes(config: Config) -> None:
+    """Engines that span several nodes."""
+    engine, nodes = config.engine, config.engine.nodes
+    if nodes == 1:
+        return
+    if is_local(config.cluster):
+        raise ConfigError("engine.nodes", nodes, "cluster.launcher = local is one machine: use 1")
+    uneven = [tp for tp in engine.sizes.values() if tp % nodes]
+    if uneven:
+        raise ConfigError("engine.nodes", nodes, f"it must divide the size of each engine {uneven}")
+    if engine.attention_dp > 1:
+        raise ConfigError(
+            "engine.args.attn_dp_size",
+            engine.attention_dp,
+            "between nodes SGLang would send requests to data-parallel ranks through ports that "
+            "everybody can use: use 1, or engine.nodes=1",
         )
 
 

@@ -3,8 +3,8 @@
 `placement` is a pure function of the configuration, so a login node can print it (`--dry-run`),
 Ray gets exactly these requests, and torchrun's ranks follow from it.
 
-- One engine stays on one node (its ranks communicate in every layer); nodes with GPUs are filled in
-  order, nodes without GPUs take turns.
+- One engine stays on one node (its ranks communicate in every layer), or spans `engine.nodes` of
+  them with equal parts; nodes with GPUs are filled in order, nodes without GPUs take turns.
 - Trainer ranks are spread evenly: the same number on every trainer node, as torchrun requires.
 - On a node with several roles, engines take its first GPUs, the trainer the next ones, and the
   reference ranks (`ref_models.placement: separate`) those after.
@@ -42,9 +42,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class EngineSlot:
+    """One node's part of an engine."""
+
     engine: int
     node: Node
     devices: tuple[int, ...]  # GPUs of the node; empty on a CPU
+    part: int = 0  # SGLang's node rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,22 +192,29 @@ def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSlot, ...]:
         raise ConfigError("cluster.nodes", "no engine", "a group needs the role engine")
     free = {node.name: list(range(node.group.devices)) for node in found}
     slots = []
+    span = config.engine.nodes
     for engine, tp in config.engine.sizes.items():
-        fits = [n for n in found if not n.group.devices or len(free[n.name]) >= tp]
-        if not fits:
+        each = tp // span
+        fits = [n for n in found if not n.group.devices or len(free[n.name]) >= each]
+        if len(fits) < span:
             total = sum(node.group.devices for node in found)
             raise ConfigError(
                 "engine.count",
                 count,
-                f"{count} engines of tp {tp}, each on one node, do not fit {len(found)} nodes "
+                f"{count} engines of tp {tp}, each on {_on(span)}, do not fit {len(found)} nodes "
                 f"with {total} GPUs",
             )
         bare = all(not node.group.devices for node in fits)
-        node = fits[engine % len(fits)] if bare else fits[0]
-        devices = tuple(free[node.name][:tp])
-        free[node.name] = free[node.name][tp:]
-        slots.append(EngineSlot(engine, node, devices))
+        for part in range(span):
+            node = fits[(engine * span + part) % len(fits)] if bare else fits[part]
+            devices = tuple(free[node.name][:each])
+            free[node.name] = free[node.name][each:]
+            slots.append(EngineSlot(engine, node, devices, part))
     return tuple(slots)
+
+
+def _on(nodes: int) -> str:
+    return "one node" if nodes == 1 else f"{nodes} nodes"
 
 
 def _place_trainer(

@@ -179,6 +179,7 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     tp: Count = 1
     tp_each: list[int] = field(default_factory=list)  # tp of each engine, replaces tp
+    nodes: Count = 1  # nodes that each engine spans; its ranks divide over them
     max_running_requests: Count = 256
     max_total_tokens: Annotated[int, Meta(ge=64)] = 65536
     mem_fraction_static: Share = 0.2

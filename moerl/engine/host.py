@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -21,12 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.distributed.store_server import StoreServer
 from moerl.engine import in_flight, reply_parser
 from moerl.engine.feature_table import PROVEN
 from moerl.engine.health import WATCH_S, EngineHealth, Pulse
+from moerl.engine.node_span import ALONE, NodeSpan
+from moerl.engine.receivers import Follower
 from moerl.engine.reply_parser import InFlight, Reply
 from moerl.engine.sglang_client import BadRequest, EngineClient
-from moerl.engine.sglang_server import EngineServer
+from moerl.engine.sglang_server import EngineServer, free_port
 from moerl.engine.weight_updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.messages import EngineStatus
@@ -66,6 +69,11 @@ class EngineContext:
     token: str = field(repr=False)
     in_flight_mode: str = "abort_resume"
 
+    @property
+    def routing(self) -> bool:
+        """Whether the engine's routes are recorded."""
+        return self.replay.routing == "R3" and bool(self.shape.moe_layers)
+
 
 class EngineHost:
     """One engine.  Raises EngineError with cause and log tail once its server is dead."""
@@ -73,23 +81,34 @@ class EngineHost:
     features = PROVEN  # deployment features proven with replay; any other is refused
 
     def __init__(
-        self, index: int, config: EngineConfig, context: EngineContext, store: BlobStore
+        self,
+        index: int,
+        config: EngineConfig,
+        context: EngineContext,
+        store: BlobStore,
+        followers: Sequence[Follower] = (),
     ) -> None:
+        """followers: the engine's other nodes, by node rank from 1."""
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
-        self._routing = replay.routing == "R3" and bool(context.shape.moe_layers)
+        self._routing = context.routing
         self._indexer = self._routing and bool(context.shape.index_topk)
         self._tracer = Tracer(run.trace, f"engine{index}")
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
         self._mode = modes.get(context.in_flight_mode, "")
         self._health = EngineHealth(index)
-        self._updates = Updates(self._health, self._tracer, mode=self._mode)
+        self._followers = followers
+        self._ranks_meet: StoreServer | None = None  # of an engine on several nodes
+        self._updates = Updates(
+            self._health, self._tracer, mode=self._mode, followers=self._followers
+        )
         self.session = self._updates.session  # of a publish
         self._layout = ""
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._far: list[asyncio.Task[None]] = []  # watches of the other nodes
         self._serial = count()
         self._generated = 0
         self._refused: Counter[str] = Counter()
@@ -101,6 +120,7 @@ class EngineHost:
         """Start a server that serves the model folder as `version`; also restarts a dead one."""
         await self.stop()
         with self._tracer.span("start"):
+            span = self._span()
             server = EngineServer(
                 self.config,
                 self._context.model_path,
@@ -108,10 +128,11 @@ class EngineHost:
                 version=str(version),
                 token=self._context.token,
                 log=self._context.run.logs / f"engine{self.index}.log",
+                span=span,
             )
             client = EngineClient(server.url)
             try:
-                await server.start(client)
+                await self._start_all_nodes(server.start(client), version, span)
             except BaseException:
                 await client.close()
                 raise
@@ -121,6 +142,7 @@ class EngineHost:
         self._server, self._client = server, client
         self._updates.attach(server, client, version)
         self._health.open()
+        self._far = [asyncio.ensure_future(node.watch()) for node in self._followers]
         self._watch = asyncio.create_task(self._watch_server(server, client))
         return await self.status()
 
@@ -131,13 +153,55 @@ class EngineHost:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await self._watch
-        self._watch = None
+        for watch in self._far:
+            watch.cancel()
+        await asyncio.gather(*self._far, return_exceptions=True)
+        self._watch, self._far = None, []
         self._updates.detach()
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
             await self._server.stop()
-        self._client = self._server = None
+            await self._stop_other_nodes()
+        if self._ranks_meet is not None:
+            self._ranks_meet.close()
+        self._client = self._server = self._ranks_meet = None
+
+    def _span(self) -> NodeSpan:
+        """This node's part of the engine; on several nodes with a new store for its ranks."""
+        if not self._followers:
+            return ALONE
+        host = self.config.host
+        self._ranks_meet = StoreServer(host)
+        head = f"{host}:{free_port(host)}"
+        return NodeSpan(0, 1 + len(self._followers), head, self._ranks_meet.server_address)
+
+    async def _start_all_nodes(
+        self, start: Coroutine[Any, Any, None], version: PolicyVersion, span: NodeSpan
+    ) -> None:
+        """start: of this node's server.  Raises EngineError with the first cause; then no node has
+        a server.
+        """
+        spans = [replace(span, node=node) for node in range(1, span.nodes)]
+        starts = [asyncio.ensure_future(start)]
+        starts += [
+            asyncio.ensure_future(node.start(version, span))
+            for node, span in zip(self._followers, spans, strict=True)
+        ]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for one in starts:
+                one.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self._stop_other_nodes()
+            raise
+
+    async def _stop_other_nodes(self) -> None:
+        stops = (node.stop() for node in self._followers)
+        for end in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(end, BaseException):  # the node is gone, and its server with it
+                log.warning("engine %d: a node was not told to stop: %s", self.index, end)
 
     @property
     def node(self) -> str:
@@ -432,10 +496,15 @@ class EngineHost:
             while cause is None:
                 await asyncio.sleep(WATCH_S)
                 hangs = pulse.look(busy=updates.committing, answers=updates.answered)
-                cause = server.death() or hangs
+                cause = server.death() or self._far_death() or hangs
         finally:
             pulse.close()
         self._health.close(f"{cause}\n{server.log_tail()}")
+
+    def _far_death(self) -> str | None:
+        """Why the part of another node is dead."""
+        ended = next((watch for watch in self._far if watch.done()), None)
+        return None if ended is None else str(ended.exception())
 
     def _alive(self) -> EngineClient:
         self._health.usable()

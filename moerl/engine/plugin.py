@@ -33,9 +33,10 @@ def register_hooks() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine import stand_ins
+    from moerl.engine import node_span, stand_ins
     from moerl.engine.hooks import DP_ATTENTION, HOOKS
 
+    node_span.register()
     folder = os.environ.get(stand_ins.MODEL_FOLDER)
     of_model = stand_ins.hooks_of(stand_ins.model_type_of(Path(folder))) if folder else ()
     cuda, dp_attention = torch.cuda.is_available(), DP_ATTENTION in os.environ

@@ -1,8 +1,8 @@
 """SGLang's sockets between its processes, as files in the server's private folder.
 
 Without data-parallel attention they are files already.  With it SGLang listens on ports of
-loopback, where every user of the machine could connect: messages are unpickled, and nobody is
-asked who he is.  Here the same ports become names of files.  An engine on several nodes keeps the
+loopback, where every user of the machine could connect, and unpickles what arrives without a
+token.  Here the same ports become names of files.  An engine on several nodes keeps the
 ports.
 
 Read at sglang 0.5.23: srt/server_args.py (PortArgs), srt/utils/network.py,

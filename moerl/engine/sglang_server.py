@@ -25,6 +25,7 @@ from moerl.config.json_files import read_json
 from moerl.config.schema import EngineConfig
 from moerl.engine import feature_table, stand_ins
 from moerl.engine.hooks import DP_ATTENTION
+from moerl.engine.node_span import ALONE, NodeSpan
 from moerl.engine.scratch_dir import Scratch
 from moerl.engine.server_args import server_args
 from moerl.engine.sglang_client import EngineClient
@@ -58,8 +59,10 @@ class EngineServer:
         token: str,
         log: Path,
         port: int | None = None,
+        span: NodeSpan = ALONE,
     ) -> None:
-        self.config, self.log, self.token = config, log, token
+        """span: the part of the engine that this node has."""
+        self.config, self.log, self.token, self.span = config, log, token, span
         self.port = free_port(config.host) if port is None else port
         self.args = server_args(
             config,
@@ -69,6 +72,7 @@ class EngineServer:
             port=self.port,
             nccl_port=free_port("127.0.0.1"),
         )
+        self.args |= span.arguments()
         self._model_path = model_path
         self.receiver_keys = Keys.make()
         self.layout: LiveWeightLayout | None = None  # layout of its weights; known once it serves
@@ -82,9 +86,9 @@ class EngineServer:
 
     @property
     def receiver_sockets(self) -> list[Path]:
-        """Sockets of the receivers of all ranks."""
+        """Sockets of the receivers of this node's ranks."""
         assert self._scratch is not None, "start first"
-        return [socket_path(self._scratch.path, rank) for rank in range(self.config.tp)]
+        return [socket_path(self._scratch.path, rank) for rank in self.span.ranks(self.config.tp)]
 
     @property
     def pid(self) -> int:
@@ -114,8 +118,10 @@ class EngineServer:
             deadline = time.monotonic() + self.config.start_timeout_s
             await self._wait_until_ready(client, deadline)
             self._check_listener()
-            client.authenticate(self.token)
-            self.layout = await self._identify(client, config, deadline)
+            self._check_ranks()
+            if self.span.node == 0:  # others have no HTTP server but that of /health
+                client.authenticate(self.token)
+                self.layout = await self._identify(client, config, deadline)
             self._children = self._workers()
             self._scratch.name_shared(path for one in self._tree() for path in _mapped(one))
         except BaseException:  # also when the caller is cancelled
@@ -159,14 +165,17 @@ class EngineServer:
                 or f"no server_info in start_timeout_s = {self.config.start_timeout_s:g} s"
             )
             raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}") from error
-        layout = engine_layout(info, self._environment(), config, release=str(info.get("version")))
+        return engine_layout(info, self._environment(), config, release=str(info.get("version")))
+
+    def _check_ranks(self) -> None:
+        """Raises EngineError unless all ranks of this node checked the layout of their weights."""
+        wanted = len(self.span.ranks(self.config.tp))
         checked = self.log.read_text(errors="replace", encoding="utf-8").count(MODULES_CHECKED)
-        if checked < layout.tp:
+        if checked < wanted:
             raise EngineError(
-                f"engine: {checked} of {layout.tp} ranks checked the layout of their weights; "
+                f"engine: {checked} of {wanted} ranks checked the layout of their weights; "
                 "SGLang must load the plug-in moerl_hooks (see SGLANG_PLUGINS)"
             )
-        return layout
 
     def death(self) -> str | None:
         """One sentence on why the server is dead, or None while all its processes live."""
@@ -217,7 +226,7 @@ class EngineServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment() | _private(self._scratch.path),
+                env=self._environment() | _private(self._scratch.path) | self.span.environment(),
             )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode())

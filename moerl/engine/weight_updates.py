@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TypeVar
 
 from moerl.engine.health import EngineHealth
+from moerl.engine.receivers import Follower, ask_receivers
 from moerl.engine.sglang_client import EngineClient
 from moerl.engine.sglang_server import EngineServer
 from moerl.errors import EngineError
@@ -33,7 +34,6 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.rpc import Keys, ask
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.receiver import UNCHANGED
@@ -50,9 +50,16 @@ class Updates:
     Raises EngineError: refused, late, or the engine is broken.
     """
 
-    def __init__(self, health: EngineHealth, tracer: Tracer, *, mode: str) -> None:
-        """mode: of `moerl.engine.in_flight`."""
-        self._health, self._tracer = health, tracer
+    def __init__(
+        self,
+        health: EngineHealth,
+        tracer: Tracer,
+        *,
+        mode: str,
+        followers: Sequence[Follower] = (),
+    ) -> None:
+        """mode: of `moerl.engine.in_flight`; followers: the engine's other nodes."""
+        self._health, self._tracer, self._followers = health, tracer, followers
         self._mode = mode
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
@@ -122,23 +129,11 @@ class Updates:
         return agreed
 
     async def _ask_all(self, server: EngineServer, message: Message) -> list[Message]:
-        asking = [
-            asyncio.ensure_future(self._ask(path, server.receiver_keys, message))
-            for path in server.receiver_sockets
-        ]
-        try:
-            return await asyncio.gather(*asking)
-        finally:  # if one fails the others may hang with open sockets
-            for one in asking:
-                one.cancel()
-
-    async def _ask(self, path: Path, keys: Keys, message: Message) -> Message:
-        if not path.exists():
-            raise EngineError(
-                f"engine {self._health.index} has no receiver at {path}: SGLang did not load the "
-                "plug-in of moerl"
-            )
-        return await ask(f"ipc://{path}", keys, message)
+        nodes = await asyncio.gather(
+            ask_receivers(server, message),
+            *(follower.receive(message) for follower in self._followers),
+        )
+        return [answer for answers in nodes for answer in answers]
 
     async def _commit(self, message: CommitUpdate) -> UpdateClosed:
         """Abort running requests unless the mode keeps them, then let all ranks copy at once."""

@@ -30,7 +30,9 @@ from moerl.types import ModelShape
 if TYPE_CHECKING:
     from moerl.controller.journal import Journal
     from moerl.data.tasks import PromptStream
-    from moerl.engine.host import EngineHost
+    from moerl.engine.follower import EngineFollower
+    from moerl.engine.host import EngineContext, EngineHost
+    from moerl.engine.receivers import Follower
     from moerl.scoring import ProcessScorer
 
 
@@ -119,10 +121,23 @@ class RunContext:
             index_topk=spec.index_topk,
         )
 
-    def engine_host(self, index: int, tp: int) -> EngineHost:
-        from moerl.engine.host import EngineContext, EngineHost
+    def engine_host(self, index: int, tp: int, followers: Sequence[Follower] = ()) -> EngineHost:
+        """followers: on the engine's other nodes."""
+        from moerl.engine.host import EngineHost
 
-        context = EngineContext(
+        engine, blobs = replace(here(self.config).engine, tp=tp), self.serve_blobs(index)
+        return EngineHost(index, engine, self._engine_context(), blobs, followers)
+
+    def engine_follower(self, index: int, tp: int) -> EngineFollower:
+        from moerl.engine.follower import EngineFollower
+
+        engine = replace(here(self.config).engine, tp=tp)
+        return EngineFollower(index, engine, self._engine_context())
+
+    def _engine_context(self) -> EngineContext:
+        from moerl.engine.host import EngineContext
+
+        return EngineContext(
             model_path=self.model_path,
             shape=self.model_shape(),
             replay=self.config.replay,
@@ -130,8 +145,6 @@ class RunContext:
             token=self.token,
             in_flight_mode=self.config.rollout.in_flight_mode,
         )
-        engine = replace(here(self.config).engine, tp=tp)
-        return EngineHost(index, engine, context, self.serve_blobs(index))
 
     def scorer(self) -> ProcessScorer:
         from moerl.scoring import ProcessScorer

@@ -129,7 +129,7 @@ def _request(config: Config, placed: Placement, node: Node) -> Request:
         if node is placed.controller:
             ports = {"controller": numbers.controller, "Ray": numbers.ray}
         for slot in placed.engines:
-            if slot.node is node:
+            if slot.node is node and slot.part == 0:
                 ports[f"records of engine {slot.engine}"] = numbers.blobs + slot.engine
         if node is placed.trainers[0].node:
             ports["rendezvous"] = numbers.rendezvous

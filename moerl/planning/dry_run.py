@@ -30,6 +30,7 @@ from moerl.config.secret_values import hide, hide_override
 from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
+from moerl.engine.node_span import NodeSpan
 from moerl.engine.server_args import arguments
 from moerl.engine.stand_ins import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
@@ -104,14 +105,20 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("scorer (Ray)", "", "1", "", f"rewards in {config.task.scorer_workers} worker(s)"),
         ]
     slots = [slot for slot in placed.engines if slot.node.name == name]
-    if slots and not is_local(config.cluster):
+    heads = [slot for slot in slots if slot.part == 0]
+    if heads and not is_local(config.cluster):
         rows.append(("records (Ray)", "", "1", "", "serves sealed records by byte range"))
     for tp in sorted({engine.sizes[slot.engine] for slot in slots}):
-        alike = [slot for slot in slots if engine.sizes[slot.engine] == tp]
-        devices = _numbers(d for slot in alike for d in slot.devices)
-        which = _numbers(slot.engine for slot in alike)
-        what = f"tp {tp}, {engine.dtype}, host and SGLang server"
-        rows.append(("engine (Ray)", which, str(len(alike)), devices, what))
+        sized = [slot for slot in slots if engine.sizes[slot.engine] == tp]
+        span = f" over {engine.nodes} nodes" if engine.nodes > 1 else ""
+        for process, alike, does in (
+            ("engine (Ray)", [s for s in sized if s.part == 0], "host and SGLang server"),
+            ("part (Ray)", [s for s in sized if s.part], "SGLang server of further ranks"),
+        ):
+            devices = _numbers(d for slot in alike for d in slot.devices)
+            which = _numbers(slot.engine for slot in alike)
+            what = f"tp {tp}{span}, {engine.dtype}, {does}"
+            rows += [(process, which, str(len(alike)), devices, what)] if alike else []
     for trainer in (slot for slot in placed.trainers if slot.node.name == name):
         count, devices = str(len(trainer.ranks)), _numbers(trainer.devices)
         what = f"{_sizes(parallel)}, {config.trainer.dtype}"
@@ -184,6 +191,8 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
             cuda=config.engine.platform == "cuda" or any(s.devices for s in placed.engines),
             model_type=model_type_of(folder),
         )
+        head = host_of(placed.engines[0].node)
+        args |= NodeSpan(0, config.engine.nodes, f"{head}:FREE").arguments()
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)
         lines += [
@@ -380,7 +389,7 @@ def _host_lines(
     host = {size.engines.tp: size.engines.tp * size.memory.host for size in sizes}
     tp_of = config.engine.sizes
     staging = max(
-        (sum(host[tp_of[s.engine]] for s in placed.engines if s.node.name == n))
+        sum(host[tp_of[s.engine]] for s in placed.engines if s.node.name == n) / config.engine.nodes
         for n in engine_nodes
     )
     lines.append(

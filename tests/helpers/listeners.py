@@ -70,6 +70,18 @@ LISTENERS = (
         _RANK,
         1,
     ),
+    Listener(
+        "SGLang's server on the other nodes of an engine",
+        _ENGINE,
+        "free",
+        "none; it has `/health` only",
+    ),
+    Listener(
+        "store in which the ranks of an engine on several nodes meet",
+        f"{_ENGINE} of its first node",
+        "free",
+        "a token of its own",
+    ),
     Listener("`gloo` and `nccl` stagings", _ENGINE, "free", "the endpoint's own token"),
     Listener(
         "data sockets of gloo: trainer and reference ranks",

@@ -53,7 +53,7 @@ def test_every_recipe_asks_for_what_a_start_allows(recipe: str) -> None:
 def test_large_recipes_replay_the_routes_of_quantised_experts_on_many_ranks() -> None:
     for recipe in ("deepseek-v3", "kimi-k2"):
         config = load_config(recipe)
-        assert config.engine.args == {"ep_size": 8, "quantization": "fp8"}
+        assert config.engine.args == {"ep_size": 8, "attn_dp_size": 8, "quantization": "fp8"}
         assert (config.replay.routing, config.replay.sampling_mask) == ("R3", True)
 
 

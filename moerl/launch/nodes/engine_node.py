@@ -28,7 +28,7 @@ from moerl.config import Config
 from moerl.config.clusters import Node, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
-from moerl.errors import MoerlError, TrainerError, printable
+from moerl.errors import ConfigError, MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
 from moerl.launch.nodes.lease import LeaseReader, RunEnded
@@ -84,6 +84,10 @@ def _join(run: RunDir, args: argparse.Namespace, lease: LeaseReader) -> int:
     """
     address, token = _head(run, lease, args.wait_s)
     config, mine = load_saved(run.config), []
+    if args.slots and config.engine.nodes > 1:
+        raise ConfigError(
+            "--slots", args.slots, "engines of this run span several nodes, which it has to name"
+        )
     node = None if args.index is None else nth(_engine_nodes(config), args.index, "engine")
     offer = (
         ({ENGINE_SLOT: float(args.slots)}, args.gpus)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -26,6 +26,7 @@ from moerl.config.clusters import is_local, placement
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
+from moerl.engine.receivers import Follower
 from moerl.errors import EngineError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
@@ -76,51 +77,107 @@ class PlacedEngine:
 
     actor: ActorHandle[EngineActor]
     slot: PlacementGroup | None
+    followers: tuple[ActorHandle[FollowerActor], ...] = ()  # on its other nodes
 
     def give_up(self) -> None:
-        """End the host and free its slot."""
-        with contextlib.suppress(RayError):  # its node is gone
-            ray.kill(self.actor)
+        """End the host and its followers, and free their slots."""
+        every: tuple[ActorHandle[Any], ...] = (self.actor, *self.followers)
+        for actor in every:
+            with contextlib.suppress(RayError):  # its node is gone
+                ray.kill(actor)
         if self.slot is not None:
             remove_placement_group(self.slot)
 
 
 def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
-    """Start an engine host on a node with room for all ranks of its server.
+    """Start an engine host on a node with room for the ranks of its server there.
 
     Nodes offer `engine` slots and, if they have them, GPUs; a placement group takes one slot and
-    all GPUs of an engine from one node.
+    the GPUs of an engine from each node that the engine spans.
     """
     if is_local(plan.config.cluster):
         return PlacedEngine(place(EngineActor, plan, index, tp), None)
-    actor: Any = ray.remote(EngineActor)
-    devices = tp if any(slot.devices for slot in placement(plan.config).engines) else 0
+    nodes = plan.config.engine.nodes
+    has_gpus = any(slot.devices for slot in placement(plan.config).engines)
+    devices = tp // nodes if has_gpus else 0
     bundle: dict[str, float] = {ENGINE_SLOT: 1.0}
     if devices:
         bundle["GPU"] = devices
-    group = placement_group([bundle], strategy="STRICT_PACK")
-    where = PlacementGroupSchedulingStrategy(group)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": devices}
-    options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
-    return PlacedEngine(actor.options(**options).remote(plan, index, tp), group)
+    strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
+    group = placement_group([bundle] * nodes, strategy=strategy)
+
+    def put(plain: Any, node: int, *args: object) -> Any:
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": devices}
+        options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
+        return ray.remote(plain).options(**options).remote(plan, index, tp, *args)
+
+    followers = tuple(put(FollowerActor, node, node) for node in range(1, nodes))
+    return PlacedEngine(put(EngineActor, 0, followers), group, followers)
 
 
 class EngineActor(Hosted):
     """One engine host: starts its SGLang server, sends it HTTP requests, seals its records."""
 
-    def __init__(self, plan: RunContext, index: int, tp: int) -> None:
-        log_to(plan.run.logs / f"engine-{index}.host.log")
-        if not is_local(plan.config.cluster):
-            os.environ["GLOO_SOCKET_IFNAME"] = plan.config.cluster.interface
-            os.environ["NCCL_SOCKET_IFNAME"] = plan.config.cluster.interface
-        os.environ |= plan.config.cluster.environment
-        self._host = plan.engine_host(index, tp)
+    def __init__(
+        self,
+        plan: RunContext,
+        index: int,
+        tp: int,
+        followers: Sequence[ActorHandle[FollowerActor]] = (),
+    ) -> None:
+        """followers: on the engine's other nodes, by node."""
+        _begin_engine_process(plan, f"engine-{index}.host.log")
+        self._followers = followers
+        self._host = plan.engine_host(
+            index,
+            tp,
+            [
+                cast(Follower, Remote(actor, f"node {node} of engine {index}"))
+                for node, actor in enumerate(followers, 1)
+            ],
+        )
         super().__init__(self._host)
+
+    async def ask(self, method: str, *args: object) -> object:
+        """As every host; one whose other nodes are gone ends, and is placed again with them."""
+        try:
+            return await super().ask(method, *args)
+        except EngineError as error:
+            if method in ("start", "watch") and await self._lost_a_node():
+                log.error("this host ends, since a node of its engine is gone: %s", error)
+                os._exit(1)
+            raise
+
+    async def _lost_a_node(self) -> bool:
+        for actor in self._followers:
+            try:
+                await actor.pid.remote()
+            except RayActorError:
+                return True
+        return False
 
     async def leave(self) -> str:
         """End the server; returns the node name of the records that this host still serves."""
         await self._host.stop()
         return self._host.node
+
+
+class FollowerActor(Hosted):
+    """A further node of an engine: starts its part of the server."""
+
+    def __init__(self, plan: RunContext, index: int, tp: int, node: int) -> None:
+        _begin_engine_process(plan, f"engine-{index}-node{node}.host.log")
+        super().__init__(plan.engine_follower(index, tp))
+
+
+def _begin_engine_process(plan: RunContext, log_file: str) -> None:
+    log_to(plan.run.logs / log_file)
+    cluster = plan.config.cluster
+    if not is_local(cluster):
+        os.environ["GLOO_SOCKET_IFNAME"] = cluster.interface
+        os.environ["NCCL_SOCKET_IFNAME"] = cluster.interface
+    os.environ |= cluster.environment
 
 
 class ScorerActor(Hosted):

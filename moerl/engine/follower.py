@@ -1,0 +1,65 @@
+"""A further node of an engine: its part of the server, and the receivers of its ranks.
+
+The engine's host (`moerl.engine.host`) is on node 0 and asks one follower per other node, over Ray.
+A follower has no requests and no records: SGLang sends both through node 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from moerl.config.schema import EngineConfig
+from moerl.engine.health import WATCH_S
+from moerl.engine.host import EngineContext
+from moerl.engine.node_span import NodeSpan
+from moerl.engine.receivers import ask_receivers
+from moerl.engine.sglang_client import EngineClient
+from moerl.engine.sglang_server import EngineServer
+from moerl.errors import EngineError
+from moerl.messages import Message
+from moerl.types import PolicyVersion
+
+
+class EngineFollower:
+    """Implements `moerl.engine.receivers.Follower` on its node."""
+
+    def __init__(self, index: int, config: EngineConfig, context: EngineContext) -> None:
+        self._index, self._config, self._context = index, config, context
+        self._server: EngineServer | None = None
+
+    async def start(self, version: PolicyVersion, span: NodeSpan) -> None:
+        await self.stop()
+        context = self._context
+        server = self._server = EngineServer(
+            self._config,
+            context.model_path,
+            routing=context.routing,
+            version=str(version),
+            token=context.token,
+            log=context.run.logs / f"engine{self._index}-node{span.node}.log",
+            span=span,
+        )
+        client = EngineClient(server.url)
+        try:
+            await server.start(client)
+        finally:
+            await client.close()
+
+    async def receive(self, message: Message) -> list[Message]:
+        return await ask_receivers(self._alive(), message)
+
+    async def watch(self) -> None:
+        server = self._alive()
+        while (cause := server.death()) is None:
+            await asyncio.sleep(WATCH_S)
+        raise EngineError(f"on node {server.span.node}: {cause}\n{server.log_tail()}")
+
+    async def stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+
+    def _alive(self) -> EngineServer:
+        if self._server is None:
+            raise EngineError(f"engine {self._index}: a node of it has no server")
+        return self._server

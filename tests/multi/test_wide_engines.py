@@ -1,0 +1,80 @@
+"""One engine over two hosts: records, publishes, the death of a server on either host, a lost host.
+
+Hosts are network namespaces (`tests/helpers/network_hosts`); Ray, SGLang, Megatron and the scripts
+are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.network_hosts import Host, hosts, why_not
+from tests.multi.test_hosts import ClusterRun, cluster_run
+
+MAX_GAP = 5e-5  # nats, fp32, trainer and engine with the same weights
+START_S = 700.0  # of an engine and a trainer, on a loaded machine of two cores
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with hosts(3) as made:
+        yield made
+
+
+@pytest.mark.full
+@pytest.mark.e2e
+@pytest.mark.timeout(1500)
+def test_an_engine_of_two_hosts(three: list[Host], tmp_path: Path) -> None:
+    """Without lag each step trains what the last publish sampled: bytes to both hosts were right.
+
+    Every death ends the whole engine, which is started again and gets the current weights.
+    """
+    settings = (
+        *("engine.count=1", "engine.tp=2", "engine.nodes=2", "engine.args.ep_size=2"),
+        *("run.steps=9", "checkpoint.every=3", "sync.timeout_s=30", "rollout.buffer_depth=0"),
+        *("rollout.max_lag=0", "supervision.max_restarts=6", "trainer.step_timeout_s=500"),
+    )
+    with cluster_run(three, tmp_path, *settings, engines=2) as run:
+        run.wait_for(lambda: len(run.rows()) >= 2, START_S)
+        for host in (run.engine_nodes[0], run.head):
+            (scheduler,) = schedulers_below(host.pid)
+            everything = [one for process in hosts_of(run) for one in schedulers_below(process)]
+            assert len(everything) == 2, "one rank on each host"
+            before = len(run.rows())
+            scheduler.kill()
+            run.wait_for(lambda before=everything: not alive(before))
+            run.wait_for(lambda before=before: len(run.rows()) >= before + 2, START_S)
+        run.finish(900)
+        rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(9))
+    for name in ("routing/replay_cover_frac", "keep/cover_frac"):
+        assert {row[name] for row in rows} == {1.0}
+    gaps = [row["mismatch/abs_dlogp_max/lag_0"] for row in rows]
+    print(f"max |d| of {len(gaps)} steps: {max(gaps):.1e}")
+    assert max(gaps) <= MAX_GAP
+    assert run.output.read_text().count("engine 0 died") >= 2
+
+
+def hosts_of(run: ClusterRun) -> list[int]:
+    return [run.head.pid, run.engine_nodes[0].pid]
+
+
+def schedulers_below(pid: int) -> list[psutil.Process]:
+    """SGLang's scheduler processes that a host's script started."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "sglang::scheduler" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def alive(members: list[psutil.Process]) -> list[psutil.Process]:
+    return [m for m in members if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
