@@ -1,22 +1,27 @@
-"""Torch code in place of SGLang's kernels, by family: against plain formulas, and its table."""
+"""Torch code in place of SGLang's kernels, by family: against plain formulas, and its table.
+
+Also the tiny models of all families.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from moerl.config.schema import EngineConfig
+from moerl.config import load_config
+from moerl.config.schema import EngineConfig, TinyFamily, TinyModel
+from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
 from moerl.engine import plugin, stand_ins
 from moerl.engine.cpu_models import attention_sinks, shared_expert_gate
 from moerl.engine.hooks import When
 from moerl.engine.server_args import arguments
 from moerl.errors import ConfigError, EngineError
-from moerl.layout import FAMILIES
+from moerl.layout import FAMILIES, model_spec
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -139,3 +144,30 @@ def test_a_hook_that_was_not_installed_ends_the_start(monkeypatch: pytest.Monkey
     before({})
     with pytest.raises(EngineError, match="did not load the plug-in moerl_hooks"):
         plugin.check_installed()
+
+
+# --- tiny models ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", get_args(TinyFamily))
+def test_a_family_has_a_tiny_model_and_a_recipe(family: TinyFamily) -> None:
+    config = load_config(f"tiny-{family.replace('_', '-')}")
+    assert config.model.tiny.family == family
+    spec = model_spec(tiny_config(config.model.tiny, 128))
+    assert spec.moe_layers
+    assert spec.experts > spec.experts_per_token
+    assert spec.moe_ffn % 64 == 0, "on a CPU SGLang pads experts of other widths"
+
+
+def test_tiny_models_cover_what_their_names_say() -> None:
+    specs = {name: model_spec(tiny_config(TinyModel(family=name), 128)) for name in FAMILY_FIELDS}
+    assert tuple(specs) == get_args(TinyFamily)
+    assert [name for name, spec in specs.items() if spec.yarn] == [
+        "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "gpt_oss",
+    ]  # fmt: skip
+    assert [name for name, spec in specs.items() if spec.groups > 1] == [
+        "deepseek_v2",
+        "deepseek_v3",
+    ]
+    assert [name for name, s in specs.items() if s.direct_q] == ["deepseek_v2_lite", "moonlight"]
+    assert specs["gpt_oss"].sliding_layers
+    assert specs["gpt_oss"].sinks
+    assert specs["qwen2_moe"].shared_gate
