@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -57,6 +58,8 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
 from moerl.types import BatchPlan, PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
+
+log = logging.getLogger(__name__)
 
 REPLY_SLACK_S = 30.0  # added to the controller's own deadline
 _FAREWELL_S, _DAMAGE_S = 2.0, 20.0  # longest wait of a dying rank for the controller's answer
@@ -245,11 +248,15 @@ class TrainLoop:
         last = step == self.config.run.steps - 1
         if self.client is None or not self.learner.load.numel():
             return
-        if last or probe.due(self.config, step):
-            counts = self.learner.load.long().tolist()
-            row = {"step": step, "layers": self.model.spec.moe_layers, "counts": counts}
-            with contextlib.suppress(OSError), self.context.run.expert_load.open("a") as file:
+        if not (last or probe.due(self.config, step)):
+            return
+        counts = self.learner.load.long().tolist()
+        row = {"step": step, "layers": self.model.spec.moe_layers, "counts": counts}
+        try:
+            with self.context.run.expert_load.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+        except OSError as error:  # the report lacks it, nothing else
+            log.error("the load of the experts in step %d is not kept: %s", step, error)
 
     def _publish(self) -> dict[str, float]:
         """Snapshot the weights, start publishing them; returns metrics of the previous publish."""

@@ -190,7 +190,7 @@ class EngineSession(threading.Thread):
             with self._changed:
                 self.failure = result if isinstance(result, PublishFailure) else None
                 self.refusals = self.refusals + 1 if self.failure and self.failure.refused else 0
-                if not self._tried:
+                if not self._tried and version == self._target:
                     self._tried, self._result, self._first = True, result, self.failure
                 self._changed.notify_all()
             self._on_attempt()
