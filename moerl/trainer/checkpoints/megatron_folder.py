@@ -48,8 +48,9 @@ class MegatronFolder:
     """A `torch_dist` checkpoint, read by Hugging Face name and box.
 
     model: folder with config.json and tokenizer, and with the prediction layers where the
-    checkpoint holds none; None: see `model_of`.  Raises ModelError for a folder without a whole checkpoint, and when it
-    is not of the model: a tensor that is missing, unknown or of another shape.
+    checkpoint holds none; None: see `model_of`.  Raises ModelError for a folder without a whole
+    checkpoint, and when it is not of the model: a tensor that is missing, unknown or of another
+    shape.
     """
 
     def __init__(self, path: str | Path, model: str | Path | None = None) -> None:
