@@ -43,7 +43,9 @@ def test_a_killed_run_converts_without_a_resume_and_starts_another(tmp_path: Pat
     trained before anything is published, sees no difference.
     """
     keep = ["run.steps=50", "checkpoint.every=1", "checkpoint.keep_versions=true"]
-    killed = start(tmp_path, "quickstart", *SMALL, *keep, "checkpoint.hf=every", name="killed")
+    # decay moves weights also where all rewards are equal
+    keep += ["checkpoint.hf=every", "trainer.optimizer.weight_decay=0.1"]
+    killed = start(tmp_path, "quickstart", *SMALL, *keep, name="killed")
     killed.wait_for(lambda: len(killed.dir.finished_checkpoints()) > 1)
     _kill(killed)
     found = killed.dir.latest_checkpoint()

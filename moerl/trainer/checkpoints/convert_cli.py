@@ -53,7 +53,6 @@ def megatron_to_hf(description: str | None) -> int:
     parser.add_argument(
         "--model",
         type=Path,
-        default="",
         metavar="DIR",
         help="folder with config.json and tokenizer (default: the checkpoint's own, or "
         "model.path of its run)",

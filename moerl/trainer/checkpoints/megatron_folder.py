@@ -48,13 +48,14 @@ class MegatronFolder:
     """A `torch_dist` checkpoint, read by Hugging Face name and box.
 
     model: folder with config.json and tokenizer, and with the prediction layers where the
-    checkpoint holds none.  Raises ModelError for a folder without a whole checkpoint, and when it
-    is not of the model: a tensor that is missing, unknown or of another shape.
+    checkpoint holds none; None: see `model_of`.  Raises ModelError for a folder without a whole
+    checkpoint, and when it is not of the model: a tensor that is missing, unknown or of another
+    shape.
     """
 
-    def __init__(self, path: str | Path, model: str | Path = "") -> None:
+    def __init__(self, path: str | Path, model: str | Path | None = None) -> None:
         self.path = find_checkpoint(Path(path))
-        self.model = Path(model) if str(model) not in ("", ".") else model_of(self.path)
+        self.model = model_of(self.path) if model is None else Path(model)
         if self.summed_files and (cause := torn_checkpoint(self.path)):
             raise ModelError(f"{self.path}: damaged: {cause}")
         self.config: dict[str, Any] = read_json(self.model / "config.json")
