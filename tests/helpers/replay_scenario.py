@@ -30,7 +30,16 @@ from moerl.errors import RecordError
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
-from moerl.types import PolicyVersion, Prompt, Rollout, RoutingBlob, SamplingParams, Segment, check
+from moerl.types import (
+    ModelShape,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RoutingBlob,
+    SamplingParams,
+    Segment,
+    check,
+)
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
 from tests.helpers.rank_server import run_ranks
@@ -61,6 +70,7 @@ class World:
     pace_s: float = 0.5  # how long this machine takes for some two dozen tokens
     stale_turn: object = None  # a second turn that names rows of other weights
     folders: dict[PolicyVersion, Path] = field(default_factory=dict)
+    shape: ModelShape = tiny.SHAPE
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
@@ -72,7 +82,7 @@ class World:
         run = RunDir(self.root / "run")
         run.create()
         self.log = run.logs / "engine0.log"
-        context = EngineContext(self.folders[A], tiny.SHAPE, ReplayConfig(), run, TOKEN)
+        context = EngineContext(self.folders[A], self.shape, ReplayConfig(), run, TOKEN)
         self.host = EngineHost(0, self.config, context, self.store)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
@@ -150,7 +160,7 @@ class World:
         """The next turn after rollout `first`: its tokens, twelve new ones, and its own rows."""
         before = self.rollouts[first]
         prompt = (*before.token_ids.tolist(), *tokens(12, seed=before.num_tokens))
-        rows = before.routing if known else ()
+        rows = before.routing if known and not before.indexer else ()
         return start(f"{kind}.{before.prompt_len}", prompt, TRUNCATED, rows)
 
     async def swap_weights(self, mode: str) -> list[object]:
@@ -177,7 +187,7 @@ class World:
         for partial in partials:
             assert partial.finished
             rollout = partial.rollout()
-            check(rollout, tiny.SHAPE)
+            check(rollout, self.shape)
             self.rollouts[partial.rollout_id] = rollout
 
     async def call(self, partials: Sequence[PartialRollout]) -> None:
