@@ -57,14 +57,12 @@ class PartialRollout:
         *,
         audit: bool,
         known: tuple[RoutingBlob, ...] = (),
-        known_positions: tuple[IndexerBlob, ...] = (),
         slice_tokens: int = 0,
         prompt_ids: Array | None = None,
     ) -> None:
         """prompt_ids: the prompt's tokens as an array that siblings share; None = make one.
 
-        known: rows of leading prompt tokens from an earlier turn, in order, of one version;
-        known_positions: of sparse attention, for the same tokens.
+        known: rows of leading prompt tokens from an earlier turn, in order, of one version.
 
         slice_tokens: most tokens that one call samples; 0 = only sampling's own limit.
         """
@@ -78,7 +76,6 @@ class PartialRollout:
             prompt_ids = np.asarray(prompt.token_ids, np.int32)
         self._prompt_ids = prompt_ids
         self.known, self._slice = known, slice_tokens
-        self._known_positions = known_positions
         self._asked = 0  # max tokens of the last request
         self.segments: list[Segment] = []
         self._calls = 0
@@ -203,8 +200,7 @@ class PartialRollout:
             engine=self.segments[-1].engine,
             audit_rows=tuple(s.audit_rows for s in self.segments if s.audit_rows is not None),
             sealed_logprobs=self._placed(lambda s: s.sealed_logprobs),
-            indexer=self._known_positions
-            + tuple(s.indexer for s in self.segments if s.indexer is not None),
+            indexer=tuple(s.indexer for s in self.segments if s.indexer is not None),
             audit_indexer=tuple(
                 s.audit_indexer for s in self.segments if s.audit_indexer is not None
             ),
@@ -327,6 +323,8 @@ class PartialEpisode:
         known: tuple[RoutingBlob, ...] = rollout.routing if is_one else ()
         if any(part.version != rollout.versions[0].version for part in known):
             known = ()
+        if rollout.indexer:  # the engine sends every row of positions
+            known = ()
         self.turns.append(
             PartialRollout(
                 f"{self.episode_id}.t{number}",
@@ -334,7 +332,6 @@ class PartialEpisode:
                 before.sampling,
                 audit=before.audit,
                 known=known,
-                known_positions=rollout.indexer if known else (),
                 slice_tokens=self._slice,
             )
         )

@@ -72,6 +72,7 @@ class World:
     pace_s: float = 0.5  # how long this machine takes for some two dozen tokens
     stale_turn: object = None  # a second turn that names rows of other weights
     folders: dict[PolicyVersion, Path] = field(default_factory=dict)
+    shape: ModelShape = tiny.SHAPE
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
@@ -163,7 +164,7 @@ class World:
         """The next turn after rollout `first`: its tokens, twelve new ones, and its own rows."""
         before = self.rollouts[first]
         prompt = (*before.token_ids.tolist(), *tokens(12, seed=before.num_tokens))
-        rows = before.routing if known else ()
+        rows = before.routing if known and not before.indexer else ()
         return start(f"{kind}.{before.prompt_len}", prompt, TRUNCATED, rows)
 
     async def swap_weights(self, mode: str) -> list[object]:

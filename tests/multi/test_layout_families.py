@@ -333,14 +333,10 @@ def live_cases(tp: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]]:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from moerl.config.schema import TrainerConfig
-    from moerl.trainer.model.family_modules import adapt
-    from moerl.trainer.model.gpt import gpt_model, live_tensors
+    from moerl.trainer.model.gpt import decoder_spec, gpt_model, live_tensors
     from moerl.trainer.model.transformer import transformer_config
 
     config = transformer_config(spec, TrainerConfig(parallel=layout), place, with_replay=False)
@@ -353,10 +349,7 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
         where = {"ignore_virtual": False, "vp_stage": stage}
         mtp = None
         if spec.mtp_layers:
-            block = get_gpt_decoder_block_spec(
-                config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
-            )
-            adapt(block.layer_specs[-1], spec, on_cpu=True)
+            block = decoder_spec(spec, config, use_te=False, vp_stage=stage)
             mtp = get_gpt_mtp_block_spec(
                 config, block, use_transformer_engine=False, vp_stage=stage
             )

@@ -61,8 +61,8 @@ def choose(
     backend = get_attn_backend()
     query_TND, key_TD = _project(indexer, x, q_lora, positions)
     if not hasattr(indexer, "moerl_keys"):
-        slots = len(backend.token_to_kv_pool.get_key_buffer(layer_id))
-        indexer.moerl_keys = torch.zeros(slots, indexer.head_dim)
+        num_slots = len(backend.token_to_kv_pool.get_key_buffer(layer_id))
+        indexer.moerl_keys = torch.zeros(num_slots, indexer.head_dim)
     indexer.moerl_keys[forward_batch.out_cache_loc] = key_TD
     if not return_indices:
         return None

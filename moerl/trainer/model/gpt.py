@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.config.schema import ParallelConfig, TrainerConfig
@@ -143,16 +144,7 @@ def gpt_model(
 ) -> GPTModel:
     """GPTModel of a spec.  stage: GPTModel's own pre_process, post_process, vp_stage."""
     chunk = {key: value for key, value in stage.items() if key == "vp_stage"}
-    dense = copy.copy(config)  # the block's spec is that of dense attention
-    dense.experimental_attention_variant = None
-    layers = get_gpt_decoder_block_spec(
-        dense, use_transformer_engine=use_te, normalization="RMSNorm", **chunk
-    )
-    for layer in layers.layer_specs:
-        if spec.index_topk:
-            layer.submodules.self_attention = sparse_attention(config, on_cpu=not use_te)
-        else:
-            adapt(layer, spec, on_cpu=not use_te)
+    layers = decoder_spec(spec, config, use_te=use_te, **chunk)
     if spec.yarn and not spec.kv_lora:
         set_yarn(config, spec)
     return GPTModel(
@@ -167,6 +159,23 @@ def gpt_model(
         parallel_output=True,
         **stage,
     )
+
+
+def decoder_spec(
+    spec: ModelSpec, config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Layers of one model chunk, with the family's own modules."""
+    dense = copy.copy(config)  # megatron-core's spec of the block is for dense attention
+    dense.experimental_attention_variant = None
+    layers = get_gpt_decoder_block_spec(
+        dense, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    for layer in layers.layer_specs:
+        if spec.index_topk:
+            layer.submodules.self_attention = sparse_attention(config, on_cpu=not use_te)
+        else:
+            adapt(layer, spec, on_cpu=not use_te)
+    return layers
 
 
 def _vocab_rows(spec: ModelSpec, sizes: ParallelConfig) -> int:
