@@ -103,22 +103,24 @@ QKV_BIAS = Part(
 )
 
 
-def _qk_norm(when: str, sizes: tuple[str, str]) -> Part:
-    """Cut over heads in Megatron if it covers all heads; replicated in SGLang."""
+def _qk_norm(when: str, sizes: tuple[str, str], *, sglang_cuts: bool = False) -> Part:
+    """Cut over heads in Megatron if it covers all heads; in SGLang whole, or cut as q and k."""
     names = {x: f"self_attn.{x}_norm.weight" for x in "qk"}
     cut = flat if sizes[0] == "q_rows" else whole
+    heads = {"fuse": concat_heads, "cut": each} if sglang_cuts else {}
     return Part(
         {names["q"]: (sizes[0],), names["k"]: (sizes[1],)},
         tuple(
             Rule(f"self_attention.{x}_layernorm.weight", (hf,), cut=cut) for x, hf in names.items()
         ),
-        tuple(Rule(hf, (hf,)) for hf in names.values()),
+        tuple(Rule(hf, (hf,), **heads) for hf in names.values()),
         when=when,
     )
 
 
 QK_NORM = _qk_norm("qk_norm", ("head_dim", "head_dim"))
 QK_NORM_ALL_HEADS = _qk_norm("qk_norm_all_heads", ("q_rows", "kv_rows"))
+QK_NORM_CUT = _qk_norm("qk_norm_all_heads", ("q_rows", "kv_rows"), sglang_cuts=True)
 O_BIAS = Part(
     {"self_attn.o_proj.bias": ("hidden",)},
     (Rule("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",)),),
@@ -246,11 +248,24 @@ def router(hf: str = "mlp.gate.weight", sglang_dtype: str = "") -> Part:
 
 
 ROUTER, ROUTER_FP32 = router(), router(sglang_dtype="float32")
-_BIAS = "mlp.gate.e_score_correction_bias"
-EXPERT_BIAS = Part(
-    {_BIAS: ("experts",)},
-    (Rule("mlp.router.expert_bias", (_BIAS,), dtype="float32"),),
-    (Rule(_BIAS, (_BIAS,), dtype="float32"),),
+
+
+def expert_bias(hf: str) -> Part:
+    return Part(
+        {hf: ("experts",)},
+        (Rule("mlp.router.expert_bias", (hf,), dtype="float32"),),
+        (Rule(hf, (hf,), dtype="float32"),),
+        when="expert_bias",
+    )
+
+
+EXPERT_BIAS = expert_bias("mlp.gate.e_score_correction_bias")
+# ERNIE keeps it as one row, in a module of its own, and SGLang in the dtype that it serves.
+_BIAS_ROW = "mlp.moe_statics.e_score_correction_bias"
+EXPERT_BIAS_ROW = Part(
+    {_BIAS_ROW: ("one", "experts")},
+    (Rule("mlp.router.expert_bias", (_BIAS_ROW,), dtype="float32"),),
+    (Rule("mlp.gate.e_score_correction_bias", (_BIAS_ROW,)),),
     when="expert_bias",
 )
 _FC1, _FC2 = (f"mlp.experts.local_experts.{{e}}.linear_fc{i}" for i in (1, 2))
@@ -365,6 +380,16 @@ FAMILY_TABLES: dict[str, Family] = {
         (NORM_MOE, GPT_OSS_ROUTER, GPT_OSS_EXPERTS),
         expert_files="transposed",
     ),
+    "minimax_m2": Family(
+        (NORM_GQA, GQA, QK_NORM_CUT),
+        (
+            NORM_MOE,
+            router("block_sparse_moe.gate.weight", sglang_dtype="float32"),
+            experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+            expert_bias("block_sparse_moe.e_score_correction_bias"),
+        ),
+    ),
+    "ernie4_5_moe": Family((NORM_GQA, GQA), (*_MOE, EXPERT_BIAS_ROW, SHARED), _DENSE),
     "qwen3": Family(_QWEN, dense=_DENSE),
     "llama": Family((NORM_GQA, GQA), dense=_DENSE),
 }

@@ -33,7 +33,7 @@ LayerSpec = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
 
 SGLANG_VOCAB_MULTIPLE = 64
-SGLANG_SHARES_HEAD = ("deepseek_v2", "deepseek_v3", "qwen3", "llama")
+SGLANG_SHARES_HEAD = ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "qwen3", "llama")
 """Families whose SGLang class uses the embedding as a tied head; others allocate a second one."""
 
 

@@ -58,6 +58,7 @@ class ModelSpec:
     qk_norm: bool = False  # one weight of head_dim for all heads
     qk_norm_all_heads: bool = False  # a weight per element, normalised over all heads at once
     rotary_percent: float = 1.0  # part of head_dim that rotates
+    rotary_pairs: bool = False  # neighbours rotate together, instead of the two halves of a head
     yarn: Yarn | None = None
     sinks: bool = False  # a learned logit per head that takes attention and gives no value
     sliding_window: int = 0  # positions seen by the layers of sliding_layers
@@ -303,6 +304,42 @@ def _glm4_moe(config: Config) -> dict[str, Any]:
     )
 
 
+def _minimax_m2(config: Config) -> dict[str, Any]:
+    rope: Config = config.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part is None:  # released files say how many positions of a head rotate
+        head = _size(config, "head_dim")
+        part = _size(config, "rotary_dim", head) / head
+    return _experts(config, "intermediate_size") | {
+        "moe_layers": _every_layer(config),
+        "qk_norm_all_heads": True,
+        "rotary_percent": float(part),
+        "score": "sigmoid",
+        "expert_bias": True,
+        "norm_topk_prob": True,
+    }
+
+
+def _ernie4_5_moe(config: Config) -> dict[str, Any]:
+    last = int(config.get("moe_layer_end_index", -1))
+    layers = range(_size(config, "num_hidden_layers"))
+    moe = layers[int(config.get("moe_layer_start_index", 1)) : last + 1 if last >= 0 else None]
+    width = _size(config, "moe_intermediate_size")
+    fields = {
+        "experts": _size(config, "moe_num_experts"),
+        "experts_per_token": _size(config, "moe_k"),
+        "moe_ffn": width,
+        "moe_layers": tuple(moe),
+        "shared_ffn": width * int(config.get("moe_num_shared_experts") or 0),
+        "rotary_pairs": True,
+        "expert_bias": True,
+        "norm_topk_prob": True,
+        "rms_eps": float(config.get("rms_norm_eps", 1e-5)),
+        "tied": bool(config.get("tie_word_embeddings", True)),
+    }
+    return fields if len(moe) == len(layers) else fields | _dense(config)
+
+
 def _gpt_oss(config: Config) -> dict[str, Any]:
     layers = _every_layer(config)
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * len(layers)
@@ -347,6 +384,18 @@ _READERS: dict[str, _Reader] = {
         _gpt_oss,
         {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
         _YARN,
+    ),
+    "minimax_m2": _Reader(
+        _minimax_m2,
+        {
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+            "use_routing_bias": (True,),
+            "scoring_func": ("sigmoid",),
+        },
+    ),
+    "ernie4_5_moe": _Reader(
+        _ernie4_5_moe, {"use_bias": (None, False), "moe_layer_interval": (None, 1)}
     ),
     "qwen3": _Reader(_qwen3, {}),
     "llama": _Reader(_dense, {}),
@@ -433,4 +482,4 @@ def _rope(config: Config, family: str, kinds: tuple[str, ...]) -> tuple[float, Y
     )
 
 
-_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0}
+_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0, "minimax_m2": 5e6, "ernie4_5_moe": 500000.0}

@@ -124,6 +124,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {"head_dim": 8, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "head_dim": 8,
+            "intermediate_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 8,
+            "moe_k": 2,
+            "moe_num_experts": 4,
+            "moe_num_shared_experts": 2,
+        },
+    ),
     "qwen3": ("Qwen3Config", {"intermediate_size": 48, "head_dim": 8}),
     "llama": ("LlamaConfig", {"intermediate_size": 48}),
     "llama_thirds": (

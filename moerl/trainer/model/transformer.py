@@ -150,6 +150,7 @@ def _model_fields(spec: ModelSpec) -> dict[str, Any]:
         "qk_layernorm": spec.qk_norm or spec.qk_norm_all_heads or bool(spec.kv_lora),
         "add_qkv_bias": spec.qkv_bias,
         "add_bias_linear": spec.o_bias,  # gpt-oss has a bias in every linear layer
+        "rotary_interleaved": spec.rotary_pairs,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "calculate_per_token_loss": True,
@@ -171,7 +172,8 @@ def _router_fields(spec: ModelSpec) -> dict[str, Any]:
         "moe_layer_freq": [int(layer in spec.moe_layers) for layer in range(spec.layers)],
         "moe_router_score_function": spec.score,
         "moe_router_pre_softmax": spec.pre_softmax,
-        "moe_router_enable_expert_bias": spec.expert_bias,
+        # a softmax with a bias is SoftmaxBiasRouter
+        "moe_router_enable_expert_bias": spec.expert_bias and spec.score != "softmax",
         "moe_router_bias_update_rate": 0.0,  # keep the balance of the checkpoint
         "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
         "moe_shared_expert_gate": spec.shared_gate,
