@@ -7,6 +7,15 @@ of weight updates.
 
 from __future__ import annotations
 
+import inspect
+import os
+import pkgutil
+from pathlib import Path
+
+from moerl.errors import EngineError
+
+_before: dict[str, object] = {}  # symbol of a hook -> what it was when the hook was registered
+
 
 def activate() -> str | None:
     """Entry point of `sglang.srt.platforms`: the platform class, or None for "not here"."""
@@ -16,12 +25,41 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Entry point of `sglang.srt.plugins`: registers the rows of `HOOKS` that apply here."""
+    """Entry point of `sglang.srt.plugins`: registers the hooks that apply here.
+
+    These are the rows of `HOOKS`, and the stand-ins of the model in the folder that the environment
+    names.
+    """
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from moerl.engine import stand_ins
     from moerl.engine.hooks import HOOKS, When
 
-    for hook in HOOKS:
+    folder = os.environ.get(stand_ins.MODEL_FOLDER)
+    of_model = stand_ins.hooks_of(stand_ins.model_type_of(Path(folder))) if folder else ()
+    for hook in (*HOOKS, *of_model):
         if hook.when is When.ALWAYS or not torch.cuda.is_available():
+            _before[hook.symbol] = None  # stays where the symbol is gone
+            _before[hook.symbol] = _read(hook.symbol)
             HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
+
+
+def check_installed() -> None:
+    """Raises EngineError unless every hook replaced its symbol; SGLang only logs one that did not.
+
+    Call it after SGLang's load_plugins.
+    """
+    for symbol, before in _before.items():
+        if before is None or _read(symbol) is before:
+            raise EngineError(
+                f"engine: the hook of {symbol} was not installed; patches/sglang/README.md names "
+                "the version of SGLang that has it"
+            )
+    if not _before:
+        raise EngineError("engine: SGLang did not load the plug-in moerl_hooks; see SGLANG_PLUGINS")
+
+
+def _read(symbol: str) -> object:
+    owner, _, name = symbol.rpartition(".")
+    return inspect.getattr_static(pkgutil.resolve_name(owner), name)

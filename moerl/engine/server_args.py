@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import EngineConfig
-from moerl.engine import feature_table
+from moerl.engine import feature_table, stand_ins
 from moerl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,7 @@ def server_args(
         port=port,
         nccl_port=nccl_port,
         cuda=cuda,
+        model_type=stand_ins.model_type_of(model_path),
     )
 
 
@@ -131,8 +132,12 @@ def arguments(
     port: int | str,
     nccl_port: int | str,
     cuda: bool,
+    model_type: str,
 ) -> dict[str, Any]:
-    """`server_args` without reading this machine, so that a dry run prints them anywhere."""
+    """`server_args` without reading this machine, so that a dry run prints them anywhere.
+
+    model_type: of the model, empty if it is not known yet.
+    """
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,
@@ -158,5 +163,6 @@ def arguments(
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
+            **stand_ins.arguments_of(model_type, config.args),
         }
     return args | config.args

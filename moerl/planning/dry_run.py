@@ -30,6 +30,7 @@ from moerl.config.secret_values import hide, hide_override
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
 from moerl.engine.server_args import arguments
+from moerl.engine.stand_ins import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
@@ -170,15 +171,17 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     """Commands of the engine hosts; ports and token are chosen on the node."""
     lines = []
     sizes = config.engine.sizes
+    folder = Path(config.model.path or Path(config.run.root) / config.run.name / "model")
     for tp in sorted(set(sizes.values())):
         args = arguments(
             replace(config.engine, tp=tp),
-            Path(config.model.path or Path(config.run.root) / config.run.name / "model"),
+            folder,
             routing=config.replay.routing == "R3",
             version="0.0",
             port="FREE",
             nccl_port="FREE",
             cuda=config.engine.platform == "cuda" or any(s.devices for s in placed.engines),
+            model_type=model_type_of(folder),
         )
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)

@@ -109,9 +109,11 @@ def of_sglang() -> list[Found]:
     torchvision_fix.arm()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine import plugin
+    from moerl.engine import plugin, stand_ins
 
     plugin.register_hooks()
+    for hook in (hook for row in stand_ins.STAND_INS for hook in row.hooks):
+        HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
     for symbol in HookRegistry._hooks:
         exists(symbol)  # imports its module
     real = compare(list(HookRegistry._hooks), HookRegistry.apply_hooks, {"sglang"}, propagates=True)

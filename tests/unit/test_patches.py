@@ -13,13 +13,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from moerl.engine import hooks, torchvision_fix
+from moerl.engine import hooks, stand_ins, torchvision_fix
 from moerl.trainer.model.cpu_patches import PATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +81,20 @@ def sglang_rows() -> list[Row]:
             )
             for hook in hooks.HOOKS
         ),
+        *(
+            Row(
+                (hook.symbol,),
+                f"{hook.ours.__module__}.{hook.ours.__qualname__}",
+                {"kind": hook.kind, "when": _families(row), "version": hook.version},
+            )
+            for row in stand_ins.STAND_INS
+            for hook in row.hooks
+        ),
     ]
+
+
+def _families(row: stand_ins.StandIns) -> str:
+    return f"without CUDA, for {', '.join(f'`{name}`' for name in row.model_types)}"
 
 
 def megatron_rows() -> list[Row]:
@@ -112,8 +126,13 @@ def module_of(path: Path) -> str:
 def complaints(entries: Sequence[Entry], rows: Sequence[Row], pin: str) -> list[str]:
     """What a page and the registered changes disagree in."""
     found = []
-    registered = {row.symbols: row for row in rows}
-    described = {entry.symbols: entry for entry in entries}
+    several = [s for s, count in Counter(row.symbols for row in rows).items() if count > 1]
+
+    def key(symbols: tuple[str, ...], ours: str) -> tuple[str, ...]:
+        return (*symbols, ours) if symbols in several else symbols  # hooks of different families
+
+    registered = {key(row.symbols, row.ours): row for row in rows}
+    described = {key(e.symbols, e.fields.get("ours", "").strip("`")): e for e in entries}
     found += [f"{symbols} has no entry" for symbols in registered.keys() - described.keys()]
     found += [f"{symbols} is not registered" for symbols in described.keys() - registered.keys()]
     if len(described) < len(entries) or len(registered) < len(rows):

@@ -1,0 +1,126 @@
+"""What a model family needs of an engine on a plain CPU: one table, by `model_type`.
+
+SGLang has no plain-CPU path for some modules of some families.  A row names the families, the
+functions of SGLang that are replaced for them (`moerl.engine.cpu_models`), and the server arguments
+and environment variables without which these functions would not run.  Other families pay nothing:
+`plugin.register_hooks` registers the rows of the served model only.  With CUDA nothing of this
+applies.
+
+patches/sglang/README.md has an entry per hook, as for the table in hooks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moerl.config.json_files import read_json
+from moerl.engine.cpu_models import absorbed_mla, attention_sinks, shared_expert_gate
+from moerl.engine.hooks import Hook, When
+from moerl.errors import ConfigError
+
+# Environment variable of a server: the folder of its model, which the plug-in reads.
+MODEL_FOLDER = "MOERL_ENGINE_MODEL"
+
+
+@dataclass(frozen=True, slots=True)
+class StandIns:
+    """One row.  A family may be in several rows and needs all of them."""
+
+    model_types: tuple[str, ...]
+    hooks: tuple[Hook, ...]
+    args: Mapping[str, bool | str] = field(default_factory=dict)  # server arguments
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+_MODELS = "sglang.srt.models"
+_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+
+STAND_INS = (
+    StandIns(
+        ("deepseek_v2", "deepseek_v3"),
+        (
+            Hook(
+                f"{_MODELS}.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method",
+                "around",
+                absorbed_mla.absorbed,
+                When.CPU,
+            ),
+            Hook(
+                "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+                "around",
+                absorbed_mla.any_rope,
+                When.CPU,
+            ),
+        ),
+    ),
+    StandIns(
+        ("qwen2_moe",),
+        (
+            Hook(
+                "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+                "replace",
+                shared_expert_gate.add_gated,
+                When.CPU,
+            ),
+        ),
+    ),
+    StandIns(
+        ("gpt_oss",),
+        (
+            Hook(
+                "sglang.srt.arg_groups.model_hook.attention_backends_of",
+                "after",
+                attention_sinks.name_backend,
+                When.CPU,
+            ),
+            Hook(f"{_TORCH_NATIVE}.forward_extend", "around", attention_sinks.forward, When.CPU),
+            Hook(f"{_TORCH_NATIVE}.forward_decode", "around", attention_sinks.forward, When.CPU),
+            Hook(
+                f"{_MODELS}.gpt_oss.GptOssAttention.__init__",
+                "after",
+                attention_sinks.full_sinks,
+                When.CPU,
+            ),
+        ),
+        # torch_native writes the cache of window layers at slots other than those it reads
+        args={"disable_hybrid_swa_memory": True},
+        # SGLang compiles the activation of its experts: 26 s at the first request, 0.2 s without
+        environment={"TORCHDYNAMO_DISABLE": "1"},
+    ),
+)
+
+
+def model_type_of(folder: Path) -> str:
+    """`model_type` of a model folder; empty where there is no config.json yet."""
+    file = folder / "config.json"
+    return str(read_json(file).get("model_type", "")) if file.is_file() else ""
+
+
+def hooks_of(model_type: str) -> tuple[Hook, ...]:
+    return tuple(hook for row in _rows(model_type) for hook in row.hooks)
+
+
+def environment_of(model_type: str) -> dict[str, str]:
+    return {name: value for row in _rows(model_type) for name, value in row.environment.items()}
+
+
+def arguments_of(model_type: str, chosen: Mapping[str, object]) -> dict[str, bool | str]:
+    """Server arguments that a family needs on a plain CPU.
+
+    chosen: `engine.args`.  Raises ConfigError where they hold another value.
+    """
+    needed = {name: value for row in _rows(model_type) for name, value in row.args.items()}
+    for name, value in needed.items():
+        if chosen.get(name, value) != value:
+            raise ConfigError(
+                f"engine.args.{name}",
+                chosen[name],
+                f"without CUDA an engine of {model_type} needs {value!r}; leave it out",
+            )
+    return needed
+
+
+def _rows(model_type: str) -> tuple[StandIns, ...]:
+    return tuple(row for row in STAND_INS if model_type in row.model_types)

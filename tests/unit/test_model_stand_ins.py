@@ -1,0 +1,141 @@
+"""Torch code in place of SGLang's kernels, by family: against plain formulas, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moerl.config.schema import EngineConfig
+from moerl.engine import plugin, stand_ins
+from moerl.engine.cpu_models import attention_sinks, shared_expert_gate
+from moerl.engine.hooks import When
+from moerl.engine.server_args import arguments
+from moerl.errors import ConfigError, EngineError
+from moerl.layout import FAMILIES
+
+
+# --- functions ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("two_dimensional", [False, True])
+def test_gate_of_a_shared_expert(two_dimensional: bool) -> None:
+    torch.manual_seed(0)
+    x, shared, output = torch.randn(3, 5, 8)
+    gate = torch.randn(1, 8) if two_dimensional else torch.randn(8)
+    want = torch.stack(
+        [
+            o + s / (1 + torch.exp(-(row * gate).sum()))
+            for o, s, row in zip(output, shared, x, strict=True)
+        ]
+    )
+    shared_expert_gate.add_gated(x, gate, shared, output)
+    torch.testing.assert_close(output, want)
+
+
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """One query and one head at a time, in fp64."""
+    (tokens, heads, size), length = q.shape, len(k)
+    output = torch.zeros(tokens, heads, v.shape[2], dtype=torch.float64)
+    for t in range(tokens):
+        own = length - tokens + t
+        first = 0 if window is None or window < 0 else max(0, own - window)
+        for h in range(heads):
+            group = h * k.shape[1] // heads
+            scores = k[first : own + 1, group].double() @ q[t, h].double() * size**-0.5
+            weights = scores.exp() / (scores.exp().sum() + sinks[h].double().exp())
+            output[t, h] = weights @ v[first : own + 1, group].double()
+    return output.float()
+
+
+@pytest.mark.parametrize("window", [None, -1, 0, 3])
+@pytest.mark.parametrize("tokens", [1, 4, 9])
+def test_attention_with_sinks(tokens: int, window: int | None) -> None:
+    torch.manual_seed(tokens)
+    q, k, v = torch.randn(tokens, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 6)
+    sinks = torch.randn(4)
+    found = attention_sinks.attend(q, k, v, sinks, 8**-0.5, window)
+    torch.testing.assert_close(found, reference_attention(q, k, v, sinks, window))
+    without = attention_sinks.attend(q, k, v, torch.full((4,), -1e9), 8**-0.5, window)
+    assert (found - without).abs().max() > 0.05, "a sink takes part of the weight"
+
+
+def test_sinks_have_the_dtype_of_the_model() -> None:
+    for dtype, want in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        linear = torch.nn.Linear(2, 2, dtype=dtype)
+        sinks = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+        attention = SimpleNamespace(qkv_proj=linear, sinks=sinks)
+        attention_sinks.full_sinks(None, attention)
+        assert attention.sinks.dtype == want
+        assert not attention.sinks.requires_grad
+
+
+def test_only_the_check_of_arguments_is_told_of_another_backend() -> None:
+    found = ("torch_native", "torch_native")
+    scope = {"__name__": "sglang.srt.arg_groups.model_hook", "ask": attention_sinks.name_backend}
+    exec("def wrapper(found): return ask(found)\ndef check(found): return wrapper(found)", scope)
+    assert scope["check"](found) == ("triton", "triton")
+    assert (lambda: attention_sinks.name_backend(found))() == found
+
+
+# --- the table ------------------------------------------------------------------------------------
+def test_a_family_gets_its_own_stand_ins_only() -> None:
+    assert stand_ins.hooks_of("qwen3_moe") == stand_ins.hooks_of("") == ()
+    sinks = [hook.symbol.rpartition(".")[2] for hook in stand_ins.hooks_of("gpt_oss")]
+    assert sinks == ["attention_backends_of", "forward_extend", "forward_decode", "__init__"]
+    assert stand_ins.hooks_of("deepseek_v2") == stand_ins.hooks_of("deepseek_v3") != ()
+    for row in stand_ins.STAND_INS:
+        assert set(row.model_types) <= set(FAMILIES), row
+        assert all(hook.when is When.CPU for hook in row.hooks)
+
+
+def test_the_model_of_a_folder(tmp_path: Path) -> None:
+    assert stand_ins.model_type_of(tmp_path) == ""
+    (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
+    assert stand_ins.model_type_of(tmp_path) == "olmoe"
+
+
+def server(model_type: str, *, cuda: bool, **args: bool) -> dict[str, Any]:
+    return arguments(
+        EngineConfig(args=args),
+        Path("model"),
+        routing=True,
+        version="0.0",
+        port=1,
+        nccl_port=2,
+        cuda=cuda,
+        model_type=model_type,
+    )
+
+
+def test_a_server_gets_the_arguments_of_its_family() -> None:
+    assert server("gpt_oss", cuda=False)["disable_hybrid_swa_memory"] is True
+    assert server("gpt_oss", cuda=False, disable_hybrid_swa_memory=True)
+    for model_type, cuda in (("gpt_oss", True), ("qwen3_moe", False)):
+        assert "disable_hybrid_swa_memory" not in server(model_type, cuda=cuda)
+    assert server("gpt_oss", cuda=True, disable_hybrid_swa_memory=False)
+    with pytest.raises(ConfigError, match="engine of gpt_oss needs True; leave it out"):
+        server("gpt_oss", cuda=False, disable_hybrid_swa_memory=False)
+    assert stand_ins.environment_of("gpt_oss") == {"TORCHDYNAMO_DISABLE": "1"}
+    assert stand_ins.environment_of("qwen3_moe") == {}
+
+
+def test_a_hook_that_was_not_installed_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(symbols: dict[str, object]) -> None:
+        monkeypatch.setattr(plugin, "_before", symbols)
+
+    before({"json.dumps": "another function", "json.JSONEncoder.encode": "another one"})
+    plugin.check_installed()
+    before({"json.dumps": "another function", "json.loads": json.loads})
+    with pytest.raises(EngineError, match=r"hook of json\.loads was not installed"):
+        plugin.check_installed()
+    before({"json.gone": None})  # register_hooks ended at it
+    with pytest.raises(EngineError, match=r"hook of json\.gone was not installed"):
+        plugin.check_installed()
+    before({})
+    with pytest.raises(EngineError, match="did not load the plug-in moerl_hooks"):
+        plugin.check_installed()
