@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moerl.config.json_files import read_json
-from moerl.engine.cpu_models import absorbed_mla, attention_sinks, shared_expert_gate
+from moerl.engine.cpu_models import (
+    absorbed_mla,
+    all_heads_norm,
+    attention_sinks,
+    bias_row,
+    shared_expert_gate,
+)
 from moerl.engine.hooks import Hook, When
 from moerl.errors import ConfigError
 
@@ -88,6 +94,34 @@ STAND_INS = (
         args={"disable_hybrid_swa_memory": True},
         # SGLang compiles the activation of its experts: 26 s at the first request, 0.2 s without
         environment={"TORCHDYNAMO_DISABLE": "1"},
+    ),
+    StandIns(
+        ("minimax_m2",),
+        (
+            Hook(
+                f"{_MODELS}.minimax_m2.rms_sumsq_serial",
+                "replace",
+                all_heads_norm.sums_of_squares,
+                When.CPU,
+            ),
+            Hook(
+                f"{_MODELS}.minimax_m2.rms_apply_serial",
+                "replace",
+                all_heads_norm.normalise,
+                When.CPU,
+            ),
+        ),
+    ),
+    StandIns(
+        ("ernie4_5_moe",),
+        (
+            Hook(
+                "sglang.srt.layers.moe.topk.fused_topk_native",
+                "around",
+                bias_row.flat_bias,
+                When.CPU,
+            ),
+        ),
     ),
 )
 

@@ -12,7 +12,7 @@ import torch
 
 from moerl.config.schema import EngineConfig
 from moerl.engine import plugin, stand_ins
-from moerl.engine.cpu_models import attention_sinks, shared_expert_gate
+from moerl.engine.cpu_models import all_heads_norm, attention_sinks, shared_expert_gate
 from moerl.engine.hooks import When
 from moerl.engine.server_args import arguments
 from moerl.errors import ConfigError, EngineError
@@ -33,6 +33,19 @@ def test_gate_of_a_shared_expert(two_dimensional: bool) -> None:
     )
     shared_expert_gate.add_gated(x, gate, shared, output)
     torch.testing.assert_close(output, want)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_norm_over_all_heads(ranks: int) -> None:
+    torch.manual_seed(ranks)
+    q, k, q_weight, k_weight = torch.randn(5, 8), torch.randn(5, 4), torch.randn(8), torch.randn(4)
+    parts = list(zip(*(x.chunk(ranks, -1) for x in (q, k, q_weight, k_weight)), strict=True))
+    sums = sum(all_heads_norm.sums_of_squares(*part[:2]) for part in parts)
+    assert len(sums) == 12, "padded to a multiple of four"
+    found = [all_heads_norm.normalise(*part, sums, ranks, 1e-6) for part in parts]
+    for x, weight, *pieces in zip((q, k), (q_weight, k_weight), *found, strict=True):
+        want = torch.nn.functional.rms_norm(x, x.shape[1:], weight, 1e-6)
+        torch.testing.assert_close(torch.cat(pieces, -1), want)
 
 
 def reference_attention(
