@@ -21,6 +21,7 @@ from moerl.engine.cpu_models import (
     all_heads_norm,
     attention_sinks,
     bias_row,
+    llama4,
     shared_expert_gate,
 )
 from moerl.engine.hooks import Hook, When
@@ -122,6 +123,22 @@ STAND_INS = (
                 When.CPU,
             ),
         ),
+    ),
+    StandIns(
+        ("llama4",),
+        (
+            Hook(f"{_MODELS}.llama4.Llama4Attention.forward", "replace", llama4.attend, When.CPU),
+            Hook(f"{_MODELS}.llama4.Llama4MoE.__init__", "after", llama4.weigh_outside, When.CPU),
+            Hook(
+                f"{_MODELS}.llama4.Llama4MoE._forward_core_normal",
+                "replace",
+                llama4.run_experts,
+                When.CPU,
+            ),
+        ),
+        # the language model alone; attention in chunks keeps its cache as windows do
+        args={"enable_multimodal": False, "disable_hybrid_swa_memory": True},
+        environment={"TORCHDYNAMO_DISABLE": "1"},  # SGLang compiles its router
     ),
 )
 

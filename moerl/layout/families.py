@@ -21,6 +21,7 @@ from moerl.layout.rules import (
     concat_heads,
     deinterleave,
     each,
+    each_rotary,
     first,
     flat,
     qkv_grouped,
@@ -93,6 +94,14 @@ GQA = Part(
     (
         Rule("self_attn.qkv_proj.weight", _qkv("weight"), concat_heads, each),
         Rule("self_attn.o_proj.weight", (_O,), cut=columns),
+    ),
+)
+# Llama-4 rotates pairs of neighbours, SGLang's class for it the two halves of a head.
+GQA_REORDERED = replace(
+    GQA,
+    sglang=(
+        Rule("self_attn.qkv_proj.weight", _qkv("weight"), concat_heads, each_rotary),
+        *GQA.sglang[1:],
     ),
 )
 QKV_BIAS = Part(
@@ -272,7 +281,8 @@ _FC1, _FC2 = (f"mlp.experts.local_experts.{{e}}.linear_fc{i}" for i in (1, 2))
 _TE_FC1, _TE_FC2 = (f"mlp.experts.linear_fc{i}" for i in (1, 2))
 
 
-def experts(where: str, gate: str, up: str, down: str) -> Part:
+def experts(where: str, gate: str, up: str, down: str, stacked: str = "mlp.experts") -> Part:
+    """stacked: the tensors of a file that holds all experts of a layer in one."""
     pair = tuple(f"{where}.{{e}}.{x}.weight" for x in (gate, up))
     down = f"{where}.{{e}}.{down}.weight"
     return Part(
@@ -289,7 +299,7 @@ def experts(where: str, gate: str, up: str, down: str) -> Part:
             Rule(f"{where}.w13_weight", pair, concat, each),
             Rule(f"{where}.w2_weight", (down,), cut=columns),
         ),
-        stacked={"mlp.experts.gate_up_proj": pair, "mlp.experts.down_proj": (down,)},
+        stacked={f"{stacked}.gate_up_proj": pair, f"{stacked}.down_proj": (down,)},
     )
 
 
@@ -329,6 +339,16 @@ GPT_OSS_EXPERTS = Part(
         f"mlp.experts.{name.rpartition('.')[2]}": (name,)
         for name in (_UP, _UP_BIAS, _DOWN, _DOWN_BIAS)
     },
+)
+
+# --- Llama-4: its stacks hold [E, cols, rows], gate before up ------------------------------------
+_L4 = "feed_forward"
+LLAMA4_DENSE = _glu(_L4, "mlp", _L4, "ffn")
+LLAMA4_SHARED = _glu(
+    f"{_L4}.shared_expert", "mlp.shared_experts", f"{_L4}.shared_expert", "shared_ffn"
+)
+LLAMA4_EXPERTS = experts(
+    f"{_L4}.experts", "gate_proj", "up_proj", "down_proj", stacked=f"{_L4}.experts"
 )
 
 # --- multi-token prediction: an ordinary layer behind a projection of (embedding, hidden) ---------
@@ -390,6 +410,12 @@ FAMILY_TABLES: dict[str, Family] = {
         ),
     ),
     "ernie4_5_moe": Family((NORM_GQA, GQA), (*_MOE, EXPERT_BIAS_ROW, SHARED), _DENSE),
+    "llama4": Family(
+        (NORM_GQA, GQA_REORDERED),
+        (NORM_MOE, router("feed_forward.router.weight"), LLAMA4_EXPERTS, LLAMA4_SHARED),
+        (NORM_DENSE, LLAMA4_DENSE),
+        expert_files="transposed",
+    ),
     "qwen3": Family(_QWEN, dense=_DENSE),
     "llama": Family((NORM_GQA, GQA), dense=_DENSE),
 }

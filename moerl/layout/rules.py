@@ -9,6 +9,7 @@ shapes, so each is written down once.  Adding a model family means adding tables
     concat_heads  the same, cut at heads only (q, k, v)    each     every block separately
     qkv_grouped   per kv group its q heads, k, v           columns  a column range of every block
     deinterleave  rows 0, 2, 4, .. then 1, 3, 5, ..        first    whole on rank 0, zeros elsewhere
+                                                           each_rotary  heads of q and k reordered
 
 Rejected: a parameter's own `partition_dim` (Transformer Engine sets 0 on grouped expert weights).
 """
@@ -112,6 +113,23 @@ def each(blocks: Sequence[Block], shard: Shard) -> list[Block]:
     return kept
 
 
+def each_rotary(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    """q, k, v as `each` cuts them; of q and k, per head, its even rows and then its odd ones.
+
+    An engine that rotates the two halves of a head stores weights of neighbours' pairs like this.
+    """
+    kept = []
+    for place, (block, part) in enumerate(zip(blocks, each(blocks, shard), strict=True)):
+        size = len(block.rows) // block.heads
+        if place == len(blocks) - 1:
+            kept.append(part)
+            continue
+        for first in range(0, len(part.rows), size):
+            head = part.rows[first : first + size]
+            kept += [part._replace(rows=head[0::2]), part._replace(rows=head[1::2])]
+    return kept
+
+
 def columns(blocks: Sequence[Block], shard: Shard) -> list[Block]:
     kept = []
     for block in blocks:
@@ -208,7 +226,7 @@ def expand(spec: ModelSpec, hf_shapes: Mapping[str, tuple[int, ...]], place: Pla
     for rule in place.first:
         add(rule)
     for layer in place.layers:
-        hf_prefix = f"model.layers.{layer.number}."
+        hf_prefix = spec.layer_prefix(layer.number)
         for rule in layer.rules:
             if "{e}" in rule.hf[0]:
                 add_experts(rule, layer.prefix, hf_prefix)

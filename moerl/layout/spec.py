@@ -49,6 +49,8 @@ class ModelSpec:
     max_positions: int
     dtype: str  # of the checkpoint: float32, bfloat16, float16
 
+    root: str = ""  # what every tensor's name begins with: a language model inside another one
+
     # --- layer kinds and attention ---
     ffn: int = 0  # inner width of a dense layer; 0 = there is none
     shared_ffn: int = 0  # inner width of all shared experts together; 0 = none
@@ -57,6 +59,9 @@ class ModelSpec:
     o_bias: bool = False
     qk_norm: bool = False  # one weight of head_dim for all heads
     qk_norm_all_heads: bool = False  # a weight per element, normalised over all heads at once
+    qk_l2_norm: bool = False  # without a weight, in layers that rotate
+    nope_layers: tuple[int, ...] = ()  # layers without a rotary embedding
+    longest: int = 0  # tokens of a sequence up to which attention is plain causal; 0 = any
     rotary_percent: float = 1.0  # part of head_dim that rotates
     rotary_pairs: bool = False  # neighbours rotate together, instead of the two halves of a head
     yarn: Yarn | None = None
@@ -78,6 +83,7 @@ class ModelSpec:
     group_topk: int = 1
     group_score: str = ""  # how a group is rated: max, or sum of its top2
     topk_scaling: float = 1.0  # gate weights are multiplied by it
+    weigh_input: bool = False  # gate weights scale what an expert reads, not what it returns
 
     mtp_layers: int = 0  # multi-token-prediction layers, stored as layers `layers`, ...
 
@@ -111,6 +117,10 @@ class ModelSpec:
         """Columns of eh_proj: embedding and hidden state side by side."""
         return 2 * self.hidden
 
+    def layer_prefix(self, number: int) -> str:
+        """What the names of a layer's tensors begin with, in files and in an engine."""
+        return f"{self.root}model.layers.{number}."
+
     @property
     def one(self) -> int:
         return 1
@@ -129,6 +139,12 @@ class ModelSpec:
         return self.score == "softmax" and not self.norm_topk_prob
 
 
+LLAMA4_TEXT = (
+    "SGLang's class for it leaves the experts unfilled; use the multimodal form "
+    "(model_type llama4, this config as text_config, tensors under language_model.)"
+)
+
+
 def model_spec(config: Config) -> ModelSpec:
     """Read a config.json dict.
 
@@ -136,11 +152,14 @@ def model_spec(config: Config) -> ModelSpec:
     variant of a known family.
     """
     family = config.get("model_type")
+    if family == "llama4_text":
+        raise LayoutError(f"model_type = {family!r} is not supported: {LLAMA4_TEXT}")
     if family not in _READERS:
         raise LayoutError(
             f"model_type = {family!r} has no layout; known families: {', '.join(FAMILIES)}"
         )
     reader = _READERS[family]
+    config = config["text_config"] if reader.nested else config
     _refuse(config, family, _COMMON | reader.allowed)
     _refuse_quantized(config, family)
     spec = ModelSpec(**(_common(config, family, reader.rope) | reader.read(config)))
@@ -340,6 +359,37 @@ def _ernie4_5_moe(config: Config) -> dict[str, Any]:
     return fields if len(moe) == len(layers) else fields | _dense(config)
 
 
+def _llama4(config: Config) -> dict[str, Any]:
+    layers = _every_layer(config)
+    step = _size(config, "interleave_moe_layer_step", 1)
+    moe = tuple(config.get("moe_layers") or layers[step - 1 :: step])
+    nope = tuple(i for i in layers if (i + 1) % _NOPE_STEP == 0)
+    rotates = config.get("no_rope_layers") or [int(i not in nope) for i in layers]
+    if nope != tuple(i for i in layers if not rotates[i]):
+        raise LayoutError(
+            f"no_rope_layers = {rotates!r} is not supported for llama4: SGLang leaves out the "
+            f"rotary embedding in every {_NOPE_STEP}th layer"
+        )
+    longest = _size(config, "attention_chunk_size", 8192)
+    if config.get("attn_temperature_tuning", True):  # scales later queries of layers without rope
+        longest = min(longest, _size(config, "floor_scale", 8192) - 1)
+    fields = _experts(config, "intermediate_size") | {
+        "root": "language_model.",
+        "moe_layers": moe,
+        "shared_ffn": _size(config, "intermediate_size"),
+        "rotary_pairs": True,
+        "qk_l2_norm": bool(config.get("use_qk_norm", True)),
+        "nope_layers": nope,
+        "longest": longest,
+        "score": "sigmoid",
+        "weigh_input": True,
+        "rms_eps": float(config.get("rms_norm_eps", 1e-5)),
+    }
+    if len(moe) == len(layers):
+        return fields
+    return fields | {"ffn": _size(config, "intermediate_size_mlp")}
+
+
 def _gpt_oss(config: Config) -> dict[str, Any]:
     layers = _every_layer(config)
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * len(layers)
@@ -359,6 +409,7 @@ class _Reader(NamedTuple):
     read: Callable[[Config], dict[str, Any]]
     allowed: dict[str, tuple[object, ...]]  # switches that no rule covers: the allowed values
     rope: tuple[str, ...] = ("default",)
+    nested: bool = False  # the language model's fields are those of text_config
 
 
 _COMMON: dict[str, tuple[object, ...]] = {
@@ -397,6 +448,7 @@ _READERS: dict[str, _Reader] = {
     "ernie4_5_moe": _Reader(
         _ernie4_5_moe, {"use_bias": (None, False), "moe_layer_interval": (None, 1)}
     ),
+    "llama4": _Reader(_llama4, {"num_experts_per_tok": (1,)}, nested=True),
     "qwen3": _Reader(_qwen3, {}),
     "llama": _Reader(_dense, {}),
 }
@@ -482,4 +534,11 @@ def _rope(config: Config, family: str, kinds: tuple[str, ...]) -> tuple[float, Y
     )
 
 
-_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0, "minimax_m2": 5e6, "ernie4_5_moe": 500000.0}
+_THETA = {
+    "mixtral": 1e6,
+    "gpt_oss": 150000.0,
+    "minimax_m2": 5e6,
+    "ernie4_5_moe": 500000.0,
+    "llama4": 500000.0,
+}
+_NOPE_STEP = 4  # of Llama-4's layers: SGLang's class reads no field for it

@@ -147,6 +147,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "llama4": (
+        "Llama4Config",
+        {
+            "text_config": _BASE
+            | {
+                "head_dim": 8,
+                "intermediate_size": 8,
+                "intermediate_size_mlp": 48,
+                "num_hidden_layers": 4,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "pad_token_id": 0,
+            },
+            "vision_config": {"hidden_size": 32, "num_hidden_layers": 1},
+        },
+    ),
     "qwen3": ("Qwen3Config", {"intermediate_size": 48, "head_dim": 8}),
     "llama": ("LlamaConfig", {"intermediate_size": 48}),
     "llama_thirds": (
@@ -198,8 +215,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{name}.tied": (config, change | {"tie_word_embeddings": True})
         for name, (config, change) in MODELS.items()
         # refused by moerl.layout: a prediction layer repeats the head
-        if not change.get("num_nextn_predict_layers")
+        if not change.get("num_nextn_predict_layers") and "text_config" not in change
     },
+    "llama4.tied": (
+        "Llama4Config",
+        MODELS["llama4"][1]
+        | {"text_config": MODELS["llama4"][1]["text_config"] | {"tie_word_embeddings": True}},
+    ),
 }
 """Models that load without an error; for some of them SGLang leaves parameters unfilled."""
 
@@ -240,6 +262,7 @@ class Case:
             "dp_size": self.dp,
             "enable_dp_attention": self.dp > 1,
             "attention_backend": attention,
+            **({"enable_multimodal": False} if self.model == "llama4" else {}),
         }
 
 
@@ -286,6 +309,10 @@ def write_model(folder: Path, transformers_config: str, change: dict[str, Any]) 
     generator = torch.Generator().manual_seed(len(folder.name))
     file = folder / "model.safetensors"
     tensors = load_file(file)
+    if "text_config" in change:  # transformers saves the language model alone
+        config.architectures = ["Llama4ForConditionalGeneration"]
+        config.save_pretrained(folder)
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     if change.get("num_nextn_predict_layers"):
         tensors |= _prediction_layer(tensors)
     for name, tensor in tensors.items():

@@ -95,11 +95,23 @@ def write_models(folder: Path) -> None:
                 elif "inv_freq" not in name:
                     tensor.normal_(0, 0.15)
         model.eval().save_pretrained(folder / family)
+        if SPECS[family].root:
+            nest(folder / family, config)
         with torch.no_grad():
             logits = model(tokens(config["vocab_size"])).logits
         save_file({"logits": logits.contiguous()}, folder / f"{family}.logits")
     for family in PREDICTING:
         add_prediction_layer(folder, family)
+
+
+def nest(folder: Path, config: dict[str, Any]) -> None:
+    """The language model, saved alone, as a part of the model that its config describes."""
+    from safetensors.torch import load_file, save_file
+
+    file, root = folder / "model.safetensors", model_spec(config).root
+    tensors = {root + name: tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def add_prediction_layer(folder: Path, family: str) -> None:

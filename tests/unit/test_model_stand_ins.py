@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from moerl.config.schema import EngineConfig
 from moerl.engine import plugin, stand_ins
-from moerl.engine.cpu_models import all_heads_norm, attention_sinks, shared_expert_gate
+from moerl.engine.cpu_models import all_heads_norm, attention_sinks, llama4, shared_expert_gate
 from moerl.engine.hooks import When
 from moerl.engine.server_args import arguments
 from moerl.errors import ConfigError, EngineError
@@ -46,6 +46,36 @@ def test_a_norm_over_all_heads(ranks: int) -> None:
     for x, weight, *pieces in zip((q, k), (q_weight, k_weight), *found, strict=True):
         want = torch.nn.functional.rms_norm(x, x.shape[1:], weight, 1e-6)
         torch.testing.assert_close(torch.cat(pieces, -1), want)
+
+
+class Chosen(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+def test_an_expert_of_llama4_reads_scaled_tokens() -> None:
+    torch.manual_seed(0)
+    x, weights, ids = torch.randn(5, 8), torch.rand(5, 1), torch.arange(5)[:, None]
+    seen: list[Chosen] = []
+
+    def experts(hidden: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+        seen.append(chosen)
+        return hidden.square() * chosen.topk_weights
+
+    experts.moe_runner_config = SimpleNamespace(apply_router_weight_on_input=True)
+    moe = SimpleNamespace(
+        router=lambda hidden: (hidden, None),
+        topk=lambda _hidden, _logits: Chosen(weights, ids),
+        experts=experts,
+        shared_expert=lambda hidden: hidden + 1,
+    )
+    llama4.weigh_outside(None, moe)
+    assert experts.moe_runner_config.apply_router_weight_on_input is False
+    shared, routed = llama4.run_experts(moe, x)
+    torch.testing.assert_close(routed, (x * weights).square())
+    torch.testing.assert_close(shared, x + 1)
+    assert torch.equal(seen[0].topk_ids, ids)
+    assert (routed - x.square() * weights).abs().max() > 0.1, "not what an expert returns"
 
 
 def reference_attention(

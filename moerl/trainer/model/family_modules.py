@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
@@ -23,9 +25,11 @@ from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moerl.errors import TrainerError
 from moerl.layout.spec import ModelSpec
 
 
@@ -121,6 +125,39 @@ class _PlainQuery(QKNormConfigResolver):  # type: ignore[misc]  # untyped
         return super()._mla_fused_linear_or_default(module, name)
 
 
+class PartlyRotaryAttention(SelfAttention):  # type: ignore[misc]  # untyped
+    """Llama-4's attention: layers without a rotary embedding have no query/key norm either.
+
+    megatron-core norms before it rotates and Llama-4 after; a norm without a weight commutes with a
+    rotation.  Beyond `longest` tokens Llama-4 attends in chunks and scales queries, this does not.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, longest: int, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.longest = longest
+        if config.no_rope_freq[self.layer_number - 1]:
+            self.q_layernorm = self.k_layernorm = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        config = self.config
+        cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        length = len(hidden_states) * cut * config.context_parallel_size
+        if packed_seq_params is not None:
+            length = int(packed_seq_params.max_seqlen_q)
+        if length > self.longest:
+            raise TrainerError(
+                f"a sequence of {length} tokens is longer than {self.longest}, up to which Llama-4 "
+                "attends to all of it; longer ones are not supported"
+            )
+        return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+
 class SoftmaxBiasRouter(TopKRouter):  # type: ignore[misc]  # untyped
     """A router that chooses by softmax probability plus a bias, and weighs without the bias.
 
@@ -179,6 +216,11 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
     routes = isinstance(feed_forward, MoESubmodules)
     if routes and spec.expert_bias and spec.score == "softmax":
         feed_forward.router = SoftmaxBiasRouter
+    if spec.nope_layers:
+        layer.submodules.self_attention.module = PartlyRotaryAttention
+        layer.submodules.self_attention.params["longest"] = spec.longest
+        if spec.qk_l2_norm:
+            attention.q_layernorm = attention.k_layernorm = L2Norm
     if spec.kv_lora and not spec.q_lora:
         layer.submodules.self_attention.module = UncompressedQueryAttention
         attention.q_layernorm = IdentityOp  # one that is not used is refused

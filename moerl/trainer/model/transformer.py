@@ -161,6 +161,11 @@ def _model_fields(spec: ModelSpec) -> dict[str, Any]:
         fields |= _latent_fields(spec)
     if spec.sinks:
         fields |= _gpt_oss_fields(spec)
+    if spec.nope_layers:
+        fields |= {
+            "qk_l2_norm": spec.qk_l2_norm,
+            "no_rope_freq": [int(layer in spec.nope_layers) for layer in range(spec.layers)],
+        }
     return fields
 
 
@@ -177,6 +182,7 @@ def _router_fields(spec: ModelSpec) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,  # keep the balance of the checkpoint
         "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
         "moe_shared_expert_gate": spec.shared_gate,
+        "moe_apply_probs_on_input": spec.weigh_input,
     }
     if spec.groups > 1:
         fields |= {
