@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Make a tiny random-weight Qwen3-MoE: tools/make_tiny_model.py FOLDER [--seed N] [key=value].
+"""Make a tiny random-weight model: tools/make_tiny_model.py FOLDER [--seed N] [key=value].
 
-Keys are the fields of `moerl.config.schema.TinyModel`, for example `hidden_size=64 num_layers=4`.
+Keys are the fields of `moerl.config.schema.TinyModel`, for example `family=olmoe num_layers=4`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from moerl.config.schema import TinyModel
+from moerl.config.validate import check_keys, read_section
 from moerl.data.tiny_model import make_tiny_model
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import MoerlError
 
 
 def main() -> int:
@@ -32,17 +32,9 @@ def main() -> int:
 
 
 def _shape(settings: list[str]) -> TinyModel:
-    kinds = {key: kind for key, kind in get_type_hints(TinyModel).items() if key != "enabled"}
-    chosen: dict[str, Any] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in kinds:
-            raise ConfigError("model.tiny", setting, f"known keys are {', '.join(kinds)}")
-        try:
-            chosen[key] = kinds[key](value)
-        except ValueError as error:
-            raise ConfigError(f"model.tiny.{key}", value, "a number is wanted") from error
-    return TinyModel(**chosen)
+    chosen = dict(setting.partition("=")[::2] for setting in settings)
+    check_keys(TinyModel, chosen, "model.tiny.")
+    return read_section(TinyModel, chosen, "model.tiny.")
 
 
 if __name__ == "__main__":

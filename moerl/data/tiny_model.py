@@ -1,4 +1,4 @@
-"""A random-weight Qwen3-MoE folder with its own tokenizer, made without any download.
+"""A random-weight model folder with its own tokenizer, made without any download.
 
 The tokenizer is character level: printable ASCII, newline and tab, one token each, so that it
 covers every built-in task and a random policy has few symbols to rule out.  Any other character
@@ -22,12 +22,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 
 from moerl.config.schema import TinyModel
+from moerl.config.tiny_configs import MAX_POSITIONS, tiny_config
 from moerl.errors import ModelError
-from moerl.layout import hf_shapes, model_spec
+from moerl.layout import ModelSpec, hf_shapes, model_spec, stacked_forms, transposed_stacks
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHARACTERS = string.digits + "=+-*/ \n\t" + string.ascii_letters + string.punctuation
-_MAX_POSITIONS = 4096
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -47,7 +47,8 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
     if folder.exists():
         raise ModelError(f"{folder} exists already; a tiny model is made in a new folder only")
     tokenizer = _tokenizer()
-    config = _config(shape, tokenizer.get_vocab_size())
+    pad, eos = (_SPECIAL.index(symbol) for symbol in ("<pad>", "<eos>"))
+    config = tiny_config(shape, tokenizer.get_vocab_size(), pad=pad, eos=eos)
     temporary = folder.parent / f".{folder.name}.{os.getpid()}"
     temporary.mkdir(parents=True)
     try:
@@ -87,48 +88,25 @@ def _tokenizer_config() -> dict[str, Any]:
         "pad_token": pad,
         "eos_token": eos,
         "unk_token": unk,
-        "model_max_length": _MAX_POSITIONS,
+        "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
-    }
-
-
-def _config(shape: TinyModel, vocab_size: int) -> dict[str, Any]:
-    """The config.json of Qwen3MoeForCausalLM; what is absent has transformers' default."""
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.moe_ffn * shape.experts_per_token,  # no layer is dense: unused
-        "moe_intermediate_size": shape.moe_ffn,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "num_experts": shape.num_experts,
-        "num_experts_per_tok": shape.experts_per_token,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": _MAX_POSITIONS,
-        "initializer_range": shape.initializer_range,
-        "pad_token_id": _SPECIAL.index("<pad>"),
-        "eos_token_id": _SPECIAL.index("<eos>"),
-        "bos_token_id": None,
-        "dtype": "float32",
     }
 
 
 def _weights(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Norms are one; everything else is normal with `initializer_range`."""
     generator = torch.Generator().manual_seed(seed)
-    for name, shape in hf_shapes(model_spec(config)).items():
+    for name, shape in _file_shapes(model_spec(config)).items():
         if name.endswith("norm.weight"):
             yield name, torch.ones(shape)
         else:
             yield name, torch.randn(shape, generator=generator) * config["initializer_range"]
+
+
+def _file_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of its files: some families store all experts in one tensor."""
+    shapes = hf_shapes(spec)
+    if transposed_stacks(spec):
+        for stack, (shape, parts) in stacked_forms(spec).items():
+            shapes = {n: s for n, s in shapes.items() if n not in parts} | {stack: shape}
+    return shapes

@@ -27,6 +27,7 @@ from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT, printed
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
+from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
 from moerl.engine.server_args import arguments
@@ -311,22 +312,7 @@ def _ref_model_shapes(config: Config) -> list[ModelSpec]:
 
 def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
     """Shapes that `moerl.data.tiny_model` makes; its tokenizer has fewer than 128 tokens."""
-    return {
-        "model_type": "qwen3_moe",
-        "vocab_size": 128,
-        "hidden_size": tiny.hidden_size,
-        "num_hidden_layers": tiny.num_layers,
-        "num_attention_heads": tiny.num_heads,
-        "num_key_value_heads": tiny.num_kv_heads,
-        "head_dim": tiny.head_dim,
-        "num_experts": tiny.num_experts,
-        "num_experts_per_tok": tiny.experts_per_token,
-        "moe_intermediate_size": tiny.moe_ffn,
-        "intermediate_size": 4 * tiny.hidden_size,
-        "max_position_embeddings": 4096,
-        "norm_topk_prob": True,
-        "dtype": "float32",
-    }
+    return tiny_config(tiny, vocab_size=128)
 
 
 def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:

@@ -1,0 +1,216 @@
+"""The config.json of a tiny random model, by family.
+
+Each family has the fields that its released checkpoints have and that transformers or SGLang read:
+SGLang reads some that transformers does not write (`topk_method`, `scoring_func`,
+`moe_layer_freq`).  Sizes come from `model.tiny`; what is absent has transformers' default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moerl.config.schema import TinyFamily, TinyModel
+
+MAX_POSITIONS = 4096
+_THETA = 10000.0
+_PLAIN = {"rope_type": "default", "rope_theta": _THETA}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": _THETA,
+    "factor": 4.0,
+    "original_max_position_embeddings": MAX_POSITIONS // 4,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+Fields = dict[str, Any]
+
+
+def tiny_config(tiny: TinyModel, vocab_size: int, *, pad: int = 0, eos: int = 1) -> Fields:
+    """config.json for `model.tiny`; pad, eos: token ids."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.moe_ffn * tiny.experts_per_token,  # of dense layers
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "num_experts_per_tok": tiny.experts_per_token,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": _THETA,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": tiny.initializer_range,
+        "pad_token_id": pad,
+        "eos_token_id": eos,
+        "bos_token_id": None,
+        "dtype": "float32",
+    } | FAMILY_FIELDS[tiny.family](tiny)
+
+
+def _class(model_type: str, name: str) -> Fields:
+    return {"model_type": model_type, "architectures": [f"{name}ForCausalLM"]}
+
+
+def _qwen3_moe(tiny: TinyModel) -> Fields:
+    return _class("qwen3_moe", "Qwen3Moe") | {
+        "moe_intermediate_size": tiny.moe_ffn,
+        "head_dim": tiny.head_dim,
+        "num_experts": tiny.num_experts,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen2_moe(tiny: TinyModel) -> Fields:
+    return _class("qwen2_moe", "Qwen2Moe") | {
+        "moe_intermediate_size": tiny.moe_ffn,
+        "shared_expert_intermediate_size": 2 * tiny.moe_ffn,
+        "num_experts": tiny.num_experts,
+        "norm_topk_prob": False,
+        "qkv_bias": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _olmoe(tiny: TinyModel) -> Fields:
+    return _class("olmoe", "Olmoe") | {
+        # its key norm has hidden_size weights, and SGLang's eps is fixed
+        "num_key_value_heads": tiny.num_heads,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": tiny.moe_ffn,
+        "num_experts": tiny.num_experts,
+        "norm_topk_prob": False,
+    }
+
+
+def _mixtral(tiny: TinyModel) -> Fields:
+    return _class("mixtral", "Mixtral") | {
+        "intermediate_size": tiny.moe_ffn,
+        "num_local_experts": tiny.num_experts,
+        "sliding_window": None,
+    }
+
+
+def _after_dense_layers(tiny: TinyModel) -> Fields:
+    """Routed experts after one dense layer, and shared ones."""
+    return {
+        "moe_intermediate_size": tiny.moe_ffn,
+        "n_routed_experts": tiny.num_experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _glm4_moe(tiny: TinyModel) -> Fields:
+    part = 0.5
+    return (
+        _class("glm4_moe", "Glm4Moe")
+        | _after_dense_layers(tiny)
+        | {
+            "head_dim": tiny.head_dim,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "partial_rotary_factor": part,
+            "rope_parameters": _PLAIN | {"partial_rotary_factor": part},
+        }
+    )
+
+
+def _deepseek(tiny: TinyModel) -> Fields:
+    """Latent attention, and what its classes read of all their models."""
+    return _after_dense_layers(tiny) | {
+        "num_key_value_heads": tiny.num_heads,
+        "q_lora_rank": tiny.hidden_size // 2,
+        "kv_lora_rank": tiny.hidden_size // 2,
+        "qk_nope_head_dim": tiny.head_dim // 2,
+        "qk_rope_head_dim": tiny.head_dim // 4,
+        "v_head_dim": tiny.head_dim // 2,
+        "moe_layer_freq": 1,
+        "rope_parameters": _PLAIN,
+    }
+
+
+def _deepseek_v2(tiny: TinyModel) -> Fields:
+    return (
+        _class("deepseek_v2", "DeepseekV2")
+        | _deepseek(tiny)
+        | {
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "scoring_func": "softmax",
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        }
+    )
+
+
+def _deepseek_v2_lite(tiny: TinyModel) -> Fields:
+    return _deepseek_v2(tiny) | {
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def _moonlight(tiny: TinyModel) -> Fields:
+    """The class of DeepSeek-V3 with one group, direct queries and plain rotary embeddings."""
+    return (
+        _class("deepseek_v3", "DeepseekV3")
+        | _deepseek(tiny)
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "q_lora_rank": None}
+    )
+
+
+def _kimi_k2(tiny: TinyModel) -> Fields:
+    return _moonlight(tiny) | {
+        "q_lora_rank": tiny.hidden_size // 2,
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    }
+
+
+def _deepseek_v3(tiny: TinyModel) -> Fields:
+    return _kimi_k2(tiny) | {"n_group": 4, "topk_group": 2}
+
+
+def _gpt_oss(tiny: TinyModel) -> Fields:
+    kinds = ["sliding_attention", "full_attention"]
+    return _class("gpt_oss", "GptOss") | {
+        "intermediate_size": tiny.moe_ffn,
+        "head_dim": tiny.head_dim,
+        "num_local_experts": tiny.num_experts,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 16,
+        "layer_types": [kinds[layer % 2] for layer in range(tiny.num_layers)],
+        "rope_parameters": _YARN | {"truncate": False},
+    }
+
+
+FAMILY_FIELDS: dict[TinyFamily, Callable[[TinyModel], Fields]] = {
+    "qwen3_moe": _qwen3_moe,
+    "qwen2_moe": _qwen2_moe,
+    "olmoe": _olmoe,
+    "mixtral": _mixtral,
+    "glm4_moe": _glm4_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v2_lite": _deepseek_v2_lite,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _kimi_k2,
+    "moonlight": _moonlight,
+    "gpt_oss": _gpt_oss,
+}
