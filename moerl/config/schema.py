@@ -44,6 +44,7 @@ TinyFamily = Literal[
     "minimax_m2",
     "ernie4_5_moe",
     "llama4",
+    "qwen3_next",
 ]
 
 

@@ -244,6 +244,22 @@ def _llama4(tiny: TinyModel) -> Fields:
     }
 
 
+def _qwen3_next(tiny: TinyModel) -> Fields:
+    return _qwen2_moe(tiny) | {
+        **_class("qwen3_next", "Qwen3Next"),
+        "head_dim": tiny.head_dim,
+        "norm_topk_prob": True,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": tiny.head_dim // 2,
+        "linear_value_head_dim": tiny.head_dim // 2,
+        "linear_num_key_heads": tiny.num_heads // 2,
+        "linear_num_value_heads": tiny.num_heads,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": _PLAIN | {"partial_rotary_factor": 0.25},
+    }
+
+
 def _inside(text: Fields) -> Fields:
     """Llama-4's multimodal config around that of its language model, the only one made."""
     vision = {
@@ -283,4 +299,5 @@ FAMILY_FIELDS: dict[TinyFamily, Callable[[TinyModel], Fields]] = {
     "minimax_m2": _minimax_m2,
     "ernie4_5_moe": _ernie4_5_moe,
     "llama4": _llama4,
+    "qwen3_next": _qwen3_next,
 }

@@ -20,11 +20,15 @@ from moerl.layout.rules import (
     concat,
     concat_heads,
     deinterleave,
+    delta_conv,
+    delta_heads,
     each,
     each_rotary,
     first,
     flat,
+    head_groups,
     qkv_grouped,
+    qkv_grouped_gate,
     whole,
 )
 
@@ -36,6 +40,8 @@ class Family:
     every: tuple[Part, ...]
     moe: tuple[Part, ...] = ()
     dense: tuple[Part, ...] = ()
+    linear: tuple[Part, ...] = ()
+    """In place of `every` in the layers of `linear_layers`."""
     expert_files: str = "rows"
     """Stacked experts in a file: rows [E, rows, cols] as in the tables, or transposed (gpt-oss)."""
 
@@ -141,6 +147,64 @@ SINKS = Part(
     (Rule("self_attention.core_attention.softmax_offset", ("self_attn.sinks",), cut=flat),),
     (Rule("self_attn.sinks", ("self_attn.sinks",), cut=flat),),
     when="sinks",
+)
+
+
+# --- Qwen3-Next: gated attention in some layers, a gated delta net in the others ------------------
+def _without_module(part: Part) -> tuple[Rule, ...]:
+    """SGLang's rules where its layer is the attention: names without self_attn."""
+    return tuple(replace(rule, local=rule.local.removeprefix("self_attn.")) for rule in part.sglang)
+
+
+GQA_GATED = replace(
+    GQA,
+    megatron=(
+        Rule("self_attention.linear_qkv.weight", _qkv("weight"), qkv_grouped_gate, flat),
+        *GQA.megatron[1:],
+    ),
+    sglang=_without_module(GQA),
+)
+QK_NORM_GATED = replace(QK_NORM, sglang=_without_module(QK_NORM))
+NORM_DELTA = _norm(_NORM_1, _NORM_1, te="self_attention.in_proj.layer_norm_weight")
+_DELTA, _STEP, _CONV, _DECAY, _DT, _DELTA_NORM, _DELTA_OUT = (
+    f"linear_attn.{name}"
+    for name in (
+        "in_proj_qkvz.weight",
+        "in_proj_ba.weight",
+        "conv1d.weight",
+        "A_log",
+        "dt_bias",
+        "norm.weight",
+        "out_proj.weight",
+    )
+)
+DELTA_NET = Part(
+    {
+        _DELTA: ("delta_rows", "hidden"),
+        _STEP: ("step_rows", "hidden"),
+        _CONV: ("conv_rows", "one", "conv_width"),
+        _DECAY: ("linear_value_heads",),
+        _DT: ("linear_value_heads",),
+        _DELTA_NORM: ("linear_value_dim",),
+        _DELTA_OUT: ("hidden", "delta_values"),
+    },
+    (
+        Rule("self_attention.in_proj.weight", (_DELTA, _STEP), delta_heads, head_groups),
+        Rule("self_attention.conv1d.weight", (_CONV,), delta_conv, each),
+        Rule("self_attention.A_log", (_DECAY,), cut=flat),
+        Rule("self_attention.dt_bias", (_DT,), cut=flat),
+        Rule("self_attention.out_norm.weight", (_DELTA_NORM,)),
+        Rule("self_attention.out_proj.weight", (_DELTA_OUT,), cut=columns),
+    ),
+    (
+        Rule(_DELTA, (_DELTA,), cut=flat),
+        Rule(_STEP, (_STEP,), cut=flat),
+        Rule(_CONV, (_CONV,), delta_conv, each),
+        Rule(_DECAY, (_DECAY,), cut=flat, dtype="float32"),
+        Rule(_DT, (_DT,), cut=flat),
+        Rule(_DELTA_NORM, (_DELTA_NORM,)),
+        Rule(_DELTA_OUT, (_DELTA_OUT,), cut=columns),
+    ),
 )
 
 
@@ -383,6 +447,11 @@ _DEEPSEEK = Family(
 FAMILY_TABLES: dict[str, Family] = {
     "qwen3_moe": Family(_QWEN, _MOE, _DENSE),
     "qwen2_moe": Family(_QWEN, (*_MOE, SHARED_GATED, SHARED_GATE), _DENSE),
+    "qwen3_next": Family(
+        (NORM_GQA, GQA_GATED, QK_NORM_GATED),
+        (*_MOE, SHARED_GATED, SHARED_GATE),
+        linear=(NORM_DELTA, DELTA_NET),
+    ),
     "mixtral": Family(
         (NORM_GQA, GQA),
         (

@@ -83,6 +83,7 @@ def check_parallel(spec: ModelSpec, layout: ParallelConfig) -> None:
         "num_key_value_heads": spec.kv_heads,
         "intermediate_size": spec.ffn,
         "shared experts' width": spec.shared_ffn,
+        "linear_num_key_heads": spec.linear_key_heads,
         "num_experts": spec.experts,
         "moe_intermediate_size": spec.moe_ffn,
         "num_hidden_layers": spec.layers,
@@ -366,7 +367,8 @@ def sglang_places(
 
 def _sglang_layers(spec: ModelSpec, *, attention: bool) -> tuple[Layer, ...]:
     """Every layer with the rules of its attention and norms, or of its feed-forward part."""
-    every = FAMILY_TABLES[spec.family].every
+    family = FAMILY_TABLES[spec.family]
+    every = (*family.every, *family.linear)
     layers = []
     for number in range(spec.layers):
         parts = [part for part in _parts(spec, number) if (part in every) == attention]
@@ -388,7 +390,8 @@ def _parts(spec: ModelSpec, layer: int, with_mtp: bool = True) -> Iterator[Part]
     if layer >= spec.layers and with_mtp:
         yield MTP
     routes = layer in spec.moe_layers or layer >= spec.layers
-    for part in (*family.every, *(family.moe if routes else family.dense)):
+    first = family.linear if layer in spec.linear_layers else family.every
+    for part in (*first, *(family.moe if routes else family.dense)):
         if not part.when or getattr(spec, part.when):
             yield part
 

@@ -69,6 +69,17 @@ class ModelSpec:
     sliding_window: int = 0  # positions seen by the layers of sliding_layers
     sliding_layers: tuple[int, ...] = ()
 
+    output_gate: bool = False  # attention is scaled by a sigmoid; q_proj holds query, gate per head
+    zero_centred_norm: bool = False  # norms scale by 1 + weight
+
+    # --- gated delta net, in place of attention in the layers of linear_layers ---
+    linear_layers: tuple[int, ...] = ()
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0  # per head
+    linear_value_dim: int = 0
+    conv_width: int = 0
+
     # --- multi-head latent attention; kv_lora 0 = ordinary attention ---
     q_lora: int = 0  # 0 = the query is projected directly
     kv_lora: int = 0
@@ -89,7 +100,8 @@ class ModelSpec:
 
     @property
     def q_rows(self) -> int:
-        return self.heads * (self.qk_nope + self.qk_rope if self.kv_lora else self.head_dim)
+        per_head = self.qk_nope + self.qk_rope if self.kv_lora else self.head_dim
+        return self.heads * per_head * (2 if self.output_gate else 1)
 
     @property
     def kv_rows(self) -> int:
@@ -106,6 +118,28 @@ class ModelSpec:
     @property
     def kv_b_rows(self) -> int:
         return self.heads * (self.qk_nope + self.v_head)
+
+    @property
+    def delta_keys(self) -> int:
+        return self.linear_key_heads * self.linear_key_dim
+
+    @property
+    def delta_values(self) -> int:
+        return self.linear_value_heads * self.linear_value_dim
+
+    @property
+    def delta_rows(self) -> int:
+        """Queries, keys, values and gates of a gated delta net."""
+        return 2 * self.delta_keys + 2 * self.delta_values
+
+    @property
+    def conv_rows(self) -> int:
+        return 2 * self.delta_keys + self.delta_values
+
+    @property
+    def step_rows(self) -> int:
+        """Step size and decay of each value head."""
+        return 2 * self.linear_value_heads
 
     @property
     def fused_ffn(self) -> int:
@@ -241,6 +275,36 @@ def _qwen2_moe(config: Config) -> dict[str, Any]:
         "qkv_bias": bool(config.get("qkv_bias", True)),
         "shared_ffn": _size(config, "shared_expert_intermediate_size"),
         "shared_gate": True,
+    }
+
+
+def _qwen3_next(config: Config) -> dict[str, Any]:
+    rope: Config = config.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    layers, step = _every_layer(config), _size(config, "full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "full_attention" if (layer + 1) % step == 0 else "linear_attention" for layer in layers
+    ]
+    fields = _qwen3_moe(config)
+    if len(fields["moe_layers"]) != len(layers):
+        raise LayoutError(
+            f"mlp_only_layers = {config.get('mlp_only_layers')!r} and decoder_sparse_step = "
+            f"{config.get('decoder_sparse_step')!r} are not supported for qwen3_next: SGLang "
+            "builds experts in every layer"
+        )
+    return fields | {
+        "norm_topk_prob": bool(config.get("norm_topk_prob", True)),
+        "shared_ffn": _size(config, "shared_expert_intermediate_size"),
+        "shared_gate": True,
+        "rotary_percent": float(part),
+        "output_gate": True,
+        "zero_centred_norm": True,
+        "linear_layers": tuple(i for i in layers if kinds[i] == "linear_attention"),
+        "linear_key_heads": _size(config, "linear_num_key_heads"),
+        "linear_value_heads": _size(config, "linear_num_value_heads"),
+        "linear_key_dim": _size(config, "linear_key_head_dim"),
+        "linear_value_dim": _size(config, "linear_value_head_dim"),
+        "conv_width": _size(config, "linear_conv_kernel_dim"),
     }
 
 
@@ -422,6 +486,7 @@ _YARN = ("default", "yarn")
 _READERS: dict[str, _Reader] = {
     "qwen3_moe": _Reader(_qwen3_moe, {}),
     "qwen2_moe": _Reader(_qwen2_moe, {}),
+    "qwen3_next": _Reader(_qwen3_next, {}),
     "mixtral": _Reader(_mixtral, {"sliding_window": (None,)}),
     "olmoe": _Reader(_olmoe, {"clip_qkv": (None,)}),
     "deepseek_v2": _Reader(
@@ -493,6 +558,11 @@ def _refuse(config: Config, family: str, allowed: dict[str, tuple[object, ...]])
 
 
 def _check(spec: ModelSpec) -> None:
+    if spec.linear_layers and spec.linear_value_heads % spec.linear_key_heads:
+        raise LayoutError(
+            f"linear_num_value_heads = {spec.linear_value_heads} is not a multiple of "
+            f"linear_num_key_heads = {spec.linear_key_heads}"
+        )
     if spec.heads % spec.kv_heads:
         raise LayoutError(
             f"num_attention_heads = {spec.heads} is not a multiple of "

@@ -147,6 +147,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        _MOE
+        | {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 24,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "full_attention_interval": 4,
+        },
+    ),
     "llama4": (
         "Llama4Config",
         {
@@ -262,9 +276,15 @@ class Case:
             "dp_size": self.dp,
             "enable_dp_attention": self.dp > 1,
             "attention_backend": attention,
-            **({"enable_multimodal": False} if self.model == "llama4" else {}),
+            **_ARGUMENTS.get(self.model, {}),
         }
 
+
+# What a family needs to load without CUDA.
+_ARGUMENTS: dict[str, dict[str, object]] = {
+    "llama4": {"enable_multimodal": False},
+    "qwen3_next": {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+}
 
 CASES = (
     *(Case(model, tp) for model in MODELS for tp in (1, 2, 4) if model != "llama_thirds"),
@@ -306,6 +326,8 @@ def write_model(folder: Path, transformers_config: str, change: dict[str, Any]) 
     config = getattr(transformers, transformers_config)(**_BASE | change)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())  # without what SGLang alone reads
+    (folder / "config.json").write_text(json.dumps(change | written))
     generator = torch.Generator().manual_seed(len(folder.name))
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -12,7 +12,13 @@ import torch
 
 from moerl.config.schema import EngineConfig
 from moerl.engine import plugin, stand_ins
-from moerl.engine.cpu_models import all_heads_norm, attention_sinks, llama4, shared_expert_gate
+from moerl.engine.cpu_models import (
+    all_heads_norm,
+    attention_sinks,
+    delta_net_kernels,
+    llama4,
+    shared_expert_gate,
+)
 from moerl.engine.hooks import When
 from moerl.engine.server_args import arguments
 from moerl.errors import ConfigError, EngineError
@@ -76,6 +82,131 @@ def test_an_expert_of_llama4_reads_scaled_tokens() -> None:
     torch.testing.assert_close(shared, x + 1)
     assert torch.equal(seen[0].topk_ids, ids)
     assert (routed - x.square() * weights).abs().max() > 0.1, "not what an expert returns"
+
+
+G, H, K, V, WIDTH = 2, 4, 6, 5, 4  # key and value heads, their sizes, width of the convolution
+
+
+def test_projections_of_a_delta_net() -> None:
+    """Per key head a file holds q, k, its value heads' v and gate; step and decay likewise."""
+    each = H // G
+    qkvz, ba = torch.randn(7, G * (2 * K + 2 * each * V)), torch.randn(7, G * 2 * each)
+    mixed, gate, step, decay = delta_net_kernels.split_projections(qkvz, ba, G, H, K, V)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in ("q", "k", "v", "z", "b", "a")}
+    for head in qkvz.chunk(G, 1):
+        q, k, v, z = head.split([K, K, each * V, each * V], 1)
+        for name, part in (("q", q), ("k", k), ("v", v), ("z", z)):
+            parts[name].append(part)
+    for head in ba.chunk(G, 1):
+        for name, part in zip("ba", head.split(each, 1), strict=True):
+            parts[name].append(part)
+    whole = {name: torch.cat(found, 1) for name, found in parts.items()}
+    assert torch.equal(mixed, torch.cat([whole[name] for name in "qkv"], 1))
+    assert torch.equal(gate.flatten(1), whole["z"])
+    assert gate.shape == (7, H, V)
+    assert torch.equal(step, whole["b"])
+    assert torch.equal(decay, whole["a"])
+
+
+def test_a_convolution_in_pieces() -> None:
+    """Two requests, prefilled in two chunks and then decoded, against one pass over all tokens."""
+    torch.manual_seed(0)
+    channels, lengths = 5, (9, 11)
+    weight, states = torch.randn(channels, WIDTH), torch.randn(6, channels, WIDTH - 1)
+    slots, inputs = torch.tensor([4, 2]), [torch.randn(channels, n) for n in lengths]
+    found: list[list[torch.Tensor]] = [[], []]
+    for first, last, known in ((0, 2, False), (2, 7, True)):
+        parts = [x[:, first:last] for x in inputs]
+        starts = torch.tensor([0, last - first, 2 * (last - first)])
+        sizes, seen = [last - first] * 2, torch.tensor([known] * 2)
+        output = delta_net_kernels.convolve(
+            torch.cat(parts, 1), weight, None, states, starts, sizes, slots, seen
+        )
+        for pieces, part in zip(found, output.chunk(2, 1), strict=True):
+            pieces.append(part)
+    for t in (7, 8):
+        now = torch.stack([x[:, t] for x in inputs])
+        output = delta_net_kernels.convolve_next(
+            now, states, weight, None, "silu", conv_state_indices=slots
+        )
+        for pieces, part in zip(found, output, strict=True):
+            pieces.append(part[:, None])
+    for x, pieces in zip(inputs, found, strict=True):
+        padded = torch.nn.functional.pad(x[:, :9], (WIDTH - 1, 0))
+        want = torch.stack([(padded[:, t : t + WIDTH] * weight).sum(1) for t in range(9)], 1)
+        torch.testing.assert_close(torch.cat(pieces, 1), want * want.sigmoid())
+
+
+def test_a_gated_norm() -> None:
+    x, gate, weight = torch.randn(7, V), torch.randn(7, V), torch.randn(V)
+    found = delta_net_kernels.gated_norm(x, gate, weight, None, eps=1e-6)
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(found, normed * gate / (1 + (-gate).exp()))
+
+
+def reference_delta_net(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One head and one token at a time, in fp64; state [K, V]."""
+    output = torch.zeros(len(parts["v"]), H, V, dtype=torch.float64)
+    for head in range(H):
+        state = torch.zeros(K, V, dtype=torch.float64)
+        for t in range(len(output)):
+            q, k = (parts[name][t, head * G // H].double() for name in "qk")
+            q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
+            v = parts["v"][t, head].double()
+            rate = (1 + (parts["a"][t, head] + parts["dt"][head]).double().exp()).log()
+            state = state * (-parts["A_log"][head].double().exp() * rate).exp()
+            step = 1 / (1 + (-parts["b"][t, head].double()).exp())
+            state = state + step * torch.outer(k, v - k @ state)
+            output[t, head] = q @ state * K**-0.5
+    return output.float()
+
+
+def test_a_delta_net_in_pieces() -> None:
+    """Prefilled in two chunks, then decoded."""
+    torch.manual_seed(0)
+    tokens, slot = 8, 3
+    parts = {
+        "q": torch.randn(tokens, G, K),
+        "k": torch.randn(tokens, G, K),
+        "v": torch.randn(tokens, H, V),
+        "a": torch.randn(tokens, H),
+        "b": torch.randn(tokens, H),
+        "A_log": torch.randn(H),
+        "dt": torch.randn(H),
+    }
+    states, found = torch.zeros(5, H, V, K), []
+    where = {"ssm_states": states, "cache_indices": torch.tensor([slot])}
+    g, beta = delta_net_kernels.gates(parts["A_log"], parts["a"], parts["b"], parts["dt"])
+    for first, last in ((0, 2), (2, 5)):
+        now = slice(first, last)
+        chunk = [parts[name][None, now] for name in "qkv"]
+        output, *_ = delta_net_kernels.prefill(
+            None,
+            *chunk,
+            g[:, now],
+            beta[:, now],
+            query_start_loc=torch.tensor([0, last - first]),
+            **where,
+        )
+        found.append(output[0])
+    for t in range(5, tokens):
+        mixed = torch.cat([parts[name][t].flatten() for name in "qkv"])[None]
+        found.append(
+            delta_net_kernels.decode(
+                None,
+                mixed,
+                parts["a"][t : t + 1],
+                parts["b"][t : t + 1],
+                A_log=parts["A_log"],
+                dt_bias=parts["dt"],
+                scale=K**-0.5,
+                num_v_heads=H,
+                head_v_dim=V,
+                **where,
+            )[0]
+        )
+    torch.testing.assert_close(torch.cat(found), reference_delta_net(parts))
+    assert not states[:slot].any(), "other slots are left alone"
 
 
 def reference_attention(

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from moerl.errors import TrainerError
 from moerl.layout.spec import ModelSpec
+from moerl.trainer.model.gated_delta_net import DeltaOrAttention
 
 
 class AllHeadsNorm(torch.nn.RMSNorm):
@@ -216,6 +217,9 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
     routes = isinstance(feed_forward, MoESubmodules)
     if routes and spec.expert_bias and spec.score == "softmax":
         feed_forward.router = SoftmaxBiasRouter
+    if spec.linear_layers:
+        layer.submodules.self_attention.module = DeltaOrAttention
+        layer.submodules.self_attention.params["linear_layers"] = spec.linear_layers
     if spec.nope_layers:
         layer.submodules.self_attention.module = PartlyRotaryAttention
         layer.submodules.self_attention.params["longest"] = spec.longest

@@ -52,6 +52,8 @@ def transformer_config(
     owned = _model_fields(spec) | _layout_fields(trainer) | _precision_fields(trainer.dtype)
     if platform.name == "cpu":
         owned |= _cpu_fields()
+        if spec.linear_layers:
+            owned["deterministic_mode"] = True  # torch code in place of Triton kernels
     user = trainer.megatron
     check_megatron_fields(user, owned, with_replay=with_replay)
     kind = MLATransformerConfig if spec.kv_lora else TransformerConfig
@@ -166,7 +168,22 @@ def _model_fields(spec: ModelSpec) -> dict[str, Any]:
             "qk_l2_norm": spec.qk_l2_norm,
             "no_rope_freq": [int(layer in spec.nope_layers) for layer in range(spec.layers)],
         }
+    if spec.linear_layers:
+        fields |= _delta_fields(spec)
     return fields
+
+
+def _delta_fields(spec: ModelSpec) -> dict[str, Any]:
+    """Qwen3-Next: gated attention, norms around one, a gated delta net in most layers."""
+    return {
+        "layernorm_zero_centered_gamma": spec.zero_centred_norm,
+        "attention_output_gate": spec.output_gate,
+        "linear_num_key_heads": spec.linear_key_heads,
+        "linear_num_value_heads": spec.linear_value_heads,
+        "linear_key_head_dim": spec.linear_key_dim,
+        "linear_value_head_dim": spec.linear_value_dim,
+        "linear_conv_kernel_dim": spec.conv_width,
+    }
 
 
 def _router_fields(spec: ModelSpec) -> dict[str, Any]:
