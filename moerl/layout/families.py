@@ -19,6 +19,7 @@ from moerl.layout.rules import (
     columns,
     concat,
     concat_heads,
+    copy,
     deinterleave,
     delta_conv,
     delta_heads,
@@ -122,13 +123,13 @@ def _qk_norm(when: str, sizes: tuple[str, str], *, sglang_cuts: bool = False) ->
     """Cut over heads in Megatron if it covers all heads; in SGLang whole, or cut as q and k."""
     names = {x: f"self_attn.{x}_norm.weight" for x in "qk"}
     cut = flat if sizes[0] == "q_rows" else whole
-    heads = {"fuse": concat_heads, "cut": each} if sglang_cuts else {}
+    fuse, sglang_cut = (concat_heads, each) if sglang_cuts else (copy, whole)
     return Part(
         {names["q"]: (sizes[0],), names["k"]: (sizes[1],)},
         tuple(
             Rule(f"self_attention.{x}_layernorm.weight", (hf,), cut=cut) for x, hf in names.items()
         ),
-        tuple(Rule(hf, (hf,), **heads) for hf in names.values()),
+        tuple(Rule(hf, (hf,), fuse, sglang_cut) for hf in names.values()),
         when=when,
     )
 

@@ -165,6 +165,8 @@ class SoftmaxBiasRouter(TopKRouter):  # type: ignore[misc]  # untyped
     megatron-core 0.19.2 adds a bias to sigmoid scores only.  ERNIE-4.5 keeps it as one row [1, E].
     """
 
+    router_replay: Any  # set by megatron-core, and by `replay.attach`
+
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         del self.expert_bias

@@ -57,7 +57,7 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
 class DeltaOrAttention:
     """What `self_attention` of a layer is: a gated delta net, or attention."""
 
-    def __new__(  # type: ignore[misc]  # a layer spec calls a class
+    def __new__(
         cls,
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
