@@ -19,6 +19,7 @@ VARIANTS: dict[str, tuple[str, bool]] = {
     # controls: records that a gate must reject
     "both_shifted": ("shifted", True),  # rows of the previous token
     "both_reversed": ("reversed", True),  # layers in reverse order
+    "both_rotated": ("rotated", True),  # the next expert in place of each
     "both_corrupted": ("corrupted", True),  # 1% of rows with one wrong expert
     "both_prompt_live": ("prompt_live", True),  # recorded for sampled tokens, live for the prompt
 }

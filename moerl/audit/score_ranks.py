@@ -282,6 +282,9 @@ class _Scorer:
             return {layer: ids.roll(rows, 0) for layer, ids in recorded.items()}
         if kind == "reversed":
             return dict(zip(recorded, reversed(list(recorded.values())), strict=True))
+        if kind == "rotated":
+            experts = self.replay.num_experts
+            return {layer: (ids + 1) % experts for layer, ids in recorded.items()}
         if kind == "corrupted":
             return {layer: self._corrupted(ids, layer) for layer, ids in recorded.items()}
         assert kind == "prompt_live", kind

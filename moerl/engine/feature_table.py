@@ -4,9 +4,10 @@ A feature is proven (a test compares its records with another implementation), r
 routing is recorded, or refused always because it changes what is sampled behind the record.
 A feature whose records were not compared is refused.
 
-`check` reads the table when a server's arguments are made; `python -m moerl.engine.feature_table`
-prints it as docs/replay-support.md.  The table has the arguments that change routing rows, sampling
-masks or log-probabilities.  Rejected: a list of allowed arguments (SGLang has 546).
+`check` reads the table when a server's arguments are made; `tools/family_table.py` prints it in
+docs/replay-support.md, before the table of model families.  The table has the arguments that change
+routing rows, sampling masks or log-probabilities.  Rejected: a list of allowed arguments (SGLang
+has 546).
 """
 
 from __future__ import annotations
@@ -343,11 +344,11 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def markdown() -> str:
-    """The whole of docs/replay-support.md."""
+    """The first part of docs/replay-support.md."""
     lines = [
         "# Deployment features and replay",
         "",
-        "Made from `moerl/engine/feature_table.py` by `python -m moerl.engine.feature_table`;",
+        "Made from `moerl/engine/feature_table.py` by `python tools/family_table.py`;",
         "a test keeps them equal. *Proven* means that a test compares the records with another",
         "implementation; everything else is refused with one sentence before the engine starts.",
         "",
@@ -361,7 +362,3 @@ def markdown() -> str:
     lines += ["", "Environment variables that are refused:", ""]
     lines += [f"- `{name}`: {why}" for name, why in ENVIRONMENT.items()]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -1,0 +1,188 @@
+"""Every family in the real loop: engine, transformers and the trainer agree on each record.
+
+The default form serves a tiny model of each family from a fork and compares its records with
+transformers and with the trainer's own forward pass, both under the recorded routes and masks.  The
+full form is `moerl mismatch` and two trainings per family; with MOERL_WRITE_FAMILIES=1 it writes
+its figures into tests/data/model_families.json, from which docs/replay-support.md is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from moerl.audit.mismatch_command import measure
+from moerl.config import load_config, resolve
+from moerl.config.schema import TinyFamily
+from tests.helpers.rank_server import _server, run_ranks
+from tests.helpers.train_runs import Run, start
+from tools.family_table import RESULTS, FamilyResult
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES: tuple[str, ...] = get_args(TinyFamily)
+MAX, FAR = 5e-5, 0.05  # nats: right records in fp32, and the least of a control
+Scores = Mapping[str, np.ndarray]
+
+
+# --- small form -----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of the families that are tested, and all their scores."""
+    folder = tmp_path_factory.mktemp("families")
+    wanted = {item.callspec.params["family"] for item in request.session.items if _of_here(item)}
+    _server()  # it imports Megatron while the engines run
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.family_servers", str(folder)]
+    done = subprocess.run(
+        [*command, *(family for family in FAMILIES if family in wanted)],
+        cwd=ROOT,
+        env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    jobs = sorted(str(job) for job in folder.glob("*/job.json"))
+    run_ranks(1, ["-m", "moerl.audit.score_ranks", "--job", *jobs], timeout_s=300.0)
+    return folder
+
+
+def _of_here(item: pytest.Item) -> bool:
+    return item.path == Path(__file__) and hasattr(item, "callspec")
+
+
+def scores_of(served: Path, family: str) -> tuple[Scores, Scores]:
+    """Of transformers and of the trainer; the trainer's has the engine's own."""
+    folder = served / family
+    failed = folder / "failed.txt"
+    assert not failed.exists(), failed.read_text()
+    assert (folder / "scores.npz").exists(), "the engine did not answer in time"
+    return np.load(folder / "scores-hf.npz"), np.load(folder / "scores.npz")
+
+
+def gap(scores: np.ndarray, engine: np.ndarray) -> float:
+    return float(np.abs(scores - engine).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_records_equal_transformers(served: Path, family: str) -> None:
+    found, trainer = scores_of(served, family)
+    engine = trainer["engine"]
+    assert len(engine) >= 80
+    assert gap(found["both"], engine) <= MAX
+    assert gap(found["both_rotated"], engine) > FAR, "control: the next expert of each"
+    assert gap(found["routing"], engine) > FAR, "control: the whole vocabulary"
+    assert found["agree"].min() == 1.0, "routers of transformers choose the recorded experts"
+    assert found["masks"].all(), "transformers keeps the recorded tokens"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_records_equal_the_trainer(served: Path, family: str) -> None:
+    _, found = scores_of(served, family)
+    engine = found["engine"]
+    assert gap(found["fp32/both"], engine) <= MAX
+    assert gap(found["fp32/both_rotated"], engine) > FAR, "control: the next expert of each"
+    assert gap(found["fp32/routing"], engine) > FAR, "control: the whole vocabulary"
+    assert found["fp32/executed"] == found["fp32/slots"], "dispatched experts are the recorded"
+    assert found["fp32/slots_agree"] >= 0.99 * found["fp32/slots"]
+
+
+# --- full form ------------------------------------------------------------------------------------
+STEPS = 6
+SYNCHRONOUS = ("rollout.buffer_depth=0", "rollout.max_lag=0")
+_SERVES = re.compile(r"engine 0 serves \S+, digest (\w+)")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mismatch_and_training(served: Path, family: str, tmp_path: Path) -> None:
+    recipe = f"tiny-{family.replace('_', '-')}"
+    found = measured(recipe, tmp_path / "mismatch")
+    synchronous = trained(recipe, tmp_path, "sync", *SYNCHRONOUS)
+    trained(recipe, tmp_path, "async")
+    result = FamilyResult(
+        routes_exact=min(float(scores_of(served, family)[0]["agree"].min()), found["executed"]),
+        mask_exact=float(scores_of(served, family)[0]["masks"].mean()),
+        fp32_max=max(found["fp32_max"], *largest(synchronous)),
+        control=found["control"],
+        bf16_both=found["bf16_both"],
+        bf16_none=found["bf16_none"],
+        publishes=2 * STEPS,
+        trained_steps=2 * STEPS,
+    )
+    if os.environ.get("MOERL_WRITE_FAMILIES"):
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        results[family] = {name: round_to(value) for name, value in asdict(result).items()}
+        RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
+
+
+def measured(recipe: str, folder: Path) -> dict[str, float]:
+    """What `moerl mismatch` measures, and a control."""
+    variants = ["none", "routing", "mask", "both", "both_rotated"]
+    config = resolve(load_config(recipe))
+    found: dict[str, Any] = measure(config, folder, num_tokens=2000, variants=variants)
+    fp32, bf16 = found["results"]["fp32"], found["results"]["bf16"]
+    routing = found["routing"]["fp32"]
+    assert fp32["both"]["abs_dlogp_max"] <= MAX
+    assert fp32["both_rotated"]["abs_dlogp_max"] > FAR
+    assert fp32["routing"]["abs_dlogp_max"] > FAR
+    assert bf16["both"]["k3"] < bf16["none"]["k3"] / 10
+    assert routing["executed"] == routing["slots"]
+    return {
+        "executed": routing["executed"] / routing["slots"],
+        "fp32_max": fp32["both"]["abs_dlogp_max"],
+        "control": fp32["both_rotated"]["abs_dlogp_max"],
+        "bf16_both": bf16["both"]["k3"],
+        "bf16_none": bf16["none"]["k3"],
+    }
+
+
+def trained(recipe: str, root: Path, name: str, *settings: str) -> Run:
+    """A run with a publish after every step; its weights open in transformers."""
+    run = start(root, recipe, f"run.steps={STEPS}", "checkpoint.every=0", *settings, name=name)
+    assert run.finish() == 0, run.text()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    for row in rows:
+        assert row["routing/replay_cover_frac"] == row["keep/cover_frac"] == 1.0
+        assert row.get("alert/replay_exact", 0.0) == 0.0
+        assert row["async/sync_resent_buckets"] == 0, "a digest did not agree"
+    assert max(largest(run)) <= MAX
+    digests = _SERVES.findall((run.dir.logs / "trainer-0.log").read_text())
+    assert len(set(digests)) >= STEPS - 1, "each publish sent other weights"
+    opens(run.dir.hf)
+    return run
+
+
+def largest(run: Run) -> list[float]:
+    """Of each step: max abs(d) of tokens that the weights of the step sampled."""
+    return [row["probe/exact_abs_dlogp_max"] for row in run.rows() if exact(row)]
+
+
+def exact(row: Mapping[str, float]) -> bool:
+    return row.get("probe/exact_tokens", 0) > 0
+
+
+def opens(folder: Path) -> None:
+    from moerl.engine import torchvision_fix
+
+    torchvision_fix.arm()
+    from transformers import AutoModelForCausalLM
+
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def round_to(value: float, digits: int = 2) -> float:
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

@@ -1,0 +1,281 @@
+"""Records of tiny models of several families, from forks of one process that has SGLang loaded.
+
+    python -m tests.helpers.family_servers FOLDER FAMILY...
+
+Importing SGLang takes longer than one engine runs.  Each family is a fork of this process: the
+host, the server and its check of weights are those of `moerl mismatch`, but the server is a fork,
+too, in place of a new Python.  transformers then scores the records.  Written per family:
+
+    FOLDER/FAMILY/model/              the model, made by its recipe
+    FOLDER/FAMILY/job.json            for moerl.audit.score_ranks, which scores into scores.npz
+    FOLDER/FAMILY/scores-hf.npz       of transformers: VARIANT [S], see `HF_VARIANTS`; agree [R, L],
+                                      share of rows in which its own routers choose the record;
+                                      masks [S], whether it keeps the same tokens
+    FOLDER/FAMILY/failed.txt          why a family was not served
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moerl.audit import mismatch_command
+from moerl.audit.mismatch_command import make_job
+from moerl.audit.score_job import ScoreJob
+from moerl.config import load_config, resolve
+from moerl.engine import server_process, sglang_server, torchvision_fix
+from moerl.engine.sglang_server import EngineServer
+from moerl.launch.run_context import RunContext
+from moerl.records.blob_store import BlobStore
+from moerl.serialization import encode_value
+from moerl.types import ModelShape, Rollout
+
+SETTINGS = (
+    "rollout.groups_per_request=3",
+    "rollout.group_size=2",
+    "task.digits=10",
+    "engine.max_total_tokens=2048",
+    "engine.max_running_requests=8",
+)
+TOKENS = 80
+TRAINER_VARIANTS = ("none", "routing", "both", "both_rotated")
+HF_VARIANTS = ("both", "routing", "both_rotated")  # routes of the record, and its masks
+_FAMILY_S = 120.0
+
+
+def main() -> int:
+    folder, *families = sys.argv[1:]
+    _import()
+    for family in families:
+        _wait(_forked(Path(folder) / family, family))
+    return 0
+
+
+def recipe_of(family: str) -> str:
+    return f"tiny-{family.replace('_', '-')}"
+
+
+def _import() -> None:
+    """What a server and transformers import; nothing here starts a thread."""
+    torchvision_fix.arm()
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def _forked(folder: Path, family: str) -> int:
+    folder.mkdir(parents=True)
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        try:
+            _run(folder, family)
+        except BaseException:
+            (folder / "failed.txt").write_text(traceback.format_exc())
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _wait(pid: int) -> None:
+    deadline = time.monotonic() + _FAMILY_S
+    while time.monotonic() < deadline and not os.waitpid(pid, os.WNOHANG)[0]:
+        time.sleep(0.02)
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+# --- the engine -----------------------------------------------------------------------------------
+class ForkedServer:
+    """A fork that serves, in the part of `subprocess.Popen` that EngineServer uses."""
+
+    def __init__(self, server: EngineServer, environment: dict[str, str]) -> None:
+        self._code: int | None = None
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                self._serve(server, environment, parent)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+
+    def _serve(self, server: EngineServer, environment: dict[str, str], parent: int) -> None:
+        log = os.open(server.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        server_process.die_with(parent)
+        server_process.serve(server.args, server_process.Secret(server.token))
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked server", timeout_s)
+            time.sleep(0.01)
+        return code
+
+
+def _spawn(server: EngineServer) -> None:
+    """In place of EngineServer._spawn."""
+    assert server._scratch is not None
+    server.log.parent.mkdir(parents=True, exist_ok=True)
+    environment = server._environment() | sglang_server._private(server._scratch.path)
+    server._process = ForkedServer(server, environment)  # type: ignore[assignment]
+
+
+def _run(folder: Path, family: str) -> None:
+    EngineServer._spawn = _spawn  # type: ignore[method-assign]
+    config = resolve(load_config(recipe_of(family), SETTINGS))
+    plan = mismatch_command._plan(config, folder)
+    rollouts = asyncio.run(mismatch_command._generate(plan, TOKENS))
+    job = _job(plan, rollouts, folder)
+    scores = score(plan.model_path, plan.model_shape(), rollouts, plan.blobs())
+    np.savez(folder / "scores-hf.npz", **scores)
+    job.save(folder / "job.json")  # last: it says that the family is complete
+
+
+def _job(plan: RunContext, rollouts: list[Rollout], folder: Path) -> ScoreJob:
+    records = folder / "rollouts.msgpack"
+    records.write_bytes(encode_value(rollouts))
+    job = make_job(
+        plan,
+        records,
+        folder / "scores.npz",
+        variants=TRAINER_VARIANTS,
+        dtypes=["fp32"],
+        model=plan.model_path,
+        version="",
+    )
+    return replace(job, ep=1)
+
+
+# --- transformers ---------------------------------------------------------------------------------
+class ForcedRoutes(TorchFunctionMode):
+    """Every choice of `top_k` out of all experts is that of the record, layer after layer."""
+
+    def __init__(self, shape: ModelShape, routes: Tensor) -> None:
+        """routes: [L, rows, K]."""
+        super().__init__()
+        self._shape, self._routes = shape, routes
+        self.live: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return found
+        scores, size = args[0], self._shape
+        chosen = found.indices
+        if scores.shape[-1] != size.num_experts or chosen.shape[-1] != size.top_k:
+            return found  # a choice of groups
+        ids = self._routes[len(self.live)]
+        self.live.append(chosen.reshape(ids.shape))
+        ids = ids.reshape(chosen.shape)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+
+@torch.no_grad()
+def score(
+    folder: Path, shape: ModelShape, rollouts: list[Rollout], store: BlobStore
+) -> dict[str, np.ndarray]:
+    """What scores-hf.npz holds."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    model.eval()
+    names = (*HF_VARIANTS, "agree", "masks")
+    found: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for rollout in rollouts:
+        routes = torch.from_numpy(
+            np.concatenate([store.load(part.ids) for part in rollout.routing], axis=1).astype(int)
+        )
+        logits, live = _forward(model, shape, rollout, routes)
+        same = (live.sort(-1).values == routes.sort(-1).values).all(-1)
+        found["agree"].append(same.float().mean(1, keepdim=True).T.numpy())
+        found["masks"].append(_masks_agree(logits, rollout, store))
+        found["both"].append(_logprobs(logits, rollout, store))
+        found["routing"].append(_logprobs(logits, rollout, None))
+        turned, _ = _forward(model, shape, rollout, (routes + 1) % shape.num_experts)
+        found["both_rotated"].append(_logprobs(turned, rollout, store))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _forward(
+    model: Any, shape: ModelShape, rollout: Rollout, routes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logits [T - 1, V] and live routes [L, T - 1, K] under forced routes."""
+    ids = torch.from_numpy(rollout.token_ids.astype(int))[None, :-1]
+    with ForcedRoutes(shape, routes) as forced:
+        logits = model(ids, use_cache=False).logits[0].float()
+    assert len(forced.live) == len(shape.moe_layers), len(forced.live)
+    return logits, torch.stack(forced.live)
+
+
+def _masks_agree(logits: Tensor, rollout: Rollout, store: BlobStore) -> np.ndarray:
+    """[S] bool: top-k and top-p of these logits keep the recorded set."""
+    sampling, (part,) = rollout.sampling, rollout.sampling_mask
+    offsets, ids = store.load(part.offsets), store.load(part.ids)
+    found = []
+    for row in range(rollout.num_sampled):
+        values = logits[rollout.prompt_len - 1 + row] / sampling.temperature
+        probs, order = values.softmax(-1).sort(descending=True)
+        keep = probs.cumsum(0) - probs <= sampling.top_p
+        if sampling.top_k > 0:
+            keep[sampling.top_k :] = False
+        kept = order[keep].sort().values.numpy()
+        found.append(np.array_equal(kept, ids[offsets[row] : offsets[row + 1]]))
+    return np.asarray(found)
+
+
+def _logprobs(logits: Tensor, rollout: Rollout, masks: BlobStore | None) -> np.ndarray:
+    """Of the sampled tokens, over the recorded sets or over the whole vocabulary."""
+    (part,) = rollout.sampling_mask
+    found = []
+    for row, token in enumerate(rollout.token_ids[rollout.prompt_len :].tolist()):
+        values = logits[rollout.prompt_len - 1 + row]
+        total = values
+        if masks is not None:
+            offsets, ids = masks.load(part.offsets), masks.load(part.ids)
+            total = values[torch.from_numpy(ids[offsets[row] : offsets[row + 1]].astype(int))]
+        found.append(float(values[token] - total.logsumexp(0)))
+    return np.asarray(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
