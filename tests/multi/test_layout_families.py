@@ -26,6 +26,7 @@ from moerl.config.schema import ParallelConfig
 from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_store import store_variable
 from moerl.layout import model_spec
+from tests.helpers.nested_model import nest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -96,23 +97,12 @@ def write_models(folder: Path) -> None:
                 elif "inv_freq" not in name:
                     tensor.normal_(0, 0.15)
         model.eval().save_pretrained(folder / family)
-        if SPECS[family].root:
-            nest(folder / family, config)
+        nest(folder / family, config)
         with torch.no_grad():
             logits = model(tokens(config["vocab_size"])).logits
         save_file({"logits": logits.contiguous()}, folder / f"{family}.logits")
     for family in PREDICTING:
         add_prediction_layer(folder, family)
-
-
-def nest(folder: Path, config: dict[str, Any]) -> None:
-    """The language model, saved alone, as a part of the model that its config describes."""
-    from safetensors.torch import load_file, save_file
-
-    file, root = folder / "model.safetensors", model_spec(config).root
-    tensors = {root + name: tensor for name, tensor in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def add_prediction_layer(folder: Path, family: str) -> None:

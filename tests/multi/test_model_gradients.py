@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_layout_families import FAMILIES, NUM_TOKENS, nest, run, tokens
+from test_layout_families import FAMILIES, NUM_TOKENS, run, tokens
 
 from moerl.layout import model_spec
+from tests.helpers.nested_model import nest
 
 TESTED = ("minimax_m2", "ernie4_5_moe", "llama4", "qwen3_next")
 TOLERANCE = 2e-5  # of the largest gradient of the model
@@ -67,9 +68,8 @@ def write_gradients(folder: Path) -> None:
                 grad = parameter.grad
                 parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
         model.save_pretrained(folder / f"{family}.grads")
-        if spec.root:
-            nest(folder / family, config)
-            nest(folder / f"{family}.grads", config)
+        nest(folder / family, config)
+        nest(folder / f"{family}.grads", config)
         assert load_file(folder / f"{family}.grads/model.safetensors")
         save_file({"loss": loss(logits, config["vocab_size"]).detach()}, folder / f"{family}.loss")
 

@@ -35,6 +35,7 @@ from moerl.trainer.hf_io.convert import (
 from moerl.trainer.hf_io.convert_cli import hf_to_megatron
 from moerl.trainer.hf_io.convert_job import ConversionRanks
 from moerl.trainer.hf_io.hf_folder import FILL_BYTES, HfFolder
+from tests.helpers.nested_model import nest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -88,6 +89,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if "inv_freq" not in name:
                     tensor.normal_()
         model.save_pretrained(folder / family)
+        nest(folder / family, config)
     return folder
 
 

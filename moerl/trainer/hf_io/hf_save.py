@@ -76,6 +76,9 @@ def save_hf(
         raise
 
 
+_NEVER_STACKED = ".conv1d.weight"  # has three dimensions of its own
+
+
 class FileTensor(NamedTuple):
     """A tensor as a folder of the family holds it: the box of each Hugging Face tensor in it."""
 
@@ -102,8 +105,8 @@ def file_form(spec: ModelSpec) -> dict[str, FileTensor]:
 def assemble(tensor: FileTensor, dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
     """The content of a file's tensor from whole Hugging Face tensors."""
     first = next(iter(tensor.parts))
-    if len(tensor.parts) == 1 and len(tensor.parts[first]) < 3:  # no stack: no second copy
-        return read(first).to(dtype).reshape(tensor.shape)
+    if first.endswith(_NEVER_STACKED) or (len(tensor.parts) == 1 and len(tensor.shape) < 3):
+        return read(first).to(dtype).reshape(tensor.shape)  # no stack: no second copy
     whole = torch.empty(tensor.shape, dtype=dtype)
     for name, box in tensor.parts.items():
         value = read(name)
