@@ -285,14 +285,7 @@ def _qwen3_next(config: Config) -> dict[str, Any]:
     kinds = config.get("layer_types") or [
         "full_attention" if (layer + 1) % step == 0 else "linear_attention" for layer in layers
     ]
-    fields = _qwen3_moe(config)
-    if len(fields["moe_layers"]) != len(layers):
-        raise LayoutError(
-            f"mlp_only_layers = {config.get('mlp_only_layers')!r} and decoder_sparse_step = "
-            f"{config.get('decoder_sparse_step')!r} are not supported for qwen3_next: SGLang "
-            "builds experts in every layer"
-        )
-    return fields | {
+    return _qwen3_moe(config) | {
         "norm_topk_prob": bool(config.get("norm_topk_prob", True)),
         "shared_ffn": _size(config, "shared_expert_intermediate_size"),
         "shared_gate": True,
@@ -486,7 +479,9 @@ _YARN = ("default", "yarn")
 _READERS: dict[str, _Reader] = {
     "qwen3_moe": _Reader(_qwen3_moe, {}),
     "qwen2_moe": _Reader(_qwen2_moe, {}),
-    "qwen3_next": _Reader(_qwen3_next, {}),
+    "qwen3_next": _Reader(  # SGLang builds experts in every layer
+        _qwen3_next, {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
+    ),
     "mixtral": _Reader(_mixtral, {"sliding_window": (None,)}),
     "olmoe": _Reader(_olmoe, {"clip_qkv": (None,)}),
     "deepseek_v2": _Reader(
