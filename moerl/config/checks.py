@@ -24,7 +24,12 @@ from moerl.errors import ConfigError, ModelError
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
 _REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
 _ENVIRONMENTS = ("check_digits",)
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by family
+_EXPERTS = (  # by family
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)
 _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -143,6 +148,7 @@ def check_model_sizes(
     parallel: ParallelConfig, engine_tp: int, hf: Mapping[str, Any], *, field: str = TRAINER
 ) -> None:
     """Heads, experts and layers of a config.json must divide by the ranks that cut them."""
+    hf = hf.get("text_config") or hf  # of the language model
     ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n]
     layers = int(hf.get("num_hidden_layers") or 0)
     if ends and (parallel.pp <= len(ends) or (layers and layers <= sum(ends))):

@@ -17,6 +17,7 @@ _CUTS = (
     ("tp", "num_key_value_heads"),
     ("tp", "intermediate_size"),
     ("tp", "shared experts' width"),
+    ("tp", "linear_num_key_heads"),
     ("ep", "num_experts"),
     ("etp", "moe_intermediate_size"),
 )

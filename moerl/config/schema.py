@@ -41,6 +41,10 @@ TinyFamily = Literal[
     "kimi_k2",
     "moonlight",
     "gpt_oss",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "llama4",
+    "qwen3_next",
 ]
 
 

@@ -28,7 +28,7 @@ Fields = dict[str, Any]
 
 def tiny_config(tiny: TinyModel, vocab_size: int, *, pad: int = 0, eos: int = 1) -> Fields:
     """config.json for `model.tiny`; pad, eos: token ids."""
-    return {
+    fields = {
         "vocab_size": vocab_size,
         "hidden_size": tiny.hidden_size,
         "intermediate_size": tiny.moe_ffn * tiny.experts_per_token,  # of dense layers
@@ -48,6 +48,7 @@ def tiny_config(tiny: TinyModel, vocab_size: int, *, pad: int = 0, eos: int = 1)
         "bos_token_id": None,
         "dtype": "float32",
     } | FAMILY_FIELDS[tiny.family](tiny)
+    return _inside(fields) if tiny.family == "llama4" else fields
 
 
 def _class(model_type: str, name: str) -> Fields:
@@ -201,6 +202,88 @@ def _gpt_oss(tiny: TinyModel) -> Fields:
     }
 
 
+def _minimax_m2(tiny: TinyModel) -> Fields:
+    return _class("minimax_m2", "MiniMaxM2") | {
+        "intermediate_size": tiny.moe_ffn,
+        "head_dim": tiny.head_dim,
+        "num_local_experts": tiny.num_experts,
+        "rotary_dim": tiny.head_dim // 2,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5},
+    }
+
+
+def _ernie4_5_moe(tiny: TinyModel) -> Fields:
+    return _class("ernie4_5_moe", "Ernie4_5_Moe") | {
+        "moe_intermediate_size": tiny.moe_ffn,
+        "moe_num_experts": tiny.num_experts,
+        "moe_k": tiny.experts_per_token,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": tiny.num_layers - 1,
+        "moe_layer_interval": 1,
+        "head_dim": tiny.head_dim,
+        "use_bias": False,
+        "rms_norm_eps": 1e-5,
+    }
+
+
+def _llama4(tiny: TinyModel) -> Fields:
+    return _class("llama4_text", "Llama4") | {
+        "intermediate_size": tiny.moe_ffn,
+        "intermediate_size_mlp": 2 * tiny.moe_ffn,
+        "head_dim": tiny.head_dim,
+        "num_local_experts": tiny.num_experts,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": True,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _PLAIN,
+    }
+
+
+def _qwen3_next(tiny: TinyModel) -> Fields:
+    return _qwen2_moe(tiny) | {
+        **_class("qwen3_next", "Qwen3Next"),
+        "head_dim": tiny.head_dim,
+        "norm_topk_prob": True,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": tiny.head_dim // 2,
+        "linear_value_head_dim": tiny.head_dim // 2,
+        "linear_num_key_heads": tiny.num_heads // 2,
+        "linear_num_value_heads": tiny.num_heads,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": _PLAIN | {"partial_rotary_factor": 0.25},
+    }
+
+
+def _inside(text: Fields) -> Fields:
+    """Llama-4's multimodal config around that of its language model, the only one made."""
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vision_output_dim": 32,
+        "image_size": 28,
+        "patch_size": 14,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    return {
+        "model_type": "llama4",
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision,
+        **{key: text[key] for key in ("vocab_size", "initializer_range", "dtype")},
+        **{key: text[key] for key in ("pad_token_id", "eos_token_id", "bos_token_id")},
+        "tie_word_embeddings": False,
+    }
+
+
 FAMILY_FIELDS: dict[TinyFamily, Callable[[TinyModel], Fields]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
@@ -213,4 +296,8 @@ FAMILY_FIELDS: dict[TinyFamily, Callable[[TinyModel], Fields]] = {
     "kimi_k2": _kimi_k2,
     "moonlight": _moonlight,
     "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "llama4": _llama4,
+    "qwen3_next": _qwen3_next,
 }

@@ -18,8 +18,12 @@ from pathlib import Path
 from moerl.config.json_files import read_json
 from moerl.engine.cpu_models import (
     absorbed_mla,
+    all_heads_norm,
     attention_sinks,
+    bias_row,
+    delta_net_kernels,
     lightning_indexer,
+    llama4,
     shared_expert_gate,
 )
 from moerl.engine.hooks import Hook, When
@@ -40,6 +44,8 @@ class StandIns:
 
 
 _MODELS = "sglang.srt.models"
+_KERNELS = "sglang.kernels.ops"
+_DELTA_KERNEL = "sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 STAND_INS = (
@@ -86,7 +92,7 @@ STAND_INS = (
         ),
     ),
     StandIns(
-        ("qwen2_moe",),
+        ("qwen2_moe", "qwen3_next"),
         (
             Hook(
                 "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
@@ -118,6 +124,91 @@ STAND_INS = (
         args={"disable_hybrid_swa_memory": True},
         # SGLang compiles the activation of its experts: 26 s at the first request, 0.2 s without
         environment={"TORCHDYNAMO_DISABLE": "1"},
+    ),
+    StandIns(
+        ("minimax_m2",),
+        (
+            Hook(
+                f"{_MODELS}.minimax_m2.rms_sumsq_serial",
+                "replace",
+                all_heads_norm.sums_of_squares,
+                When.CPU,
+            ),
+            Hook(
+                f"{_MODELS}.minimax_m2.rms_apply_serial",
+                "replace",
+                all_heads_norm.normalise,
+                When.CPU,
+            ),
+        ),
+    ),
+    StandIns(
+        ("ernie4_5_moe",),
+        (
+            Hook(
+                "sglang.srt.layers.moe.topk.fused_topk_native",
+                "around",
+                bias_row.flat_bias,
+                When.CPU,
+            ),
+        ),
+    ),
+    StandIns(
+        ("llama4",),
+        (
+            Hook(f"{_MODELS}.llama4.Llama4Attention.forward", "replace", llama4.attend, When.CPU),
+            Hook(f"{_MODELS}.llama4.Llama4MoE.__init__", "after", llama4.weigh_outside, When.CPU),
+            Hook(
+                f"{_MODELS}.llama4.Llama4MoE._forward_core_normal",
+                "replace",
+                llama4.run_experts,
+                When.CPU,
+            ),
+        ),
+        # the language model alone; attention in chunks keeps its cache as windows do
+        args={"enable_multimodal": False, "disable_hybrid_swa_memory": True},
+        environment={"TORCHDYNAMO_DISABLE": "1"},  # SGLang compiles its router
+    ),
+    StandIns(
+        ("qwen3_next",),
+        (
+            Hook(
+                f"{_KERNELS}.mamba.causal_conv1d_triton.causal_conv1d_fn",
+                "replace",
+                delta_net_kernels.convolve,
+                When.CPU,
+            ),
+            Hook(
+                f"{_KERNELS}.mamba.causal_conv1d_triton.causal_conv1d_update",
+                "replace",
+                delta_net_kernels.convolve_next,
+                When.CPU,
+            ),
+            Hook(
+                f"{_KERNELS}.attention.linear.fused_gdn_gating.fused_gdn_gating",
+                "replace",
+                delta_net_kernels.gates,
+                When.CPU,
+            ),
+            Hook(
+                f"{_KERNELS}.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat",
+                "replace",
+                delta_net_kernels.split_projections,
+                When.CPU,
+            ),
+            Hook(
+                f"{_KERNELS}.attention.fla.fused_norm_gate.rms_norm_gated",
+                "replace",
+                delta_net_kernels.gated_norm,
+                When.CPU,
+            ),
+            Hook(f"{_DELTA_KERNEL}.packed_decode", "replace", delta_net_kernels.decode, When.CPU),
+            Hook(f"{_DELTA_KERNEL}.extend", "replace", delta_net_kernels.prefill, When.CPU),
+        ),
+        # the plain CPU has no snapshots of states, which the other strategy shares between requests
+        args={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+        # inputs of the convolution would be kept in bf16, whatever dtype is served
+        environment={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     ),
 )
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
+from moerl.layout.spec import LLAMA4_TEXT
 
 KNOWN_RELEASES = ("0.5.23",)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -304,6 +305,8 @@ def check_model(config: Mapping[str, Any]) -> None:
     config: the model's config.json.  Raises ConfigError naming its field.
     """
     family = config.get("model_type")
+    if family == "llama4_text":
+        raise ConfigError("model_type", family, LLAMA4_TEXT)
     separate = family in FAMILIES and family not in SGLANG_SHARES_HEAD
     if config.get("tie_word_embeddings") and separate:
         raise ConfigError(

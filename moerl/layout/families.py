@@ -19,11 +19,17 @@ from moerl.layout.rules import (
     columns,
     concat,
     concat_heads,
+    copy,
     deinterleave,
+    delta_conv,
+    delta_heads,
     each,
+    each_rotary,
     first,
     flat,
+    head_groups,
     qkv_grouped,
+    qkv_grouped_gate,
     whole,
 )
 
@@ -35,6 +41,8 @@ class Family:
     every: tuple[Part, ...]
     moe: tuple[Part, ...] = ()
     dense: tuple[Part, ...] = ()
+    linear: tuple[Part, ...] = ()
+    """In place of `every` in the layers of `linear_layers`."""
     expert_files: str = "rows"
     """Stacked experts in a file: rows [E, rows, cols] as in the tables, or transposed (gpt-oss)."""
 
@@ -95,6 +103,14 @@ GQA = Part(
         Rule("self_attn.o_proj.weight", (_O,), cut=columns),
     ),
 )
+# Llama-4 rotates pairs of neighbours, SGLang's class for it the two halves of a head.
+GQA_REORDERED = replace(
+    GQA,
+    sglang=(
+        Rule("self_attn.qkv_proj.weight", _qkv("weight"), concat_heads, each_rotary),
+        *GQA.sglang[1:],
+    ),
+)
 QKV_BIAS = Part(
     dict(zip(_qkv("bias"), (("q_rows",), ("kv_rows",), ("kv_rows",)), strict=True)),
     (Rule("self_attention.linear_qkv.bias", _qkv("bias"), qkv_grouped, flat),),
@@ -103,22 +119,24 @@ QKV_BIAS = Part(
 )
 
 
-def _qk_norm(when: str, sizes: tuple[str, str]) -> Part:
-    """Cut over heads in Megatron if it covers all heads; replicated in SGLang."""
+def _qk_norm(when: str, sizes: tuple[str, str], *, sglang_cuts: bool = False) -> Part:
+    """Cut over heads in Megatron if it covers all heads; in SGLang whole, or cut as q and k."""
     names = {x: f"self_attn.{x}_norm.weight" for x in "qk"}
     cut = flat if sizes[0] == "q_rows" else whole
+    fuse, sglang_cut = (concat_heads, each) if sglang_cuts else (copy, whole)
     return Part(
         {names["q"]: (sizes[0],), names["k"]: (sizes[1],)},
         tuple(
             Rule(f"self_attention.{x}_layernorm.weight", (hf,), cut=cut) for x, hf in names.items()
         ),
-        tuple(Rule(hf, (hf,)) for hf in names.values()),
+        tuple(Rule(hf, (hf,), fuse, sglang_cut) for hf in names.values()),
         when=when,
     )
 
 
 QK_NORM = _qk_norm("qk_norm", ("head_dim", "head_dim"))
 QK_NORM_ALL_HEADS = _qk_norm("qk_norm_all_heads", ("q_rows", "kv_rows"))
+QK_NORM_CUT = _qk_norm("qk_norm_all_heads", ("q_rows", "kv_rows"), sglang_cuts=True)
 O_BIAS = Part(
     {"self_attn.o_proj.bias": ("hidden",)},
     (Rule("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",)),),
@@ -130,6 +148,64 @@ SINKS = Part(
     (Rule("self_attention.core_attention.softmax_offset", ("self_attn.sinks",), cut=flat),),
     (Rule("self_attn.sinks", ("self_attn.sinks",), cut=flat),),
     when="sinks",
+)
+
+
+# --- Qwen3-Next: gated attention in some layers, a gated delta net in the others ------------------
+def _without_module(part: Part) -> tuple[Rule, ...]:
+    """SGLang's rules where its layer is the attention: names without self_attn."""
+    return tuple(replace(rule, local=rule.local.removeprefix("self_attn.")) for rule in part.sglang)
+
+
+GQA_GATED = replace(
+    GQA,
+    megatron=(
+        Rule("self_attention.linear_qkv.weight", _qkv("weight"), qkv_grouped_gate, flat),
+        *GQA.megatron[1:],
+    ),
+    sglang=_without_module(GQA),
+)
+QK_NORM_GATED = replace(QK_NORM, sglang=_without_module(QK_NORM))
+NORM_DELTA = _norm(_NORM_1, _NORM_1, te="self_attention.in_proj.layer_norm_weight")
+_DELTA, _STEP, _CONV, _DECAY, _DT, _DELTA_NORM, _DELTA_OUT = (
+    f"linear_attn.{name}"
+    for name in (
+        "in_proj_qkvz.weight",
+        "in_proj_ba.weight",
+        "conv1d.weight",
+        "A_log",
+        "dt_bias",
+        "norm.weight",
+        "out_proj.weight",
+    )
+)
+DELTA_NET = Part(
+    {
+        _DELTA: ("delta_rows", "hidden"),
+        _STEP: ("step_rows", "hidden"),
+        _CONV: ("conv_rows", "one", "conv_width"),
+        _DECAY: ("linear_value_heads",),
+        _DT: ("linear_value_heads",),
+        _DELTA_NORM: ("linear_value_dim",),
+        _DELTA_OUT: ("hidden", "delta_values"),
+    },
+    (
+        Rule("self_attention.in_proj.weight", (_DELTA, _STEP), delta_heads, head_groups),
+        Rule("self_attention.conv1d.weight", (_CONV,), delta_conv, each),
+        Rule("self_attention.A_log", (_DECAY,), cut=flat),
+        Rule("self_attention.dt_bias", (_DT,), cut=flat),
+        Rule("self_attention.out_norm.weight", (_DELTA_NORM,)),
+        Rule("self_attention.out_proj.weight", (_DELTA_OUT,), cut=columns),
+    ),
+    (
+        Rule(_DELTA, (_DELTA,), cut=flat),
+        Rule(_STEP, (_STEP,), cut=flat),
+        Rule(_CONV, (_CONV,), delta_conv, each),
+        Rule(_DECAY, (_DECAY,), cut=flat, dtype="float32"),
+        Rule(_DT, (_DT,), cut=flat),
+        Rule(_DELTA_NORM, (_DELTA_NORM,)),
+        Rule(_DELTA_OUT, (_DELTA_OUT,), cut=columns),
+    ),
 )
 
 
@@ -284,18 +360,32 @@ def router(hf: str = "mlp.gate.weight", sglang_dtype: str = "") -> Part:
 
 
 ROUTER, ROUTER_FP32 = router(), router(sglang_dtype="float32")
-_BIAS = "mlp.gate.e_score_correction_bias"
-EXPERT_BIAS = Part(
-    {_BIAS: ("experts",)},
-    (Rule("mlp.router.expert_bias", (_BIAS,), dtype="float32"),),
-    (Rule(_BIAS, (_BIAS,), dtype="float32"),),
+
+
+def expert_bias(hf: str) -> Part:
+    return Part(
+        {hf: ("experts",)},
+        (Rule("mlp.router.expert_bias", (hf,), dtype="float32"),),
+        (Rule(hf, (hf,), dtype="float32"),),
+        when="expert_bias",
+    )
+
+
+EXPERT_BIAS = expert_bias("mlp.gate.e_score_correction_bias")
+# ERNIE keeps it as one row, in a module of its own, and SGLang in the dtype that it serves.
+_BIAS_ROW = "mlp.moe_statics.e_score_correction_bias"
+EXPERT_BIAS_ROW = Part(
+    {_BIAS_ROW: ("one", "experts")},
+    (Rule("mlp.router.expert_bias", (_BIAS_ROW,), dtype="float32"),),
+    (Rule("mlp.gate.e_score_correction_bias", (_BIAS_ROW,)),),
     when="expert_bias",
 )
 _FC1, _FC2 = (f"mlp.experts.local_experts.{{e}}.linear_fc{i}" for i in (1, 2))
 _TE_FC1, _TE_FC2 = (f"mlp.experts.linear_fc{i}" for i in (1, 2))
 
 
-def experts(where: str, gate: str, up: str, down: str) -> Part:
+def experts(where: str, gate: str, up: str, down: str, stacked: str = "mlp.experts") -> Part:
+    """stacked: the tensors of a file that holds all experts of a layer in one."""
     pair = tuple(f"{where}.{{e}}.{x}.weight" for x in (gate, up))
     down = f"{where}.{{e}}.{down}.weight"
     return Part(
@@ -312,7 +402,7 @@ def experts(where: str, gate: str, up: str, down: str) -> Part:
             Rule(f"{where}.w13_weight", pair, concat, each),
             Rule(f"{where}.w2_weight", (down,), cut=columns),
         ),
-        stacked={"mlp.experts.gate_up_proj": pair, "mlp.experts.down_proj": (down,)},
+        stacked={f"{stacked}.gate_up_proj": pair, f"{stacked}.down_proj": (down,)},
     )
 
 
@@ -354,6 +444,16 @@ GPT_OSS_EXPERTS = Part(
     },
 )
 
+# --- Llama-4: its stacks hold [E, cols, rows], gate before up ------------------------------------
+_L4 = "feed_forward"
+LLAMA4_DENSE = _glu(_L4, "mlp", _L4, "ffn")
+LLAMA4_SHARED = _glu(
+    f"{_L4}.shared_expert", "mlp.shared_experts", f"{_L4}.shared_expert", "shared_ffn"
+)
+LLAMA4_EXPERTS = experts(
+    f"{_L4}.experts", "gate_proj", "up_proj", "down_proj", stacked=f"{_L4}.experts"
+)
+
 # --- multi-token prediction: an ordinary layer behind a projection of (embedding, hidden) ---------
 MTP_PREFIX = "mtp.layers.{i}."
 MTP_BODY = "transformer_layer."
@@ -386,6 +486,11 @@ _DEEPSEEK = Family(
 FAMILY_TABLES: dict[str, Family] = {
     "qwen3_moe": Family(_QWEN, _MOE, _DENSE),
     "qwen2_moe": Family(_QWEN, (*_MOE, SHARED_GATED, SHARED_GATE), _DENSE),
+    "qwen3_next": Family(
+        (NORM_GQA, GQA_GATED, QK_NORM_GATED),
+        (*_MOE, SHARED_GATED, SHARED_GATE),
+        linear=(NORM_DELTA, DELTA_NET),
+    ),
     "mixtral": Family(
         (NORM_GQA, GQA),
         (
@@ -405,6 +510,22 @@ FAMILY_TABLES: dict[str, Family] = {
     "gpt_oss": Family(
         (NORM_GQA, GQA, QKV_BIAS, O_BIAS, SINKS),
         (NORM_MOE, GPT_OSS_ROUTER, GPT_OSS_EXPERTS),
+        expert_files="transposed",
+    ),
+    "minimax_m2": Family(
+        (NORM_GQA, GQA, QK_NORM_CUT),
+        (
+            NORM_MOE,
+            router("block_sparse_moe.gate.weight", sglang_dtype="float32"),
+            experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+            expert_bias("block_sparse_moe.e_score_correction_bias"),
+        ),
+    ),
+    "ernie4_5_moe": Family((NORM_GQA, GQA), (*_MOE, EXPERT_BIAS_ROW, SHARED), _DENSE),
+    "llama4": Family(
+        (NORM_GQA, GQA_REORDERED),
+        (NORM_MOE, router("feed_forward.router.weight"), LLAMA4_EXPERTS, LLAMA4_SHARED),
+        (NORM_DENSE, LLAMA4_DENSE),
         expert_files="transposed",
     ),
     "qwen3": Family(_QWEN, dense=_DENSE),

@@ -8,7 +8,9 @@ shapes, so each is written down once.  Adding a model family means adding tables
     concat        HF tensors end to end (gate, up)         flat     the fused rows as one axis
     concat_heads  the same, cut at heads only (q, k, v)    each     every block separately
     qkv_grouped   per kv group its q heads, k, v           columns  a column range of every block
+    qkv_grouped_gate, delta_heads, delta_conv: see there   head_groups  heads of every section
     deinterleave  rows 0, 2, 4, .. then 1, 3, 5, ..        first    whole on rank 0, zeros elsewhere
+                                                           each_rotary  heads of q and k reordered
 
 Rejected: a parameter's own `partition_dim` (Transformer Engine sets 0 on grouped expert weights).
 """
@@ -45,6 +47,7 @@ class Block(NamedTuple):
     rows: range
     cols: range | None  # None for a 1-D tensor
     heads: int = 0  # > 0: may only be cut into this many equal pieces
+    inner: tuple[range, ...] = ()  # further dims, which are never cut
 
 
 Fusion = Callable[[ModelSpec, Sequence[Block]], list[Block]]
@@ -73,6 +76,50 @@ def qkv_grouped(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
         for group in groups
         for part in parts
     ]
+
+
+def qkv_grouped_gate(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    """`qkv_grouped` where q holds, per head, a query and then a gate: queries, gates, k_g, v_g."""
+    size, ordered = spec.head_dim, []
+    for block in qkv_grouped(spec, parts):
+        if block.hf != parts[0].hf:
+            ordered.append(block)
+            continue
+        for first in (0, size):
+            starts = range(first, len(block.rows), 2 * size)
+            ordered += [block._replace(rows=block.rows[i : i + size]) for i in starts]
+    return ordered
+
+
+def delta_heads(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    """A gated delta net: q, k, v and gate of all key heads, then step sizes, then decays.
+
+    The files hold them per key head, in two tensors: (q, k, v, gate) and (step size, decay).
+    """
+    heads = spec.linear_key_heads
+    values = spec.delta_values // heads
+    steps = spec.linear_value_heads // heads
+    wide, narrow = parts
+    sections = (
+        (wide, (spec.linear_key_dim, spec.linear_key_dim, values, values)),
+        (narrow, (steps, steps)),
+    )
+    blocks = []
+    for part, sizes in sections:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        for first, size in zip(starts, sizes, strict=True):
+            for head in range(heads):
+                at = head * sum(sizes) + first
+                blocks.append(part._replace(rows=part.rows[at : at + size], heads=heads))
+    return blocks
+
+
+def delta_conv(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
+    """The convolution of a gated delta net: q, k and v of all heads in one tensor."""
+    (part,) = parts
+    heads, keys = spec.linear_key_heads, spec.delta_keys
+    cuts = (range(keys), range(keys, 2 * keys), range(2 * keys, len(part.rows)))
+    return [part._replace(rows=part.rows[r.start : r.stop], heads=heads) for r in cuts]
 
 
 def deinterleave(spec: ModelSpec, parts: Sequence[Block]) -> list[Block]:
@@ -110,6 +157,30 @@ def each(blocks: Sequence[Block], shard: Shard) -> list[Block]:
         rows = share.part(len(block.rows), block.hf)
         kept.append(block._replace(rows=block.rows[rows.start : rows.stop]))
     return kept
+
+
+def each_rotary(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    """q, k, v as `each` cuts them; of q and k, per head, its even rows and then its odd ones.
+
+    An engine that rotates the two halves of a head stores weights of neighbours' pairs like this.
+    """
+    kept = []
+    for place, (block, part) in enumerate(zip(blocks, each(blocks, shard), strict=True)):
+        size = len(block.rows) // block.heads
+        if place == len(blocks) - 1:
+            kept.append(part)
+            continue
+        for first in range(0, len(part.rows), size):
+            head = part.rows[first : first + size]
+            kept += [part._replace(rows=head[0::2]), part._replace(rows=head[1::2])]
+    return kept
+
+
+def head_groups(blocks: Sequence[Block], shard: Shard) -> list[Block]:
+    """Sections of one block per head (`delta_heads`): a rank's heads of every section."""
+    heads = blocks[0].heads
+    mine = shard.part(heads, f"{blocks[0].hf}, key heads")
+    return [block for place, block in enumerate(blocks) if place % heads in mine]
 
 
 def columns(blocks: Sequence[Block], shard: Shard) -> list[Block]:
@@ -208,7 +279,7 @@ def expand(spec: ModelSpec, hf_shapes: Mapping[str, tuple[int, ...]], place: Pla
     for rule in place.first:
         add(rule)
     for layer in place.layers:
-        hf_prefix = f"model.layers.{layer.number}."
+        hf_prefix = spec.layer_prefix(layer.number)
         for rule in layer.rules:
             if "{e}" in rule.hf[0]:
                 add_experts(rule, layer.prefix, hf_prefix)
@@ -222,8 +293,8 @@ def expand(spec: ModelSpec, hf_shapes: Mapping[str, tuple[int, ...]], place: Pla
 def _block(name: str, hf_shapes: Mapping[str, tuple[int, ...]], rule: Rule) -> Block:
     if name not in hf_shapes:
         raise LayoutError(f"{rule.local}: its rule names {name}, which the family does not have")
-    rows, *cols = hf_shapes[name]
-    return Block(name, range(rows), range(cols[0]) if cols else None)
+    rows, *cols = (range(size) for size in hf_shapes[name])
+    return Block(name, rows, cols[0] if cols else None, inner=tuple(cols[1:]))
 
 
 def _local(blocks: Sequence[Block], lead: Box = (), dtype: str = "") -> Local:
@@ -233,15 +304,15 @@ def _local(blocks: Sequence[Block], lead: Box = (), dtype: str = "") -> Local:
         stop = start + len(block.rows)
         if block.hf:
             assert not pad, f"{block.hf} follows padding rows"
-            cols: Box = () if block.cols is None else (block.cols,)
+            cols: Box = () if block.cols is None else (block.cols, *block.inner)
             local_cols = tuple(range(len(c)) for c in cols)
             box = (*lead, range(start, stop), *local_cols)
             tiles.append(Tile(block.hf, (block.rows, *cols), box))
         else:
             pad += len(block.rows)
         start = stop
-    width: tuple[int, ...] = () if blocks[0].cols is None else (len(blocks[0].cols),)
-    return Local((start, *width), tuple(tiles), pad, dtype)
+    inner = () if blocks[0].cols is None else (blocks[0].cols, *blocks[0].inner)
+    return Local((start, *map(len, inner)), tuple(tiles), pad, dtype)
 
 
 def _stacked(experts: Iterable[Sequence[Block]], dtype: str) -> Local:

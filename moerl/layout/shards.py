@@ -33,7 +33,14 @@ LayerSpec = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
 
 SGLANG_VOCAB_MULTIPLE = 64
-SGLANG_SHARES_HEAD = ("deepseek_v2", "deepseek_v3", "qwen3", "llama")
+SGLANG_SHARES_HEAD = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "llama4",
+    "qwen3",
+    "llama",
+)
 """Families whose SGLang class uses the embedding as a tied head; others allocate a second one."""
 
 
@@ -76,6 +83,7 @@ def check_parallel(spec: ModelSpec, layout: ParallelConfig) -> None:
         "num_key_value_heads": spec.kv_heads,
         "intermediate_size": spec.ffn,
         "shared experts' width": spec.shared_ffn,
+        "linear_num_key_heads": spec.linear_key_heads,
         "num_experts": spec.experts,
         "moe_intermediate_size": spec.moe_ffn,
         "num_hidden_layers": spec.layers,
@@ -107,9 +115,9 @@ def _hf_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     def sizes(names: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(getattr(spec, name) for name in names)
 
-    shapes = {name: sizes(dims) for name, dims in FIRST.hf.items()}
+    shapes = {spec.root + name: sizes(dims) for name, dims in FIRST.hf.items()}
     for layer in range(spec.layers + spec.mtp_layers):
-        prefix = f"model.layers.{layer}."
+        prefix = spec.layer_prefix(layer)
         for part in _parts(spec, layer):
             per_expert = {name: dims for name, dims in part.hf.items() if "{e}" in name}
             shapes |= {prefix + n: sizes(d) for n, d in part.hf.items() if n not in per_expert}
@@ -117,7 +125,9 @@ def _hf_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
                 for name, dims in per_expert.items():
                     shapes[prefix + name.format(e=expert)] = sizes(dims)
     return shapes | {
-        name: sizes(dims) for name, dims in LAST.hf.items() if not (spec.tied and name == HEAD)
+        spec.root + name: sizes(dims)
+        for name, dims in LAST.hf.items()
+        if not (spec.tied and name == HEAD)
     }
 
 
@@ -136,9 +146,12 @@ def mtp_copies(spec: ModelSpec) -> dict[str, str]:
 def is_repeated(spec: ModelSpec, name: str) -> bool:
     """Whether a file may hold this tensor in addition to `hf_shapes`, without being model state.
 
-    It is the head of a tied model, a copy in a prediction layer, or an old rotary table.
+    It is the head of a tied model, a copy in a prediction layer, an old rotary table, or a part of
+    the model around a language model.
     """
-    tied_head = spec.tied and name == "lm_head.weight"
+    if not name.startswith(spec.root):
+        return True
+    tied_head = spec.tied and name == spec.root + HEAD
     return tied_head or name in mtp_copies(spec) or name.endswith("rotary_emb.inv_freq")
 
 
@@ -181,7 +194,7 @@ def stacked_forms(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], dict[str,
     swap = transposed_stacks(spec)
     forms: dict[str, tuple[tuple[int, ...], dict[str, Box]]] = {}
     for layer in range(spec.layers + spec.mtp_layers):
-        prefix = f"model.layers.{layer}."
+        prefix = spec.layer_prefix(layer)
         for part in _parts(spec, layer):
             for stacked, names in part.stacked.items():
                 rows = [shapes[prefix + name.format(e=0)][0] for name in names]
@@ -269,7 +282,8 @@ def _megatron_chunk(
     # prediction layers embed the next token, so their stage has the embedding as well
     embeds = is_first or (is_last and spec.mtp_layers)
     last = _untie(LAST.megatron, spec, shared=is_first) if is_last else ()
-    return FIRST.megatron if embeds else (), tuple(layers), last
+    first = _rooted(FIRST.megatron, spec) if embeds else ()
+    return first, tuple(layers), _rooted(last, spec)
 
 
 def _megatron_mtp(spec: ModelSpec) -> Iterator[Layer]:
@@ -323,7 +337,7 @@ def sglang_places(
         )
     moe_tp, attention_tp = tp // ep, tp // dp
     attention = Place(
-        first=FIRST.sglang,
+        first=_rooted(FIRST.sglang, spec, names=True),
         layers=_sglang_layers(spec, attention=True),
         last=(),
         tp=Shard(rank % attention_tp, attention_tp),
@@ -343,7 +357,9 @@ def sglang_places(
     head = replace(
         feed_forward,
         layers=(),
-        last=_untie(LAST.sglang, spec, shared=spec.family in SGLANG_SHARES_HEAD),
+        last=_rooted(
+            _untie(LAST.sglang, spec, shared=spec.family in SGLANG_SHARES_HEAD), spec, names=True
+        ),
         tp=Shard(rank, tp),
     )
     return attention, feed_forward, head
@@ -351,12 +367,13 @@ def sglang_places(
 
 def _sglang_layers(spec: ModelSpec, *, attention: bool) -> tuple[Layer, ...]:
     """Every layer with the rules of its attention and norms, or of its feed-forward part."""
-    every = FAMILY_TABLES[spec.family].every
+    family = FAMILY_TABLES[spec.family]
+    every = (*family.every, *family.linear)
     layers = []
     for number in range(spec.layers):
         parts = [part for part in _parts(spec, number) if (part in every) == attention]
         rules = tuple(rule for part in parts for rule in part.sglang)
-        layers.append(Layer(number, f"model.layers.{number}.", rules))
+        layers.append(Layer(number, spec.layer_prefix(number), rules))
     return tuple(layers)
 
 
@@ -373,7 +390,8 @@ def _parts(spec: ModelSpec, layer: int, with_mtp: bool = True) -> Iterator[Part]
     if layer >= spec.layers and with_mtp:
         yield MTP
     routes = layer in spec.moe_layers or layer >= spec.layers
-    for part in (*family.every, *(family.moe if routes else family.dense)):
+    first = family.linear if layer in spec.linear_layers else family.every
+    for part in (*first, *(family.moe if routes else family.dense)):
         if not part.when or getattr(spec, part.when):
             yield part
 
@@ -385,3 +403,17 @@ def _untie(rules: tuple[Rule, ...], spec: ModelSpec, *, shared: bool) -> tuple[R
     rest = tuple(rule for rule in rules if rule.hf != (HEAD,))
     copies = tuple(replace(rule, hf=(EMBED,)) for rule in rules if rule.hf == (HEAD,))
     return rest if shared else rest + copies
+
+
+def _rooted(rules: tuple[Rule, ...], spec: ModelSpec, *, names: bool = False) -> tuple[Rule, ...]:
+    """Rules outside the layers with the root of a file's names, and of local names."""
+    if not spec.root:
+        return rules
+    return tuple(
+        replace(
+            rule,
+            hf=tuple(spec.root + hf for hf in rule.hf),
+            local=(spec.root if names else "") + rule.local,
+        )
+        for rule in rules
+    )

@@ -49,6 +49,8 @@ class ModelSpec:
     max_positions: int
     dtype: str  # of the checkpoint: float32, bfloat16, float16
 
+    root: str = ""  # what every tensor's name begins with: a language model inside another one
+
     # --- layer kinds and attention ---
     ffn: int = 0  # inner width of a dense layer; 0 = there is none
     shared_ffn: int = 0  # inner width of all shared experts together; 0 = none
@@ -57,11 +59,26 @@ class ModelSpec:
     o_bias: bool = False
     qk_norm: bool = False  # one weight of head_dim for all heads
     qk_norm_all_heads: bool = False  # a weight per element, normalised over all heads at once
+    qk_l2_norm: bool = False  # without a weight, in layers that rotate
+    nope_layers: tuple[int, ...] = ()  # layers without a rotary embedding
+    longest: int = 0  # tokens of a sequence up to which attention is plain causal; 0 = any
     rotary_percent: float = 1.0  # part of head_dim that rotates
+    rotary_pairs: bool = False  # neighbours rotate together, instead of the two halves of a head
     yarn: Yarn | None = None
     sinks: bool = False  # a learned logit per head that takes attention and gives no value
     sliding_window: int = 0  # positions seen by the layers of sliding_layers
     sliding_layers: tuple[int, ...] = ()
+
+    output_gate: bool = False  # attention is scaled by a sigmoid; q_proj holds query, gate per head
+    zero_centred_norm: bool = False  # norms scale by 1 + weight
+
+    # --- gated delta net, in place of attention in the layers of linear_layers ---
+    linear_layers: tuple[int, ...] = ()
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0  # per head
+    linear_value_dim: int = 0
+    conv_width: int = 0
 
     # --- multi-head latent attention; kv_lora 0 = ordinary attention ---
     q_lora: int = 0  # 0 = the query is projected directly
@@ -82,12 +99,14 @@ class ModelSpec:
     group_topk: int = 1
     group_score: str = ""  # how a group is rated: max, or sum of its top2
     topk_scaling: float = 1.0  # gate weights are multiplied by it
+    weigh_input: bool = False  # gate weights scale what an expert reads, not what it returns
 
     mtp_layers: int = 0  # multi-token-prediction layers, stored as layers `layers`, ...
 
     @property
     def q_rows(self) -> int:
-        return self.heads * (self.qk_nope + self.qk_rope if self.kv_lora else self.head_dim)
+        per_head = self.qk_nope + self.qk_rope if self.kv_lora else self.head_dim
+        return self.heads * per_head * (2 if self.output_gate else 1)
 
     @property
     def kv_rows(self) -> int:
@@ -106,6 +125,28 @@ class ModelSpec:
         return self.heads * (self.qk_nope + self.v_head)
 
     @property
+    def delta_keys(self) -> int:
+        return self.linear_key_heads * self.linear_key_dim
+
+    @property
+    def delta_values(self) -> int:
+        return self.linear_value_heads * self.linear_value_dim
+
+    @property
+    def delta_rows(self) -> int:
+        """Queries, keys, values and gates of a gated delta net."""
+        return 2 * self.delta_keys + 2 * self.delta_values
+
+    @property
+    def conv_rows(self) -> int:
+        return 2 * self.delta_keys + self.delta_values
+
+    @property
+    def step_rows(self) -> int:
+        """Step size and decay of each value head."""
+        return 2 * self.linear_value_heads
+
+    @property
     def fused_ffn(self) -> int:
         """Rows of an expert's gate and up in one tensor."""
         return 2 * self.moe_ffn
@@ -114,6 +155,10 @@ class ModelSpec:
     def wide(self) -> int:
         """Columns of eh_proj: embedding and hidden state side by side."""
         return 2 * self.hidden
+
+    def layer_prefix(self, number: int) -> str:
+        """What the names of a layer's tensors begin with, in files and in an engine."""
+        return f"{self.root}model.layers.{number}."
 
     @property
     def one(self) -> int:
@@ -142,6 +187,12 @@ class ModelSpec:
         return self.score == "softmax" and not self.norm_topk_prob
 
 
+LLAMA4_TEXT = (
+    "SGLang's class for it leaves the experts unfilled; use the multimodal form "
+    "(model_type llama4, this config as text_config, tensors under language_model.)"
+)
+
+
 def model_spec(config: Config) -> ModelSpec:
     """Read a config.json dict.
 
@@ -149,11 +200,14 @@ def model_spec(config: Config) -> ModelSpec:
     variant of a known family.
     """
     family = config.get("model_type")
+    if family == "llama4_text":
+        raise LayoutError(f"model_type = {family!r} is not supported: {LLAMA4_TEXT}")
     if family not in _READERS:
         raise LayoutError(
             f"model_type = {family!r} has no layout; known families: {', '.join(FAMILIES)}"
         )
     reader = _READERS[family]
+    config = config["text_config"] if reader.nested else config
     _refuse(config, family, _COMMON | reader.allowed)
     _refuse_quantized(config, family)
     spec = ModelSpec(**(_common(config, family, reader.rope) | reader.read(config)))
@@ -235,6 +289,29 @@ def _qwen2_moe(config: Config) -> dict[str, Any]:
         "qkv_bias": bool(config.get("qkv_bias", True)),
         "shared_ffn": _size(config, "shared_expert_intermediate_size"),
         "shared_gate": True,
+    }
+
+
+def _qwen3_next(config: Config) -> dict[str, Any]:
+    rope: Config = config.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    layers, step = _every_layer(config), _size(config, "full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "full_attention" if (layer + 1) % step == 0 else "linear_attention" for layer in layers
+    ]
+    return _qwen3_moe(config) | {
+        "norm_topk_prob": bool(config.get("norm_topk_prob", True)),
+        "shared_ffn": _size(config, "shared_expert_intermediate_size"),
+        "shared_gate": True,
+        "rotary_percent": float(part),
+        "output_gate": True,
+        "zero_centred_norm": True,
+        "linear_layers": tuple(i for i in layers if kinds[i] == "linear_attention"),
+        "linear_key_heads": _size(config, "linear_num_key_heads"),
+        "linear_value_heads": _size(config, "linear_num_value_heads"),
+        "linear_key_dim": _size(config, "linear_key_head_dim"),
+        "linear_value_dim": _size(config, "linear_value_head_dim"),
+        "conv_width": _size(config, "linear_conv_kernel_dim"),
     }
 
 
@@ -325,6 +402,73 @@ def _glm4_moe(config: Config) -> dict[str, Any]:
     )
 
 
+def _minimax_m2(config: Config) -> dict[str, Any]:
+    rope: Config = config.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part is None:  # released files say how many positions of a head rotate
+        head = _size(config, "head_dim")
+        part = _size(config, "rotary_dim", head) / head
+    return _experts(config, "intermediate_size") | {
+        "moe_layers": _every_layer(config),
+        "qk_norm_all_heads": True,
+        "rotary_percent": float(part),
+        "score": "sigmoid",
+        "expert_bias": True,
+        "norm_topk_prob": True,
+    }
+
+
+def _ernie4_5_moe(config: Config) -> dict[str, Any]:
+    last = int(config.get("moe_layer_end_index", -1))
+    layers = range(_size(config, "num_hidden_layers"))
+    moe = layers[int(config.get("moe_layer_start_index", 1)) : last + 1 if last >= 0 else None]
+    width = _size(config, "moe_intermediate_size")
+    fields = {
+        "experts": _size(config, "moe_num_experts"),
+        "experts_per_token": _size(config, "moe_k"),
+        "moe_ffn": width,
+        "moe_layers": tuple(moe),
+        "shared_ffn": width * int(config.get("moe_num_shared_experts") or 0),
+        "rotary_pairs": True,
+        "expert_bias": True,
+        "norm_topk_prob": True,
+        "rms_eps": float(config.get("rms_norm_eps", 1e-5)),
+        "tied": bool(config.get("tie_word_embeddings", True)),
+    }
+    return fields if len(moe) == len(layers) else fields | _dense(config)
+
+
+def _llama4(config: Config) -> dict[str, Any]:
+    layers = _every_layer(config)
+    step = _size(config, "interleave_moe_layer_step", 1)
+    moe = tuple(config.get("moe_layers") or layers[step - 1 :: step])
+    nope = tuple(i for i in layers if (i + 1) % _NOPE_STEP == 0)
+    rotates = config.get("no_rope_layers") or [int(i not in nope) for i in layers]
+    if nope != tuple(i for i in layers if not rotates[i]):
+        raise LayoutError(
+            f"no_rope_layers = {rotates!r} is not supported for llama4: SGLang leaves out the "
+            f"rotary embedding in every {_NOPE_STEP}th layer"
+        )
+    longest = _size(config, "attention_chunk_size", 8192)
+    if config.get("attn_temperature_tuning", True):  # scales later queries of layers without rope
+        longest = min(longest, _size(config, "floor_scale", 8192) - 1)
+    fields = _experts(config, "intermediate_size") | {
+        "root": "language_model.",
+        "moe_layers": moe,
+        "shared_ffn": _size(config, "intermediate_size"),
+        "rotary_pairs": True,
+        "qk_l2_norm": bool(config.get("use_qk_norm", True)),
+        "nope_layers": nope,
+        "longest": longest,
+        "score": "sigmoid",
+        "weigh_input": True,
+        "rms_eps": float(config.get("rms_norm_eps", 1e-5)),
+    }
+    if len(moe) == len(layers):
+        return fields
+    return fields | {"ffn": _size(config, "intermediate_size_mlp")}
+
+
 def _gpt_oss(config: Config) -> dict[str, Any]:
     layers = _every_layer(config)
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * len(layers)
@@ -344,6 +488,7 @@ class _Reader(NamedTuple):
     read: Callable[[Config], dict[str, Any]]
     allowed: dict[str, tuple[object, ...]]  # switches that no rule covers: the allowed values
     rope: tuple[str, ...] = ("default",)
+    nested: bool = False  # the language model's fields are those of text_config
 
 
 _COMMON: dict[str, tuple[object, ...]] = {
@@ -356,6 +501,9 @@ _YARN = ("default", "yarn")
 _READERS: dict[str, _Reader] = {
     "qwen3_moe": _Reader(_qwen3_moe, {}),
     "qwen2_moe": _Reader(_qwen2_moe, {}),
+    "qwen3_next": _Reader(  # SGLang builds experts in every layer
+        _qwen3_next, {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
+    ),
     "mixtral": _Reader(_mixtral, {"sliding_window": (None,)}),
     "olmoe": _Reader(_olmoe, {"clip_qkv": (None,)}),
     "deepseek_v2": _Reader(
@@ -383,6 +531,19 @@ _READERS: dict[str, _Reader] = {
         {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
         _YARN,
     ),
+    "minimax_m2": _Reader(
+        _minimax_m2,
+        {
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+            "use_routing_bias": (True,),
+            "scoring_func": ("sigmoid",),
+        },
+    ),
+    "ernie4_5_moe": _Reader(
+        _ernie4_5_moe, {"use_bias": (None, False), "moe_layer_interval": (None, 1)}
+    ),
+    "llama4": _Reader(_llama4, {"num_experts_per_tok": (1,)}, nested=True),
     "qwen3": _Reader(_qwen3, {}),
     "llama": _Reader(_dense, {}),
 }
@@ -427,6 +588,11 @@ def _refuse(config: Config, family: str, allowed: dict[str, tuple[object, ...]])
 
 
 def _check(spec: ModelSpec) -> None:
+    if spec.linear_layers and spec.linear_value_heads % spec.linear_key_heads:
+        raise LayoutError(
+            f"linear_num_value_heads = {spec.linear_value_heads} is not a multiple of "
+            f"linear_num_key_heads = {spec.linear_key_heads}"
+        )
     if spec.heads % spec.kv_heads:
         raise LayoutError(
             f"num_attention_heads = {spec.heads} is not a multiple of "
@@ -468,4 +634,11 @@ def _rope(config: Config, family: str, kinds: tuple[str, ...]) -> tuple[float, Y
     )
 
 
-_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0}
+_THETA = {
+    "mixtral": 1e6,
+    "gpt_oss": 150000.0,
+    "minimax_m2": 5e6,
+    "ernie4_5_moe": 500000.0,
+    "llama4": 500000.0,
+}
+_NOPE_STEP = 4  # of Llama-4's layers: SGLang's class reads no field for it

@@ -210,7 +210,7 @@ def _whole(spec: ModelSpec, number: int, rules: list[Rule], experts: bool) -> Na
     """The whole Hugging Face tensors of a layer: of expert 0, or all others."""
     shapes = hf_shapes(spec)
     if experts:
-        prefix = f"model.layers.{number}."
+        prefix = spec.layer_prefix(number)
         names = [prefix + hf.format(e=0) for rule in rules if is_expert(rule) for hf in rule.hf]
     else:
         names = _layer_names(spec, number, rules)
@@ -223,8 +223,8 @@ def _whole(spec: ModelSpec, number: int, rules: list[Rule], experts: bool) -> Na
 def _layer_names(spec: ModelSpec, number: int, rules: list[Rule]) -> list[str]:
     """Names of a layer, or of the root, without expert tensors."""
     if number == ROOT:
-        return [name for name in hf_shapes(spec) if not name.startswith("model.layers.")]
-    prefix = f"model.layers.{number}."
+        return [name for name in hf_shapes(spec) if "model.layers." not in name]
+    prefix = spec.layer_prefix(number)
     of_experts = {
         prefix + hf.format(e=expert)
         for rule in rules

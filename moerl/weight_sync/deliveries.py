@@ -232,7 +232,7 @@ class Tables:
     def _entry(self, rule: Rule, number: int, held: Tile, wants: Iterable[_Want]) -> _Entry:
         by_rank: dict[int, list[_Part]] = defaultdict(list)
         by_size: dict[int, list[_Part]] = defaultdict(list)
-        prefix = "" if number == ROOT else f"model.layers.{number}."
+        prefix = "" if number == ROOT else self.spec.layer_prefix(number)
         template = next(hf for hf in rule.hf if prefix + hf.format(e=0) == held.hf)
         for want in wants:
             whole = meet(held.hf_box, want.tile.hf_box)
@@ -288,7 +288,7 @@ class Delivery(NamedTuple):
     src: int  # trainer rank
     part: _Part
     src_prefix: str
-    dst_prefix: str
+    dst_prefix: str  # of names in the engine, and of Hugging Face names
     number: int  # layer number
     src_stacked: bool
     expert: int
@@ -371,9 +371,8 @@ def pieces_of(at: Delivery) -> Iterator[Keyed]:
     """
     part = at.part
     dst_box = _at_slot(part.dst_box, part.dst_stacked, at.dst_slot)
-    prefix = "" if at.number == ROOT else f"model.layers.{at.number}."
     weight = Piece(
-        hf=prefix + part.hf.format(e=at.expert),
+        hf=at.dst_prefix + part.hf.format(e=at.expert),
         hf_box=part.hf_box,
         src_name=at.src_prefix + part.src.format(e=at.slot),
         src_box=_at_slot(part.src_box, at.src_stacked, at.slot),

@@ -124,6 +124,60 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {"head_dim": 8, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "head_dim": 8,
+            "intermediate_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 8,
+            "moe_k": 2,
+            "moe_num_experts": 4,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        _MOE
+        | {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 24,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "full_attention_interval": 4,
+        },
+    ),
+    "llama4": (
+        "Llama4Config",
+        {
+            "text_config": _BASE
+            | {
+                "head_dim": 8,
+                "intermediate_size": 8,
+                "intermediate_size_mlp": 48,
+                "num_hidden_layers": 4,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "pad_token_id": 0,
+            },
+            "vision_config": {"hidden_size": 32, "num_hidden_layers": 1},
+        },
+    ),
     "qwen3": ("Qwen3Config", {"intermediate_size": 48, "head_dim": 8}),
     "llama": ("LlamaConfig", {"intermediate_size": 48}),
     "llama_thirds": (
@@ -179,8 +233,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{name}.tied": (config, change | {"tie_word_embeddings": True})
         for name, (config, change) in MODELS.items()
         # refused by moerl.layout: a prediction layer repeats the head
-        if not change.get("num_nextn_predict_layers")
+        if not change.get("num_nextn_predict_layers") and "text_config" not in change
     },
+    "llama4.tied": (
+        "Llama4Config",
+        MODELS["llama4"][1]
+        | {"text_config": MODELS["llama4"][1]["text_config"] | {"tie_word_embeddings": True}},
+    ),
 }
 """Models that load without an error; for some of them SGLang leaves parameters unfilled."""
 
@@ -221,8 +280,15 @@ class Case:
             "dp_size": self.dp,
             "enable_dp_attention": self.dp > 1,
             "attention_backend": attention,
+            **_ARGUMENTS.get(self.model, {}),
         }
 
+
+# What a family needs to load without CUDA.
+_ARGUMENTS: dict[str, dict[str, object]] = {
+    "llama4": {"enable_multimodal": False},
+    "qwen3_next": {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+}
 
 CASES = (
     *(Case(model, tp) for model in MODELS for tp in (1, 2, 4) if model != "llama_thirds"),
@@ -264,9 +330,15 @@ def write_model(folder: Path, transformers_config: str, change: dict[str, Any]) 
     config = getattr(transformers, transformers_config)(**_BASE | change)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())  # without what SGLang alone reads
+    (folder / "config.json").write_text(json.dumps(change | written))
     generator = torch.Generator().manual_seed(len(folder.name))
     file = folder / "model.safetensors"
     tensors = load_file(file)
+    if "text_config" in change:  # transformers saves the language model alone
+        config.architectures = ["Llama4ForConditionalGeneration"]
+        config.save_pretrained(folder)
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     if change.get("num_nextn_predict_layers"):
         tensors |= _prediction_layer(tensors)
     for name, tensor in tensors.items():

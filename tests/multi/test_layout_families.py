@@ -26,6 +26,7 @@ from moerl.config.schema import ParallelConfig
 from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_store import store_variable
 from moerl.layout import model_spec
+from tests.helpers.nested_model import nest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -91,10 +92,12 @@ def write_models(folder: Path) -> None:
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if "norm" in name:
-                    tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
+                    around_one = not SPECS[family].zero_centred_norm or "linear_attn" in name
+                    tensor.copy_(int(around_one) + 0.2 * torch.randn_like(tensor))
                 elif "inv_freq" not in name:
                     tensor.normal_(0, 0.15)
         model.eval().save_pretrained(folder / family)
+        nest(folder / family, config)
         with torch.no_grad():
             logits = model(tokens(config["vocab_size"])).logits
         save_file({"logits": logits.contiguous()}, folder / f"{family}.logits")
@@ -242,9 +245,9 @@ def broken_table(model_type: str, mutation: str) -> Iterator[None]:
         )
 
     family, expand = shards.FAMILY_TABLES[model_type], shards.expand
-    shards.FAMILY_TABLES[model_type] = replace(
-        family, every=parts(family.every), moe=parts(family.moe), dense=parts(family.dense)
-    )
+    kinds = ("every", "moe", "dense", "linear")
+    changed = {kind: parts(getattr(family, kind)) for kind in kinds}
+    shards.FAMILY_TABLES[model_type] = replace(family, **changed)
     if mutation == "experts_off_by_one":
         shards.expand = lambda spec, *rest: shift_experts(spec, expand(spec, *rest))
     try:

@@ -18,7 +18,13 @@ from test_layout_families import FAMILIES, MESHES, refusal, run
 from moerl.layout import model_spec
 
 TOLERANCE = 1e-5  # of the largest gradient of the model
-CHANGE = {"num_hidden_layers": 3, "layer_types": None, "first_k_dense_replace": 0}
+CHANGE = {
+    "num_hidden_layers": 3,
+    "layer_types": None,
+    "first_k_dense_replace": 0,
+    "moe_layer_start_index": 0,
+    "moe_layer_end_index": 2,
+}
 # the synthetic records route every one of 3 layers to 2 of 8 experts
 MORE = {"deepseek_v3": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}}
 ROUTING = [  # in all 3 layers

@@ -87,6 +87,12 @@ def checkpoint(folder: Path) -> Tensors:
         if not experts or kind[0].isdigit():
             tensors[name] = tensor
             continue
+        if ".feed_forward" in prefix:  # Llama-4 stacks [E, in, gate and up], [E, in, out]
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for expert, value in enumerate(tensor):
+                for part, rows in zip(names, value.T.chunk(len(names)), strict=True):
+                    tensors[f"{prefix}.experts.{expert}.{part}.weight"] = rows
+            continue
         for expert, value in enumerate(tensor):
             tensors[f"{prefix}.experts.{expert}.{kind}"] = value.T if value.dim() == 2 else value
     return tensors
@@ -313,6 +319,16 @@ def rule_of(family: str, local: str) -> Rule:
     table = shards.FAMILY_TABLES[family]
     parts = (*table.every, *table.moe, *table.dense)
     return next(r for part in parts for r in part.sglang if r.local.endswith(local))
+
+
+def test_heads_in_the_order_of_the_file_are_seen(
+    oracle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama-4: SGLang rotates the halves of a head where the file has pairs of neighbours."""
+    rule = rule_of("llama4", "qkv_proj.weight")
+    break_rule(monkeypatch, "llama4", "qkv_proj.weight", replace(rule, cut=each))
+    with pytest.raises(AssertionError, match=r"rank 0: .*qkv_proj.* not as SGLang loads them"):
+        check(oracle, Case("llama4", 2))
 
 
 MUTATIONS = {

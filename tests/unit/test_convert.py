@@ -30,6 +30,7 @@ from moerl.trainer.checkpoints.convert_cli import hf_to_megatron
 from moerl.trainer.checkpoints.convert_job import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder
+from tests.helpers.nested_model import nest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -68,6 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if "inv_freq" not in name:
                     tensor.normal_()
         model.save_pretrained(folder / family)
+        nest(folder / family, config)
     return folder
 
 

@@ -179,6 +179,13 @@ MODELS = json.loads((Path(__file__).resolve().parents[1] / "data/layout_families
         ("glm4_moe", {"rotary_percent": 0.5, "qkv_bias": True, "qk_norm": True, "groups": 1}),
         ("gpt_oss", {"sinks": True, "sliding_layers": (0, 2), "o_bias": True}),
         ("qwen3", {"experts": 0, "moe_layers": (), "tied": True}),
+        ("minimax_m2", {"score": "sigmoid", "qk_norm_all_heads": True, "rotary_percent": 0.5}),
+        ("ernie4_5_moe", {"score": "softmax", "expert_bias": True, "pre_softmax": False}),
+        ("ernie4_5_moe", {"moe_layers": (1, 2, 3), "shared_ffn": 48, "rotary_pairs": True}),
+        ("llama4", {"root": "language_model.", "moe_layers": (1, 3), "nope_layers": (3,)}),
+        ("llama4", {"weigh_input": True, "experts_per_token": 1, "longest": 8191, "ffn": 40}),
+        ("qwen3_next", {"linear_layers": (0, 1, 2), "q_rows": 256, "o_cols": 128}),
+        ("qwen3_next", {"delta_rows": 416, "conv_rows": 256, "step_rows": 16}),
     ],
 )
 def test_switches_of_each_family(model: str, wanted: dict) -> None:
@@ -197,6 +204,10 @@ def test_switches_of_each_family(model: str, wanted: dict) -> None:
         ("deepseek_v3", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0 is not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ("llama4", {"model_type": "llama4_text"}, "SGLang's class for it leaves the experts"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "is not supported for qwen3_next"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval = 2 is not supported"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm = False is not supported"),
     ],
 )
 def test_variants_without_rules_are_refused(model: str, change: dict, message: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -17,7 +17,13 @@ from moerl.config import load_config
 from moerl.config.schema import EngineConfig, TinyFamily, TinyModel
 from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
 from moerl.engine import plugin, stand_ins
-from moerl.engine.cpu_models import attention_sinks, shared_expert_gate
+from moerl.engine.cpu_models import (
+    all_heads_norm,
+    attention_sinks,
+    delta_net_kernels,
+    llama4,
+    shared_expert_gate,
+)
 from moerl.engine.hooks import When
 from moerl.engine.server_args import arguments
 from moerl.errors import ConfigError, EngineError
@@ -38,6 +44,174 @@ def test_gate_of_a_shared_expert(two_dimensional: bool) -> None:
     )
     shared_expert_gate.add_gated(x, gate, shared, output)
     torch.testing.assert_close(output, want)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_norm_over_all_heads(ranks: int) -> None:
+    torch.manual_seed(ranks)
+    q, k, q_weight, k_weight = torch.randn(5, 8), torch.randn(5, 4), torch.randn(8), torch.randn(4)
+    parts = list(zip(*(x.chunk(ranks, -1) for x in (q, k, q_weight, k_weight)), strict=True))
+    sums = sum(all_heads_norm.sums_of_squares(*part[:2]) for part in parts)
+    assert len(sums) == 12, "padded to a multiple of four"
+    found = [all_heads_norm.normalise(*part, sums, ranks, 1e-6) for part in parts]
+    for x, weight, *pieces in zip((q, k), (q_weight, k_weight), *found, strict=True):
+        want = torch.nn.functional.rms_norm(x, x.shape[1:], weight, 1e-6)
+        torch.testing.assert_close(torch.cat(pieces, -1), want)
+
+
+class Chosen(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+def test_an_expert_of_llama4_reads_scaled_tokens() -> None:
+    torch.manual_seed(0)
+    x, weights, ids = torch.randn(5, 8), torch.rand(5, 1), torch.arange(5)[:, None]
+    seen: list[Chosen] = []
+
+    def experts(hidden: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+        seen.append(chosen)
+        return hidden.square() * chosen.topk_weights
+
+    experts.moe_runner_config = SimpleNamespace(apply_router_weight_on_input=True)
+    moe = SimpleNamespace(
+        router=lambda hidden: (hidden, None),
+        topk=lambda _hidden, _logits: Chosen(weights, ids),
+        experts=experts,
+        shared_expert=lambda hidden: hidden + 1,
+    )
+    llama4.weigh_outside(None, moe)
+    assert experts.moe_runner_config.apply_router_weight_on_input is False
+    shared, routed = llama4.run_experts(moe, x)
+    torch.testing.assert_close(routed, (x * weights).square())
+    torch.testing.assert_close(shared, x + 1)
+    assert torch.equal(seen[0].topk_ids, ids)
+    assert (routed - x.square() * weights).abs().max() > 0.1, "not what an expert returns"
+
+
+G, H, K, V, WIDTH = 2, 4, 6, 5, 4  # key and value heads, their sizes, width of the convolution
+
+
+def test_projections_of_a_delta_net() -> None:
+    """Per key head a file holds q, k, its value heads' v and gate; step and decay likewise."""
+    each = H // G
+    qkvz, ba = torch.randn(7, G * (2 * K + 2 * each * V)), torch.randn(7, G * 2 * each)
+    mixed, gate, step, decay = delta_net_kernels.split_projections(qkvz, ba, G, H, K, V)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in ("q", "k", "v", "z", "b", "a")}
+    for head in qkvz.chunk(G, 1):
+        q, k, v, z = head.split([K, K, each * V, each * V], 1)
+        for name, part in (("q", q), ("k", k), ("v", v), ("z", z)):
+            parts[name].append(part)
+    for head in ba.chunk(G, 1):
+        for name, part in zip("ba", head.split(each, 1), strict=True):
+            parts[name].append(part)
+    whole = {name: torch.cat(found, 1) for name, found in parts.items()}
+    assert torch.equal(mixed, torch.cat([whole[name] for name in "qkv"], 1))
+    assert torch.equal(gate.flatten(1), whole["z"])
+    assert gate.shape == (7, H, V)
+    assert torch.equal(step, whole["b"])
+    assert torch.equal(decay, whole["a"])
+
+
+def test_a_convolution_in_pieces() -> None:
+    """Two requests, prefilled in two chunks and then decoded, against one pass over all tokens."""
+    torch.manual_seed(0)
+    channels, lengths = 5, (9, 11)
+    weight, states = torch.randn(channels, WIDTH), torch.randn(6, channels, WIDTH - 1)
+    slots, inputs = torch.tensor([4, 2]), [torch.randn(channels, n) for n in lengths]
+    found: list[list[torch.Tensor]] = [[], []]
+    for first, last, known in ((0, 2, False), (2, 7, True)):
+        parts = [x[:, first:last] for x in inputs]
+        starts = torch.tensor([0, last - first, 2 * (last - first)])
+        sizes, seen = [last - first] * 2, torch.tensor([known] * 2)
+        output = delta_net_kernels.convolve(
+            torch.cat(parts, 1), weight, None, states, starts, sizes, slots, seen
+        )
+        for pieces, part in zip(found, output.chunk(2, 1), strict=True):
+            pieces.append(part)
+    for t in (7, 8):
+        now = torch.stack([x[:, t] for x in inputs])
+        output = delta_net_kernels.convolve_next(
+            now, states, weight, None, "silu", conv_state_indices=slots
+        )
+        for pieces, part in zip(found, output, strict=True):
+            pieces.append(part[:, None])
+    for x, pieces in zip(inputs, found, strict=True):
+        padded = torch.nn.functional.pad(x[:, :9], (WIDTH - 1, 0))
+        want = torch.stack([(padded[:, t : t + WIDTH] * weight).sum(1) for t in range(9)], 1)
+        torch.testing.assert_close(torch.cat(pieces, 1), want * want.sigmoid())
+
+
+def test_a_gated_norm() -> None:
+    x, gate, weight = torch.randn(7, V), torch.randn(7, V), torch.randn(V)
+    found = delta_net_kernels.gated_norm(x, gate, weight, None, eps=1e-6)
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(found, normed * gate / (1 + (-gate).exp()))
+
+
+def reference_delta_net(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One head and one token at a time, in fp64; state [K, V]."""
+    output = torch.zeros(len(parts["v"]), H, V, dtype=torch.float64)
+    for head in range(H):
+        state = torch.zeros(K, V, dtype=torch.float64)
+        for t in range(len(output)):
+            q, k = (parts[name][t, head * G // H].double() for name in "qk")
+            q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
+            v = parts["v"][t, head].double()
+            rate = (1 + (parts["a"][t, head] + parts["dt"][head]).double().exp()).log()
+            state = state * (-parts["A_log"][head].double().exp() * rate).exp()
+            step = 1 / (1 + (-parts["b"][t, head].double()).exp())
+            state = state + step * torch.outer(k, v - k @ state)
+            output[t, head] = q @ state * K**-0.5
+    return output.float()
+
+
+def test_a_delta_net_in_pieces() -> None:
+    """Prefilled in two chunks, then decoded."""
+    torch.manual_seed(0)
+    tokens, slot = 8, 3
+    parts = {
+        "q": torch.randn(tokens, G, K),
+        "k": torch.randn(tokens, G, K),
+        "v": torch.randn(tokens, H, V),
+        "a": torch.randn(tokens, H),
+        "b": torch.randn(tokens, H),
+        "A_log": torch.randn(H),
+        "dt": torch.randn(H),
+    }
+    states, found = torch.zeros(5, H, V, K), []
+    where = {"ssm_states": states, "cache_indices": torch.tensor([slot])}
+    g, beta = delta_net_kernels.gates(parts["A_log"], parts["a"], parts["b"], parts["dt"])
+    for first, last in ((0, 2), (2, 5)):
+        now = slice(first, last)
+        chunk = [parts[name][None, now] for name in "qkv"]
+        output, *_ = delta_net_kernels.prefill(
+            None,
+            *chunk,
+            g[:, now],
+            beta[:, now],
+            query_start_loc=torch.tensor([0, last - first]),
+            **where,
+        )
+        found.append(output[0])
+    for t in range(5, tokens):
+        mixed = torch.cat([parts[name][t].flatten() for name in "qkv"])[None]
+        found.append(
+            delta_net_kernels.decode(
+                None,
+                mixed,
+                parts["a"][t : t + 1],
+                parts["b"][t : t + 1],
+                A_log=parts["A_log"],
+                dt_bias=parts["dt"],
+                scale=K**-0.5,
+                num_v_heads=H,
+                head_v_dim=V,
+                **where,
+            )[0]
+        )
+    torch.testing.assert_close(torch.cat(found), reference_delta_net(parts))
+    assert not states[:slot].any(), "other slots are left alone"
 
 
 def reference_attention(

@@ -106,8 +106,8 @@ def megatron_rows() -> list[Row]:
 
 def derived_rows() -> list[Row]:
     """Classes of moerl/trainer that derive from one of megatron-core, and the replay interface."""
-    router = "megatron.core.transformer.moe.router.TopKRouter"
-    found = [Row((router,), "moerl.trainer.model.replay.LayerReplay", {})]
+    replay = "megatron.core.transformer.moe.router_replay.RouterReplay"
+    found = [Row((replay,), "moerl.trainer.model.replay.LayerReplay", {})]
     for path in sorted((ROOT / "moerl/trainer").rglob("*.py")):
         tree = ast.parse(path.read_text())
         names = imported(tree)

@@ -102,12 +102,15 @@ def pinned(spec: ModelSpec) -> set[str]:
 
 
 def with_dtype(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """Set the config's dtype."""
+    """Set the config's dtype: transformers loads in that dtype, whatever the files hold."""
+    dtypes = tuple(dtypes)
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     # with several, the widest: a float32 router must not be rounded by the loader
     dtype = "float32" if "float32" in names else min(names)
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(inner := plain.get("text_config"), Mapping):
+        plain["text_config"] = with_dtype(inner, dtypes)
     return plain | dict.fromkeys(keys, dtype)
 
 

@@ -253,6 +253,16 @@ def _patch_duplicated_linear() -> None:
     latent_attention.TELinear = absorbed_mla.TELinear = DuplicatedLinear
 
 
+def _unit_length(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
+def _patch_delta_net() -> None:
+    from megatron.core.ssm.gated_delta_net import common
+
+    common.HAVE_FLA, common.l2norm = True, _unit_length
+
+
 PATCHES = (
     Patch(
         _patch_device,
@@ -324,6 +334,14 @@ PATCHES = (
             "megatron.core.models.backends.LocalSpecProvider.layer_norm",
             "megatron.core.models.backends.LocalSpecProvider.core_attention",
             "megatron.core.models.gpt.gpt_layer_specs.LNImpl",
+        ),
+    ),
+    Patch(
+        _patch_delta_net,
+        "a gated delta net wants a package of Triton kernels, also where it runs torch code",
+        (
+            "megatron.core.ssm.gated_delta_net.common.HAVE_FLA",
+            "megatron.core.ssm.gated_delta_net.common.l2norm",
         ),
     ),
     Patch(

@@ -8,22 +8,30 @@ Its experts have biases, which megatron-core adds in a way that cannot be differ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moerl.errors import TrainerError
 from moerl.layout.spec import ModelSpec
+from moerl.trainer.model.gated_delta_net import DeltaOrAttention
 
 
 class AllHeadsNorm(torch.nn.RMSNorm):
@@ -118,11 +126,107 @@ class _PlainQuery(QKNormConfigResolver):  # type: ignore[misc]  # untyped
         return super()._mla_fused_linear_or_default(module, name)
 
 
+class PartlyRotaryAttention(SelfAttention):  # type: ignore[misc]  # untyped
+    """Llama-4's attention: layers without a rotary embedding have no query/key norm either.
+
+    megatron-core norms before it rotates and Llama-4 after; a norm without a weight commutes with a
+    rotation.  Beyond `longest` tokens Llama-4 attends in chunks and scales queries, this does not.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, longest: int, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.longest = longest
+        if config.no_rope_freq[self.layer_number - 1]:
+            self.q_layernorm = self.k_layernorm = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        config = self.config
+        cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        length = len(hidden_states) * cut * config.context_parallel_size
+        if packed_seq_params is not None:
+            length = int(packed_seq_params.max_seqlen_q)
+        if length > self.longest:
+            raise TrainerError(
+                f"a sequence of {length} tokens is longer than {self.longest}, up to which Llama-4 "
+                "attends to all of it; longer ones are not supported"
+            )
+        return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class SoftmaxBiasRouter(TopKRouter):  # type: ignore[misc]  # untyped
+    """A router that chooses by softmax probability plus a bias, and weighs without the bias.
+
+    megatron-core 0.19.2 adds a bias to sigmoid scores only.  ERNIE-4.5 keeps it as one row [1, E].
+    """
+
+    router_replay: Any  # set by megatron-core, and by `replay.attach`
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        del self.expert_bias
+        self.register_buffer("expert_bias", torch.zeros(1, config.num_moe_experts))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        replay = self.router_replay
+        self.router_replay = BiasedChoice(self.expert_bias, replay)
+        try:
+            found: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
+            return found
+        finally:
+            self.router_replay = replay
+
+
+@dataclass(frozen=True, slots=True)
+class BiasedChoice:
+    """The `router_replay` of a SoftmaxBiasRouter during a call: the choice, replayed or live.
+
+    Legend: N tokens, E experts, K experts per token.
+    """
+
+    bias: Tensor  # [1, E] f32
+    replay: Any  # what `replay.attach` put on the router; None: live
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """scores: logits [N, E]; -> (logits of the chosen [N, K], ids [N, K])."""
+        biased = scores.softmax(-1, dtype=torch.float32) + self.bias
+        if self.replay is None:
+            _, ids = default_compute_topk(biased, topk, num_groups, group_topk)
+        else:
+            rest = (num_groups, group_topk, default_compute_topk)
+            _, ids = self.replay.get_replay_topk(biased, topk, *rest)
+        return scores.gather(1, ids), ids
+
+
 def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
     """Put a family's own modules into a layer spec, in place."""
     attention = layer.submodules.self_attention.submodules
     if spec.qk_norm_all_heads:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    feed_forward = layer.submodules.mlp.keywords["submodules"]
+    routes = isinstance(feed_forward, MoESubmodules)
+    if routes and spec.expert_bias and spec.score == "softmax":
+        feed_forward.router = SoftmaxBiasRouter
+    if spec.linear_layers:
+        layer.submodules.self_attention.module = DeltaOrAttention
+        layer.submodules.self_attention.params["linear_layers"] = spec.linear_layers
+    if spec.nope_layers:
+        layer.submodules.self_attention.module = PartlyRotaryAttention
+        layer.submodules.self_attention.params["longest"] = spec.longest
+        if spec.qk_l2_norm:
+            attention.q_layernorm = attention.k_layernorm = L2Norm
     if spec.kv_lora and not spec.q_lora:
         layer.submodules.self_attention.module = UncompressedQueryAttention
         attention.q_layernorm = IdentityOp  # one that is not used is refused
@@ -130,5 +234,4 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     if spec.sinks and on_cpu:
         attention.core_attention = SinkAttention
-        experts = layer.submodules.mlp.keywords["submodules"].experts
-        experts.keywords["submodules"].linear_fc2 = ExpertRowLinear
+        feed_forward.experts.keywords["submodules"].linear_fc2 = ExpertRowLinear

@@ -202,7 +202,7 @@ def check_family(
             "a query/key norm over all heads cannot be cut; use trainer.parallel.tp = 1",
         ),
         (
-            spec.score == "sigmoid" and not spec.norm_topk_prob,
+            spec.score == "sigmoid" and not spec.norm_topk_prob and spec.experts_per_token > 1,
             "megatron-core always divides sigmoid gate weights by their sum",
         ),
         (
@@ -215,6 +215,13 @@ def check_family(
     for holds, reason in lacks:
         if holds:
             raise ConfigError("model.path", spec.family, reason)
+    if spec.linear_layers and (sizes.cp > 1 or (packing and sizes.tp > 1 and on_cpu)):
+        cut = ("trainer.parallel.cp", sizes.cp) if sizes.cp > 1 else ("trainer.packing", packing)
+        raise ConfigError(
+            *cut,
+            f"the gated delta net of {spec.family} was not compared with context parallelism, and "
+            "on the CPU it takes packed rows with tp 1 only; use cp 1, and packing false with tp",
+        )
     if spec.sinks and on_cpu and (sizes.cp > 1 or packing):
         name, value = ("cp", sizes.cp) if sizes.cp > 1 else ("packing", packing)
         raise ConfigError(

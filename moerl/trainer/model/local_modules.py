@@ -31,17 +31,23 @@ _QUERY_BLOCK = 1024
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm that may be sequence parallel; in bf16 normalised in fp32, cast, then scaled.
 
-    The order of the cast is that of transformers' Qwen3, so bf16 logits agree with it.
+    The order of the cast is that of transformers' Qwen3, so bf16 logits agree with it; where norms
+    scale by 1 + weight it is that of Qwen3-Next, which casts at the end.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.epsilon = eps
+        self.epsilon, self.around_one = eps, config.layernorm_zero_centered_gamma
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.around_one:
+            y = torch.nn.functional.rms_norm(
+                x.float(), self.normalized_shape, 1 + self.weight.float(), self.epsilon
+            )
+            return y.to(x.dtype)
         if x.dtype == torch.float32:
             return super().forward(x)
         y = x.float()

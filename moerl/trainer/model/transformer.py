@@ -53,6 +53,8 @@ def transformer_config(
     owned = _model_fields(spec) | _layout_fields(trainer) | _precision_fields(trainer.dtype)
     if platform.name == "cpu":
         owned |= _cpu_fields()
+        if spec.linear_layers:
+            owned["deterministic_mode"] = True  # torch code in place of Triton kernels
     user = trainer.megatron
     check_megatron_fields(user, owned, with_replay=with_replay)
     kind = MLATransformerConfig if spec.kv_lora else TransformerConfig
@@ -151,6 +153,7 @@ def _model_fields(spec: ModelSpec) -> dict[str, Any]:
         "qk_layernorm": spec.qk_norm or spec.qk_norm_all_heads or bool(spec.kv_lora),
         "add_qkv_bias": spec.qkv_bias,
         "add_bias_linear": spec.o_bias,  # gpt-oss has a bias in every linear layer
+        "rotary_interleaved": spec.rotary_pairs,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "calculate_per_token_loss": True,
@@ -163,7 +166,27 @@ def _model_fields(spec: ModelSpec) -> dict[str, Any]:
         fields |= _gpt_oss_fields(spec)
     if spec.index_topk:
         fields |= sparse_fields(spec)
+    if spec.nope_layers:
+        fields |= {
+            "qk_l2_norm": spec.qk_l2_norm,
+            "no_rope_freq": [int(layer in spec.nope_layers) for layer in range(spec.layers)],
+        }
+    if spec.linear_layers:
+        fields |= _delta_fields(spec)
     return fields
+
+
+def _delta_fields(spec: ModelSpec) -> dict[str, Any]:
+    """Qwen3-Next: gated attention, norms around one, a gated delta net in most layers."""
+    return {
+        "layernorm_zero_centered_gamma": spec.zero_centred_norm,
+        "attention_output_gate": spec.output_gate,
+        "linear_num_key_heads": spec.linear_key_heads,
+        "linear_num_value_heads": spec.linear_value_heads,
+        "linear_key_head_dim": spec.linear_key_dim,
+        "linear_value_head_dim": spec.linear_value_dim,
+        "linear_conv_kernel_dim": spec.conv_width,
+    }
 
 
 def _router_fields(spec: ModelSpec) -> dict[str, Any]:
@@ -174,10 +197,12 @@ def _router_fields(spec: ModelSpec) -> dict[str, Any]:
         "moe_layer_freq": [int(layer in spec.moe_layers) for layer in range(spec.layers)],
         "moe_router_score_function": spec.score,
         "moe_router_pre_softmax": spec.pre_softmax,
-        "moe_router_enable_expert_bias": spec.expert_bias,
+        # a softmax with a bias is SoftmaxBiasRouter
+        "moe_router_enable_expert_bias": spec.expert_bias and spec.score != "softmax",
         "moe_router_bias_update_rate": 0.0,  # keep the balance of the checkpoint
         "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
         "moe_shared_expert_gate": spec.shared_gate,
+        "moe_apply_probs_on_input": spec.weigh_input,
     }
     if spec.groups > 1:
         fields |= {
