@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import EngineConfig
-from moerl.engine import feature_table, stand_ins
+from moerl.engine import family_settings, feature_table
 from moerl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def server_args(
         port=port,
         nccl_port=nccl_port,
         cuda=cuda,
-        model_type=stand_ins.model_type_of(model_path),
+        model_type=family_settings.model_type_of(model_path),
     )
 
 
@@ -169,6 +169,6 @@ def arguments(
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
-            **stand_ins.arguments_of(model_type, config.args),
+            **family_settings.arguments_of(model_type, config.args),
         }
     return args | config.args

@@ -18,7 +18,7 @@ import signal
 import sys
 from typing import Any
 
-from moerl.engine import plugin, stand_ins, torchvision_fix
+from moerl.engine import family_settings, plugin, torchvision_fix
 from moerl.stack_dump import write_on_request
 
 # at import: each process that SGLang spawns imports this module again
@@ -62,7 +62,7 @@ def serve(args: dict[str, Any], token: Secret) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    os.environ[stand_ins.MODEL_FOLDER] = args["model_path"]
+    os.environ[family_settings.MODEL_FOLDER] = args["model_path"]
     load_plugins()
     plugin.check_installed()
     try:

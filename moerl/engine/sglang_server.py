@@ -23,7 +23,7 @@ import psutil
 
 from moerl.config.json_files import read_json
 from moerl.config.schema import EngineConfig
-from moerl.engine import feature_table, stand_ins
+from moerl.engine import family_settings, feature_table
 from moerl.engine.hooks import DP_ATTENTION
 from moerl.engine.node_span import ALONE, NodeSpan
 from moerl.engine.scratch_dir import Scratch
@@ -254,7 +254,7 @@ class EngineServer:
         if self.config.host.startswith("127."):
             env["GLOO_SOCKET_IFNAME"] = "lo"
         if self.args.get("device") == "cpu":
-            env |= stand_ins.environment_of(stand_ins.model_type_of(self._model_path))
+            env |= family_settings.environment_of(family_settings.model_type_of(self._model_path))
         if self.args.get("device") == "cpu" and self.config.tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_lists(
                 self.config.tp, self.config.cpu_threads

@@ -1,21 +1,17 @@
-"""What a model family needs of an engine on a plain CPU: one table, by `model_type`.
+"""Functions of SGLang that are replaced for a model family on a plain CPU, by `model_type`.
 
-SGLang has no plain-CPU path for some modules of some families.  A row names the families, the
-functions of SGLang that are replaced for them (`moerl.engine.cpu_models`), and the server arguments
-and environment variables without which these functions would not run.  Other families pay nothing:
+SGLang has no plain-CPU path for some modules of some families.  A row names the families and the
+functions that are replaced for them (`moerl.engine.cpu_models`).  Other families pay nothing:
 `plugin.register_hooks` registers the rows of the served model only.  With CUDA nothing of this
-applies.
+applies.  `moerl.engine.family_settings` has the server arguments that these functions need.
 
 patches/sglang/README.md has an entry per hook, as for the table in hooks.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from moerl.config.json_files import read_json
 from moerl.engine.cpu_models import (
     absorbed_mla,
     all_heads_norm,
@@ -27,10 +23,6 @@ from moerl.engine.cpu_models import (
     shared_expert_gate,
 )
 from moerl.engine.hooks import Hook, When
-from moerl.errors import ConfigError
-
-# Environment variable of a server: the folder of its model, which the plug-in reads.
-MODEL_FOLDER = "MOERL_ENGINE_MODEL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +31,6 @@ class StandIns:
 
     model_types: tuple[str, ...]
     hooks: tuple[Hook, ...]
-    args: Mapping[str, bool | str] = field(default_factory=dict)  # server arguments
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 _MODELS = "sglang.srt.models"
@@ -120,10 +110,6 @@ STAND_INS = (
                 When.CPU,
             ),
         ),
-        # torch_native writes the cache of window layers at slots other than those it reads
-        args={"disable_hybrid_swa_memory": True},
-        # SGLang compiles the activation of its experts: 26 s at the first request, 0.2 s without
-        environment={"TORCHDYNAMO_DISABLE": "1"},
     ),
     StandIns(
         ("minimax_m2",),
@@ -165,9 +151,6 @@ STAND_INS = (
                 When.CPU,
             ),
         ),
-        # the language model alone; attention in chunks keeps its cache as windows do
-        args={"enable_multimodal": False, "disable_hybrid_swa_memory": True},
-        environment={"TORCHDYNAMO_DISABLE": "1"},  # SGLang compiles its router
     ),
     StandIns(
         ("qwen3_next",),
@@ -205,43 +188,9 @@ STAND_INS = (
             Hook(f"{_DELTA_KERNEL}.packed_decode", "replace", delta_net_kernels.decode, When.CPU),
             Hook(f"{_DELTA_KERNEL}.extend", "replace", delta_net_kernels.prefill, When.CPU),
         ),
-        # the plain CPU has no snapshots of states, which the other strategy shares between requests
-        args={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
-        # inputs of the convolution would be kept in bf16, whatever dtype is served
-        environment={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     ),
 )
 
 
-def model_type_of(folder: Path) -> str:
-    """`model_type` of a model folder; empty where there is no config.json yet."""
-    file = folder / "config.json"
-    return str(read_json(file).get("model_type", "")) if file.is_file() else ""
-
-
 def hooks_of(model_type: str) -> tuple[Hook, ...]:
-    return tuple(hook for row in _rows(model_type) for hook in row.hooks)
-
-
-def environment_of(model_type: str) -> dict[str, str]:
-    return {name: value for row in _rows(model_type) for name, value in row.environment.items()}
-
-
-def arguments_of(model_type: str, chosen: Mapping[str, object]) -> dict[str, bool | str]:
-    """Server arguments that a family needs on a plain CPU.
-
-    chosen: `engine.args`.  Raises ConfigError where they hold another value.
-    """
-    needed = {name: value for row in _rows(model_type) for name, value in row.args.items()}
-    for name, value in needed.items():
-        if chosen.get(name, value) != value:
-            raise ConfigError(
-                f"engine.args.{name}",
-                chosen[name],
-                f"without CUDA an engine of {model_type} needs {value!r}; leave it out",
-            )
-    return needed
-
-
-def _rows(model_type: str) -> tuple[StandIns, ...]:
-    return tuple(row for row in STAND_INS if model_type in row.model_types)
+    return tuple(hook for row in STAND_INS if model_type in row.model_types for hook in row.hooks)

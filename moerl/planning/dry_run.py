@@ -30,9 +30,9 @@ from moerl.config.secret_values import hide, hide_override
 from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
+from moerl.engine.family_settings import model_type_of
 from moerl.engine.node_span import NodeSpan
 from moerl.engine.server_args import arguments
-from moerl.engine.stand_ins import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec

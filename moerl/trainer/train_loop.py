@@ -253,7 +253,7 @@ class TrainLoop:
         counts = self.learner.load.long().tolist()
         row = {"step": step, "layers": self.model.spec.moe_layers, "counts": counts}
         try:
-            with self.context.run.expert_load.open("a") as file:
+            with self.context.run.expert_load.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:  # the report lacks it, nothing else
             log.error("the load of the experts in step %d is not kept: %s", step, error)

@@ -16,7 +16,7 @@ import torch
 from moerl.config import load_config
 from moerl.config.schema import EngineConfig, TinyFamily, TinyModel
 from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
-from moerl.engine import plugin, stand_ins
+from moerl.engine import family_settings, plugin, stand_ins
 from moerl.engine.cpu_models import (
     all_heads_norm,
     attention_sinks,
@@ -273,9 +273,9 @@ def test_a_family_gets_its_own_stand_ins_only() -> None:
 
 
 def test_the_model_of_a_folder(tmp_path: Path) -> None:
-    assert stand_ins.model_type_of(tmp_path) == ""
+    assert family_settings.model_type_of(tmp_path) == ""
     (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
-    assert stand_ins.model_type_of(tmp_path) == "olmoe"
+    assert family_settings.model_type_of(tmp_path) == "olmoe"
 
 
 def server(model_type: str, *, cuda: bool, **args: bool) -> dict[str, Any]:
@@ -299,8 +299,8 @@ def test_a_server_gets_the_arguments_of_its_family() -> None:
     assert server("gpt_oss", cuda=True, disable_hybrid_swa_memory=False)
     with pytest.raises(ConfigError, match="engine of gpt_oss needs True; leave it out"):
         server("gpt_oss", cuda=False, disable_hybrid_swa_memory=False)
-    assert stand_ins.environment_of("gpt_oss") == {"TORCHDYNAMO_DISABLE": "1"}
-    assert stand_ins.environment_of("qwen3_moe") == {}
+    assert family_settings.environment_of("gpt_oss") == {"TORCHDYNAMO_DISABLE": "1"}
+    assert family_settings.environment_of("qwen3_moe") == {}
 
 
 def test_a_hook_that_was_not_installed_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
