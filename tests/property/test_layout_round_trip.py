@@ -143,7 +143,7 @@ def random_cases(draw: st.DrawFn) -> tuple[ModelSpec, tuple[int, ...], int]:
     heads = tp * draw(small) if latent else 8 * draw(small)
     change: dict[str, Any] = {
         "vocab_size": draw(st.integers(1, 150)),
-        "hidden_size": 8 * draw(small) * (heads if case in ("qwen2_moe", "olmoe") else 1),
+        "hidden_size": 8 * draw(small) * (1 if "head_dim" in CASES[case] else heads),
         "num_hidden_layers": pp * vpp * draw(st.integers(1, 2)),
         "num_attention_heads": heads,
         "num_key_value_heads": heads if latent else tp * (2 if tp < 4 else 1),

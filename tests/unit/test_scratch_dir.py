@@ -91,6 +91,7 @@ def test_a_server_that_is_up_and_says_nothing_is_given_up(
     server = sleeping(tmp_path, monkeypatch)
     server.config = replace(server.config, start_timeout_s=0.5)
     monkeypatch.setattr("moerl.engine.sglang_server._KILL_S", 1.0)
+    monkeypatch.setattr(server, "_check_ranks", lambda: None)  # there are none
 
     class Mute(Silent):
         async def server_info(self) -> dict[str, Any]:
@@ -115,6 +116,7 @@ def test_a_helper_that_ends_while_it_is_looked_at_does_not_fail_the_start(
         async def identified(*_: Any) -> None: ...
 
         monkeypatch.setattr(server, "_identify", identified)
+        monkeypatch.setattr(server, "_check_ranks", lambda: None)  # there are none
         monkeypatch.setattr(psutil.Process, "memory_maps", gone)
         monkeypatch.setattr(psutil.Process, "cmdline", gone)
         await server.start(Silent(True))  # type: ignore[arg-type]
