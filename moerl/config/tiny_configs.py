@@ -185,7 +185,8 @@ def _kimi_k2(tiny: TinyModel) -> Fields:
 
 
 def _deepseek_v3(tiny: TinyModel) -> Fields:
-    return _kimi_k2(tiny) | {"n_group": 4, "topk_group": 2}
+    # a group is rated by its best two: megatron-core takes that number from these sizes
+    return _kimi_k2(tiny) | {"n_group": 4, "topk_group": max(1, tiny.experts_per_token // 2)}
 
 
 def _gpt_oss(tiny: TinyModel) -> Fields:

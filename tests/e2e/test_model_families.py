@@ -53,8 +53,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    jobs = sorted(str(job) for job in folder.glob("*/job.json"))
-    run_ranks(1, ["-m", "moerl.audit.score_ranks", "--job", *jobs], timeout_s=300.0)
+    for job in sorted(folder.glob("*/job.json")):
+        try:
+            run_ranks(1, ["-m", "moerl.audit.score_ranks", "--job", str(job)])
+        except AssertionError as error:  # the tests of this family fail, and no others
+            (job.parent / "failed.txt").write_text(str(error))
     return folder
 
 

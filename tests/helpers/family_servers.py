@@ -197,13 +197,14 @@ class ForcedRoutes(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):
             return found
-        scores, size = args[0], self._shape
-        chosen = found.indices
-        if scores.shape[-1] != size.num_experts or chosen.shape[-1] != size.top_k:
-            return found  # a choice of groups
+        scores, size, chosen = args[0], self._shape, found.indices
+        if scores.dim() != 2 or (scores.shape[1], chosen.shape[1]) != (
+            size.num_experts,
+            size.top_k,
+        ):
+            return found  # a choice of groups: of scores [rows, groups, experts] or [rows, groups]
         ids = self._routes[len(self.live)]
-        self.live.append(chosen.reshape(ids.shape))
-        ids = ids.reshape(chosen.shape)
+        self.live.append(chosen)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 
