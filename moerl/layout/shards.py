@@ -36,6 +36,7 @@ SGLANG_VOCAB_MULTIPLE = 64
 SGLANG_SHARES_HEAD = (
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "ernie4_5_moe",
     "llama4",
     "qwen3",

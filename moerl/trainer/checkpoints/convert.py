@@ -48,7 +48,13 @@ from moerl.trainer.checkpoints.convert_job import (
 )
 from moerl.trainer.checkpoints.find_checkpoint import METADATA_FILE
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
-from moerl.trainer.checkpoints.stored_names import ModelTensor, Stored, model_tensors, stored_as
+from moerl.trainer.checkpoints.stored_names import (
+    ModelTensor,
+    Stored,
+    model_tensors,
+    stored_as,
+    stored_parts,
+)
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import (
     assemble,
@@ -77,6 +83,7 @@ class _Piece(NamedTuple):
     tensor: Local
     rows: range
     dtype: torch.dtype
+    begin: int = 0  # row of the tensor with which the stored one begins
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,7 +91,8 @@ class _Piece(NamedTuple):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        return (*self.stored.lead, self.rows.start, *(0 for _ in self.tensor.shape[1:]))
+        first = self.rows.start - self.begin
+        return (*self.stored.lead, first, *(0 for _ in self.tensor.shape[1:]))
 
     @property
     def nbytes(self) -> int:
@@ -189,11 +197,13 @@ def _all_pieces(
     for tensor in model_tensors(source.spec):
         stored = stored_as(tensor, source.spec, layer_spec)
         kind = _stored_dtype(tensor, source, dtype)
-        rows, *rest = tensor.tensor.shape
-        row_bytes = torch.Size(rest).numel() * kind.itemsize
+        row_bytes = torch.Size(tensor.tensor.shape[1:]).numel() * kind.itemsize
         step = max(1, CHUNK_BYTES // row_bytes)
-        for first in range(0, rows, step):
-            yield _Piece(stored, tensor.tensor, range(rows)[first : first + step], kind)
+        for suffix, rows in stored_parts(tensor, source.spec):
+            part = stored._replace(key=stored.key + suffix)
+            for first in range(0, len(rows), step):
+                band = rows[first : first + step]
+                yield _Piece(part, tensor.tensor, band, kind, rows.start)
 
 
 def _files(pieces: Sequence[_Piece], max_bytes: int) -> dict[str, list[_Piece]]:

@@ -73,6 +73,23 @@ def stored_as(tensor: ModelTensor, spec: ModelSpec, layer_spec: LayerSpec) -> St
     return _with_expert_dim(tensor.local_name if spec.kv_lora else _fused(tensor.local_name))
 
 
+def stored_parts(tensor: ModelTensor, spec: ModelSpec) -> Iterator[tuple[str, range]]:
+    """Suffixes of the parts in which a tensor is stored, and the rows of each; one part: ""."""
+    rows = range(tensor.tensor.shape[0])
+    keys, values, steps = spec.delta_keys, spec.delta_values, spec.linear_value_heads
+    sizes: tuple[int, ...] = ()
+    if tensor.local_name.endswith(".self_attention.in_proj.weight"):
+        sizes = (keys, keys, values, values, steps, steps)
+    elif tensor.local_name.endswith(".self_attention.conv1d.weight"):
+        sizes = (keys, keys, values)
+    first = 0
+    for part, size in zip(SPLIT_PARTS, sizes, strict=False):
+        yield f".{part}", rows[first : first + size]
+        first += size
+    if not sizes:
+        yield "", rows
+
+
 def _fused(local_name: str) -> str:
     for norm, fused in _LOCAL_KEYS.items():
         if f".{norm}" in local_name:
