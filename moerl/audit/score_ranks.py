@@ -268,7 +268,7 @@ class _Scorer:
                     "routing_executed",
                     f"layer {layer}: {int(wrong.sum())} tokens ran other experts than replayed",
                 )
-            if routes is self.recorded:
+            if kind == "recorded":
                 self.totals.counts["executed"] += int(self.real.sum())
         self.replay.finish_step()
         if self.model.indexers is not None:

@@ -12,16 +12,16 @@ from moerl.config.schema import EngineConfig
 from moerl.engine.health import WATCH_S
 from moerl.engine.host import EngineContext
 from moerl.engine.node_span import NodeSpan
-from moerl.engine.receivers import ask_receivers
 from moerl.engine.sglang_client import EngineClient
 from moerl.engine.sglang_server import EngineServer
+from moerl.engine.weight_updates import Updates
 from moerl.errors import EngineError
 from moerl.messages import Message
 from moerl.types import PolicyVersion
 
 
 class EngineFollower:
-    """Implements `moerl.engine.receivers.Follower` on its node."""
+    """Implements `moerl.engine.node_span.Follower` on its node."""
 
     def __init__(self, index: int, config: EngineConfig, context: EngineContext) -> None:
         self._index, self._config, self._context = index, config, context
@@ -46,7 +46,7 @@ class EngineFollower:
             await client.close()
 
     async def receive(self, message: Message) -> list[Message]:
-        return await ask_receivers(self._alive(), message)
+        return await Updates.ask_receivers(self._alive(), message)
 
     async def watch(self) -> None:
         server = self._alive()

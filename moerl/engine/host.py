@@ -25,8 +25,7 @@ from moerl.distributed.store_server import StoreServer
 from moerl.engine import in_flight, reply_parser
 from moerl.engine.feature_table import PROVEN
 from moerl.engine.health import WATCH_S, EngineHealth, Pulse
-from moerl.engine.node_span import ALONE, NodeSpan
-from moerl.engine.receivers import Follower
+from moerl.engine.node_span import ALONE, Follower, NodeSpan
 from moerl.engine.reply_parser import InFlight, Reply
 from moerl.engine.sglang_client import BadRequest, EngineClient
 from moerl.engine.sglang_server import EngineServer, free_port

@@ -15,11 +15,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 from urllib.parse import parse_qs, urlparse
 
 import msgspec
 
 from moerl.distributed.token_server import ServerAddress
+from moerl.messages import Message
+from moerl.types import PolicyVersion
 
 _VARIABLE = "MOERL_ENGINE_STORE"
 _SCHEME = "moerl"
@@ -81,3 +84,21 @@ def register(environment: Mapping[str, str] = os.environ) -> None:
 
 
 _STORES: list[object] = []  # torch's wrappers of a store do not keep its Python part alive
+
+
+class Follower(Protocol):
+    """A further node of an engine, as the host on node 0 sees it.  Raises EngineError."""
+
+    async def start(self, version: PolicyVersion, span: NodeSpan) -> None:
+        """Start this node's server; it is ready when all nodes have theirs."""
+        ...
+
+    async def receive(self, message: Message) -> list[Message]:
+        """Answers of this node's receivers, by rank."""
+        ...
+
+    async def watch(self) -> None:
+        """Never returns; raises when the server dies."""
+        ...
+
+    async def stop(self) -> None: ...

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from moerl.engine.health import EngineHealth
-from moerl.engine.receivers import Follower, ask_receivers
+from moerl.engine.node_span import Follower
 from moerl.engine.sglang_client import EngineClient
 from moerl.engine.sglang_server import EngineServer
 from moerl.errors import EngineError
@@ -34,6 +35,7 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
+from moerl.rpc import Keys, ask
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.receiver import UNCHANGED
@@ -130,10 +132,31 @@ class Updates:
 
     async def _ask_all(self, server: EngineServer, message: Message) -> list[Message]:
         nodes = await asyncio.gather(
-            ask_receivers(server, message),
+            self.ask_receivers(server, message),
             *(follower.receive(message) for follower in self._followers),
         )
         return [answer for answers in nodes for answer in answers]
+
+    @classmethod
+    async def ask_receivers(cls, server: EngineServer, message: Message) -> list[Message]:
+        """Answers of the receivers of one node, by rank."""
+        asking = [
+            asyncio.ensure_future(cls._ask(path, server.receiver_keys, message))
+            for path in server.receiver_sockets
+        ]
+        try:
+            return await asyncio.gather(*asking)
+        finally:  # if one fails the others may hang with open sockets
+            for one in asking:
+                one.cancel()
+
+    @staticmethod
+    async def _ask(path: Path, keys: Keys, message: Message) -> Message:
+        if not path.exists():
+            raise EngineError(
+                f"the engine has no receiver at {path}: SGLang did not load the plug-in of moerl"
+            )
+        return await ask(f"ipc://{path}", keys, message)
 
     async def _commit(self, message: CommitUpdate) -> UpdateClosed:
         """Abort running requests unless the mode keeps them, then let all ranks copy at once."""

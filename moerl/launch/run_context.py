@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from moerl.data.tasks import PromptStream
     from moerl.engine.follower import EngineFollower
     from moerl.engine.host import EngineContext, EngineHost
-    from moerl.engine.receivers import Follower
+    from moerl.engine.node_span import Follower
     from moerl.scoring import ProcessScorer
 
 

@@ -31,6 +31,8 @@ from tests.helpers.nested_model import nest
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = json.loads((ROOT / "tests/data/layout_families.json").read_text())
 TOLERANCE = 1e-5
+# transformers in float32 is up to 1.3e-5 from itself in float64 there, elsewhere up to 2e-6
+TOLERANCES = {"qwen3_next": 3e-5}
 NUM_TOKENS = 24
 Gaps = Callable[[str], dict[str, float | str]]
 
@@ -439,7 +441,9 @@ def test_logits_agree_with_transformers(gaps: Gaps, family: str, mesh: str) -> N
         assert why in gap
     else:
         assert isinstance(gap, float), gap
-        assert gap <= TOLERANCE, f"{family} on {mesh}: logits differ by {gap:.2e}"
+        assert gap <= TOLERANCES.get(family, TOLERANCE), (
+            f"{family} on {mesh}: logits differ by {gap:.2e}"
+        )
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(f"{family}+mtp" for family in PREDICTING)])

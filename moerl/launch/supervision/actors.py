@@ -26,8 +26,8 @@ from moerl.config.clusters import is_local, placement
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
-from moerl.engine.receivers import Follower
-from moerl.errors import EngineError, ScoreError
+from moerl.engine.node_span import Follower
+from moerl.errors import EngineError, MoerlError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
@@ -139,15 +139,11 @@ class EngineActor(Hosted):
         )
         super().__init__(self._host)
 
-    async def ask(self, method: str, *args: object) -> object:
-        """As every host; one whose other nodes are gone ends, and is placed again with them."""
-        try:
-            return await super().ask(method, *args)
-        except EngineError as error:
-            if method in ("start", "watch") and await self._lost_a_node():
-                log.error("this host ends, since a node of its engine is gone: %s", error)
-                os._exit(1)
-            raise
+    async def _failed(self, method: str, error: MoerlError) -> None:
+        """A host whose other nodes are gone ends, and is placed again with them."""
+        if method in ("start", "watch") and await self._lost_a_node():
+            log.error("this host ends, since a node of its engine is gone: %s", error)
+            os._exit(1)
 
     async def _lost_a_node(self) -> bool:
         for actor in self._followers:

@@ -24,7 +24,14 @@ class Hosted:
 
     async def ask(self, method: str, *args: object) -> object:
         """Result of one of the object's coroutine methods."""
-        return await getattr(self._plain, method)(*args)
+        try:
+            return await getattr(self._plain, method)(*args)
+        except MoerlError as error:
+            await self._failed(method, error)
+            raise
+
+    async def _failed(self, method: str, error: MoerlError) -> None:
+        """A call ended with this error, which is raised after it."""
 
 
 class Remote:
