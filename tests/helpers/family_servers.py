@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import replace
@@ -125,6 +126,7 @@ class ForkedServer:
         os.dup2(log, 2)
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # that of the environment
         server_process.die_with(parent)
         server_process.serve(server.args, server_process.Secret(server.token))
 
