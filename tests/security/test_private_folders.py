@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from moerl.config import load_config, save_config
+from moerl.config.schema import Config
 from moerl.controller.journal import Journal
 from moerl.engine.scratch_dir import Scratch, remove_abandoned
 from moerl.errors import ConfigError
@@ -298,7 +299,7 @@ def test_rays_scratch_of_an_engine_node_cannot_be_prepared(
         assert mode_of(scratch) == 0o700
         return ["true"]
 
-    monkeypatch.setattr(engine_node, "load_saved", lambda _: None)
+    monkeypatch.setattr(engine_node, "load_saved", lambda _: Config())
     monkeypatch.setattr(engine_node, "_command", command)
     monkeypatch.setattr(engine_node, "request", lambda *_, **__: [])
     monkeypatch.setattr(engine_node, "end_descendants", lambda _: None)
