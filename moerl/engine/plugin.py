@@ -48,7 +48,7 @@ def register_hooks() -> None:
 
 
 def check_installed() -> None:
-    """Raises EngineError unless every hook replaced its symbol; SGLang only logs one that did not.
+    """Raises EngineError unless every hook replaced its symbol; SGLang only logs the failure.
 
     Call it after SGLang's load_plugins.
     """

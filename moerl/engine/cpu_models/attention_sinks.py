@@ -22,7 +22,7 @@ def name_backend(found: tuple[str, str], *_args: Any, **_options: Any) -> tuple[
     """AFTER attention_backends_of: names a backend with sinks to the check of server arguments.
 
     Others who ask get the backend that runs.  SGLang replaces a hooked function in all modules that
-    imported it, so the module that asks is told by its frame.
+    imported it, so the frame of the caller names the module that asks.
     """
     caller = sys._getframe(2)  # 0 is this function, 1 is SGLang's wrapper of it
     return ("triton", "triton") if caller.f_globals.get("__name__") == _ASKING else found

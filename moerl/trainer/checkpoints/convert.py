@@ -289,7 +289,7 @@ def _described(pieces: Sequence[_Piece]) -> TensorStorageMetadata:
     )
 
 
-# --- both ways -----------------------------------------------------------------------------------
+# --- both directions -----------------------------------------------------------------------------
 def _refuse_damaged(source: MegatronFolder, ranks: ConversionRanks) -> None:
     """Compare the files with their digests; each process reads its share."""
     with ranks.together():

@@ -60,7 +60,7 @@ SHARD_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """This rank's place among those that save; group ranks are those of the layout.
+    """This rank's place among the ranks that save; group ranks are those of the layout.
 
     group: of gloo; None with one rank.
     """

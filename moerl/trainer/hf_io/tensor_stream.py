@@ -28,7 +28,7 @@ class Planned(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def made(self) -> Tensor:
-        """The tensor, contiguous; it must be the one that was announced."""
+        """The tensor, contiguous; it must be the announced one."""
         tensor = self.make().contiguous()
         assert tuple(tensor.shape) == self.shape, f"{self.name}: {tuple(tensor.shape)}"
         assert tensor.dtype == self.dtype, f"{self.name}: {tensor.dtype}"

@@ -40,7 +40,7 @@ class IndexerReplay(LayerCalls):
         self._reads[microbatch, chunk] = read
 
     def mode(self, asked: Mode, microbatch: int, chunk: int) -> Mode:
-        """Where routers run live, the positions that were loaded are replayed all the same."""
+        """Where routers run live, the positions that were loaded are replayed too."""
         if self.always_live:
             return Mode.OFF
         if asked is Mode.REPLAY:

@@ -37,7 +37,7 @@ from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.local_modules import RMSNorm
 
 
-class Choice(Protocol):
+class PositionSource(Protocol):
     """Where a layer asks for the positions of its call."""
 
     def take(self, layer: int) -> Tensor | None:
@@ -48,7 +48,7 @@ class Choice(Protocol):
 class RecordedSparseAttention(DSAttention):  # type: ignore[misc]  # untyped
     """DSAttention that reads recorded positions where there are any."""
 
-    choice: Choice | None = None  # set by `indexer_replay.attach_indexers`
+    choice: PositionSource | None = None  # set by `indexer_replay.attach_indexers`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +83,7 @@ class IndexerNorm(torch.nn.LayerNorm):
 
 
 class _LocalSpecs(LocalSpecProvider):  # type: ignore[misc]  # untyped
-    """The local modules that sparse attention is made of without Transformer Engine."""
+    """The local modules of sparse attention, without Transformer Engine."""
 
     def linear(self) -> type:
         return DuplicatedLinear
