@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 _NET = "10.231.17"
 
@@ -87,6 +89,15 @@ def why_not() -> str:
         return "" if entered.returncode == 0 else f"ip netns exec: {entered.stderr.strip()}"
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+@contextmanager
+def hosts_or_skip(count: int) -> Iterator[list[Host]]:
+    """`hosts`, or a skip that says why, and on which machine the test runs."""
+    if reason := why_not():
+        pytest.skip(f"{reason}; it runs as root, with iproute2, where namespaces are permitted")
+    with hosts(count) as made:
+        yield made
 
 
 @contextmanager

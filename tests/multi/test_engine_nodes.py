@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from moerl.records.blob_copies import copied_blobs_of
-from tests.helpers.network_hosts import Host, environment, hosts, why_not
+from tests.helpers.network_hosts import Host, environment, hosts_or_skip
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
 STEPS = 80
@@ -24,9 +24,7 @@ STEPS = 80
 
 @pytest.fixture
 def four() -> Iterator[list[Host]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with hosts(4) as made:
+    with hosts_or_skip(4) as made:
         yield made
 
 

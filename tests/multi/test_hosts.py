@@ -21,7 +21,7 @@ import pytest
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
 from tests.e2e.test_chaos import check_history
-from tests.helpers.network_hosts import Host, hosts, why_not
+from tests.helpers.network_hosts import Host, hosts_or_skip
 from tests.helpers.train_runs import TrainedRecords, copying_records
 
 STEPS, CUT_S = 16, 20.0
@@ -39,9 +39,7 @@ RECIPE = (
 
 @pytest.fixture
 def three() -> Iterator[list[Host]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with hosts(3) as made:
+    with hosts_or_skip(3) as made:
         yield made
 
 

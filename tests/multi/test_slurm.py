@@ -19,7 +19,7 @@ import pytest
 
 from moerl.observe.metrics import read_rows
 from moerl.run_dir import RunDir
-from tests.helpers.network_hosts import ROOT, Host, environment, hosts, why_not
+from tests.helpers.network_hosts import ROOT, Host, environment, hosts_or_skip
 
 SCRIPT = ROOT / "tools/launch/slurm.sbatch"
 STUB = ROOT / "tests/helpers/stub_slurm.py"
@@ -74,9 +74,7 @@ def test_it_submits_itself_with_the_recipes_nodes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two() -> Iterator[list[Host]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with hosts(2) as made:
+    with hosts_or_skip(2) as made:
         yield made
 
 

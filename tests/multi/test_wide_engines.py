@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.network_hosts import Host, hosts, why_not
+from tests.helpers.network_hosts import Host, hosts_or_skip
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
 MAX_GAP = 5e-5  # nats, fp32, trainer and engine with the same weights
@@ -22,9 +22,7 @@ START_S = 700.0  # of an engine and a trainer, on a loaded machine of two cores
 
 @pytest.fixture
 def three() -> Iterator[list[Host]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with hosts(3) as made:
+    with hosts_or_skip(3) as made:
         yield made
 
 

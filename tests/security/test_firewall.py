@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moerl.planning import firewall_check
-from tests.helpers.network_hosts import Host, hosts, why_not
+from tests.helpers.network_hosts import Host, hosts_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTEN = """
@@ -27,10 +27,9 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def three() -> Iterator[list[Host]]:
-    reason = why_not() if shutil.which("nft") else "nft (nftables) is not installed"
-    if reason:
-        pytest.skip(reason)
-    with hosts(3) as made:
+    if not shutil.which("nft"):
+        pytest.skip("nft is not installed; it runs as root, with nftables and iproute2")
+    with hosts_or_skip(3) as made:
         yield made
 
 

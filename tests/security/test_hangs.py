@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.network_hosts import Host, hosts, why_not
+from tests.helpers.network_hosts import Host, hosts_or_skip
 from tests.helpers.train_runs import Run, start, survivors
 from tests.multi.test_hosts import cluster_run
 
@@ -151,9 +151,7 @@ def test_a_run_ends_with_rays_daemons(tmp_path: Path) -> None:
 
 @pytest.fixture
 def three() -> Iterator[list[Host]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with hosts(3) as made:
+    with hosts_or_skip(3) as made:
         yield made
 
 
