@@ -138,21 +138,27 @@ class Pulse:
         self._looked = clock()
         self._silent_s = 0.0  # since the last sign of life
         self._answers = 0  # of other work, at the last look
+        self._awaited: int | None = None  # the attempt that was in progress at the limit
 
-    def look(self, *, busy: bool, answers: int = 0) -> str | None:
+    def look(self, *, attempt: int | None = None, answers: int = 0) -> str | None:
         """A sentence when the server hangs.
 
-        busy: it has work with a deadline of its own, which is no sign of life: work that is tried
+        attempt: number of the attempt in progress at work with a deadline of its own.  The one that
+        is in progress at the limit is waited for; the next one is not, since work that is tried
         again and again would hide a server that hangs.  answers: how often such work was answered.
         """
         now = self._clock()
         self._silent_s += min(now - self._looked, self._LONGEST_LOOK_S)
         self._looked = now
         if self._was_answered() or answers != self._answers:
-            self._silent_s, self._answers = 0.0, answers
+            self._silent_s, self._answers, self._awaited = 0.0, answers, None
         if self._question is None and self._silent_s >= self._limit_s / self._QUESTIONS:
             self._question = asyncio.ensure_future(self._ask())
-        if busy or self._silent_s < self._limit_s:
+        if self._silent_s < self._limit_s:
+            return None
+        if self._awaited is None:
+            self._awaited = attempt
+        if attempt is not None and attempt == self._awaited:
             return None
         return f"the server hangs: it answered nothing for {self._silent_s:.0f} s"
 

@@ -66,7 +66,9 @@ class Updates:
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
         self.aborted = 0  # requests that the current update has interrupted
-        self.committing = False  # the scheduler copies weights and answers nothing
+        self._commits = 0  # asked of servers, answered or not
+        # Number of the commit in progress: the scheduler copies weights and answers nothing.
+        self.attempt: int | None = None
         self.answered = 0  # commits that the server answered, in any way
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
@@ -174,7 +176,8 @@ class Updates:
                     await self._drain(client)
                 idle_s = time.time()
                 self.served = [*self.served[-_VERSIONS:], message.version]
-                self.committing = True
+                self._commits += 1
+                self.attempt = self._commits
                 copying = client.commit(str(message.version), mode)
                 done = await self._health.guard(copying, self._health.ended)
                 self.answered += 1
@@ -193,7 +196,7 @@ class Updates:
             self._health.suspend(f"the commit of {message.version} was given up: {error!r}")
             raise
         finally:
-            self.committing = False
+            self.attempt = None
         self._health.reopen()
         self.version = message.version
         end_s = time.time()

@@ -74,8 +74,10 @@ def test_what_hangs_of_an_engine_is_started_again(tmp_path: Path) -> None:
     finally:
         run.end()
     assert [row["step"] for row in run.rows()] == list(range(60))
-    # 40 s where it was stopped in a commit, which keeps its own deadline
-    assert re.search("the server hangs: it answered nothing for (20|40) s", run.text())
+    silences = re.findall(r"the server hangs: it answered nothing for (\d+) s", run.text())
+    # A commit that is in progress after 20 s keeps its own deadline; no second one is waited for.
+    assert silences
+    assert all(20 <= int(seconds) <= 20 + 40 + 2 for seconds in silences), silences
     assert "the host of engine 0" in run.text()
 
 

@@ -357,13 +357,15 @@ class Asked:
         for _ in range(seconds):
             self.clock += 1.0
             await asyncio.sleep(0)
-            if cause := pulse.look(**(look or {"busy": False})):
+            if cause := pulse.look(**look):
                 return cause
             await asyncio.sleep(0)
         return None
 
 
-@pytest.mark.parametrize("how", ["silent", "busy", "suspended", "refuses", "broken"])
+@pytest.mark.parametrize(
+    "how", ["silent", "commits", "tries again", "suspended", "refuses", "broken"]
+)
 def test_the_deadline_of_a_server_counts_its_silence_only(how: str) -> None:
     async def body() -> None:
         server = Asked()
@@ -373,12 +375,17 @@ def test_the_deadline_of_a_server_counts_its_silence_only(how: str) -> None:
         if how == "silent":
             cause = await server.pass_time(pulse, 200)
             assert cause == "the server hangs: it answered nothing for 120 s"
-        elif how == "busy":  # a commit has a deadline of its own
-            assert await server.pass_time(pulse, 200, busy=True) is None
-            assert await server.pass_time(pulse, 100, busy=False, answers=1) is None
-            assert await server.pass_time(pulse, 200, busy=True, answers=1) is None
-            # it was tried again and not answered: no sign of life
-            assert await server.pass_time(pulse, 1, busy=False, answers=1)
+        elif how == "commits":  # each has a deadline of its own
+            assert await server.pass_time(pulse, 200, attempt=1) is None
+            assert await server.pass_time(pulse, 100, answers=1) is None
+            assert await server.pass_time(pulse, 200, attempt=2, answers=1) is None
+            # it was not answered: no sign of life
+            assert await server.pass_time(pulse, 1, answers=1)
+        elif how == "tries again":  # at once, so that no look falls between two attempts
+            assert await server.pass_time(pulse, 60, attempt=1) is None
+            assert await server.pass_time(pulse, 80, attempt=2) is None
+            cause = await server.pass_time(pulse, 1, attempt=3)
+            assert cause == "the server hangs: it answered nothing for 153 s"
         elif how == "suspended":  # this process was
             server.clock += 600.0
             assert await server.pass_time(pulse, 60) is None
