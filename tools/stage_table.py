@@ -127,7 +127,7 @@ STAGES = (
     Stage("checks", 60, "none"),
     Stage("unit", 240, "default", ("tests/unit", "tests/property"), workers=2),
     # Half of a run's seconds are starts and waits of one process: a second run uses them.
-    Stage("processes", 1000, "default", _SEVERAL_PROCESSES),
+    Stage("processes", 800, "default", _SEVERAL_PROCESSES, workers=2),
     Stage("layouts", 600, "full", _LAYOUTS),
     Stage("trainer", 1500, "full", _TRAINER),
     Stage("sync", 600, "full", _SYNC),
