@@ -31,7 +31,7 @@ from moerl.layout.families import (
     router,
 )
 from moerl.layout.register import register_family
-from moerl.layout.spec import Config
+from moerl.layout.spec_readers import Config
 from moerl.planning.layout_check import check_layout, describe
 from moerl.weight_sync.held_shards import EngineLayout
 
