@@ -87,12 +87,7 @@ def _check_routing(rollout: Rollout, num_moe_layers: int, top_k: int) -> None:
                 f"{part.ids.shape}; want rows from {at} of shape {want}",
             )
         at = part.row_end
-    if at != rollout.num_tokens - 1:
-        raise RecordError(
-            "routing_rows",
-            f"{rollout.rollout_id}: {at} routing rows for {rollout.num_tokens} tokens; "
-            f"want {rollout.num_tokens - 1}",
-        )
+    _check_num_rows("routing_rows", "routing rows", at, rollout)
 
 
 def _check_indexer(rollout: Rollout, model: ModelShape) -> None:
@@ -108,10 +103,15 @@ def _check_indexer(rollout: Rollout, model: ModelShape) -> None:
                 f"{model.index_topk} in {list(model.index_layers)}",
             )
         at = part.row_end
-    if at != rollout.num_tokens - 1:
+    _check_num_rows("indexer_rows", "rows of positions", at, rollout)
+
+
+def _check_num_rows(reason: str, what: str, found: int, rollout: Rollout) -> None:
+    """One row per fed-in token."""
+    if found != rollout.num_tokens - 1:
         raise RecordError(
-            "indexer_rows",
-            f"{rollout.rollout_id}: {at} rows of positions for {rollout.num_tokens} tokens; "
+            reason,
+            f"{rollout.rollout_id}: {found} {what} for {rollout.num_tokens} tokens; "
             f"want {rollout.num_tokens - 1}",
         )
 
