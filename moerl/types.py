@@ -318,7 +318,6 @@ class Score:
     """A scorer's result for one episode."""
 
     reward: float
-    reasons: dict[str, str] | None = None
     # Process rewards: (index into the episode's sampled tokens at which a step ends, its reward).
     steps: tuple[tuple[int, float], ...] = ()
     # The same from a scorer of text: (characters of the response before the step's end, reward).

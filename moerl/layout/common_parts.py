@@ -44,7 +44,6 @@ NORM_DENSE = _norm(_NORM_2, "pre_mlp_layernorm.weight", te="mlp.linear_fc1.layer
 
 # --- multi-token prediction: an ordinary layer behind a projection of (embedding, hidden) ---------
 MTP_PREFIX = "mtp.layers.{i}."
-MTP_BODY = "transformer_layer."
 MTP = Part(
     {
         "enorm.weight": ("hidden",),

@@ -37,7 +37,7 @@ from moerl.weight_sync.transports.base import Guarantees, check_range, read_endp
 
 _POLL_S = 0.0002
 _MAX_SOURCES = 64
-_DONE, _FAILED = 1, -1  # results of transfer_check_status
+_DONE = 1  # result of transfer_check_status
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
