@@ -259,7 +259,7 @@ def test_value_loss_equals_verl(seed: int) -> None:
     assert max(differences(theirs, loss, d.lp)) <= 1e-9
     clipped, share = core.compute_value_loss(d.lp, d.ref, d.old, d.mask, 0.3, TOK)
     assert share > 0
-    assert abs(clipped - loss) > 1e-3, "deviation: ours is not clipped"
+    assert clipped > loss, "deviation: ours is not clipped"
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
