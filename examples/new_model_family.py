@@ -20,18 +20,12 @@ from typing import Any
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
-from moerl.layout.families import (
-    GQA,
-    NORM_GQA,
-    NORM_MOE,
-    QK_NORM,
-    QKV_BIAS,
-    Family,
-    experts,
-    router,
-)
+from moerl.layout.attention_parts import GQA, QK_NORM, QKV_BIAS
+from moerl.layout.common_parts import NORM_GQA, NORM_MOE
+from moerl.layout.families import Family
+from moerl.layout.ffn_parts import experts, router
 from moerl.layout.register import register_family
-from moerl.layout.spec import Config
+from moerl.layout.spec_readers import Config
 from moerl.planning.layout_check import check_layout, describe
 from moerl.weight_sync.held_shards import EngineLayout
 

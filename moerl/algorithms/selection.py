@@ -10,16 +10,11 @@ from collections.abc import Sequence
 
 
 def resample_correct(
-    rewards: Sequence[float],
-    errors: Sequence[float],
-    keep: int,
-    rng: random.Random,
-    *,
-    correct_above: float = 0.0,
+    rewards: Sequence[float], errors: Sequence[float], keep: int, rng: random.Random
 ) -> list[int]:
     """GRPO-RoC, resampling on correct (arXiv 2508.20722 section 3.2): indices to keep, ascending.
 
-    rewards: of all episodes of one prompt, correct when above correct_above.  errors: of each
+    rewards: of all episodes of one prompt, correct when above 0.  errors: of each
     episode, such as the share of failed tool calls plus a format penalty, >= 0.  Both kinds are cut
     in the same proportion, keep / len: incorrect ones uniformly, so that failures stay diverse;
     correct ones without replacement with probability falling in their errors, 1 / (errors + c)
@@ -28,8 +23,8 @@ def resample_correct(
     """
     assert len(rewards) == len(errors), f"{len(rewards)} rewards, {len(errors)} error counts"
     assert 0 < keep <= len(rewards), f"keep {keep} of {len(rewards)} episodes"
-    correct = [i for i, reward in enumerate(rewards) if reward > correct_above]
-    wrong = [i for i, reward in enumerate(rewards) if reward <= correct_above]
+    correct = [i for i, reward in enumerate(rewards) if reward > 0.0]
+    wrong = [i for i, reward in enumerate(rewards) if reward <= 0.0]
     share = keep * len(correct) / len(rewards)
     num_correct = min(int(share + 0.5), len(correct))
     num_correct = max(num_correct, keep - len(wrong))

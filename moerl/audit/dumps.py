@@ -18,6 +18,7 @@ import numpy as np
 from moerl.errors import RecordError
 from moerl.layout import ModelSpec
 from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
 from moerl.records.routing import check_ids, id_dtype
 from moerl.records.sampling_mask import check_csr
 from moerl.types import (
@@ -30,7 +31,6 @@ from moerl.types import (
     RoutingBlob,
     SamplingParams,
     VersionSpan,
-    check,
 )
 
 NEWEST = PolicyVersion(0, 1_000_000)  # for the scoring weights: a token of lag n is n older

@@ -40,10 +40,10 @@ from moerl.launch.nodes.process_tree import (
 )
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
+from moerl.records.header_check import check as check_rollout
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
 from moerl.types import PolicyVersion, Rollout
-from moerl.types import check as check_rollout
 from moerl.weight_sync.plan_check import check_plan
 
 VARIANTS = NEEDED

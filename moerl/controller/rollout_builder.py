@@ -177,7 +177,7 @@ class PartialRollout:
         return blob_uris(*self.segments)
 
     def rollout(self) -> Rollout:
-        """The finished record; `moerl.types.check` validates it on admission."""
+        """The finished record; `moerl.records.header_check` validates it on admission."""
         tokens = np.concatenate([self._prompt_ids, self._sampled()])
         mask = np.zeros(len(tokens), np.bool_)
         mask[len(self._prompt_ids) :] = True

@@ -20,7 +20,8 @@ from moerl.controller.context import Context
 from moerl.controller.rollout_builder import PartialEpisode, blob_uris, group_uris, text_of
 from moerl.controller.write_retry import WriteRetry
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
-from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn, check
+from moerl.records.header_check import check
+from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
-from moerl.layout.spec import LLAMA4_TEXT
+from moerl.layout.spec_readers import LLAMA4_TEXT
 
 KNOWN_RELEASES = ("0.5.23",)
 DTYPES = ("float32", "bfloat16", "float16")

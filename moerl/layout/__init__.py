@@ -37,7 +37,8 @@ from moerl.layout.shards import (
     stacked_forms,
     transposed_stacks,
 )
-from moerl.layout.spec import FAMILIES, ModelSpec, model_spec, padded_vocab
+from moerl.layout.spec import ModelSpec, padded_vocab
+from moerl.layout.spec_readers import FAMILIES, model_spec
 from moerl.layout.tiles import Box, Local, Named, Op, Tile, at, check_covers, join, num_elements
 
 __all__ = [

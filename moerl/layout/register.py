@@ -2,7 +2,7 @@
 
 That is enough to prove a layout on shapes (`moerl.planning.layout_check.check_layout` in the same
 process).  `moerl check-layout`, the trainer's ranks and the engines are processes of their own and
-refuse the family; a run needs it in `moerl/layout/spec.py` and `moerl/layout/families.py`.
+refuse the family; a run needs it in `moerl/layout/spec_readers.py` and `moerl/layout/families.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moerl.layout.families import FAMILY_TABLES, Family
-from moerl.layout.spec import Config, add_reader
+from moerl.layout.spec_readers import Config, add_reader
 
 
 def register_family(

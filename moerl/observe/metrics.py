@@ -93,8 +93,7 @@ class LineFile:
 class MetricsWriter:
     """Appends one row per optimizer step to metrics.jsonl and mirrors it to the sinks.
 
-    Opening the file cuts a torn last line of a killed process; `num_torn` is 1 then, else 0.  Call
-    `truncate_after` first on resume.
+    Opening the file cuts a torn last line of a killed process.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
@@ -102,7 +101,6 @@ class MetricsWriter:
         rows = [(row["step"], end) for row, end in _rows(path)]
         # Step and end of each row, so that `rewind` does not read the whole file.
         self._steps, self._ends = [step for step, _ in rows], [end for _, end in rows]
-        self.num_torn = _num_torn(path, self._end)
         self._file = LineFile(path, self._end)
         self._sinks = tuple(sinks)
 
@@ -205,20 +203,6 @@ def read_rows(path: Path) -> list[Row]:
     return [row for row, _ in _rows(path)]
 
 
-def truncate_after(path: Path, step: int) -> int:
-    """Keep the rows before `step`, cut the rest and a torn last line; return how many were cut.
-
-    Used on resume from a checkpoint whose next step is `step`.  The file is shortened in place, so
-    a crash leaves the old or the new length.
-    """
-    rows = [(row["step"], end) for row, end in _rows(path)]
-    kept = [end for number, end in rows if number < step]
-    num_cut = len(rows) - len(kept) + _num_torn(path, rows[-1][1] if rows else 0)
-    if num_cut:
-        _cut(path, kept[-1] if kept else 0)
-    return num_cut
-
-
 def read_lines(path: Path) -> list[Any]:
     """JSON values of a line file that another process may append to, without a torn last line."""
     return [value for value, _ in _values(path)]
@@ -257,17 +241,6 @@ def _values(path: Path) -> Iterator[tuple[Any, int]]:
                     "metrics_row", f"{path} line {number} is not JSON: {error}"
                 ) from None
             yield value, end
-
-
-def _num_torn(path: Path, end: int) -> int:
-    """1 when the file is longer than `end`, the end of its last complete line, else 0."""
-    return int(path.exists() and path.stat().st_size > end)
-
-
-def _cut(path: Path, end: int) -> None:
-    with path.open("r+b") as file:
-        file.truncate(end)
-        os.fsync(file.fileno())
 
 
 # --- sinks ---------------------------------------------------------------------------------------

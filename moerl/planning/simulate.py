@@ -363,18 +363,11 @@ _STEADY_STEPS = 6
 CLOSE = 1.03  # step times within this factor count as equal
 
 
-def advise(
-    workload: Workload,
-    costs: Costs,
-    *,
-    max_engines: int,
-    max_lag: int,
-    modes: Sequence[InFlightMode] = MODES,
-) -> Advice:
+def advise(workload: Workload, costs: Costs, *, max_engines: int, max_lag: int) -> Advice:
     """Engines, depth and mode for a workload.
 
     The fewest engines whose step time is within CLOSE of that of all engines at the largest depth,
-    then the smallest depth, then the first of `modes` within CLOSE: ties go to fresher data and
+    then the smallest depth, then the first of MODES within CLOSE: ties go to fresher data and
     exact modes.
     """
     depths = sorted({depth for depth in (0, 1, 2, 4, 8) if depth <= max_lag} | {max_lag})
@@ -387,19 +380,19 @@ def advise(
         return table[choice]
 
     low, high = 1, max_engines
-    enough_s = CLOSE * ask(Choice(max_engines, depths[-1], modes[0])).step_s
+    enough_s = CLOSE * ask(Choice(max_engines, depths[-1], MODES[0])).step_s
     while low < high:  # a step takes less time with more engines
         middle = (low + high) // 2
-        if ask(Choice(middle, depths[-1], modes[0])).step_s <= enough_s:
+        if ask(Choice(middle, depths[-1], MODES[0])).step_s <= enough_s:
             high = middle
         else:
             low = middle + 1
-    every = [ask(Choice(low, depth, mode)) for depth in depths for mode in modes]
+    every = [ask(Choice(low, depth, mode)) for depth in depths for mode in MODES]
     limit = CLOSE * min(outcome.step_s for outcome in every)
     choice = next(
         Choice(low, depth, mode)
         for depth in depths
-        for mode in modes
+        for mode in MODES
         if ask(Choice(low, depth, mode)).step_s <= limit
     )
     return Advice(choice, table[choice], tuple(table.items()))

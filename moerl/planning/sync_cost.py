@@ -74,7 +74,6 @@ class Forecast:
     broadcast_nic_bytes: int  # received by all nodes, where cards share one copy
     nodes_per_engine: int
     planned_s: float
-    planned_without_relay_s: float
     broadcast_s: float
     hierarchical_s: float
     hops: tuple[Hop, ...]
@@ -136,7 +135,6 @@ def forecast(
         broadcast_nic_bytes=engines.num * nodes * model,
         nodes_per_engine=nodes,
         planned_s=pace.seconds(served),
-        planned_without_relay_s=pace.seconds(engines.num),
         broadcast_s=model / links.bytes_per_s,
         hierarchical_s=model / links.bytes_per_s / min(links.ranks_per_node, engines.tp),
         hops=relay_schedule(range(engines.num), served),

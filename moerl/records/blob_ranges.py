@@ -23,15 +23,8 @@ import numpy as np
 from moerl.errors import RecordError
 from moerl.records import indexer
 from moerl.records.blob_store import BlobStore, Run
-from moerl.types import (
-    Array,
-    IndexerBlob,
-    MaskBlob,
-    Rollout,
-    RoutingBlob,
-    check_logprobs,
-    count_logprobs,
-)
+from moerl.records.header_check import check_logprobs, count_logprobs
+from moerl.types import Array, IndexerBlob, MaskBlob, Rollout, RoutingBlob
 
 Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
 

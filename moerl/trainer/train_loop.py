@@ -296,7 +296,6 @@ class TrainLoop:
         progress = checkpoint.Progress(
             version=self.version,
             consumed=self.consumed.parts,
-            metrics_rows=self.version.step,
             begins=self.begins,
         )
         with self.tracer.span("checkpoint", step=self.version.step):

@@ -155,11 +155,6 @@ def apply(delta: bytes | memoryview, buffer: Tensor, *, holds: PolicyVersion) ->
     return info
 
 
-def inspect(delta: bytes | memoryview) -> DeltaInfo:
-    """The header of a delta, verified but not applied.  Raises DeltaError when it is damaged."""
-    return _parse(delta)[0]
-
-
 # --- which words changed --------------------------------------------------------------------------
 def changed_words(old: Bytes, new: Bytes, word_bytes: int) -> NDArray[np.uint32]:
     """Ascending positions of the words that differ."""

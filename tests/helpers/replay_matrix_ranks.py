@@ -245,7 +245,7 @@ def resumed(
     """(uninterrupted, resumed) of the second step, after a checkpoint of the first."""
     ranks, root = learner.parallel, work / f"run.{case['name']}"
     learner.step(plan)
-    progress = checkpoint.Progress(version=PolicyVersion(0, 1), consumed=((0, 2),), metrics_rows=1)
+    progress = checkpoint.Progress(version=PolicyVersion(0, 1), consumed=((0, 2),))
     path = save_whole(root, learner, progress, ranks)
     again, _ = make_learner(work, case | {"name": f"{case['name']}.again"}, ranks)
     assert checkpoint.load(path, again, ranks) == progress

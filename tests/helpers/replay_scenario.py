@@ -28,6 +28,7 @@ from moerl.controller.rollout_builder import PartialRollout
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import RecordError
 from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value
 from moerl.types import (
@@ -38,7 +39,6 @@ from moerl.types import (
     RoutingBlob,
     SamplingParams,
     Segment,
-    check,
 )
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise

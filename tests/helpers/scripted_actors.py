@@ -17,7 +17,6 @@ from ray.exceptions import RayActorError
 from moerl.config import Config, load_config
 from moerl.errors import EngineError, TrainerError
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.membership import Membership
 from moerl.launch.supervision.signal_watch import INTERRUPT, Interrupted, SignalWatch
 from moerl.launch.supervision.supervisor import Supervisor
 from moerl.run_dir import RunDir
@@ -251,9 +250,9 @@ class Scene:
         panel: Any = self.panel
         self.supervisor = Supervisor(plan, panel, root, self.signals, self.actors, self.clock)
         self.trainer: Any = ScriptedTrainer()
-        self.supervisor._trainer = self.trainer
-        self.supervisor.scorer = self.actors.scorer(plan)
-        self.supervisor.members = Membership(plan, self.supervisor, self.actors)
+        self.supervisor.trainer._ranks = self.trainer
+        self.restarts = self.supervisor._context.restarts
+        self.supervisor._place()
 
     @property
     def controller(self) -> ScriptedActor:
@@ -263,14 +262,8 @@ class Scene:
         return self.actors.engines[index][-1]
 
     def start(self) -> None:
-        """Controller, trainer and engines, as `Supervisor.run` starts them."""
-        supervisor = self.supervisor
-        supervisor._start_controller()
-        supervisor._loop(lambda: supervisor._controller_is_up, supervisor._watch_processes)
-        supervisor._start_trainer()
-        for index in supervisor.members.actors:
-            supervisor.start_engine(index)
-        supervisor._loop(lambda: supervisor._engines_are_up, supervisor._watch_processes)
+        """Controller, trainer and engines, after Ray."""
+        self.supervisor._start()
 
     def running(self) -> Scene:
         """In the middle of a run: 40 steps were made."""
@@ -279,7 +272,7 @@ class Scene:
         return self
 
     def step(self, number: int) -> None:
-        self.supervisor._count({"step": number})
+        self.supervisor.trainer._count({"step": number})
 
     def go_on(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """The loop of a run for so long, or until something has happened."""

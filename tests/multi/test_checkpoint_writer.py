@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moerl.config.schema import CheckpointConfig
 from moerl.errors import ModelError, TrainerError
-from moerl.observe.metrics import truncate_after
+from moerl.observe.metrics import MetricsWriter
 from moerl.run_dir import RunDir, next_incarnation, read_manifest
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint, checkpoint_writer
@@ -267,7 +267,9 @@ def test_the_newest_are_kept_and_the_best(run: RunDir, best_is: str, best: int) 
             _add_rows(run, {"step": 2, "reward/mean": 99.0})
         writer.save(step, _state(torch.ones(1000), step), {"step": step})
         writer.finish()
-        truncate_after(run.metrics, step)
+        metrics = MetricsWriter(run.metrics)
+        metrics.rewind(step)
+        metrics.close()
     kept = [step for step, _ in run.finished_checkpoints()]
     assert kept == sorted({best, 8, 10})
     assert run.best_checkpoint() == (best, run.checkpoint(best))

@@ -99,7 +99,7 @@ def plain_worker(model: str, out: str) -> None:
 
 def _save_plain(tensors: dict[str, torch.Tensor], ranks: Any, out: Path, *, together: bool) -> None:
     import torch.distributed as dist
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -128,7 +128,8 @@ def _save_plain(tensors: dict[str, torch.Tensor], ranks: Any, out: Path, *, toge
     )  # fmt: skip
     live = dict(gpt.named_parameters())
     held = EXPERTS // ranks.sizes.ep
-    experts = range(ranks.ep_rank * held, (ranks.ep_rank + 1) * held)
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    experts = range(ep_rank * held, (ep_rank + 1) * held)
     wanted = {"decoder.final_layernorm.weight": tensors["model.norm.weight"]}
     wanted["embedding.word_embeddings.weight"] = _padded(tensors["model.embed_tokens.weight"])
     wanted["output_layer.weight"] = _padded(tensors["lm_head.weight"])

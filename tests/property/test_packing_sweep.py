@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.data.batching import plan_batch
-from moerl.data.packing import Grid, Microbatch, pack_microbatch
+from moerl.data.grid import Grid
+from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.types import PolicyVersion, Rollout

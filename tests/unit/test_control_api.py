@@ -41,7 +41,7 @@ def test_a_question_that_makes_no_sense_is_refused(
     tmp_path: Path, question: dict[str, Any]
 ) -> None:
     scene = Scene(tmp_path)
-    members, folder = scene.supervisor.members, scene.run.control_api
+    members, folder = scene.supervisor.engines.members, scene.run.control_api
     (folder / "x.question").write_text(json.dumps(question))
     members.poll()
     assert set(json.loads((folder / "x.answer").read_text())) == {"refused"}

@@ -25,6 +25,7 @@ from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.messages import CommitUpdate, Plan, UpdateClosed
 from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
 from moerl.run_dir import RunDir
 from moerl.serialization import decode, encode
 from moerl.types import (
@@ -39,7 +40,6 @@ from moerl.types import (
     Score,
     Segment,
     Turn,
-    check,
 )
 from moerl.weight_sync.receiver import Committed
 

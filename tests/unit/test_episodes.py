@@ -17,6 +17,7 @@ from moerl.config.schema import TaskConfig
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.data.environments import check_digits, make_environment
 from moerl.errors import ConfigError, ScoreError
+from moerl.records.header_check import check as check_record
 from moerl.types import (
     BlobRef,
     Finish,
@@ -28,7 +29,6 @@ from moerl.types import (
     SamplingParams,
     Segment,
 )
-from moerl.types import check as check_record
 from tests.unit.test_controller import CONFIG, StubEngine, StubScorer, make, running, train
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)

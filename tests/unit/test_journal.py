@@ -55,7 +55,7 @@ def group_of(group_id: int, blobs: BlobStore, version: PolicyVersion = START) ->
         engine=0,
     )
     prompt = Prompt(group_id, (1, 2), "p", {"a": 1}, {})
-    episode = Episode(f"{group_id}.0", (Turn(rollout),), Score(float(group_id), {"why": "so"}))
+    episode = Episode(f"{group_id}.0", (Turn(rollout),), Score(float(group_id), errors=2.0))
     return EpisodeGroup(group_id, prompt, (episode,))
 
 
@@ -121,7 +121,7 @@ def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
     ) == (2, 2, 2)
     assert past.dropped == {7}
     group, again = group_of(8, world.blobs), past.ready[0]
-    assert again.episodes[0].score == Score(6.0, {"why": "so"})
+    assert again.episodes[0].score == Score(6.0, errors=2.0)
     one, other = again.rollouts()[0], group.rollouts()[0]
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.logprobs.dtype == np.float32

@@ -24,7 +24,6 @@ from moerl.observe.metrics import (
     open_sinks,
     read_lines,
     read_rows,
-    truncate_after,
 )
 from moerl.run_dir import RunDir
 from moerl.types import PolicyVersion
@@ -74,14 +73,13 @@ def test_nonfinite_is_named_and_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "ver', '{"step": 3, "version": "0.4"}', "\0\0\n"])
-def test_torn_last_line_is_cut_and_counted(tmp_path: Path, torn: str) -> None:
+def test_torn_last_line_is_cut(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "m.jsonl"
     write(path, range(3))
     with path.open("a") as file:
         file.write(torn)
     assert [row["step"] for row in read_rows(path)] == [0, 1, 2]
     writer = MetricsWriter(path)
-    assert writer.num_torn == 1
     writer.write(3, "0.4", {})
     writer.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
@@ -124,21 +122,8 @@ def test_damage_that_is_not_a_torn_tail_is_refused(tmp_path: Path) -> None:
             read_rows(path)
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, 0), (3, 3), (5, 5), (9, 5)])
-def test_truncate_after_keeps_the_rows_before_step(tmp_path: Path, step: int, kept: int) -> None:
-    path = tmp_path / "m.jsonl"
-    write(path, range(5))
-    whole = path.read_bytes()
-    with path.open("a") as file:
-        file.write('{"step"')
-    assert truncate_after(path, step) == 5 - kept + 1
-    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:kept])
-    assert truncate_after(path, step) == 0
-
-
 def test_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "m.jsonl") == []
-    assert truncate_after(tmp_path / "m.jsonl", 3) == 0
 
 
 # --- names ---------------------------------------------------------------------------------------

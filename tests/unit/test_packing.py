@@ -15,7 +15,8 @@ import torch
 
 from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
 from moerl.data.batching import plan_batch
-from moerl.data.packing import Grid, LossInputs, pack_microbatch, version_lag
+from moerl.data.grid import Grid
+from moerl.data.packing import LossInputs, pack_microbatch, version_lag
 from moerl.errors import BlobError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore

@@ -10,6 +10,7 @@ import pytest
 
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.errors import RecordError
+from moerl.records.header_check import check
 from moerl.types import (
     BlobRef,
     Finish,
@@ -21,7 +22,6 @@ from moerl.types import (
     RoutingBlob,
     SamplingParams,
     Segment,
-    check,
 )
 
 LAYERS, TOP_K, VOCAB = 2, 2, 50

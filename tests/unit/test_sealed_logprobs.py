@@ -1,6 +1,6 @@
 """Log-probabilities sealed beside the routes, and plans that name a prompt once: what readers see.
 
-The door (`types.check`) sees a header only; NaN, a wrong sign and missing bytes behind a reference
+The door (`header_check`) sees a header only; NaN, a wrong sign and missing bytes behind a reference
 are found by whoever reads them, under the reasons that the door uses for inline values.
 """
 
@@ -19,6 +19,7 @@ from moerl.errors import BlobError, ProtocolError, RecordError
 from moerl.messages import Plan
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
 from moerl.serialization import decode, decode_value, encode, encode_value
 from moerl.types import (
     BatchPlan,
@@ -30,7 +31,6 @@ from moerl.types import (
     Prompt,
     Rollout,
     Turn,
-    check,
 )
 from tests.helpers.random_rollouts import SHAPE, make_rollout
 

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.supervision import actors as actors_module
-from moerl.launch.supervision import supervisor as supervising
+from moerl.launch.supervision import hang_reports, trainer_supervisor
 from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.ray_proxy import Hosted, Remote
 from moerl.launch.supervision.remote_calls import Late
@@ -30,7 +30,7 @@ TWO = ("engine.count=2", "supervision.backoff_s=1")
 
 @pytest.fixture(autouse=True)
 def no_signals_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervising, "stacks", lambda processes: "")
+    monkeypatch.setattr(hang_reports, "stacks", lambda processes: "")
 
 
 # --- steps and trainers --------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_steps_that_are_trained_again_are_life_but_no_pardon(tmp_path: Path) -> 
     scene = Scene(tmp_path).running()
     scene.trainer.code = 1
     scene.go_on(3.0)
-    policy, clocks = scene.supervisor._policy, scene.trainer.clocks
+    policy, clocks = scene.restarts.policy, scene.trainer.clocks
     scene.step(21)
     assert scene.trainer.clocks == clocks + 1
     assert policy.restarts == {"trainer": 1}
@@ -54,13 +54,13 @@ def test_trainers_that_fall_without_a_step_end_the_run(tmp_path: Path) -> None:
     """Their nodes start them again by themselves, which no exit status here tells of."""
     scene = Scene(tmp_path, "cluster=hosts").running()
     for _ in range(3):
-        scene.supervisor._fell("trainer rank 0: no memory")
+        scene.supervisor.trainer._fell("trainer rank 0: no memory")
     with pytest.raises(TrainerError, match="no memory"):
-        scene.supervisor._fell("trainer rank 0: no memory")
+        scene.supervisor.trainer._fell("trainer rank 0: no memory")
     early = Scene(tmp_path / "early", "cluster=hosts")
     early.start()
     with pytest.raises(TrainerError, match="a wrong setting"):
-        early.supervisor._fell("trainer rank 1: a wrong setting")
+        early.supervisor.trainer._fell("trainer rank 1: a wrong setting")
 
 
 def test_a_trainer_that_finished_while_it_was_given_up_is_done(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_a_trainer_that_finished_while_it_was_given_up_is_done(tmp_path: Path) -
     endpoints.open("tcp://127.0.0.1:1", "token")
     scene.trainer.code = -9
     endpoints.done(endpoints.start())
-    assert scene.supervisor._is_trained()
+    assert scene.supervisor.trainer.is_done()
     endpoints.open("tcp://127.0.0.1:1", "token")
-    assert not scene.supervisor._is_trained(), "control: the mark is of another opening"
-    scene.go_on(2.0, lambda: "trainer" in scene.supervisor._due)
-    assert "trainer" in scene.supervisor._due
+    assert not scene.supervisor.trainer.is_done(), "control: the mark is of another opening"
+    scene.go_on(2.0, lambda: scene.restarts.is_due("trainer"))
+    assert scene.restarts.is_due("trainer")
 
 
 def test_the_controller_names_the_cause_of_a_trainers_end(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_the_last_step_is_shown_though_nobody_polled_it(tmp_path: Path) -> None:
     scene = Scene(tmp_path).running()
     rows = [{"step": step, "version": "0.0", "time_s": 0.0} for step in range(42)]
     scene.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    scene.supervisor._show_last_rows()
+    scene.supervisor.trainer.show_last_rows()
     assert scene.panel.steps == [39, 40, 41]
     again = Scene(tmp_path).running()
-    again.supervisor._shown = 41  # as after a resume
-    again.supervisor._show_last_rows()
+    again.supervisor.trainer._shown = 41  # as after a resume
+    again.supervisor.trainer.show_last_rows()
     assert again.panel.steps == [39]
 
 
@@ -113,7 +113,7 @@ def deaf_scene(root: Path, what: str) -> Scene:
     if what == "first start":
         scene = Scene(root, *TWO)
         scene.actors.controller_answers["open"] = lambda *_: UNSET
-        scene.supervisor._start_controller()
+        scene.supervisor.controller.start()
         return scene
     scene = Scene(root, *TWO).running()
     if what == "controller":
@@ -145,10 +145,10 @@ def test_a_death_is_seen_within_a_second_while_anything_hangs(tmp_path: Path, wh
     scene = deaf_scene(tmp_path, what)
     begin = scene.clock()
     scene.engine(1).end("watch", EngineError("server was killed by signal 9"))
-    scene.go_on(20.0, lambda: "engine 1" in scene.supervisor._due)
+    scene.go_on(20.0, lambda: scene.restarts.is_due("engine 1"))
     assert scene.clock() - begin < 1.0
     scene.trainer.code, begin = 1, scene.clock()
-    scene.go_on(20.0, lambda: "trainer" in scene.supervisor._due)
+    scene.go_on(20.0, lambda: scene.restarts.is_due("trainer"))
     assert scene.clock() - begin < 3.0
 
 
@@ -190,7 +190,7 @@ def test_a_controller_that_hangs_is_ended_and_another_one_is_started(tmp_path: P
     hung.answers.clear()
     patient(scene, lambda: len(scene.actors.controllers) == 2, 100.0)
     assert hung.is_dead
-    patient(scene, lambda: scene.supervisor._controller_is_up, 10.0)
+    patient(scene, lambda: scene.supervisor.controller.is_up, 10.0)
     assert scene.controller.asked("open")[0].args == ("tcp://c", [])
     assert scene.controller.asked("engines_started")
 
@@ -229,7 +229,8 @@ def die_again(scene: Scene, index: int) -> float:
     scene.go_on(
         100.0,
         lambda: (
-            len(scene.engine(index).asked("start")) > num or index in supervisor.members._leaving
+            len(scene.engine(index).asked("start")) > num
+            or index in supervisor.engines.members._leaving
         ),
     )
     pause_s = scene.clock() - begin
@@ -253,7 +254,7 @@ def test_an_engine_that_keeps_dying_is_excluded_and_the_others_go_on(tmp_path: P
     )
     assert [call.args for call in scene.controller.asked("engine_excluded")] == [(1,)]
     assert [call.args for call in scene.controller.asked("engine_leaves")] == [(1,)]
-    assert set(scene.supervisor.members.actors) == {0}
+    assert set(scene.supervisor.engines.members.actors) == {0}
     assert not scene.panel.waits - {"ray", "trainer"}
     scene.go_on(10.0)
     assert not scene.engine(0).is_dead
@@ -303,11 +304,11 @@ def test_an_engine_that_may_not_join_is_left_out(tmp_path: Path) -> None:
     """A size that the model cannot be served with is no failure of the run."""
     scene = Scene(tmp_path).running()
     scene.actors.engine_answers["start"] = ConfigError("engine.tp", 3, "it must divide the 8 heads")
-    assert scene.supervisor.members._add(3) == 1
+    assert scene.supervisor.engines.members._add(3) == 1
     scene.go_on(3.0)
-    assert set(scene.supervisor.members.actors) == {0}
+    assert set(scene.supervisor.engines.members.actors) == {0}
     assert any("engine 1 did not start and is left out" in text for text in scene.panel.events)
-    assert not scene.supervisor._policy.restarts
+    assert not scene.restarts.policy.restarts
 
 
 def test_an_engine_that_comes_up_while_the_controller_opens_is_told(tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_a_list_of_engines_is_answered_when_the_controller_answers(tmp_path: Pat
     scene = Scene(tmp_path).running()
     answers: dict[str, Any] = {}
     control: Any = SimpleNamespace(answer=answers.__setitem__)
-    members = scene.supervisor.members
+    members = scene.supervisor.engines.members
     members._control_api = control
     del scene.controller.answers["engines"]
     members._serve("a", {"do": "list"})
@@ -361,7 +362,7 @@ def test_a_list_of_engines_is_answered_when_the_controller_answers(tmp_path: Pat
 def test_an_engine_that_is_removed_leaves_and_its_host_is_ended(tmp_path: Path, how: str) -> None:
     more = ("cluster=hosts", "cluster.nodes.engine.count=2") if how == "cluster" else ()
     scene = Scene(tmp_path, *TWO, *more).running()
-    leaver, members = scene.engine(1), scene.supervisor.members
+    leaver, members = scene.engine(1), scene.supervisor.engines.members
     if how == "hangs":
         leaver.answers.clear()
     assert members._remove(1) == "leaving"
@@ -384,7 +385,7 @@ def test_a_removal_outlives_the_controller(tmp_path: Path) -> None:
     scene = Scene(tmp_path, *TWO).running()
     answer = scene.actors.controller_answers.pop("engine_leaves")
     del scene.controller.answers["engine_leaves"]
-    members = scene.supervisor.members
+    members = scene.supervisor.engines.members
     members._remove(1)
     scene.go_on(2.0)
     scene.actors.controller_answers["engine_leaves"] = answer
@@ -483,7 +484,7 @@ def test_a_trainer_waits_for_room_for_its_number(
             raise answer
         return int(answer)
 
-    monkeypatch.setattr(supervising, "next_incarnation", number)
+    monkeypatch.setattr(trainer_supervisor, "next_incarnation", number)
     scene.trainer.code = 1
     scene.go_on(30.0, lambda: scene.trainer.starts == 2)
     assert any("state.json cannot be written" in event for event in scene.panel.events)

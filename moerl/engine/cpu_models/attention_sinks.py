@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moerl.engine.cpu_models.request_attention import attend_by_request
+
 _ASKING = "sglang.srt.arg_groups.model_hook"
 
 
@@ -51,37 +53,14 @@ def forward(
     """AROUND TorchNativeAttnBackend.forward_extend and forward_decode: with `sinks`."""
     if sinks is None:
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
-    pool = backend.token_to_kv_pool
-    if save_kv_cache:
-        _write_cache(backend, layer, forward_batch, k, v)
-    q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-    slots = backend.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
-    lengths = forward_batch.seq_lens.tolist()
-    decode = forward_batch.forward_mode.is_decode()
-    counts = [1] * len(lengths) if decode else forward_batch.extend_seq_lens.tolist()
-    outputs = [
-        attend(
-            q_part,
-            keys[slots[row, :length]].to(q.dtype),
-            values[slots[row, :length]].to(q.dtype),
-            sinks.to(q.dtype),
-            layer.scaling,
-            layer.sliding_window_size,
-        )
-        for row, (q_part, length) in enumerate(
-            zip(q_THD[: sum(counts)].split(counts), lengths, strict=True)
-        )
-    ]
-    padding = q.new_zeros(len(q_THD) - sum(counts), q_THD.shape[1], layer.v_head_dim)
-    return torch.cat([*outputs, padding]).flatten(1)
 
+    def attend_with_sinks(_rows: slice, q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor) -> Tensor:
+        sinks_H, window = sinks.to(q.dtype), layer.sliding_window_size
+        return attend(q_THD, k_LGD, v_LGD, sinks_H, layer.scaling, window)
 
-def _write_cache(backend: Any, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None:
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    where = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
-    backend.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+    return attend_by_request(
+        attend_with_sinks, backend, q, k, v, layer, forward_batch, save_kv_cache
+    )
 
 
 def attend(

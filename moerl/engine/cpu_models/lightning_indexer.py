@@ -12,11 +12,13 @@ of a token, H query heads.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moerl.engine.cpu_models.request_attention import attend_by_request, requests
 
 _MODELS = ("sglang.srt.models.", "sglang.srt.configs.model_config")
 
@@ -69,7 +71,7 @@ def choose(
     weight_TN = x.float() @ indexer.weights_proj.weight.float().T
     weight_TN *= indexer.n_heads**-0.5 * indexer.softmax_scale
     found = torch.full((len(x), indexer.index_topk), -1, dtype=torch.int32)
-    for rows, slots in _requests(backend, forward_batch):
+    for rows, slots in requests(backend, forward_batch):
         keys_LD = indexer.moerl_keys[slots]
         best = best_positions(query_TND[rows], keys_LD, weight_TN[rows], indexer.index_topk)
         found[rows, : best.shape[1]] = best
@@ -101,20 +103,13 @@ def forward(
     **more: Any,
 ) -> Tensor:
     """AROUND TorchNativeAttnBackend.forward_extend and forward_decode: with `topk_indices`."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
     if topk_indices is None:
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
-    pool = backend.token_to_kv_pool
-    if save_kv_cache:
-        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
-    q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-    output = q.new_zeros(len(q_THD), layer.tp_q_head_num, layer.v_head_dim)
-    for rows, slots in _requests(backend, forward_batch):
-        k_LD, v_LD = (cache[slots, 0].to(q.dtype) for cache in (keys, values))
-        output[rows] = attend(q_THD[rows], k_LD, v_LD, topk_indices[rows], layer.scaling)
-    return output.flatten(1)
+
+    def attend_chosen(rows: slice, q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor) -> Tensor:
+        return attend(q_THD, k_LGD[:, 0], v_LGD[:, 0], topk_indices[rows], layer.scaling)
+
+    return attend_by_request(attend_chosen, backend, q, k, v, layer, forward_batch, save_kv_cache)
 
 
 def attend(q_THD: Tensor, k_LD: Tensor, v_LD: Tensor, chosen_TK: Tensor, scale: float) -> Tensor:
@@ -137,15 +132,3 @@ def _project(indexer: Any, x: Tensor, q_lora: Tensor, positions: Tensor) -> tupl
     )
     query = torch.cat([q_rope.view(tokens, heads, rope), query[..., rope:]], -1)
     return query.float(), torch.cat([k_rope.view(tokens, rope), key[:, rope:]], -1).float()
-
-
-def _requests(backend: Any, forward_batch: Any) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each request's new tokens in the batch, and cache slots of all its tokens."""
-    slots = backend.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
-    lengths = forward_batch.seq_lens.tolist()
-    decode = forward_batch.forward_mode.is_decode()
-    counts = [1] * len(lengths) if decode else forward_batch.extend_seq_lens.tolist()
-    first = 0
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        yield slice(first, first + count), slots[row, :length]
-        first += count

@@ -37,12 +37,12 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Ask the kernel to send `signum` to this process when its parent dies."""
+def die_with_parent() -> None:
+    """Ask the kernel to send SIGTERM to this process when its parent dies."""
     parent = os.getppid()
-    _prctl(_PR_SET_PDEATHSIG, signum)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died between the two calls
-        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:

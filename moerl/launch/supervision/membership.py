@@ -13,47 +13,24 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol
 
-from moerl.config.clusters import is_local
 from moerl.errors import ConfigError, EngineError, MoerlError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.remote_calls import Actors
+from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
+from moerl.launch.supervision.remote_calls import PlacedActor
+from moerl.launch.supervision.supervisor_context import SupervisorContext
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 60.0  # seconds a host may take to end its server
 
 
-class Watcher(Protocol):
-    """What membership needs from the supervisor.  Nothing here waits."""
+class EngineWatcher(Protocol):
+    """What membership needs from the supervisor of engines.  Nothing here waits."""
 
-    def tell(self, call: Callable[[Any], Any]) -> None:
-        """A call to the controller, given its handle; a new controller is told at its start."""
-        ...
+    def start(self, index: int) -> None: ...
 
-    def ask(
-        self,
-        call: Callable[[Any], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[MoerlError], None],
-    ) -> bool:
-        """Handle an answer of the controller; False, and no call, while it is down."""
-        ...
-
-    def send(
-        self,
-        ref: Any,
-        name: str,
-        then: Callable[[Any], None],
-        failed: Callable[[MoerlError], None],
-        limit_s: float,
-    ) -> None:
-        """Handle the answer of a pending call."""
-        ...
-
-    def start_engine(self, index: int) -> None: ...
-
-    def forget_engine(self, index: int) -> None:
+    def forget(self, index: int) -> None:
         """Stop watching and restarting it."""
         ...
 
@@ -61,23 +38,35 @@ class Watcher(Protocol):
         """True after it died, until it is up again."""
         ...
 
-    def say(self, text: str) -> None: ...
-
 
 class Membership:
     """The engines of one start of a run."""
 
-    def __init__(self, plan: RunContext, watcher: Watcher, actors: Actors) -> None:
+    def __init__(
+        self,
+        plan: RunContext,
+        context: SupervisorContext,
+        controller: ControllerSupervisor,
+        watcher: EngineWatcher,
+    ) -> None:
         self.sizes = plan.config.engine.sizes
-        self._actors = actors
-        self._placed = {index: actors.engine(plan, index, tp) for index, tp in self.sizes.items()}
         self.changed = False  # engines joined or left since this start of the run
-        self._plan, self._watcher, self._control_api = plan, watcher, ControlApi(plan.run)
+        self._plan, self._context, self._controller = plan, context, controller
+        self._watcher, self._control_api = watcher, ControlApi(plan.run)
+        self._placed: dict[int, PlacedActor] = {}
         self._next = len(self.sizes)
         self._joining: set[int] = set()  # being started for the first time
         self._leaving: set[int] = set()
         self._busy: set[int] = set()  # leaving engines with a call in progress
         self._excluded: set[int] = set()  # leaving engines that kept dying
+
+    def place_all(self) -> None:
+        """Give every engine of the configuration a host."""
+        for index in self.sizes:
+            self._place(index)
+
+    def _place(self, index: int) -> None:
+        self._placed[index] = self._context.actors.engine(self._plan, index, self.sizes[index])
 
     @property
     def actors(self) -> dict[int, Any]:
@@ -104,7 +93,7 @@ class Membership:
     def replace(self, index: int) -> None:
         """Start a new host for an engine whose host process died."""
         self._placed[index].give_up()
-        self._placed[index] = self._actors.engine(self._plan, index, self.sizes[index])
+        self._place(index)
 
     def exclude(self, index: int) -> None:
         """Remove an engine that keeps dying: it leaves like one that was asked to."""
@@ -124,12 +113,12 @@ class Membership:
         if index not in self._joining:
             return False
         self._joining.remove(index)
-        self._watcher.tell(
+        self._controller.tell(
             lambda controller: controller.engine_joins.remote(
                 index, self._placed[index].actor, self.sizes[index]
             )
         )
-        self._watcher.say(f"engine {index} has joined")
+        self._context.say(f"engine {index} has joined")
         return True
 
     def gave_up(self, index: int, error: MoerlError) -> bool:
@@ -139,7 +128,7 @@ class Membership:
         """
         if index not in self._joining:
             return False
-        self._watcher.say(f"engine {index} did not start and is left out: {error}")
+        self._context.say(f"engine {index} did not start and is left out: {error}")
         self._forget(index)
         if not self.remaining:
             raise EngineError(f"no engine is left: {error}") from error
@@ -173,10 +162,10 @@ class Membership:
         index, self._next = self._next, self._next + 1
         self.changed = True
         self.sizes[index] = tp
-        self._placed[index] = self._actors.engine(self._plan, index, tp)
+        self._place(index)
         self._joining.add(index)
-        self._watcher.start_engine(index)
-        self._watcher.say(f"engine {index} (tp {tp}) is added")
+        self._watcher.start(index)
+        self._context.say(f"engine {index} (tp {tp}) is added")
         return index
 
     def _remove(self, index: int) -> str:
@@ -185,10 +174,10 @@ class Membership:
         self.changed = True
         if index in self._joining:
             self._forget(index)
-            self._watcher.say(f"engine {index} is no longer being started")
+            self._context.say(f"engine {index} is no longer being started")
             return "gone"
         self._leaving.add(index)
-        self._watcher.say(f"engine {index} leaves")
+        self._context.say(f"engine {index} leaves")
         return "leaving"
 
     def _list(self, name: str) -> None:
@@ -202,7 +191,7 @@ class Membership:
         def failed(_: MoerlError) -> None:
             rows([])
 
-        if not self._watcher.ask(lambda controller: controller.engines.remote(), rows, failed):
+        if not self._controller.ask(lambda controller: controller.engines.remote(), rows, failed):
             rows([])
 
     # --- engines that leave ---------------------------------------------------------------------
@@ -211,7 +200,7 @@ class Membership:
             self._busy.discard(index)
             log.warning("engine %d is not drained yet: %s", index, error)
 
-        if self._watcher.ask(
+        if self._controller.ask(
             lambda controller: controller.engine_leaves.remote(index),
             lambda _: self._drained(index),
             failed,
@@ -220,7 +209,7 @@ class Membership:
 
     def _drained(self, index: int) -> None:
         is_down = self._watcher.is_down(index)
-        self._watcher.forget_engine(index)
+        self._watcher.forget(index)
         if is_down:
             self._gone(index)
             return
@@ -230,13 +219,13 @@ class Membership:
             self._gone(index)
 
         ref = self._placed[index].actor.leave.remote()
-        self._watcher.send(
+        self._context.calls.send(
             ref, f"engine {index}", lambda node: self._ended(node, index), failed, _STOP_S
         )
 
     def _ended(self, node: str, index: int) -> None:
         """The server of an engine ended; on a cluster its host still serves its sealed records."""
-        if is_local(self._plan.config.cluster):
+        if self._context.is_local:
             self._gone(index)
             return
 
@@ -244,12 +233,12 @@ class Membership:
             self._busy.discard(index)
             log.warning("still waiting for the records of engine %d: %s", index, error)
 
-        if self._watcher.ask(
+        if self._controller.ask(
             lambda controller: controller.records_leave.remote(node),
             lambda _: self._gone(index),
             failed,
         ):
-            self._watcher.say(f"engine {index} serves its remaining records")
+            self._context.say(f"engine {index} serves its remaining records")
         else:
             self._busy.discard(index)
 
@@ -257,11 +246,11 @@ class Membership:
         for engines in (self._leaving, self._busy, self._excluded):
             engines.discard(index)
         self._forget(index)
-        self._watcher.say(f"engine {index} has left")
+        self._context.say(f"engine {index} has left")
 
     def _forget(self, index: int) -> None:
         self._joining.discard(index)
-        self._watcher.forget_engine(index)
+        self._watcher.forget(index)
         self._placed.pop(index).give_up()
         del self.sizes[index]
 

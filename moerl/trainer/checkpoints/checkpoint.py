@@ -61,7 +61,6 @@ class Progress:
 
     version: PolicyVersion  # weights in the checkpoint; version.step optimizer steps are inside
     consumed: Ranges  # group ids trained so far
-    metrics_rows: int  # rows of metrics.jsonl in the surviving history
     begins: tuple[PolicyVersion, ...] = ()  # first version of each trainer that led to the weights
 
 
@@ -148,7 +147,6 @@ def load(
     return Progress(
         version=PolicyVersion(**progress["version"]),
         consumed=_ranges_of(progress["consumed"]),
-        metrics_rows=progress["metrics_rows"],
         # a checkpoint of an earlier format does not tell
         begins=tuple(PolicyVersion(**one) for one in progress.get("begins", ())),
     )

@@ -233,8 +233,7 @@ class Critic:
         batch, device = scheduled.batch, output_BS1.device
         value_N = self._values_of(batch, output_BS1)
         return_N = batch.advantage.to(device)
-        token = value_loss(value_N, value_N, return_N, 0.0)
-        loss = (batch.weight.to(device) * token.loss).sum()
+        loss = (batch.weight.to(device) * value_loss(value_N, return_N)).sum()
         if self._counts:
             sums.add(loss, value_N, return_N)
         return loss, _NO_TOKENS.to(device), {}

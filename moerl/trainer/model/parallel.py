@@ -41,8 +41,6 @@ class Parallel:
     cp_rank: int
     pp: Group  # ranks that hold successive stages of one model
     pp_rank: int
-    ep_rank: int
-    etp_rank: int
     control: Group  # gloo group of all ranks: plans, verdicts, checkpoints
     timeout: timedelta  # of collectives
 
@@ -128,8 +126,6 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         cp_rank=parallel_state.get_context_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         control=dist.new_group(backend="gloo", timeout=timeout + _CONTROL_SLACK),
         timeout=timeout,
     )

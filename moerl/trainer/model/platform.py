@@ -32,7 +32,7 @@ class Platform:
     backend: str  # gloo | nccl
 
 
-def prepare(requested: str = "auto", *, local_rank: int = 0, any_version: bool = False) -> Platform:
+def prepare(requested: str = "auto", *, local_rank: int = 0) -> Platform:
     """Choose the platform and make megatron-core importable on it.
 
     Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS,
@@ -41,10 +41,9 @@ def prepare(requested: str = "auto", *, local_rank: int = 0, any_version: bool =
     machine does not have, ModelError for a megatron-core version the patches were not tested with.
     """
     version = importlib.metadata.version("megatron-core")
-    if version != MEGATRON_VERSION and not any_version:
+    if version != MEGATRON_VERSION:
         raise ModelError(
-            f"megatron-core {version} is installed and only {MEGATRON_VERSION} is proven; "
-            "allow another version explicitly to try it"
+            f"megatron-core {version} is installed and only {MEGATRON_VERSION} is proven"
         )
     has_cuda = torch.cuda.is_available()
     name = requested if requested != "auto" else ("cuda" if has_cuda else "cpu")

@@ -27,7 +27,8 @@ from moerl.algorithms.masked_logprob import (
     full_logprobs,
     kept_logprobs,
 )
-from moerl.data.packing import Grid, Microbatch, Span
+from moerl.data.grid import Grid, Span
+from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel

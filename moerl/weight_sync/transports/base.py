@@ -25,7 +25,6 @@ Idea: the registered segments and one-sided writes of Mooncake's Transfer Engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -104,9 +103,6 @@ class Transport(Protocol):
     def connect(self, endpoint: bytes, deadline: float) -> Link:
         """Raises TransportError: endpoint unknown or not permitted, peer gone, deadline passed."""
         ...
-
-
-Factory = Callable[[str], Transport]  # address of the private interface -> transport
 
 
 def check_range(offset: int, num_bytes: int, size: int) -> None:

@@ -37,7 +37,7 @@ from moerl.weight_sync.transports.base import Guarantees, check_range, read_endp
 
 _POLL_S = 0.0002
 _MAX_SOURCES = 64
-_DONE, _FAILED = 1, -1  # results of transfer_check_status
+_DONE = 1  # result of transfer_check_status
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
@@ -60,12 +60,13 @@ class Mooncake:
         same_machine=False,
     )
 
-    def __init__(self, address: str, *, protocol: str = "tcp", device: str = "") -> None:
-        """address: of the private interface; device: comma-separated RDMA devices, empty = all."""
+    def __init__(self, address: str, *, protocol: str = "tcp") -> None:
+        """address: of the private interface."""
         engine_type = _library()
         self._protocol = protocol
         self._engine = engine_type()
-        code = self._engine.initialize(address, "P2PHANDSHAKE", protocol, device)
+        every_device = ""
+        code = self._engine.initialize(address, "P2PHANDSHAKE", protocol, every_device)
         if code != 0:
             raise TransportError(
                 "missing", f"mooncake cannot use {protocol} on {address}: it answered {code}"

@@ -1,0 +1,96 @@
+"""Restarts of processes that died: each after a pause, unless the policy ends the run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from moerl.config.schema import SupervisionConfig
+from moerl.errors import MoerlError
+from moerl.launch.supervision.restart_policy import RestartPolicy
+from moerl.observe.console import Console
+from moerl.trace import Tracer
+
+log = logging.getLogger(__name__)
+
+
+class Restarts:
+    """Deaths and pending restarts of the processes of one start of a run, by name."""
+
+    def __init__(
+        self,
+        config: SupervisionConfig,
+        console: Console,
+        tracer: Tracer,
+        clock: Callable[[], float],
+    ) -> None:
+        self.policy = RestartPolicy(config, clock)
+        self._max_restarts = config.max_restarts
+        self._console, self._tracer, self._clock = console, tracer, clock
+        self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # (clock seconds, restart)
+        self._down: dict[str, float] = {}  # unix time when a death was seen, per process
+        self._restarted: dict[str, float] = {}  # unix time when its restart began
+
+    def restart(
+        self, name: str, error: MoerlError, restart: Callable[[], None], died_at: float = 0.0
+    ) -> None:
+        """Restart `name` after a pause, or raise `error` when no restart is allowed.
+
+        died_at: unix time; 0 = now.
+        """
+        if self.died(name, error, died_at):
+            raise error
+        self.schedule(name, error, restart)
+
+    def died(self, name: str, error: MoerlError, died_at: float = 0.0) -> str:
+        """Count a death.  Returns why no restart is allowed, or ""."""
+        why_not = self.policy.died(name)
+        self._down.setdefault(name, died_at or time.time())
+        log.error("%s died, restart %d: %s", name, self.policy.restarts[name], error)
+        return why_not
+
+    def schedule(self, name: str, error: MoerlError, restart: Callable[[], None]) -> None:
+        pause_s = self.policy.pause_s(name)
+        self.postpone(name, pause_s, restart)
+        self._console.event(
+            f"{name} died, restart {self.policy.restarts[name]} of {self._max_restarts} in "
+            f"{pause_s:g} s: {str(error).splitlines()[0]}"
+        )
+
+    def postpone(self, name: str, pause_s: float, restart: Callable[[], None]) -> None:
+        self._due[name] = (self._clock() + pause_s, restart)
+
+    def is_due(self, name: str) -> bool:
+        """True from the death of a process to the begin of its restart."""
+        return name in self._due
+
+    def run_due(self) -> None:
+        for name, (when, restart) in list(self._due.items()):
+            if self._clock() >= when:
+                del self._due[name]
+                self.began(name)
+                restart()
+
+    def began(self, name: str) -> None:
+        """A restart begins now."""
+        self._restarted[name] = time.time()
+
+    def is_back(self, name: str) -> None:
+        """Log how long a process was down, and how long its start took."""
+        self._console.ready(name)
+        if name not in self._down:
+            return
+        self.policy.is_back(name)
+        died, now = self._down.pop(name), time.time()
+        start_s = now - self._restarted[name]
+        self._tracer.add(f"{name} down", died, now, starting_s=start_s)
+        text = f"{name} is back after {now - died:.1f} s, its start took {start_s:.1f} s"
+        log.info("%s", text)
+        self._console.event(text)
+
+    def forget(self, name: str) -> None:
+        """It left the run."""
+        self._due.pop(name, None)
+        self._down.pop(name, None)
+        self.policy.forget(name)

@@ -1,0 +1,132 @@
+"""Check of a rollout's header: what admission sees without reading the blobs behind it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moerl.errors import RecordError
+from moerl.types import Array, ModelShape, Rollout
+
+
+def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
+    """Check one record's header on admission.  Raises RecordError with a countable reason.
+
+    routing: routes were recorded, unless the model is dense.
+
+    Lengths, ranges and presence are checked here; `moerl.records` checks the bytes behind the blob
+    references when they are sealed (they never change afterwards).
+    """
+    tokens, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.logprobs
+    num_tokens, num_sampled = len(tokens), int(mask.sum())
+
+    def refuse(reason: str, detail: str) -> None:
+        raise RecordError(reason, f"{rollout.rollout_id}: {detail}")
+
+    if tokens.dtype != np.int32 or mask.dtype != np.bool_ or logprobs.dtype != np.float32:
+        refuse("dtype", f"got {tokens.dtype}, {mask.dtype}, {logprobs.dtype}; want i32, bool, f32")
+    if len(mask) != num_tokens or num_tokens < 2 or not num_sampled or mask[0]:
+        refuse("length", f"{num_tokens} tokens, {len(mask)} mask entries, {num_sampled} sampled")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size:
+        refuse("token_range", f"token ids must lie in 0..{model.vocab_size - 1}")
+    _check_logprobs(rollout, num_sampled)
+    firsts = [span.first for span in rollout.versions]
+    if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= num_sampled:
+        refuse("versions", f"version spans start at {firsts} for {num_sampled} sampled tokens")
+    order = [span.version for span in rollout.versions]
+    if order != sorted(order):
+        refuse("versions", f"versions go backwards: {[str(v) for v in order]}")
+    if routing and model.moe_layers:
+        _check_routing(rollout, len(model.moe_layers), model.top_k)
+    if routing and model.index_layers:
+        _check_indexer(rollout, model)
+    _check_mask(rollout, num_sampled)
+
+
+def check_logprobs(values: Array, where: str) -> None:
+    """Raises RecordError `logprob_finite` or `logprob_sign`; where: name of the record."""
+    if not np.isfinite(values).all():
+        raise RecordError("logprob_finite", f"{where}: a log-probability is not finite")
+    if len(values) and float(values.max()) > 0.0:
+        highest = float(values.max())
+        raise RecordError("logprob_sign", f"{where}: a log-probability is {highest:.3g} > 0")
+
+
+def count_logprobs(rollout: Rollout) -> int:
+    """Number of log-probabilities of a header, inline or sealed.  Raises RecordError `length`."""
+    at = 0
+    for part in rollout.sealed_logprobs:
+        ref = part.values
+        if part.first != at or ref.shape != (part.num_tokens,) or ref.dtype != "float32":
+            raise RecordError(
+                "length",
+                f"{rollout.rollout_id}: {ref.dtype} log-probabilities {ref.shape} from sampled "
+                f"token {part.first}; want float32 [{part.num_tokens}] from {at}",
+            )
+        at += part.num_tokens
+    return at + len(rollout.logprobs)
+
+
+def _check_logprobs(rollout: Rollout, num_sampled: int) -> None:
+    """Sealed values are checked when sealed, and again when read."""
+    found = count_logprobs(rollout)
+    if found != num_sampled:
+        raise RecordError(
+            "length", f"{rollout.rollout_id}: {found} logprobs for {num_sampled} sampled tokens"
+        )
+    check_logprobs(rollout.logprobs, rollout.rollout_id)
+
+
+def _check_routing(rollout: Rollout, num_moe_layers: int, top_k: int) -> None:
+    at = 0
+    for part in rollout.routing:
+        want = (num_moe_layers, part.row_end - part.row_begin, top_k)
+        if part.row_begin != at or part.ids.shape != want or len(part.layers) != num_moe_layers:
+            raise RecordError(
+                "routing_rows",
+                f"{rollout.rollout_id}: rows {part.row_begin}..{part.row_end} of shape "
+                f"{part.ids.shape}; want rows from {at} of shape {want}",
+            )
+        at = part.row_end
+    _check_num_rows("routing_rows", "routing rows", at, rollout)
+
+
+def _check_indexer(rollout: Rollout, model: ModelShape) -> None:
+    at = 0
+    for part in rollout.indexer:
+        found = (part.row_begin, part.layers, part.top_k, part.packed.shape[:1])
+        want = (at, model.index_layers, model.index_topk, (len(model.index_layers),))
+        if found != want or part.row_end <= at:
+            raise RecordError(
+                "indexer_rows",
+                f"{rollout.rollout_id}: rows {part.row_begin}..{part.row_end} of {part.top_k} "
+                f"positions in layers {list(part.layers)}; want rows from {at} of "
+                f"{model.index_topk} in {list(model.index_layers)}",
+            )
+        at = part.row_end
+    _check_num_rows("indexer_rows", "rows of positions", at, rollout)
+
+
+def _check_num_rows(reason: str, what: str, found: int, rollout: Rollout) -> None:
+    """One row per fed-in token."""
+    if found != rollout.num_tokens - 1:
+        raise RecordError(
+            reason,
+            f"{rollout.rollout_id}: {found} {what} for {rollout.num_tokens} tokens; "
+            f"want {rollout.num_tokens - 1}",
+        )
+
+
+def _check_mask(rollout: Rollout, num_sampled: int) -> None:
+    if not rollout.sampling.truncates:
+        if rollout.sampling_mask:
+            raise RecordError("mask_presence", f"{rollout.rollout_id}: mask without truncation")
+        return
+    at = 0
+    for part in rollout.sampling_mask:
+        if part.first != at or part.offsets.shape != (part.num_tokens + 1,):
+            raise RecordError("mask_rows", f"{rollout.rollout_id}: mask rows start at {part.first}")
+        at += part.num_tokens
+    if at != num_sampled:
+        raise RecordError(
+            "mask_rows", f"{rollout.rollout_id}: {at} mask rows for {num_sampled} sampled tokens"
+        )
