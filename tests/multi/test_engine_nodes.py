@@ -6,7 +6,9 @@ are real.
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 
 from moerl.records.blob_copies import copied_blobs_of
 from tests.helpers.network_hosts import Host, environment, hosts_or_skip
-from tests.multi.test_hosts import ClusterRun, cluster_run
+from tests.multi.test_hosts import ClusterRun, cluster_run, ranks_of
 
 STEPS = 80
 
@@ -96,20 +98,29 @@ def test_engine_nodes_come_and_go(
 @pytest.mark.e2e
 @pytest.mark.timeout(1200)
 def test_shared_records_outlive_an_engine_node(four: list[Host], tmp_path: Path) -> None:
-    """It is lost with records of groups in the line: they are trained from the run directory."""
+    """It is lost with records of groups in the line: they are trained from the run directory.
+
+    The ranks are stopped until it is lost, so that they have not read these records before.
+    """
     first, second, trainer, _ = four
     settings = (
         *("engine.count=2", "run.steps=24", "checkpoint.every=4", "sync.timeout_s=20"),
-        *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
-        "rollout.durability=shared",
+        *("supervision.max_restarts=6", "trainer.step_timeout_s=300"),
+        *("rollout.durability=shared", "rollout.groups_per_request=1"),  # both engines have groups
     )
     folder = str(tmp_path / "run")
     with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:
         run.wait_for(lambda: len(run.rows()) >= 2)
-        run.wait_for(lambda: copies_of(run, second) >= 6)
+        ranks = ranks_of(run)
+        assert len(ranks) == 2
+        for rank in ranks:
+            rank.suspend()
+        run.wait_for(lambda: unread_of(run, second) >= 1)  # the line fills up, with both engines'
         end_of(run.engine_nodes[0])
         run.wait_for(lambda: responses(run, "engine 1 died"))
         before = len(run.rows())
+        for rank in ranks:
+            rank.resume()
         run.wait_for(lambda: len(run.rows()) >= before + 4)
         engines(run, first, "remove", folder, "1")
         run.finish(600)
@@ -123,9 +134,12 @@ def test_shared_records_outlive_an_engine_node(four: list[Host], tmp_path: Path)
     print("groups trained from copies:", sum(row["async/copied_groups"] for row in rows))
 
 
-def copies_of(run: ClusterRun, host: Host) -> int:
-    """Shipped groups with records of a host."""
-    files = [copied_blobs_of(path) or {} for path in run.dir.segments.glob("[!.]*.group")]
+def unread_of(run: ClusterRun, host: Host) -> int:
+    """Groups with records of a host that are in no plan: the trainer does not know them yet."""
+    journal = f"file:{run.dir.journal / 'journal.sqlite'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(journal, uri=True)) as db:
+        ready = [row[0] for row in db.execute("select id from groups where state = 'ready'")]
+    files = [copied_blobs_of(run.dir.segments / f"{group}.group") or {} for group in ready]
     return sum(any(host.address in name for name in parts) for parts in files)
 
 

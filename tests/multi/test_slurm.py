@@ -72,6 +72,29 @@ def test_it_submits_itself_with_the_recipes_nodes(tmp_path: Path) -> None:
     assert "RECIPE = 'no-such-recipe'" in (tmp_path / "job-submit.txt").read_text()
 
 
+def test_an_engine_over_nodes_has_a_step_on_each(tmp_path: Path) -> None:
+    """Each step runs `true` in place of its command."""
+    slurm, nodes = Slurm(tmp_path), ("10.231.17.1", "10.231.17.2", "10.231.17.3")
+    (tmp_path / "hosts.json").write_text(json.dumps({node: ["true"] for node in nodes}))
+    recipe = (
+        *("quickstart", "cluster=hosts", "cluster.launcher=slurm", f"run.root={tmp_path}"),
+        *("engine.count=1", "engine.tp=2", "engine.nodes=2", "cluster.nodes.engine.count=2"),
+        *("cluster.nodes.trainer.count=1", "--run", "run"),
+    )
+    job = slurm.start(*recipe, job="7", nodes=",".join(nodes))
+    assert job.wait(120) == 0, (tmp_path / "job-7.txt").read_text()
+    found = {}
+    for call in slurm.calls("srun"):
+        at = call.index("--open-mode=append")
+        node = next(word for word in call[:at] if word.startswith("--nodelist="))
+        found[node.removeprefix("--nodelist=")] = call[at + 1 :]
+    run = str(tmp_path / "run")
+    assert found[nodes[1]] == ["tools/launch/engine_node.sh", run, "1"]
+    assert found[nodes[2]] == ["tools/launch/torchrun.sh", run, "0"]
+    assert f"cluster.nodes.engine.hosts=[{nodes[0]},{nodes[1]}]" in found[nodes[0]]
+    assert set(recipe[1:]) < set(found[nodes[0]]), "the controller's step gets every setting"
+
+
 @pytest.fixture
 def two() -> Iterator[list[Host]]:
     with hosts_or_skip(2) as made:

@@ -1,4 +1,4 @@
-"""One engine over two hosts: records, publishes, the death of a server on either host, a lost host.
+"""One engine over two hosts: records, publishes, the death of a server and of a follower.
 
 Hosts are network namespaces (`tests/helpers/network_hosts`); Ray, SGLang, Megatron and the scripts
 are real.
@@ -18,6 +18,7 @@ from tests.multi.test_hosts import ClusterRun, cluster_run
 
 MAX_GAP = 5e-5  # nats, fp32, trainer and engine with the same weights
 START_S = 700.0  # of an engine and a trainer, on a loaded machine of two cores
+SERVER = "sglang::scheduler"
 
 
 @pytest.fixture
@@ -36,40 +37,53 @@ def test_an_engine_of_two_hosts(three: list[Host], tmp_path: Path) -> None:
     """
     settings = (
         *("engine.count=1", "engine.tp=2", "engine.nodes=2", "engine.args.ep_size=2"),
-        *("run.steps=9", "checkpoint.every=3", "sync.timeout_s=30", "rollout.buffer_depth=0"),
-        *("rollout.max_lag=0", "supervision.max_restarts=6", "trainer.step_timeout_s=500"),
+        *("run.steps=12", "checkpoint.every=4", "sync.timeout_s=30", "rollout.buffer_depth=0"),
+        *("rollout.max_lag=0", "supervision.max_restarts=6", "trainer.step_timeout_s=700"),
+        *("trainer.parallel.dp=1", "trainer.parallel.ep=1", f"engine.start_timeout_s={START_S}"),
     )
     with cluster_run(three, tmp_path, *settings, engines=2) as run:
         run.wait_for(lambda: len(run.rows()) >= 2, START_S)
         for host in (run.engine_nodes[0], run.head):
-            (scheduler,) = schedulers_below(host.pid)
-            everything = [one for process in hosts_of(run) for one in schedulers_below(process)]
-            assert len(everything) == 2, "one rank on each host"
-            before = len(run.rows())
-            scheduler.kill()
-            run.wait_for(lambda before=everything: not alive(before))
-            run.wait_for(lambda before=before: len(run.rows()) >= before + 2, START_S)
+            (scheduler,) = below(host.pid, SERVER)  # one rank on each host
+            kill(run, scheduler)
+        kill(run, only_follower(run))  # its server ends with it, and node 0's host too
         run.finish(900)
         rows = run.rows()
-    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["step"] for row in rows] == list(range(12))
     for name in ("routing/replay_cover_frac", "keep/cover_frac"):
         assert {row[name] for row in rows} == {1.0}
     gaps = [row["mismatch/abs_dlogp_max/lag_0"] for row in rows]
     print(f"max |d| of {len(gaps)} steps: {max(gaps):.1e}")
     assert max(gaps) <= MAX_GAP
-    assert run.output.read_text().count("engine 0 died") >= 2
+    assert run.output.read_text().count("engine 0 is back") == 3
+
+
+def kill(run: ClusterRun, victim: psutil.Process) -> None:
+    """All servers of the engine end, and steps are made with new ones."""
+    servers = [one for pid in hosts_of(run) for one in below(pid, SERVER)]
+    assert len(servers) == 2
+    before = len(run.rows())
+    victim.kill()
+    run.wait_for(lambda: not alive(servers))
+    run.wait_for(lambda: len(run.rows()) >= before + 2, START_S)
+
+
+def only_follower(run: ClusterRun) -> psutil.Process:
+    """The process on the engine's second node; Ray chooses which host that is."""
+    (found,) = [one for pid in hosts_of(run) for one in below(pid, "ray::FollowerActor")]
+    return found
 
 
 def hosts_of(run: ClusterRun) -> list[int]:
     return [run.head.pid, run.engine_nodes[0].pid]
 
 
-def schedulers_below(pid: int) -> list[psutil.Process]:
-    """SGLang's scheduler processes that a host's script started."""
+def below(pid: int, name: str) -> list[psutil.Process]:
+    """Processes of a name that a host's script started."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "sglang::scheduler" in " ".join(child.cmdline()):
+            if name in " ".join(child.cmdline()):
                 found.append(child)
     return found
 
