@@ -94,11 +94,14 @@ def _tokenizer_config() -> dict[str, Any]:
 
 
 def _weights(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Norms are one; everything else is normal with `initializer_range`."""
+    """Norms scale by one; everything else is normal with `initializer_range`."""
     generator = torch.Generator().manual_seed(seed)
-    for name, shape in _file_shapes(model_spec(config)).items():
+    spec = model_spec(config)
+    for name, shape in _file_shapes(spec).items():
         if name.endswith("norm.weight"):
-            yield name, torch.ones(shape)
+            # the norm inside a delta net scales by its weight, where others add one to it
+            around_one = spec.zero_centred_norm and "linear_attn" not in name
+            yield name, torch.zeros(shape) if around_one else torch.ones(shape)
         else:
             yield name, torch.randn(shape, generator=generator) * config["initializer_range"]
 

@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -21,9 +21,14 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from moerl.audit import mismatch_command
 from moerl.audit.mismatch_command import measure
+from moerl.audit.score_job import ScoreJob
 from moerl.config import load_config, resolve
-from moerl.config.schema import TinyFamily
+from moerl.config.schema import Precision, TinyFamily
+from moerl.launch.run_context import RunContext
+from moerl.types import Rollout
+from tests.helpers import warm_score
 from tests.helpers.rank_server import _server, run_ranks
 from tests.helpers.train_runs import Run, start
 from tools.family_table import RESULTS, FamilyResult
@@ -103,14 +108,19 @@ def test_records_equal_the_trainer(served: Path, family: str) -> None:
 
 # --- full form ------------------------------------------------------------------------------------
 STEPS = 6
+# A random model earns some: its weights move in each step, so that digests tell publishes apart.
+REWARD = "task.reward=tests.helpers.run_rewards:digit_share"
 SYNCHRONOUS = ("rollout.buffer_depth=0", "rollout.max_lag=0")
 _SERVES = re.compile(r"engine 0 serves \S+, digest (\w+)")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mismatch_and_training(served: Path, family: str, tmp_path: Path) -> None:
+def test_mismatch_and_training(
+    served: Path, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = f"tiny-{family.replace('_', '-')}"
+    monkeypatch.setattr(mismatch_command, "score", score_in_warm_ranks)
     found = measured(recipe, tmp_path / "mismatch")
     synchronous = trained(recipe, tmp_path, "sync", *SYNCHRONOUS)
     trained(recipe, tmp_path, "async")
@@ -128,6 +138,20 @@ def test_mismatch_and_training(served: Path, family: str, tmp_path: Path) -> Non
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         results[family] = {name: round_to(value) for name, value in asdict(result).items()}
         RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
+
+
+def score_in_warm_ranks(
+    plan: RunContext,
+    rollouts: Sequence[Rollout],
+    folder: Path,
+    *,
+    variants: Sequence[str],
+    dtypes: Sequence[Precision],
+) -> ScoreJob:
+    """In place of a start of torchrun for each family; test_train.py has the real one."""
+    return warm_score.score(
+        plan, rollouts, folder, variants=variants, dtypes=dtypes, model=plan.model_path
+    )
 
 
 def measured(recipe: str, folder: Path) -> dict[str, float]:
@@ -153,7 +177,8 @@ def measured(recipe: str, folder: Path) -> dict[str, float]:
 
 def trained(recipe: str, root: Path, name: str, *settings: str) -> Run:
     """A run with a publish after every step; its weights open in transformers."""
-    run = start(root, recipe, f"run.steps={STEPS}", "checkpoint.every=0", *settings, name=name)
+    fixed = (f"run.steps={STEPS}", "checkpoint.every=0", REWARD)
+    run = start(root, recipe, *fixed, *settings, name=name)
     assert run.finish() == 0, run.text()
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS))

@@ -96,9 +96,12 @@ class TrainedRecords:
     folder: Path
 
     def groups(self, rows: list[dict]) -> list[tuple[int, EpisodeGroup]]:
-        """(step, group) of the surviving history."""
+        """(step, group) of the surviving history.
+
+        The last evaluation has a row of its own, which trained nothing.
+        """
         found = []
-        for row in rows:
+        for row in (row for row in rows if "async/buffer_depth" in row):
             incarnation = row["version"].split(".")[0]
             path = self.folder / incarnation / f"step-{row['step']:06d}.msgpack"
             groups = decode_value(path.read_bytes(), list[EpisodeGroup])

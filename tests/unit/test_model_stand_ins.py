@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moerl.config import load_config
 from moerl.config.schema import EngineConfig, TinyFamily, TinyModel
 from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
+from moerl.data.tiny_model import make_tiny_model
 from moerl.engine import family_settings, plugin, stand_ins
 from moerl.engine.cpu_models import (
     all_heads_norm,
@@ -214,6 +216,25 @@ def test_a_delta_net_in_pieces() -> None:
     assert not states[:slot].any(), "other slots are left alone"
 
 
+def test_a_trainer_in_bf16_has_the_gates_of_the_engine() -> None:
+    """The engine rounds neither the rate of the decay nor the step size, megatron-core does."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from moerl.trainer.model.gated_delta_net import DeltaNet
+
+    torch.manual_seed(0)
+    a_log, dt_bias = torch.randn(2, H).bfloat16()
+    decay, step = torch.randn(2, 50, H).bfloat16()
+    want = delta_net_kernels.gates(a_log, decay, step, dt_bias)
+    found = DeltaNet._compute_g_and_beta(None, a_log, dt_bias, decay, step)
+    with torch.compiler.set_stance("force_eager"):  # compiling it takes minutes
+        megatrons = GatedDeltaNet._compute_g_and_beta(None, a_log, dt_bias, decay, step)
+    for ours, engines, theirs in zip(found, want, megatrons, strict=True):
+        torch.testing.assert_close(ours, engines[0], rtol=0, atol=0)
+        off = ((theirs.float() - engines[0]) / engines[0]).abs().max()
+        assert off > 5e-4, "control: rounded as megatron-core rounds"
+
+
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None
 ) -> torch.Tensor:
@@ -329,6 +350,17 @@ def test_a_family_has_a_tiny_model_and_a_recipe(family: TinyFamily) -> None:
     assert spec.moe_layers
     assert spec.experts > spec.experts_per_token
     assert spec.moe_ffn % 64 == 0, "on a CPU SGLang pads experts of other widths"
+
+
+def test_norms_of_a_tiny_model_scale_by_one(tmp_path: Path) -> None:
+    for family in ("qwen2_moe", "qwen3_next"):
+        make_tiny_model(tmp_path / family, TinyModel(family=family, num_layers=4), 0)
+        weights = load_file(tmp_path / family / "model.safetensors")
+        norms = {name: w for name, w in weights.items() if name.endswith("norm.weight")}
+        added = {name for name in norms if family == "qwen3_next" and "linear_attn" not in name}
+        assert len(norms) > len(added)
+        for name, weight in norms.items():
+            assert torch.all(weight + (name in added) == 1), name
 
 
 def test_tiny_models_cover_what_their_names_say() -> None:

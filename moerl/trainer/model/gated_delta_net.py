@@ -53,6 +53,16 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
         ]
         return torch.cat(parts), None
 
+    def _compute_g_and_beta(
+        self, a_log: Tensor, dt_bias: Tensor, decay: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log of the decay and step size, in fp32 as in SGLang.
+
+        megatron-core rounds the rate and the step size to bf16 where the model is in bf16.
+        """
+        rate = torch.nn.functional.softplus(decay.float() + dt_bias.float())
+        return -a_log.float().exp() * rate, step.float().sigmoid()
+
 
 class DeltaOrAttention:
     """What `self_attention` of a layer is: a gated delta net, or attention."""
