@@ -104,6 +104,12 @@ HOOKS = (
         When.ALWAYS,
     ),
     Hook(
+        f"{_RESULTS}._maybe_collect_indexer_topk",
+        "after",
+        in_flight.drop_positions,
+        When.ALWAYS,
+    ),
+    Hook(
         "sglang.srt.mem_cache.common.checkpoint_kv_cache", "around", own_slots.publish, When.ALWAYS
     ),
     Hook("sglang.srt.utils.auth.decide_request_auth", "around", open_routes.decide, When.ALWAYS),
