@@ -4,7 +4,8 @@ A tiny DeepSeek-V3.2 with few index heads: many of its scores are exactly 0, so 
 indexer chooses other positions than the engine's although weights and precision are equal.  Long
 requests are aborted and resumed after an update; each segment is scored under its own weights.
 Other requests compute one prefix at the same time, with and without the hook that lets each of them
-keep its own cache slots.
+keep its own cache slots.  tests/e2e/test_model_families.py has a small form for the default
+selection.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.helpers.replay_scenario import A, B
 from tests.helpers.sparse_servers import WAVES
 from tests.helpers.trainer_support import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(600)]
 
 LIMIT, FAR = 5e-5, 0.05  # nats: right records in fp32, and the least of a control
 CONTROLS = ("both_indexer_live", "both_indexer_moved", "both_shifted")
