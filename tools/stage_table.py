@@ -82,7 +82,7 @@ _ENGINE = (
     "tests/e2e/test_modes.py",
     "tests/e2e/test_replay_engine.py",
 )
-_MODELS = ("tests/e2e/test_model_families.py",)
+_MODELS = ("tests/e2e/test_model_dsa.py", "tests/e2e/test_model_families.py")
 _RECIPES = (
     "tests/e2e/test_model_start_run.py",
     "tests/e2e/test_recipes.py",
@@ -132,7 +132,7 @@ STAGES = (
     Stage("trainer", 1500, "full", _TRAINER),
     Stage("sync", 600, "full", _SYNC),
     Stage("engine", 1100, "full", _ENGINE),
-    Stage("models", 1800, "full", _MODELS),
+    Stage("models", 1950, "full", _MODELS),
     Stage("recipes", 900, "full", _RECIPES),
     Stage("variants", 600, "full", _VARIANTS),
     Stage("faults", 1200, "full", _FAULTS),

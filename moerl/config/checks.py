@@ -132,12 +132,6 @@ def _check_sparse(config: Config) -> None:
             "SGLang records positions where attention is not cut; use tp 1 or "
             "engine.args.enable_dp_attention",
         ),
-        (
-            "model.path",
-            config.model.path,
-            True,
-            "the engine's record of positions is not proven end to end yet; use another model",
-        ),
     )
     for field, value, holds, reason in wrong:
         if holds:

@@ -38,6 +38,7 @@ TinyFamily = Literal[
     "deepseek_v2",
     "deepseek_v2_lite",
     "deepseek_v3",
+    "deepseek_v32",
     "kimi_k2",
     "moonlight",
     "gpt_oss",

@@ -189,6 +189,16 @@ def _deepseek_v3(tiny: TinyModel) -> Fields:
     return _kimi_k2(tiny) | {"n_group": 4, "topk_group": max(1, tiny.experts_per_token // 2)}
 
 
+def _deepseek_v32(tiny: TinyModel) -> Fields:
+    """Few index heads: many of their scores are exactly 0, so the choice among them is free."""
+    return _deepseek_v3(tiny) | {
+        **_class("deepseek_v32", "DeepseekV32"),
+        "index_topk": 8,
+        "index_n_heads": 2,
+        "index_head_dim": tiny.head_dim,
+    }
+
+
 def _gpt_oss(tiny: TinyModel) -> Fields:
     kinds = ["sliding_attention", "full_attention"]
     return _class("gpt_oss", "GptOss") | {
@@ -294,6 +304,7 @@ FAMILY_FIELDS: dict[TinyFamily, Callable[[TinyModel], Fields]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v2_lite": _deepseek_v2_lite,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
     "kimi_k2": _kimi_k2,
     "moonlight": _moonlight,
     "gpt_oss": _gpt_oss,

@@ -39,6 +39,7 @@ class Feature:
 
 _RECORDS = "tests/e2e/test_engine_e2e.py::test_records_equal_transformers"
 _REPLAY = "tests/e2e/test_replay_engine.py::"
+_DSA = "tests/e2e/test_model_dsa.py::"
 _MODES = "tests/e2e/test_modes.py::"
 _DP_ATTENTION = "tests/e2e/test_model_dp_attention.py::"
 _OFF: tuple[Any, ...] = (False,)
@@ -57,6 +58,19 @@ FEATURES = (
         Verdict.PROVEN,
         "a cached token keeps the row of the forward pass that wrote its slot",
         proof=_REPLAY + "test_cache_hits_chunks_and_overlap_took_part",
+    ),
+    Feature(
+        "one prefix computed by several requests at once",
+        Verdict.PROVEN,
+        "a request keeps its own slots, and so its own rows, where another one's differ",
+        proof=_DSA + "test_a_prefix_that_others_compute_too",
+    ),
+    Feature(
+        "positions of sparse attention",
+        Verdict.PROVEN,
+        "DeepSeek-V3.2 where attention is not cut: rows as those of routes; a retracted request "
+        "that chose otherwise is refused",
+        proof=_DSA + "test_recorded_positions_make_both_sides_equal",
     ),
     Feature(
         "chunked prefill",

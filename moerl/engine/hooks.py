@@ -18,6 +18,7 @@ from moerl.engine import (
     cpu_fp8,
     in_flight,
     open_routes,
+    own_slots,
     private_sockets,
     update_hooks,
     weight_layout,
@@ -101,6 +102,15 @@ HOOKS = (
         "after",
         in_flight.return_rows,
         When.ALWAYS,
+    ),
+    Hook(
+        f"{_RESULTS}._maybe_collect_indexer_topk",
+        "after",
+        in_flight.drop_positions,
+        When.ALWAYS,
+    ),
+    Hook(
+        "sglang.srt.mem_cache.common.checkpoint_kv_cache", "around", own_slots.publish, When.ALWAYS
     ),
     Hook("sglang.srt.utils.auth.decide_request_auth", "around", open_routes.decide, When.ALWAYS),
     Hook(

@@ -18,6 +18,9 @@ SGLang 0.5.23 has three gaps, which this module closes.
    `keep_rows` copies the rows before the cache is freed, `return_rows` restores them when the
    request ends.  With audit, the rows of the second prefill are appended: tokens after an update
    were sampled on them.
+   Positions of sparse attention cannot be restored in this way: indexers whose scores tie choose
+   otherwise in the second prefill, and later tokens read keys of that choice.  `drop_positions`
+   returns none where the two differ, and the host refuses the record.
 3. Prefix cache.  It cannot be emptied under running requests, so a new request would read prefixes
    of older weights.  `name_prefix` adds the version to every cache key.
 
@@ -151,6 +154,8 @@ def keep_rows(*_args: Any, **fields: Any) -> None:
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
     req, capturer = fields["req"], get_global_experts_capturer()
+    if req.output_ids:
+        _keep_positions(req, fields["req_to_token_pool"])
     if capturer is None or not req.return_routed_experts or not req.output_ids:
         return
     rows = capturer.get_topk(
@@ -195,3 +200,32 @@ def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -
     # Without the rows of a version the record is too short, and the host refuses it.
     found = [(by_version.get(span.version), prompt + span.start - 1) for span in spans[1:]]
     return [rows[:end] for rows, end in found if rows is not None]
+
+
+# --- positions of sparse attention ----------------------------------------------------------------
+def _keep_positions(req: Any, req_to_token_pool: Any) -> None:
+    from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
+
+    capturer = get_global_indexer_capturer()
+    if capturer is None or not req.return_indexer_topk:
+        return
+    rows = capturer.get_topk(
+        req_pool_idx=req.kv.req_pool_idx,
+        seqlen=len(req.origin_input_ids) + len(req.output_ids),
+        req_to_token_pool=req_to_token_pool,
+    )
+    req.moerl_positions = [*getattr(req, "moerl_positions", ()), rows]
+
+
+def drop_positions(_result: None, _processor: Any, req: Any) -> None:
+    """AFTER SchedulerBatchResultProcessor._maybe_collect_indexer_topk: a request ends."""
+    kept: list[Tensor] = getattr(req, "moerl_positions", [])
+    if req.indexer_topk is not None:
+        same = all(_same_positions(older, req.indexer_topk) for older in kept)
+        req.indexer_topk = req.indexer_topk if same else None
+
+
+def _same_positions(older: Tensor, newer: Tensor) -> bool:
+    """[rows, layers, top_k] each, from row 0; rows below top_k choose all positions."""
+    first, end = newer.shape[-1], min(len(older), len(newer))
+    return torch.equal(older[first:end].sort(-1).values, newer[first:end].sort(-1).values)

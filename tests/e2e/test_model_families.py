@@ -106,6 +106,15 @@ def test_records_equal_the_trainer(served: Path, family: str) -> None:
     assert found["fp32/slots_agree"] >= 0.99 * found["fp32/slots"]
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32"])
+def test_positions_of_sparse_attention_are_replayed(served: Path, family: str) -> None:
+    """The tests above give the recorded ones; here each side chooses, or reads the row before."""
+    found, trainer = scores_of(served, family)
+    for variant in ("both_indexer_live", "both_indexer_moved"):
+        assert gap(found[variant], trainer["engine"]) > FAR, variant
+        assert gap(trainer[f"fp32/{variant}"], trainer["engine"]) > FAR, variant
+
+
 # --- full form ------------------------------------------------------------------------------------
 STEPS = 6
 # A random model earns some: its weights move in each step, so that digests tell publishes apart.

@@ -8,7 +8,7 @@ too, in place of a new Python.  transformers then scores the records.  Written p
 
     FOLDER/FAMILY/model/              the model, made by its recipe
     FOLDER/FAMILY/job.json            for moerl.audit.score_ranks, which scores into scores.npz
-    FOLDER/FAMILY/scores-hf.npz       of transformers: VARIANT [S], see `HF_VARIANTS`; agree [R, L],
+    FOLDER/FAMILY/scores-hf.npz       of transformers: VARIANT [S] (constants below); agree [R, L],
                                       share of rows in which its own routers choose the record;
                                       masks [S], whether it keeps the same tokens
     FOLDER/FAMILY/failed.txt          why a family was not served
@@ -24,7 +24,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from moerl.engine import server_process, sglang_server, torchvision_fix
 from moerl.engine.sglang_server import EngineServer
 from moerl.launch.run_context import RunContext
 from moerl.records.blob_store import BlobStore
+from moerl.records.indexer import decode
 from moerl.serialization import encode_value
 from moerl.types import ModelShape, Rollout
 
@@ -54,14 +57,15 @@ SETTINGS = (
 TOKENS = 80
 TRAINER_VARIANTS = ("none", "routing", "both", "both_rotated")
 HF_VARIANTS = ("both", "routing", "both_rotated")  # routes of the record, and its masks
+SPARSE_VARIANTS = ("both_indexer_live", "both_indexer_moved")  # of both, where attention is sparse
 _FAMILY_S = 120.0
 
 
 def main() -> int:
     folder, *families = sys.argv[1:]
-    _import()
+    import_sglang()
     for family in families:
-        _wait(_forked(Path(folder) / family, family))
+        wait(forked(Path(folder) / family, partial(_run, family)))
     return 0
 
 
@@ -69,7 +73,7 @@ def recipe_of(family: str) -> str:
     return f"tiny-{family.replace('_', '-')}"
 
 
-def _import() -> None:
+def import_sglang() -> None:
     """What a server and transformers import; nothing here starts a thread."""
     torchvision_fix.arm()
     import sglang.launch_server
@@ -80,13 +84,15 @@ def _import() -> None:
     torch.set_num_threads(1)
 
 
-def _forked(folder: Path, family: str) -> int:
+def forked(folder: Path, work: Callable[[Path], None]) -> int:
+    """A process whose servers are forks, too.  An error is written to FOLDER/failed.txt."""
     folder.mkdir(parents=True)
     pid = os.fork()
     if not pid:
         os.setsid()
+        EngineServer._spawn = _spawn  # type: ignore[method-assign]
         try:
-            _run(folder, family)
+            work(folder)
         except BaseException:
             (folder / "failed.txt").write_text(traceback.format_exc())
         finally:
@@ -94,8 +100,8 @@ def _forked(folder: Path, family: str) -> int:
     return pid
 
 
-def _wait(pid: int) -> None:
-    deadline = time.monotonic() + _FAMILY_S
+def wait(pid: int, timeout_s: float = _FAMILY_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and not os.waitpid(pid, os.WNOHANG)[0]:
         time.sleep(0.02)
     try:
@@ -157,8 +163,7 @@ def _spawn(server: EngineServer) -> None:
     server._process = ForkedServer(server, environment)  # type: ignore[assignment]
 
 
-def _run(folder: Path, family: str) -> None:
-    EngineServer._spawn = _spawn  # type: ignore[method-assign]
+def _run(family: str, folder: Path) -> None:
     config = resolve(load_config(recipe_of(family), SETTINGS))
     plan = mismatch_command._plan(config, folder)
     rollouts = asyncio.run(mismatch_command._generate(plan, TOKENS))
@@ -175,7 +180,7 @@ def _job(plan: RunContext, rollouts: list[Rollout], folder: Path) -> ScoreJob:
         plan,
         records,
         folder / "scores.npz",
-        variants=TRAINER_VARIANTS,
+        variants=(*TRAINER_VARIANTS, *_sparse_variants(plan.model_shape())),
         dtypes=["fp32"],
         model=plan.model_path,
         version="",
@@ -183,14 +188,23 @@ def _job(plan: RunContext, rollouts: list[Rollout], folder: Path) -> ScoreJob:
     return replace(job, ep=1)
 
 
+def _sparse_variants(shape: ModelShape) -> tuple[str, ...]:
+    return SPARSE_VARIANTS if shape.index_topk else ()
+
+
 # --- transformers ---------------------------------------------------------------------------------
 class ForcedRoutes(TorchFunctionMode):
-    """Every choice of `top_k` out of all experts is that of the record, layer after layer."""
+    """Every choice of `top_k` out of all experts is that of the record, layer after layer.
 
-    def __init__(self, shape: ModelShape, routes: Tensor) -> None:
-        """routes: [L, rows, K]."""
+    So are the positions that sparse attention chooses, where they are given.
+    """
+
+    def __init__(self, shape: ModelShape, routes: Tensor, positions: Tensor | None) -> None:
+        """routes: [L, rows, K]; positions: [layers that choose, rows, index_topk]."""
         super().__init__()
         self._shape, self._routes = shape, routes
+        self._positions = iter(()) if positions is None else iter(positions)
+        self._forces_positions = positions is not None
         self.live: list[Tensor] = []
 
     def __torch_function__(
@@ -200,6 +214,9 @@ class ForcedRoutes(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return found
         scores, size, chosen = args[0], self._shape, found.indices
+        if self._forces_positions and chosen.shape == (1, scores.shape[-1], size.index_topk):
+            ids = next(self._positions)[None]
+            return torch.return_types.topk((scores.gather(-1, ids), ids))
         if scores.dim() != 2 or (scores.shape[1], chosen.shape[1]) != (
             size.num_experts,
             size.top_k,
@@ -222,29 +239,43 @@ def score(
     )
     assert not any(info.values()), info
     model.eval()
-    names = (*HF_VARIANTS, "agree", "masks")
+    names = (*HF_VARIANTS, *_sparse_variants(shape), "agree", "masks")
     found: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for rollout in rollouts:
         routes = torch.from_numpy(
             np.concatenate([store.load(part.ids) for part in rollout.routing], axis=1).astype(int)
         )
-        logits, live = _forward(model, shape, rollout, routes)
+        positions = _positions(shape, rollout, store)
+        logits, live = _forward(model, shape, rollout, routes, positions)
         same = (live.sort(-1).values == routes.sort(-1).values).all(-1)
         found["agree"].append(same.float().mean(1, keepdim=True).T.numpy())
         found["masks"].append(_masks_agree(logits, rollout, store))
         found["both"].append(_logprobs(logits, rollout, store))
         found["routing"].append(_logprobs(logits, rollout, None))
-        turned, _ = _forward(model, shape, rollout, (routes + 1) % shape.num_experts)
+        turned, _ = _forward(model, shape, rollout, (routes + 1) % shape.num_experts, positions)
         found["both_rotated"].append(_logprobs(turned, rollout, store))
+        if positions is not None:
+            for name, given in zip(SPARSE_VARIANTS, (None, positions.roll(1, 1)), strict=True):
+                logits, _ = _forward(model, shape, rollout, routes, given)
+                found[name].append(_logprobs(logits, rollout, store))
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
+def _positions(shape: ModelShape, rollout: Rollout, store: BlobStore) -> Tensor | None:
+    """[layers that choose, T - 1, index_topk]; 0 once more where a token has fewer positions."""
+    if not shape.index_topk:
+        return None
+    (part,) = rollout.indexer
+    rows = [decode(layer, 0, part.row_end, part.top_k) for layer in store.load(part.packed)]
+    return torch.from_numpy(np.stack(rows)).long().clamp_min(0)
+
+
 def _forward(
-    model: Any, shape: ModelShape, rollout: Rollout, routes: Tensor
+    model: Any, shape: ModelShape, rollout: Rollout, routes: Tensor, positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Logits [T - 1, V] and live routes [L, T - 1, K] under forced routes."""
+    """Logits [T - 1, V] and live routes [L, T - 1, K] under forced routes and positions."""
     ids = torch.from_numpy(rollout.token_ids.astype(int))[None, :-1]
-    with ForcedRoutes(shape, routes) as forced:
+    with ForcedRoutes(shape, routes, positions) as forced:
         logits = model(ids, use_cache=False).logits[0].float()
     assert len(forced.live) == len(shape.moe_layers), len(forced.live)
     return logits, torch.stack(forced.live)

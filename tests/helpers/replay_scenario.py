@@ -51,7 +51,7 @@ TRUNCATED = SamplingParams(24, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=
 FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)
 LONG = replace(TRUNCATED, max_new_tokens=900)
 CHUNK = 64  # tokens of one prefill chunk
-_NOISE = 0.01  # of a tensor's standard deviation, per version
+NOISE = 0.01  # of a tensor's standard deviation, per version
 T = TypeVar("T")
 
 
@@ -242,7 +242,7 @@ def save_versions(root: Path, *, rounded: bool = False) -> dict[PolicyVersion, P
         for name, tensor in weights.items():
             if tensor.dim() == 2:
                 noise = torch.randn(tensor.shape, generator=generator)
-                weights[name] = tensor + noise * tensor.std() * _NOISE
+                weights[name] = tensor + noise * tensor.std() * NOISE
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         folders[version] = folder
     return folders

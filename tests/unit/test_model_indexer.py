@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from moerl.config.checks import _check_sparse
 from moerl.config.schema import Config, EngineConfig, ReplayConfig, RolloutConfig
+from moerl.engine import in_flight
 from moerl.engine.cpu_models import lightning_indexer
 from moerl.engine.server_args import arguments
 from moerl.errors import ConfigError
@@ -77,6 +81,30 @@ def test_the_server_of_a_sparse_model_records_positions() -> None:
         assert "enable_return_indexer_topk" not in args(model_type, routing=routing)
 
 
+@pytest.mark.parametrize("row", [None, 1, 4])
+def test_positions_chosen_twice_are_refused_where_they_differ(
+    row: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of 6 rows is retracted after 5; `row` chooses otherwise in the second prefill."""
+    first = torch.tensor([[[0, 1, 2]], [[0, 1, 2]], [[0, 1, 2]], [[1, 3, 0]], [[4, 2, 1]]])
+    second = torch.cat([first.flip(-1), torch.tensor([[[5, 0, 1]]])])
+    if row is not None:
+        second[row] = torch.tensor([[3, 0, 1]])
+    capturer = SimpleNamespace(get_topk=lambda seqlen, **_: first[: seqlen - 1])
+    module = SimpleNamespace(get_global_indexer_capturer=lambda: capturer)
+    monkeypatch.setitem(sys.modules, "sglang.srt.state_capturer.indexer_topk", module)
+    req: Any = SimpleNamespace(
+        return_indexer_topk=True,
+        indexer_topk=second,
+        origin_input_ids=[7] * 4,
+        output_ids=[7] * 2,
+        kv=SimpleNamespace(req_pool_idx=0),
+    )
+    in_flight._keep_positions(req, None)
+    in_flight.drop_positions(None, None, req)
+    assert (req.indexer_topk is None) == (row == 4), "rows below top-k choose all positions"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -89,7 +117,6 @@ def test_the_server_of_a_sparse_model_records_positions() -> None:
     ],
 )
 def test_settings_without_a_record_are_refused(config: Config, message: str) -> None:
-    with pytest.raises(ConfigError, match=r"model.path.*not proven end to end yet"):
-        _check_sparse(Config(engine=EngineConfig(tp=2, args={"enable_dp_attention": True})))
+    _check_sparse(Config(engine=EngineConfig(tp=2, args={"enable_dp_attention": True})))
     with pytest.raises(ConfigError, match=message):
         _check_sparse(config)

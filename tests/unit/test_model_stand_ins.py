@@ -367,12 +367,14 @@ def test_tiny_models_cover_what_their_names_say() -> None:
     specs = {name: model_spec(tiny_config(TinyModel(family=name), 128)) for name in FAMILY_FIELDS}
     assert tuple(specs) == get_args(TinyFamily)
     assert [name for name, spec in specs.items() if spec.yarn] == [
-        "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2", "gpt_oss",
+        "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "kimi_k2", "gpt_oss",
     ]  # fmt: skip
     assert [name for name, spec in specs.items() if spec.groups > 1] == [
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
     ]
+    assert [name for name, spec in specs.items() if spec.index_topk] == ["deepseek_v32"]
     assert [name for name, s in specs.items() if s.direct_q] == ["deepseek_v2_lite", "moonlight"]
     assert specs["gpt_oss"].sliding_layers
     assert specs["gpt_oss"].sinks
