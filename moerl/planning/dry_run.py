@@ -36,6 +36,7 @@ from moerl.engine.server_args import arguments
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
+from moerl.planning.device_table import device_lines
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     Recompute,
@@ -69,6 +70,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     sections = [
         printed(config),
         process_table(config, placed),
+        *device_lines(config, placed),
         _commands(config, placed, recipe),
         _ports(config, placed),
         *_estimates(config, placed),

@@ -170,10 +170,11 @@ class Membership:
         self._control_api.answer(name, answer)
 
     def _add(self, tp: int) -> int:
+        placed = self._actors.engine(self._plan, self._next, tp)  # refuses one without room
         index, self._next = self._next, self._next + 1
         self.changed = True
         self.sizes[index] = tp
-        self._placed[index] = self._actors.engine(self._plan, index, tp)
+        self._placed[index] = placed
         self._joining.add(index)
         self._watcher.start_engine(index)
         self._watcher.say(f"engine {index} (tp {tp}) is added")
@@ -263,6 +264,7 @@ class Membership:
         self._joining.discard(index)
         self._watcher.forget_engine(index)
         self._placed.pop(index).give_up()
+        self._actors.engine_has_left(index)
         del self.sizes[index]
 
 
