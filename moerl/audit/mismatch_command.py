@@ -32,6 +32,7 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import placement
 from moerl.config.schema import Precision
+from moerl.config.visible_devices import visible_devices
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
 from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.process_tree import (
@@ -40,7 +41,6 @@ from moerl.launch.nodes.process_tree import (
     end_descendants,
 )
 from moerl.launch.nodes.torchrun_job import TorchrunJob
-from moerl.launch.nodes.visible_devices import visible_devices
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.run_dir import RunDir
 from moerl.serialization import encode_value

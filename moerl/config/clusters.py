@@ -97,6 +97,12 @@ def nodes(cluster: ClusterConfig) -> tuple[Node, ...]:
     return tuple(found)
 
 
+def starts_on_cuda(config: Config, placed: Placement) -> bool:
+    """Whether engines run on GPUs, as far as the configuration says."""
+    named = config.engine.platform == "cuda"
+    return named or (config.engine.platform == "auto" and any(s.devices for s in placed.engines))
+
+
 def engine_gpus(placed: Placement, node: Node) -> tuple[int, ...]:
     """GPUs of a node that are for engines; its trainer has the others."""
     slots = [slot for slot in placed.engines if slot.node.name == node.name]

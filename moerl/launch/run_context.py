@@ -20,7 +20,7 @@ from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, is_local, placement
 from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
-from moerl.launch.nodes.visible_devices import visible_devices
+from moerl.config.visible_devices import visible_devices
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer

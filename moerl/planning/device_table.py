@@ -1,6 +1,6 @@
 """The GPUs of each process, as `moerl train --dry-run` prints them.
 
-The variables come from the function that a start uses (`moerl.launch.nodes.visible_devices`).
+The variables come from the function that a start uses (`moerl.config.visible_devices`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import groupby
 
 from moerl.config import Config
 from moerl.config.clusters import Node, Placement, TrainerSlot, engine_gpus, is_local
-from moerl.launch.nodes.visible_devices import VISIBLE, visible_devices
+from moerl.config.visible_devices import VISIBLE, visible_devices
 
 
 def device_lines(config: Config, placed: Placement) -> list[str]:

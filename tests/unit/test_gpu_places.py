@@ -12,9 +12,9 @@ import pytest
 from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.clusters import engine_gpus, placement
+from moerl.config.visible_devices import VISIBLE, visible_devices
 from moerl.distributed import numa
 from moerl.errors import ConfigError
-from moerl.launch.nodes.visible_devices import VISIBLE, visible_devices
 from moerl.launch.supervision.engine_gpus import EngineGpus
 
 ADDRESSES = ("0000:1b:00.0", "0000:43:00.0", "0000:9b:00.0", "0000:c3:00.0")
@@ -25,7 +25,7 @@ def test_numbers_count_in_the_list_of_the_process_that_starts() -> None:
     assert visible_devices((4, 5), {})[VISIBLE] == "4,5"
     four = {VISIBLE: "GPU-a,GPU-b,6,7"}
     assert visible_devices((1, 2), four)[VISIBLE] == "GPU-b,6"
-    with pytest.raises(ConfigError, match=r"GPU 4 of the node is needed"):
+    with pytest.raises(ConfigError, match="GPU 5 of the node is needed"):
         visible_devices((4, 5), four)
     with pytest.raises(ConfigError, match="GPU 0 of the node"):
         visible_devices((0,), {VISIBLE: ""})

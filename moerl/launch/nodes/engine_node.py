@@ -29,6 +29,7 @@ from moerl.config import Config
 from moerl.config.clusters import Node, engine_gpus, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
+from moerl.config.visible_devices import visible_devices
 from moerl.errors import ConfigError, MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
@@ -40,7 +41,6 @@ from moerl.launch.nodes.process_tree import (
     end_descendants,
 )
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, slots
-from moerl.launch.nodes.visible_devices import visible_devices
 from moerl.run_dir import RunDir
 
 _LOOK_S = 1.0

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from moerl.config import Config
 from moerl.config.clusters import Node, engine_gpus, is_local, placement
 from moerl.config.network import own_address
+from moerl.config.visible_devices import visible_devices
 from moerl.launch.nodes.process_tree import end_descendants
-from moerl.launch.nodes.visible_devices import visible_devices
 from moerl.run_dir import RunDir
 
 log = logging.getLogger(__name__)

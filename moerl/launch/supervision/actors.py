@@ -23,13 +23,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
+from moerl.config.visible_devices import visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
 from moerl.engine.node_span import Follower
 from moerl.errors import EngineError, MoerlError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
-from moerl.launch.nodes.visible_devices import visible_devices
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.engine_gpus import EngineGpus
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
