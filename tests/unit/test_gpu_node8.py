@@ -1,4 +1,4 @@
-"""One node of 8 GPUs: recipes that fit it, what the others are told, and layouts that a start refuses."""
+"""One node of 8 GPUs: recipes that fit it, what others are told, and what a dry run refuses."""
 
 from __future__ import annotations
 
