@@ -2,8 +2,8 @@
 
 Order, later wins: the dataclass defaults, the files named by `include` (in order), the recipe, the
 overrides.  An override of a whole part, such as `cluster=slurm`, names another file of that folder:
-it replaces the recipe's own (`clusters/laptop`), or comes right after the recipe.  A recipe's
-layout on another cluster than its own is in configs/layouts/CLUSTER/RECIPE.yaml.
+it replaces the recipe's own (`clusters/laptop`), or comes right after the recipe.  Groups of nodes
+that the recipe names and this cluster does not have are dropped.
 OmegaConf merges and interpolates; `moerl.config.validate` checks the result against the schema.
 """
 
@@ -45,7 +45,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     parts = _parts(overrides)
     layers = _with_includes(path, (), dict(parts))
     if "cluster" in parts:
-        layers = _for_cluster(layers, parts["cluster"], path.stem)
+        layers = _for_cluster(layers, parts["cluster"])
     rest = [item for item in overrides if item.partition("=")[0] not in parts]
     config = _merge([*layers, _overrides(rest)])
     if not config.run.name:
@@ -140,14 +140,10 @@ def _with_includes(
     return [*layers, data, *left]
 
 
-def _for_cluster(layers: list[dict[str, Any]], cluster: Path, recipe: str) -> list[dict[str, Any]]:
-    """A recipe on another cluster: its own groups of nodes go, and the layout of
-    configs/layouts/CLUSTER/RECIPE.yaml comes last, if there is one.
-    """
+def _for_cluster(layers: list[dict[str, Any]], cluster: Path) -> list[dict[str, Any]]:
+    """The layers without groups of nodes that the cluster does not have: another cluster's."""
     groups = (_read_yaml(cluster).get("cluster") or {}).get("nodes")
-    layout = CONFIG_ROOT / "layouts" / cluster.stem / f"{recipe}.yaml"
-    fitted = [_with_groups(layer, groups) for layer in layers] if groups else layers
-    return [*fitted, _read_yaml(layout)] if layout.is_file() else fitted
+    return [_with_groups(layer, groups) for layer in layers] if groups else layers
 
 
 def _with_groups(layer: dict[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:

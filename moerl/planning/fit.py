@@ -142,7 +142,11 @@ def _first_layout(
     """A layout of `ranks` trainer ranks whose largest rank fits, with the least model cutting."""
     spec = model_spec(shapes)
     training = replace(training_of(config, gpu=True), distributed_optimizer=True)
+    (whole,) = trainer_memory(spec, ParallelConfig(), training)
     for layout in _layouts(spec, ranks):
+        least = (whole.weights + whole.gradients) // (layout.pp * max(layout.ep, layout.tp))
+        if least > group.device_gb * 1e9:  # whatever else a rank holds
+            continue
         try:
             check_mesh(layout)
             check_model_sizes(layout, 1, shapes)
