@@ -288,7 +288,10 @@ def _named_run(name: str) -> list[str]:
 
 def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
     settings = [*overrides, *_named_run(run)]
-    config = _checked(recipe, settings, starts=not dry_run)
+    try:
+        config = _checked(recipe, settings, starts=not dry_run)
+    except ConfigError as error:
+        raise _with_what_fits(error, recipe, settings) from error
     name = config.run.name
     if not run and name == Path(recipe).stem:
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -305,6 +308,19 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         )
     request = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(request))
+
+
+def _with_what_fits(error: ConfigError, recipe: str, settings: list[str]) -> ConfigError:
+    """The error, and for one of placement also what would fit the cluster."""
+    if error.field not in ("engine.count", "engine.nodes", "trainer.parallel"):
+        return error
+    from moerl.config import load_config, resolve
+    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.fit import what_fits
+
+    config = resolve(load_config(recipe, settings))
+    fits = what_fits(config, model_shapes(config))
+    return ConfigError(error.field, error.value, f"{error.allowed}; {fits}") if fits else error
 
 
 def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: bool) -> NoReturn:

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # Make .venv what requirements/*.lock and pyproject.toml say, and nothing when it already is.
 #
+# usage: tools/setup.sh          the CPU profile: requirements/cpu.lock and cpu-nodeps.lock, Python 3.11
+#        tools/setup.sh --gpu    the GPU profile: requirements/gpu.lock, Python 3.12
+#
 # Called by tools/quickstart and tools/test before they do anything; a good environment costs a few
-# file reads.  CPU profile only: a .venv that a person made with a CUDA build of torch (the `gpu`
-# extra of pyproject.toml) is left as it is.
+# file reads.  Without --gpu, a .venv with a CUDA build of torch is left as it is.
+#
+# The GPU profile needs no CUDA toolkit: compiler, headers and libraries come as wheels.  It compiles
+# the torch part of Transformer Engine, which has no wheel, for the torch that was just installed (30
+# minutes on one core), keeps that wheel in build/wheels or $MOERL_WHEELS, and builds our kernels.
 #
 # .venv/.moerl-stamp holds the fingerprint of the inputs of a finished installation.  It is written
 # last.  While packages are unpacked it says `incomplete`, and an environment found so is rebuilt
@@ -16,10 +22,21 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+profile=cpu
+version=3.11
+locks=(requirements/cpu.lock requirements/cpu-nodeps.lock)
+if [[ ${1:-} == --gpu ]]; then
+  profile=gpu
+  version=3.12
+  locks=(requirements/gpu.lock)
+elif (($#)); then
+  echo "setup: unknown argument $1; use --gpu, or none for the CPU profile" >&2
+  exit 2
+fi
 stamp=.venv/.moerl-stamp
 log=build/setup.log
-locks=(requirements/cpu.lock requirements/cpu-nodeps.lock)
-site=.venv/lib/python3.11/site-packages
+site=.venv/lib/python$version/site-packages
+source_package=transformer-engine-torch
 pip_pid=
 
 main() {
@@ -36,15 +53,18 @@ main() {
 }
 
 fingerprint() {
-  { pwd -P; cat "${locks[@]}" pyproject.toml tools/setup.sh .venv/pyvenv.cfg; } | sha256sum
+  echo "$profile $({ pwd -P; cat "${locks[@]}" pyproject.toml tools/setup.sh .venv/pyvenv.cfg; } |
+    sha256sum)"
 }
 
 fresh() {
   [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]
 }
 
+# An environment of the GPU profile, made by this script or by hand, is no CPU profile to repair.
 own_cuda_environment() {
-  [[ ! -f $stamp ]] && grep -qs "^cuda.* = '" "$site/torch/version.py"
+  [[ $profile == cpu ]] && [[ ! -f $stamp || $(<"$stamp") == gpu\ * ]] &&
+    grep -qs "^cuda.* = '" .venv/lib/python3.*/site-packages/torch/version.py
 }
 
 # Whether packages may be installed over what is there: right Python, whole, not moved here.
@@ -62,19 +82,88 @@ install() {
   else
     local python
     python=$(find_python)
-    say "creating .venv with $python, about 3 GB (log: $log)"
+    say "creating .venv with $python, about $([[ $profile == gpu ]] && echo 12 || echo 3) GB" \
+      "(log: $log)"
     "$python" -m venv --clear .venv >>"$log" 2>&1 || fail "$python could not create .venv"
     echo incomplete >"$stamp"
   fi
-  run_pip "$(cat "${locks[@]}" | grep -c ==) pinned packages" "${locks[@]/#/--requirement=}"
+  "packages_$profile"
   echo packages >"$stamp"
   run_pip "this project" --no-build-isolation --editable .
+  "finish_$profile"
+  fingerprint >"$stamp"
+  say "environment ready"
+}
+
+packages_cpu() {
+  run_pip "$(cat "${locks[@]}" | grep -c ==) pinned packages" "${locks[@]/#/--requirement=}"
+}
+
+finish_cpu() {
   # transformers imports torchvision, whose packaged build expects CUDA (moerl/engine/torchvision_fix.py)
   echo "import moerl.engine.torchvision_fix as fix; fix.arm()" >"$site/moerl-torchvision.pth"
   verify
   .venv/bin/python -m moerl.kernels.build
-  fingerprint >"$stamp"
-  say "environment ready"
+}
+
+packages_gpu() {
+  local wheels=build/gpu-wheels.txt
+  pinned torch >>"$log"
+  pinned "$source_package" >>"$log"
+  grep -v "^$source_package==" requirements/gpu.lock >"$wheels"
+  run_pip "$(grep -c == "$wheels") pinned packages" "--requirement=$wheels"
+  use_packaged_cuda
+  local folder=${MOERL_WHEELS:-build/wheels}/torch-$(pinned torch) made
+  made=$(compiled "$folder")
+  if [[ -z $made ]]; then
+    mkdir -p "$folder"
+    say "compiling Transformer Engine for torch $(pinned torch), once (log: $log)"
+    # without FORCE_BUILD its build asks a release page for a wheel of another torch
+    NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip wheel --no-deps \
+      --no-build-isolation --no-input --wheel-dir "$folder" \
+      "$source_package==$(pinned "$source_package")" >>"$log" 2>&1 </dev/null || {
+      tail -n 15 "$log" >&2
+      fail "Transformer Engine did not compile; the whole log is $log"
+    }
+    made=$(compiled "$folder")
+  fi
+  run_pip "Transformer Engine" "$made"
+}
+
+# The compiler, headers and libraries of the CUDA wheels, for Transformer Engine and our kernels.
+use_packaged_cuda() {
+  local packaged=$PWD/$site/nvidia part
+  [[ -x $packaged/cu13/bin/nvcc ]] ||
+    fail "$packaged/cu13/bin/nvcc is missing: requirements/gpu.lock needs nvidia-cuda-nvcc"
+  export CUDA_HOME=$packaged/cu13 PATH=$packaged/cu13/bin:$PATH
+  for part in cu13 cudnn nccl; do
+    CPATH=$packaged/$part/include${CPATH:+:$CPATH}
+    LIBRARY_PATH=$packaged/$part/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
+  done
+  export CPATH LIBRARY_PATH
+}
+
+# pinned NAME: its version in the lock of the GPU profile.
+pinned() {
+  local line
+  line=$(grep "^$1==" requirements/gpu.lock) || fail "requirements/gpu.lock does not name $1"
+  echo "${line##*==}"
+}
+
+# compiled FOLDER: the wheel of Transformer Engine's torch part there, if there is one.
+compiled() {
+  find "$1" -name "${source_package//-/_}-$(pinned "$source_package")-*.whl" 2>/dev/null || true
+}
+
+finish_gpu() {
+  verify_gpu
+  .venv/bin/python -m moerl.kernels.build
+  .venv/bin/python - <<'PYTHON' || fail "our CUDA kernels were not built; see above"
+import sys
+from moerl.kernels.build import TARGETS
+
+sys.exit(not TARGETS["cuda"].library().is_file())
+PYTHON
 }
 
 compiler_present() {
@@ -86,22 +175,22 @@ compiler_present() {
     "install one, for example Debian's package build-essential"
 }
 
-# Prints the first Python 3.11 on PATH that can make an environment with pip in it.
+# Prints the first Python of the profile's version on PATH that can make an environment with pip.
 find_python() {
-  local candidate met="none was found" version
-  for candidate in $(type -ap python3.11 python3 python); do
-    version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+  local candidate met="none was found" has
+  for candidate in $(type -ap "python$version" python3 python); do
+    has=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
       continue
-    if [[ $version != 3.11 ]]; then
-      met="$candidate is $version"
+    if [[ $has != "$version" ]]; then
+      met="$candidate is $has"
     elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
-      met="$candidate lacks the modules venv and ensurepip (on Debian: the package python3.11-venv)"
+      met="$candidate lacks the modules venv and ensurepip (on Debian: the package python$version-venv)"
     else
       echo "$candidate"
       return
     fi
   done
-  fail "Python 3.11 with venv is needed on PATH: $met"
+  fail "Python $version with venv is needed on PATH: $met"
 }
 
 # run_pip WHAT ARGUMENT...: install without dependencies, with a sign of life every ten seconds.
@@ -151,6 +240,22 @@ names = sorted({d.name for d in importlib.metadata.distributions()})
 if cuda := [name for name in names if name.lower().startswith("nvidia-")]:
     sys.exit(f"setup: {', '.join(cuda)} must not be in the CPU profile: uninstall it or remove "
              ".venv")
+PYTHON
+}
+
+verify_gpu() {
+  .venv/bin/python - <<'PYTHON' || exit 1
+import sys
+import torch
+
+if not (torch.version.cuda or "").startswith("13."):
+    sys.exit(f"setup: torch {torch.__version__} is for CUDA {torch.version.cuda}, the GPU profile "
+             "needs one for CUDA 13: remove .venv and check which indexes pip is configured with")
+try:
+    import megatron.core
+    import transformer_engine.pytorch
+except Exception as error:
+    sys.exit(f"setup: Transformer Engine was installed and does not import: {error!r}")
 PYTHON
 }
 

@@ -46,6 +46,7 @@ _LAYOUTS = (
     "tests/unit",
     "tests/property",
     "tests/multi/test_convert_torchrun.py",
+    "tests/multi/test_gpu_lock.py",
     "tests/multi/test_hf_weights.py",
     "tests/multi/test_layout_families.py",
     "tests/multi/test_layout_families_gradients.py",

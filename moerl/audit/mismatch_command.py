@@ -30,7 +30,9 @@ from moerl.audit.mismatch_page import write_page
 from moerl.audit.score_job import ScoreJob
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
+from moerl.config.clusters import placement
 from moerl.config.schema import Precision
+from moerl.config.visible_devices import visible_devices
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
 from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.process_tree import (
@@ -171,7 +173,8 @@ def _plan(config: Config, folder: Path) -> RunContext:
 async def _generate(plan: RunContext, num_tokens: int) -> list[Rollout]:
     """Rollouts of fresh prompts from one engine, at least `num_tokens` sampled tokens."""
     _say("starting the engine")
-    host = plan.engine_host(0, plan.config.engine.tp)
+    devices = visible_devices(placement(plan.config).engines[0].devices)
+    host = plan.engine_host(0, plan.config.engine.tp, devices=devices)
     await host.start(PolicyVersion(0, 0))
     try:
         await check_plan(plan.config, 0, host.session)

@@ -29,6 +29,8 @@ from moerl.config.schema import (
 from moerl.config.validate import either
 from moerl.errors import ConfigError
 
+_GPU_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -95,6 +97,18 @@ def nodes(cluster: ClusterConfig) -> tuple[Node, ...]:
     return tuple(found)
 
 
+def starts_on_cuda(config: Config, placed: Placement) -> bool:
+    """Whether engines run on GPUs, as far as the configuration says."""
+    named = config.engine.platform == "cuda"
+    return named or (config.engine.platform == "auto" and any(s.devices for s in placed.engines))
+
+
+def engine_gpus(placed: Placement, node: Node) -> tuple[int, ...]:
+    """GPUs of a node that are for engines; its trainer has the others."""
+    slots = [slot for slot in placed.engines if slot.node.name == node.name]
+    return tuple(gpu for slot in slots for gpu in slot.devices)
+
+
 def is_local(cluster: ClusterConfig) -> bool:
     """Whether `moerl train` starts everything itself, on this machine."""
     return cluster.launcher == "local"
@@ -111,6 +125,12 @@ def default_transport(config: Config) -> Literal["shm", "gloo"]:
 def check_cluster(config: Config) -> None:
     """Every rule about `cluster`.  Raises ConfigError naming field, value and what is allowed."""
     cluster = config.cluster
+    for name in sorted(_GPU_VARIABLES & cluster.environment.keys()):
+        raise ConfigError(
+            f"cluster.environment.{name}",
+            cluster.environment[name],
+            "each process gets its own; set cluster.nodes.*.devices, or set it for moerl train",
+        )
     for name, group in cluster.nodes.items():
         _check_group(f"cluster.nodes.{name}", group, cluster.launcher)
     if is_local(cluster):

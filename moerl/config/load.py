@@ -2,14 +2,15 @@
 
 Order, later wins: the dataclass defaults, the files named by `include` (in order), the recipe, the
 overrides.  An override of a whole part, such as `cluster=slurm`, names another file of that folder:
-it replaces the recipe's own (`clusters/laptop`), or comes right after the recipe.
+it replaces the recipe's own (`clusters/laptop`), or comes right after the recipe.  Groups of nodes
+that the recipe names and this cluster does not have are dropped.
 OmegaConf merges and interpolates; `moerl.config.validate` checks the result against the schema.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,6 +44,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     path = find_recipe(recipe)
     parts = _parts(overrides)
     layers = _with_includes(path, (), dict(parts))
+    if "cluster" in parts:
+        layers = _for_cluster(layers, parts["cluster"])
     rest = [item for item in overrides if item.partition("=")[0] not in parts]
     config = _merge([*layers, _overrides(rest)])
     if not config.run.name:
@@ -135,6 +138,22 @@ def _with_includes(
         layers += _with_includes(found, (*above, path), parts)
     left = [_read_yaml(found) for found in parts.values()] if not above else []
     return [*layers, data, *left]
+
+
+def _for_cluster(layers: list[dict[str, Any]], cluster: Path) -> list[dict[str, Any]]:
+    """The layers without groups of nodes that the cluster does not have: another cluster's."""
+    groups = (_read_yaml(cluster).get("cluster") or {}).get("nodes")
+    return [_with_groups(layer, groups) for layer in layers] if groups else layers
+
+
+def _with_groups(layer: dict[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer with those groups of nodes only that the cluster has."""
+    cluster = layer.get("cluster")
+    nodes = cluster.get("nodes") if isinstance(cluster, dict) else None
+    if not isinstance(nodes, dict):
+        return layer
+    known = {name: group for name, group in nodes.items() if name in groups}
+    return layer | {"cluster": {**layer["cluster"], "nodes": known}}
 
 
 def _find_include(name: str, recipe: Path) -> Path:

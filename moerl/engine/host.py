@@ -25,7 +25,7 @@ from moerl.distributed.store_server import StoreServer
 from moerl.engine import in_flight, reply_parser
 from moerl.engine.feature_table import PROVEN
 from moerl.engine.health import WATCH_S, EngineHealth, Pulse
-from moerl.engine.node_span import ALONE, Follower, NodeSpan
+from moerl.engine.node_span import Follower, NodeSpan
 from moerl.engine.reply_parser import InFlight, Reply
 from moerl.engine.sglang_client import BadRequest, EngineClient
 from moerl.engine.sglang_server import EngineServer, free_port
@@ -67,6 +67,8 @@ class EngineContext:
     run: RunDir
     token: str = field(repr=False)
     in_flight_mode: str = "abort_resume"
+    # CUDA_VISIBLE_DEVICES of the servers; empty: they inherit it, as Ray sets it on a cluster
+    devices: dict[str, str] = field(default_factory=dict)
 
     @property
     def routing(self) -> bool:
@@ -169,7 +171,7 @@ class EngineHost:
     def _span(self) -> NodeSpan:
         """This node's part of the engine; on several nodes with a new store for its ranks."""
         if not self._followers:
-            return ALONE
+            return NodeSpan(devices=self._context.devices)
         host = self.config.host
         self._ranks_meet = StoreServer(host)
         head = f"{host}:{free_port(host)}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 from urllib.parse import parse_qs, urlparse
@@ -37,6 +37,8 @@ class NodeSpan:
     nodes: int = 1
     head: str = ""
     store: ServerAddress | None = None
+    # Variables that name the GPUs of this node's ranks; empty: inherited, as Ray sets them
+    devices: Mapping[str, str] = field(default_factory=dict)
 
     def ranks(self, tp: int) -> range:
         """Ranks on this node."""
@@ -50,8 +52,8 @@ class NodeSpan:
 
     def environment(self) -> dict[str, str]:
         if self.store is None:
-            return {}
-        return {
+            return dict(self.devices)
+        return dict(self.devices) | {
             _VARIABLE: json.dumps(msgspec.to_builtins(self.store)),
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{_SCHEME}://ranks",
             # its queues to other nodes unpickle what arrives; gloo takes their place

@@ -16,8 +16,10 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from moerl.distributed import numa
 from moerl.engine import family_settings, plugin, torchvision_fix
 from moerl.stack_dump import write_on_request
 
@@ -41,6 +43,7 @@ class Secret(str):
 def main() -> None:
     job = json.load(sys.stdin)
     die_with(job["parent"])
+    bind_near_gpus(job["args"])
     serve(job["args"], Secret(job["token"]))
 
 
@@ -52,6 +55,13 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bind_near_gpus(args: Mapping[str, Any]) -> None:
+    """Before the server has threads: its processes inherit the cores."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and args.get("device") != "cpu":
+        numa.bind(visible.split(","))
 
 
 def serve(args: dict[str, Any], token: Secret) -> None:

@@ -211,12 +211,7 @@ def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> LiveW
     default to the checkpoint's.  Raises ConfigError as `engine_layout` does, and for a name that is
     not part of a layout.
     """
-    plain: dict[str, Any] = {name: allowed[0] for name, (allowed, _) in _ALLOWED.items()}
-    plain |= {"tp_size": 1, "ep_size": 1, "attn_dp_size": 1, "disable_shared_experts_fusion": True}
-    plain |= {"moe_runner_backend": "triton", "quantization": _stored(config).get("quant_method")}
-    plain |= {"fp8_gemm_runner_backend": "auto"}
-    plain |= {"dtype": str(config.get("dtype") or config.get("torch_dtype") or "auto")}
-    plain |= dict.fromkeys(_ATTENTION)
+    plain = _plain_server(config)
     environment: dict[str, str] = {}
     release = KNOWN_RELEASES[-1]
     known = ("tp", "ep", "dp", "sglang", *plain, *_SWITCHES)
@@ -239,6 +234,28 @@ def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> LiveW
     if plain["quantization"] is None:  # a copy of the checkpoint that is not quantised
         config = {name: value for name, value in config.items() if name != "quantization_config"}
     return engine_layout(plain, environment, config, release=release)
+
+
+def layout_of_arguments(args: Mapping[str, Any], config: Mapping[str, Any]) -> LiveWeightLayout:
+    """Identity of a server that would be started with these arguments, of the newest release.
+
+    Raises ConfigError as `engine_layout` does.
+    """
+    plain = _plain_server(config) | {"device": "cuda", "disable_shared_experts_fusion": False}
+    plain |= {name: value for name, value in args.items() if name in plain}
+    if plain["quantization"] is None:
+        config = {name: value for name, value in config.items() if name != "quantization_config"}
+    return engine_layout(plain, {}, config, release=KNOWN_RELEASES[-1])
+
+
+def _plain_server(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that decide a layout, of a plain server of one rank."""
+    plain: dict[str, Any] = {name: allowed[0] for name, (allowed, _) in _ALLOWED.items()}
+    plain |= {"tp_size": 1, "ep_size": 1, "attn_dp_size": 1, "disable_shared_experts_fusion": True}
+    plain |= {"moe_runner_backend": "triton", "quantization": _stored(config).get("quant_method")}
+    plain |= {"fp8_gemm_runner_backend": "auto"}
+    plain |= {"dtype": str(config.get("dtype") or config.get("torch_dtype") or "auto")}
+    return plain | dict.fromkeys(_ATTENTION)
 
 
 def check_modules(modules: Iterable[tuple[str, Any]]) -> None:

@@ -16,10 +16,11 @@ import xxhash
 from moerl.config import Config, resolve
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check, check_model
-from moerl.config.clusters import is_local
+from moerl.config.clusters import is_local, placement, starts_on_cuda
 from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_resume
 from moerl.config.secret_values import refuse_hidden
+from moerl.engine.planned_layout import check_planned_layout
 from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
@@ -55,6 +56,13 @@ def prepare(
         )
     config = _with_start(_with_model(config, run), run)
     hf_config = check_model(config)
+    for tp in {config.engine.tp, *config.engine.tp_each}:
+        check_planned_layout(
+            replace(config.engine, tp=tp),
+            hf_config,
+            cuda=starts_on_cuda(config, placement(config)),
+            routing=config.replay.routing == "R3",
+        )
     if resume:
         refuse_foreign(run)
     checkpoint = newest_checkpoint(run) if resume else None

@@ -20,6 +20,7 @@ from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, is_local, placement
 from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
+from moerl.config.visible_devices import visible_devices
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
@@ -121,12 +122,18 @@ class RunContext:
             index_topk=spec.index_topk,
         )
 
-    def engine_host(self, index: int, tp: int, followers: Sequence[Follower] = ()) -> EngineHost:
-        """followers: on the engine's other nodes."""
+    def engine_host(
+        self,
+        index: int,
+        tp: int,
+        followers: Sequence[Follower] = (),
+        devices: Mapping[str, str] | None = None,
+    ) -> EngineHost:
+        """followers: on the engine's other nodes; devices: see `EngineContext`."""
         from moerl.engine.host import EngineHost
 
         engine, blobs = replace(here(self.config).engine, tp=tp), self.serve_blobs(index)
-        return EngineHost(index, engine, self._engine_context(), blobs, followers)
+        return EngineHost(index, engine, self._engine_context(devices), blobs, followers)
 
     def engine_follower(self, index: int, tp: int) -> EngineFollower:
         from moerl.engine.follower import EngineFollower
@@ -134,7 +141,7 @@ class RunContext:
         engine = replace(here(self.config).engine, tp=tp)
         return EngineFollower(index, engine, self._engine_context())
 
-    def _engine_context(self) -> EngineContext:
+    def _engine_context(self, devices: Mapping[str, str] | None = None) -> EngineContext:
         from moerl.engine.host import EngineContext
 
         return EngineContext(
@@ -144,6 +151,7 @@ class RunContext:
             run=self.run,
             token=self.token,
             in_flight_mode=self.config.rollout.in_flight_mode,
+            devices=dict(devices or {}),
         )
 
     def scorer(self) -> ProcessScorer:
@@ -274,13 +282,15 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     or a cloud.
     """
     env = _allowed(os.environ) | config.cluster.environment
-    if slot.devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.devices))
-    return env | {
-        "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
-        "GLOO_SOCKET_IFNAME": config.cluster.interface,
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return (
+        env
+        | visible_devices(slot.devices)
+        | {
+            "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
+            "GLOO_SOCKET_IFNAME": config.cluster.interface,
+            "TORCHDYNAMO_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )

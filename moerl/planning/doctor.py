@@ -27,7 +27,7 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.clusters import Node, Placement, is_local, placement
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, NodeFacts, Request, read_facts
-from moerl.planning import firewall_check, pair_check
+from moerl.planning import firewall_check, gpu_check, pair_check
 from moerl.planning.remote_command import on_node, packed
 
 _ANSWER_S = 25.0
@@ -133,7 +133,8 @@ def _request(config: Config, placed: Placement, node: Node) -> Request:
                 ports[f"records of engine {slot.engine}"] = numbers.blobs + slot.engine
         if node is placed.trainers[0].node:
             ports["rendezvous"] = numbers.rendezvous
-    return Request(config.cluster.interface, folders, ports, config.model.path)
+    is_gpu = node.group.devices > 0
+    return Request(config.cluster.interface, folders, ports, config.model.path, is_gpu)
 
 
 def _journal_dir(config: Config) -> str:
@@ -219,6 +220,13 @@ def _cards(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
                 f"ulimit -l is {facts.locked_memory} bytes",
                 "set it to unlimited: RDMA cannot pin its buffers otherwise",
             )
+
+
+def _gpu_software(_config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    for node, facts in _present(answers).items():
+        if facts.gpu is not None:
+            for part, found, remedy in gpu_check.check_gpu(facts.gpu):
+                yield Finding(part, node, found, remedy)
 
 
 def _variables(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
@@ -345,6 +353,7 @@ RULES: tuple[Rule, ...] = (
     _versions,
     _interfaces,
     _cards,
+    _gpu_software,
     _variables,
     _disks,
     _ports,

@@ -22,7 +22,7 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check_model_sizes
-from moerl.config.clusters import Placement, TrainerSlot, is_local, placement
+from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
 from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT, printed
 from moerl.config.schema import ParallelConfig, TinyModel
@@ -32,15 +32,16 @@ from moerl.config.validate import read_section
 from moerl.engine import feature_table
 from moerl.engine.family_settings import model_type_of
 from moerl.engine.node_span import NodeSpan
+from moerl.engine.planned_layout import check_planned_layout
 from moerl.engine.server_args import arguments
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
+from moerl.planning.device_table import device_lines
+from moerl.planning.fit import training_of, what_fits
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
-    Recompute,
     TrainerMemory,
-    Training,
     engine_memory,
     ref_model_memory,
     trainer_memory,
@@ -63,17 +64,27 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         feature_table.check(name, value, replay=config.replay.routing == "R3")
     recipe = [hide_override(word) for word in recipe]
     config = read_section(Config, hide(asdict(config)))
-    placed, shapes = placement(config), _shapes(config)
+    placed, shapes = placement(config), model_shapes(config)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):
         check_model_sizes(config.trainer.parallel, tp, shapes)
+        check_planned_layout(
+            replace(config.engine, tp=tp),
+            shapes,
+            cuda=starts_on_cuda(config, placed),
+            routing=config.replay.routing == "R3",
+        )
     sections = [
         printed(config),
         process_table(config, placed),
+        *device_lines(config, placed),
         _commands(config, placed, recipe),
         _ports(config, placed),
         *_estimates(config, placed),
     ]
-    return "\n".join(sections)
+    text = "\n".join(sections)
+    if "DOES NOT FIT" in text and (fits := what_fits(config, shapes)):
+        text += f"\n{fits}"
+    return text
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -188,7 +199,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
             version="0.0",
             port="FREE",
             nccl_port="FREE",
-            cuda=config.engine.platform == "cuda" or any(s.devices for s in placed.engines),
+            cuda=starts_on_cuda(config, placed),
             model_type=model_type_of(folder),
         )
         head = host_of(placed.engines[0].node)
@@ -242,17 +253,9 @@ def _ports(config: Config, placed: Placement) -> str:
 # --- estimates -----------------------------------------------------------------------------------
 def _estimates(config: Config, placed: Placement) -> list[str]:
     """Memory and transfer plan, from shapes."""
-    layouts = planned_layouts(config, _shapes(config))
+    layouts = planned_layouts(config, model_shapes(config))
     spec, trainer, _, policy = layouts[0]
-    megatron, gpu = config.trainer.megatron, placed.trainers[0].node.group.devices > 0
-    recompute: Recompute = megatron.get("recompute_granularity") or "none"
-    training = Training(
-        dtype=config.trainer.dtype,
-        tokens=config.trainer.max_tokens_per_microbatch,
-        recompute=recompute,
-        distributed_optimizer=config.trainer.optimizer.distributed,
-        gpu=gpu,
-    )
+    training = training_of(config, gpu=placed.trainers[0].node.group.devices > 0)
     ref_models = _ref_model_shapes(config)
     own = config.ref_models.placement == "separate"
     ranks = trainer_memory(
@@ -301,7 +304,7 @@ class _Size:
         self.memory = engine_memory(spec, engines, self.received, tokens, dtype)
 
 
-def _shapes(config: Config) -> dict[str, Any]:
+def model_shapes(config: Config) -> dict[str, Any]:
     """The model's config.json, or that of the tiny model that would be made."""
     return _shapes_of(config.model.path) if config.model.path else _tiny_shapes(config.model.tiny)
 
@@ -314,7 +317,7 @@ def _shapes_of(name: str) -> dict[str, Any]:
 def _ref_model_shapes(config: Config) -> list[ModelSpec]:
     """Shapes of reference and teacher; a folder that does not exist counts as the student."""
     return [
-        model_spec(_shapes_of(path) if path and Path(path).exists() else _shapes(config))
+        model_spec(_shapes_of(path) if path and Path(path).exists() else model_shapes(config))
         for path in ref_models_of(config).values()
     ]
 

@@ -286,6 +286,11 @@ def stage_bytes(
     return dense, expert
 
 
+def engine_bytes(spec: ModelSpec, layout: EngineLayout, itemsize: int) -> float:
+    """Bytes of the live weights of the largest rank of one engine."""
+    return _engine_bytes(spec, Engines(spec, layout), itemsize).high
+
+
 def _engine_bytes(spec: ModelSpec, targets: Engines, itemsize: int) -> Spread:
     ranks = [0] * targets.layout.tp
     repeats = Counter(targets.rules(number) for number in range(spec.layers))

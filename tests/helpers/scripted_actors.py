@@ -130,6 +130,9 @@ class ScriptedActors:
         self.engines.setdefault(index, []).append(actor)
         return Placed(actor)
 
+    def engine_has_left(self, index: int) -> None:
+        pass
+
     def controller(
         self,
         plan: RunContext,

@@ -100,11 +100,11 @@ def test_every_recipe_is_described_on_a_login_node() -> None:
 
 def test_a_dry_run_refuses_what_a_start_would_refuse() -> None:
     """The control of every recipe above: with routing recorded, and without."""
-    eplb = ("engine.args.enable_eplb=true",)
-    with pytest.raises(ConfigError, match=r"engine\.args\.enable_eplb = True .* with replay"):
-        describe(resolve(load_config("qwen3-30b-a3b", eplb)), [])
-    assert "enable_eplb" in describe(
-        resolve(load_config("qwen3-30b-a3b", (*eplb, "replay.routing=off"))), []
+    cache = ("engine.args.enable_hierarchical_cache=true",)
+    with pytest.raises(ConfigError, match=r"enable_hierarchical_cache = True .* with replay"):
+        describe(resolve(load_config("qwen3-30b-a3b", cache)), [])
+    assert "enable_hierarchical_cache" in describe(
+        resolve(load_config("qwen3-30b-a3b", (*cache, "replay.routing=off"))), []
     )
 
 

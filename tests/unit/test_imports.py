@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "controller": {"records", "algorithms", "data"},
     "observe": set(),
     "launch": {
-        "records", "layout", "data", "engine", "trainer", "scoring", "controller", "observe",
+        "kernels", "records", "layout", "data", "engine", "trainer", "scoring", "controller",
+        "observe",
     },
     "audit": {
         "distributed", "records", "layout", "algorithms", "data", "trainer", "controller",

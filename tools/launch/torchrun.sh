@@ -9,8 +9,8 @@
 # interface, RDMA cards, restarts) comes from its config.yaml; the controller's address and the run's
 # token from its endpoints folder, so neither is on a command line.  Ranks are started again when one ends or a
 # node comes back; this script ends when the trainer is done or the run is over, and ends only what it
-# started (moerl/launch/nodes/trainer_node.py).  Ranks are bound to the cores and memory beside
-# their GPU (torchrun's --numa-binding) and to the node's RDMA cards (cluster.nodes.*.rdma).
+# started (moerl/launch/nodes/trainer_node.py).  Ranks are bound to the cores near their GPU
+# (moerl/distributed/numa.py) and to the node's RDMA cards (cluster.nodes.*.rdma).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${MOERL_PYTHON:-.venv/bin/python}

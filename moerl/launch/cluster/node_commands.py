@@ -61,8 +61,6 @@ def torchrun(
     command += ["--rdzv-id", config.run.name + ("" if job == "trainer" else f"-{job}")]
     command += ["--rdzv-conf", f"slot={slot.node_rank},port={port},join_timeout=3600"]
     command += ["--max-restarts", str(config.supervision.max_restarts)]
-    if slot.devices:
-        command += ["--numa-binding", "node"]  # cores and memory of each rank's GPU
     if address or slot.node.address:
         command += ["--local-addr", address or slot.node.address]
     command += ["-m", "moerl.trainer.main", "--run-dir", root]

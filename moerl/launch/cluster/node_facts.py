@@ -25,6 +25,7 @@ import xxhash
 
 from moerl.config.json_files import read_json
 from moerl.errors import ModelError
+from moerl.launch.cluster.gpu_facts import GpuFacts, gpu_facts
 
 PACKAGES = ("moerl", "torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -41,6 +42,7 @@ class Request:
     folders: dict[str, str]  # purpose: path
     ports: dict[str, int]  # purpose: number
     model: str = ""
+    is_gpu: bool = False  # look for what GPUs need
 
 
 @dataclass
@@ -66,6 +68,7 @@ class NodeFacts:
     disks: dict[str, DiskFacts] = field(default_factory=dict)
     ports_taken: dict[str, str] = field(default_factory=dict)  # purpose: reason
     model: dict[str, str] = field(default_factory=dict)  # file: checksum or "missing"
+    gpu: GpuFacts | None = None  # on a node that should have GPUs
 
 
 def look(request: Request) -> NodeFacts:
@@ -95,6 +98,7 @@ def look(request: Request) -> NodeFacts:
         disks={name: disk(Path(path)) for name, path in request.folders.items()},
         ports_taken=_taken(addresses.get(request.interface, ""), request.ports),
         model=shards(Path(request.model)) if request.model else {},
+        gpu=gpu_facts() if request.is_gpu else None,
     )
 
 
@@ -175,7 +179,8 @@ def _line(port: Path) -> str:
 
 def read_facts(data: dict[str, Any]) -> NodeFacts:
     disks = {name: DiskFacts(**value) for name, value in data.pop("disks").items()}
-    return NodeFacts(**data, disks=disks)
+    gpu = data.pop("gpu")
+    return NodeFacts(**data, disks=disks, gpu=GpuFacts(**gpu) if gpu else None)
 
 
 def main() -> None:

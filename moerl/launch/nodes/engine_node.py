@@ -21,13 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 from moerl.config import Config
-from moerl.config.clusters import Node, placement
+from moerl.config.clusters import Node, engine_gpus, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
+from moerl.config.visible_devices import visible_devices
 from moerl.errors import ConfigError, MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
@@ -38,7 +40,7 @@ from moerl.launch.nodes.process_tree import (
     die_with_parent,
     end_descendants,
 )
-from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, gpus, slots
+from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, slots
 from moerl.run_dir import RunDir
 
 _LOOK_S = 1.0
@@ -89,15 +91,15 @@ def _join(run: RunDir, args: argparse.Namespace, lease: LeaseReader) -> int:
             "--slots", args.slots, "engines of this run span several nodes, which it has to name"
         )
     node = None if args.index is None else nth(_engine_nodes(config), args.index, "engine")
-    offer = (
-        ({ENGINE_SLOT: float(args.slots)}, args.gpus)
+    offer: tuple[dict[str, float], Sequence[int]] = (
+        ({ENGINE_SLOT: float(args.slots)}, range(args.gpus))
         if node is None
-        else (slots(config, node), gpus(node))
+        else (slots(config, node), engine_gpus(placement(config), node))
     )
     scratch = Path(tempfile.mkdtemp(prefix="moerl-ray-", dir="/tmp"))  # short: it holds sockets
     child = subprocess.Popen(
         _command(config, offer, address, scratch),
-        env=_environment(token),
+        env=_environment(token) | visible_devices(offer[1]),
         preexec_fn=die_with_parent,
     )
     try:
@@ -161,12 +163,12 @@ def _let_go(run: RunDir, engines: list[int], limit_s: float) -> None:
 
 
 def _command(
-    config: Config, offer: tuple[dict[str, float], int], address: str, scratch: Path
+    config: Config, offer: tuple[dict[str, float], Sequence[int]], address: str, scratch: Path
 ) -> list[str]:
     """`ray start` command.  offer: (resources, GPUs)."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
     command += [f"--node-ip-address={own_address(config.cluster)}", "--num-cpus=0"]
-    command += [f"--num-gpus={offer[1]}", f"--resources={json.dumps(offer[0])}"]
+    command += [f"--num-gpus={len(offer[1])}", f"--resources={json.dumps(offer[0])}"]
     return [*command, "--disable-usage-stats", f"--temp-dir={scratch}", "--block"]
 
 

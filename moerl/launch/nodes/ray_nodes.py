@@ -19,8 +19,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moerl.config import Config
-from moerl.config.clusters import Node, is_local, placement
+from moerl.config.clusters import Node, engine_gpus, is_local, placement
 from moerl.config.network import own_address
+from moerl.config.visible_devices import visible_devices
 from moerl.launch.nodes.process_tree import end_descendants
 from moerl.run_dir import RunDir
 
@@ -51,7 +52,10 @@ def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
     address, port = own_address(config.cluster), config.cluster.ports.ray
     os.environ["RAY_GCS_SERVER_PORT"] = str(port)
     node = placement(config).controller
-    own = {"_node_ip_address": address, "resources": slots(config, node), "num_gpus": gpus(node)}
+    offered = engine_gpus(placement(config), node)
+    os.environ |= visible_devices(offered)
+    own = {"_node_ip_address": address, "resources": slots(config, node)}
+    own["num_gpus"] = len(offered)
     _patiently(common | own)
     run.endpoints.post_ray(f"{address}:{port}", os.environ["RAY_AUTH_TOKEN"])
 
@@ -77,10 +81,6 @@ def slots(config: Config, node: Node) -> dict[str, float]:
     """Ray resources of a node: the number of engines planned for it."""
     count = sum(slot.node.name == node.name for slot in placement(config).engines)
     return {ENGINE_SLOT: float(count)} if count else {}
-
-
-def gpus(node: Node) -> int:
-    return node.group.devices
 
 
 def this_node() -> NodeAffinitySchedulingStrategy:

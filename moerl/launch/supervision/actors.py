@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
+from moerl.config.visible_devices import visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
@@ -30,6 +31,7 @@ from moerl.engine.node_span import Follower
 from moerl.errors import EngineError, MoerlError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
+from moerl.launch.supervision.engine_gpus import EngineGpus
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.launch.supervision.remote_calls import Late
 from moerl.messages import Engine, Message
@@ -89,26 +91,30 @@ class PlacedEngine:
             remove_placement_group(self.slot)
 
 
-def place_engine(plan: RunContext, index: int, tp: int) -> PlacedEngine:
+def place_engine(
+    plan: RunContext, index: int, tp: int, devices: Sequence[int] = ()
+) -> PlacedEngine:
     """Start an engine host on a node with room for the ranks of its server there.
 
-    Nodes offer `engine` slots and, if they have them, GPUs; a placement group takes one slot and
-    the GPUs of an engine from each node that the engine spans.
+    devices: GPUs of this machine.  The nodes of a cluster offer `engine` slots and, if they have
+    them, GPUs; a placement group takes one slot and the GPUs of an engine from each node that the
+    engine spans.
     """
     if is_local(plan.config.cluster):
-        return PlacedEngine(place(EngineActor, plan, index, tp), None)
+        named = visible_devices(devices)
+        return PlacedEngine(place(EngineActor, plan, index, tp, (), named), None)
     nodes = plan.config.engine.nodes
     has_gpus = any(slot.devices for slot in placement(plan.config).engines)
-    devices = tp // nodes if has_gpus else 0
+    each = tp // nodes if has_gpus else 0
     bundle: dict[str, float] = {ENGINE_SLOT: 1.0}
-    if devices:
-        bundle["GPU"] = devices
+    if each:
+        bundle["GPU"] = each
     strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
     group = placement_group([bundle] * nodes, strategy=strategy)
 
     def put(plain: Any, node: int, *args: object) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": devices}
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": each}
         options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
         return ray.remote(plain).options(**options).remote(plan, index, tp, *args)
 
@@ -125,8 +131,11 @@ class EngineActor(Hosted):
         index: int,
         tp: int,
         followers: Sequence[ActorHandle[FollowerActor]] = (),
+        devices: Mapping[str, str] | None = None,
     ) -> None:
-        """followers: on the engine's other nodes, by node."""
+        """followers: on the engine's other nodes, by node; devices: variables that name its GPUs,
+        where Ray has not set them.
+        """
         _begin_engine_process(plan, f"engine-{index}.host.log")
         self._followers = followers
         self._host = plan.engine_host(
@@ -136,6 +145,7 @@ class EngineActor(Hosted):
                 cast(Follower, Remote(actor, f"node {node} of engine {index}"))
                 for node, actor in enumerate(followers, 1)
             ],
+            devices,
         )
         super().__init__(self._host)
 
@@ -380,12 +390,22 @@ class RayActors:
 
     _FETCH_S = 1.0  # seconds to fetch an answer that is there; a large one lies on its node
 
+    def __init__(self) -> None:
+        self._gpus: EngineGpus | None = None
+
     def scorer(self, plan: RunContext) -> ActorHandle[ScorerActor]:
         restarts = -1 if plan.config.supervision.max_restarts else 0
         return place(ScorerActor, plan, restarts=restarts)
 
     def engine(self, plan: RunContext, index: int, tp: int) -> PlacedEngine:
-        return place_engine(plan, index, tp)
+        if not is_local(plan.config.cluster):
+            return place_engine(plan, index, tp)
+        self._gpus = self._gpus or EngineGpus(plan.config)
+        return place_engine(plan, index, tp, self._gpus.take(index, tp))
+
+    def engine_has_left(self, index: int) -> None:
+        if self._gpus is not None:
+            self._gpus.give_back(index)
 
     def controller(
         self,

@@ -159,10 +159,11 @@ class Membership:
         self._control_api.answer(name, answer)
 
     def _add(self, tp: int) -> int:
+        placed = self._context.actors.engine(self._plan, self._next, tp)  # refuses one without room
         index, self._next = self._next, self._next + 1
         self.changed = True
         self.sizes[index] = tp
-        self._place(index)
+        self._placed[index] = placed
         self._joining.add(index)
         self._watcher.start(index)
         self._context.say(f"engine {index} (tp {tp}) is added")
@@ -252,6 +253,7 @@ class Membership:
         self._joining.discard(index)
         self._watcher.forget(index)
         self._placed.pop(index).give_up()
+        self._context.actors.engine_has_left(index)
         del self.sizes[index]
 
 

@@ -43,6 +43,10 @@ class Actors(Protocol):
 
     def engine(self, plan: RunContext, index: int, tp: int) -> PlacedActor: ...
 
+    def engine_has_left(self, index: int) -> None:
+        """Its place is free for another engine."""
+        ...
+
     def controller(
         self,
         plan: RunContext,

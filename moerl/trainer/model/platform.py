@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moerl.distributed import numa
 from moerl.errors import ConfigError, ModelError
 from moerl.trainer.model import cpu_patches
 
@@ -50,6 +51,7 @@ def prepare(requested: str = "auto", *, local_rank: int = 0) -> Platform:
     if name == "cuda":
         if not has_cuda:
             raise ConfigError("trainer.platform", "cuda", "no CUDA device is visible; use cpu")
+        numa.bind(numa.of_rank(local_rank))
         torch.cuda.set_device(local_rank)
         return Platform("cuda", torch.device("cuda", local_rank), "nccl")
     if name != "cpu":

@@ -1,0 +1,46 @@
+"""The lock of the GPU profile resolves: uv finds the same set from the `gpu` extra, or none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+UV = "uv==0.13.9"
+RESOLVE = ("pip", "compile", "pyproject.toml", "--extra", "gpu", "--python-version", "3.12")
+RESOLVE += ("--python-platform", "x86_64-manylinux_2_34", "--no-header", "--no-annotate", "--quiet")
+
+
+def uv(folder: Path) -> Path:
+    """The program, in a folder of its own."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, UV]
+    subprocess.run(pip, check=True, timeout=280)
+    return folder / "bin/uv"
+
+
+def lines(text: str) -> set[str]:
+    return {line for line in text.splitlines() if line and not line.startswith("#")}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_lock_is_one_legal_set(tmp_path: Path) -> None:
+    """No wheel is installed: uv reads metadata.  Control: a torch that SGLang does not ask for."""
+    program, lock = uv(tmp_path / "uv"), ROOT / "requirements/gpu.lock"
+
+    def resolve(constraints: Path) -> subprocess.CompletedProcess[str]:
+        command = [program, *RESOLVE, "--constraint", constraints]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+    done = resolve(lock)
+    assert done.returncode == 0, done.stderr
+    build = {line for line in lines(lock.read_text()) if line.startswith("wheel==")}
+    assert lines(done.stdout) == lines(lock.read_text()) - build
+    other = tmp_path / "other.lock"
+    other.write_text(lock.read_text().replace("\ntorch==2.14.1\n", "\ntorch==2.13.0\n"))
+    refused = resolve(other)
+    assert refused.returncode != 0
+    assert "torch" in refused.stderr

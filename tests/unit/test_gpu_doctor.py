@@ -1,0 +1,144 @@
+"""`moerl doctor` on nodes with GPUs: stub programs, and a remedy for each fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moerl.config import load_config, resolve
+from moerl.launch.cluster import gpu_facts as module
+from moerl.launch.cluster.gpu_facts import GpuFacts, gpu_facts
+from moerl.planning.doctor import examine
+from moerl.planning.gpu_check import check_gpu
+
+SMI = "| NVIDIA-SMI {0}    Driver Version: {0}    CUDA Version: {1} |"
+NVCC = "Cuda compilation tools, release {0}, V{0}.88"
+WHOLE = GpuFacts(
+    driver="580.65.06",
+    driver_cuda="13.0",
+    torch_cuda="13.0",
+    nvcc="13.0",
+    kernels=True,
+    libraries={
+        "cuDNN": "9.24.0.43",
+        "NCCL": "2.30.7",
+        "Transformer Engine": "2.20.2",
+        "Transformer Engine core": "2.20.2",
+        "Transformer Engine torch": "2.20.2",
+    },
+)
+
+
+def program(folder: Path, name: str, says: str, code: int = 0) -> None:
+    (folder / name).write_text(f"#!/bin/sh\necho '{says}'\nexit {code}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the PATH and has the distributions of a GPU node, with torch for CUDA 13."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(module, "_NVCC", ("nvcc",))
+    for name in ("torch", "nvidia"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    (tmp_path / "torch/version.py").write_text("cuda: str | None = '13.0'\n")
+    names = [name.format(major=13).replace("-", "_") for name in module.LIBRARIES.values()]
+    for name in names:
+        version = "2.20.2" if "engine" in name else "9.1"
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info/METADATA").write_text(metadata)
+    program(tmp_path, "nvidia-smi", SMI.format("580.65.06", "13.0"))
+    program(tmp_path, "nvcc", NVCC.format("13.0"))
+    return tmp_path
+
+
+def test_facts_come_from_programs_and_distributions(node: Path) -> None:
+    found = gpu_facts()
+    assert (found.driver, found.driver_cuda) == ("580.65.06", "13.0")
+    assert (found.torch_cuda, found.nvcc) == ("13.0", "13.0")
+    assert found.libraries == {
+        **{"cuDNN": "9.1", "NCCL": "9.1", "Transformer Engine": "2.20.2"},
+        **{"Transformer Engine core": "2.20.2", "Transformer Engine torch": "2.20.2"},
+    }
+
+
+def test_a_compiler_of_the_wheels_is_found(node: Path) -> None:
+    (node / "nvcc").unlink()
+    packaged = node / "nvidia/cu13/bin"
+    packaged.mkdir(parents=True)
+    program(packaged, "nvcc", NVCC.format("13.5"))
+    assert gpu_facts().nvcc == "13.5"
+
+
+def test_programs_that_fail_are_not_believed(node: Path) -> None:
+    program(node, "nvidia-smi", SMI.format("580.65.06", "13.0"), code=9)
+    (node / "nvcc").unlink()
+    (node / "torch/version.py").write_text("cuda: str | None = None\n")
+    found = gpu_facts()
+    assert (found.driver, found.driver_cuda, found.torch_cuda, found.nvcc) == ("", "", "", "")
+
+
+def wrong(facts: GpuFacts) -> list[str]:
+    return [f"{part}: {found} -> {do}" for part, found, do in check_gpu(facts) if do]
+
+
+def test_a_whole_node_has_nothing_wrong() -> None:
+    assert wrong(WHOLE) == []
+    assert {part for part, _, _ in check_gpu(WHOLE)} == {"driver", "libraries", "nvcc"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"driver": ""}, "driver: nvidia-smi does not answer -> install"),
+        (
+            {"driver": "550.54", "driver_cuda": "12.4"},
+            "driver: 550.54, for CUDA up to 12.4 -> install a driver for CUDA 13.0",
+        ),
+        ({"torch_cuda": ""}, "CUDA: torch is missing or built for the CPU -> run tools/setup.sh"),
+        ({"nvcc": ""}, "nvcc: not found"),
+        ({"nvcc": "12.8"}, "nvcc: 12.8, torch is built for CUDA 13.0 -> put nvcc of CUDA 13"),
+        ({"kernels": False}, "kernels: moerl's CUDA kernels are not built -> python -m"),
+    ],
+)
+def test_each_fault_has_one_row(fault: dict[str, object], says: str) -> None:
+    found = wrong(replace(WHOLE, **fault))
+    assert len(found) == 1, found
+    assert says in found[0]
+
+
+@pytest.mark.parametrize("missing", list(WHOLE.libraries))
+def test_a_missing_library_is_named(missing: str) -> None:
+    (found,) = wrong(replace(WHOLE, libraries=WHOLE.libraries | {missing: ""}))
+    assert found == f"{missing}: missing for CUDA 13.0 -> run tools/setup.sh --gpu there"
+
+
+def test_parts_of_transformer_engine_go_together() -> None:
+    other = WHOLE.libraries | {"Transformer Engine torch": "2.9.0"}
+    (found,) = wrong(replace(WHOLE, libraries=other))
+    assert "versions differ" in found
+    assert "Transformer Engine torch 2.9.0" in found
+
+
+def test_the_rule_is_asked_on_gpu_nodes_only(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a node's own process, which finds the stub programs on its PATH."""
+    monkeypatch.setattr("moerl.planning.doctor._ANSWER_S", 250.0)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    program(node, "nvidia-smi", SMI.format("550.54", "12.4"))
+    settings = (f"run.root={json.dumps(str(tmp_path / 'runs'))}", f"cluster.blob_dir={tmp_path}")
+    for cluster, expected in (("node8", True), ("laptop", False)):
+        found = examine(resolve(load_config("quickstart", (f"cluster={cluster}", *settings))))
+        drivers = [one for one in found if one.check == "driver" and one.remedy]
+        assert bool(drivers) is expected, found
+        assert any(one.check == "Transformer Engine" for one in found) is False

@@ -1,0 +1,123 @@
+"""One node of 8 GPUs: recipes that fit it, what others are told, and what a dry run refuses."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moerl.cli import app
+from moerl.config import load_config, resolve
+from moerl.config.checks import check
+from moerl.config.clusters import placement
+from moerl.engine.planned_layout import check_planned_layout
+from moerl.errors import ConfigError
+from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning.fit import what_fits
+
+NODE8 = "cluster=node8"
+# Recipe -> what its message names of the cluster that would do
+OTHERS = {
+    "qwen3-30b-a3b": "1 node of 8 x 80 GB for the trainer alone",
+    "glm-4.5-air": "nodes of 8 x 80 GB for the trainer alone",
+    "gpt-oss-120b": "nodes of 8 x 80 GB for the trainer alone",
+    "qwen3-235b-a22b": "16 nodes of 8 x 80 GB for the trainer alone",
+    "deepseek-v3": "nodes of 8 x 80 GB for the trainer alone",
+    "deepseek-v3-80gb": "nodes of 8 x 80 GB for the trainer alone",
+    "kimi-k2": "64 nodes of 8 x 80 GB for the trainer alone",
+    "kimi-k2-80gb": "64 nodes of 8 x 80 GB for the trainer alone",
+}
+
+
+def dry_run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["train", *words, "--dry-run"])
+    return done.exit_code, f"{done.output}{done.exception}"
+
+
+def test_olmoe_fits_one_node() -> None:
+    code, text = dry_run("olmoe-1b-7b", NODE8)
+    assert code == 0, text
+    assert "DOES NOT FIT" not in text
+    devices = text.split("devices, as CUDA_VISIBLE_DEVICES:\n")[1].splitlines()[:5]
+    assert [line.rpartition(": ")[2].partition(";")[0] for line in devices] == [
+        *("0", "1", "2", "3"),
+        "4,5,6,7",
+    ]
+    for part in ("weights", "gradients", "optimizer", "KV cache", "moerl.trainer.main"):
+        assert part in text
+
+
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_the_others_are_told_what_does_not_fit_and_what_would(recipe: str) -> None:
+    code, text = dry_run(recipe, NODE8)
+    assert code != 0
+    assert re.search(r"engine\.(count|nodes) = \d+ is not usable: ", text), text
+    assert OTHERS[recipe] in text
+    assert re.search(r"and \d+ GPU\(s\) for each engine|no number of GPUs", text), text
+
+
+def test_the_proposal_fits() -> None:
+    """OLMoE with a trainer that does not fit: the named settings do, and are the first that do."""
+    wrong = (NODE8, "trainer.parallel={dp: 1, ep: 1}", "engine.count=1")
+    text = describe(resolve(load_config("olmoe-1b-7b", wrong)), [])
+    assert "a trainer rank DOES NOT FIT" in text
+    proposal = text.split("what would: ")[1].splitlines()[0]
+    settings = shlex.split(proposal)
+    config = resolve(load_config("olmoe-1b-7b", (NODE8, *settings)))
+    check(config, starts=False)
+    assert "DOES NOT FIT" not in describe(config, [])
+    assert placement(config).trainers[0].devices[-1] == 7, "no GPU is left over"
+
+
+def test_a_cluster_without_described_gpus_gets_no_proposal() -> None:
+    config = resolve(load_config("olmoe-1b-7b", ("cluster=laptop",)))
+    assert what_fits(config, model_shapes(config)) == ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "message"),
+    [
+        ("olmoe-1b-7b", "engine.tp=2", r"engine\.tp = 2 .* use 1"),
+        ("qwen3-30b-a3b", "engine.args.quantization=fp8", r"quant_method is None"),
+        ("qwen3-30b-a3b", "engine.args.moe_runner_backend=flashinfer_cutlass", r"\[up; gate\]"),
+        ("qwen3-30b-a3b", "engine.args.cpu_offload_gb=8", "not where a plan writes"),
+        ("glm-4.5-air", "engine.args.disable_shared_experts_fusion=false", "would join"),
+    ],
+)
+def test_what_an_engine_would_refuse_after_its_start_a_dry_run_refuses(
+    recipe: str, setting: str, message: str
+) -> None:
+    settings = (setting, "replay.routing=off", "engine.count=2")
+    with pytest.raises(ConfigError, match=message):
+        describe(resolve(load_config(recipe, settings)), [])
+    describe(resolve(load_config(recipe, settings[1:])), [])
+
+
+def refused(model: dict[str, Any], **fields: Any) -> str:
+    config = load_config("quickstart").engine
+    with pytest.raises(ConfigError) as found:
+        check_planned_layout(replace(config, **fields), model, cuda=True, routing=True)
+    return str(found.value)
+
+
+def test_checkpoints_that_an_engine_would_refuse() -> None:
+    shapes = model_shapes(load_config("qwen3-30b-a3b"))
+    assert "tie_word_embeddings" in refused(shapes | {"tie_word_embeddings": True})
+    stored = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert "mxfp4" in refused(shapes | stored)
+    fp16 = check_planned_layout(
+        replace(load_config("quickstart").engine, tp=4), shapes, cuda=True, routing=True
+    )
+    assert (fp16.tp, fp16.moe_runner, fp16.kernel_flags) == (4, "triton", ())
+
+
+def test_a_recipe_brings_its_own_groups_of_nodes_to_its_own_cluster_only() -> None:
+    own = load_config("qwen3-30b-a3b")
+    assert set(own.cluster.nodes) == {"engine", "trainer"}
+    assert set(load_config("qwen3-30b-a3b", (NODE8,)).cluster.nodes) == {"all"}
+    again = load_config("qwen3-30b-a3b", ("cluster=kuberay",))
+    assert again.cluster.nodes["trainer"].count == own.cluster.nodes["trainer"].count
