@@ -54,7 +54,7 @@ def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
     node = placement(config).controller
     offered = engine_gpus(placement(config), node)
     os.environ |= visible_devices(offered)
-    own = {"_node_ip_address": address, "resources": slots(config, node)}
+    own: dict[str, Any] = {"_node_ip_address": address, "resources": slots(config, node)}
     own["num_gpus"] = len(offered)
     _patiently(common | own)
     run.endpoints.post_ray(f"{address}:{port}", os.environ["RAY_AUTH_TOKEN"])

@@ -32,7 +32,7 @@ class EngineGpus:
         Raises ConfigError when an engine outside the table finds too few.
         """
         if engine not in self._taken:
-            self._taken[engine] = self._planned.pop(engine, None) or self._free(tp)
+            self._taken[engine] = self._planned.pop(engine, ()) or self._free(tp)
         return self._taken[engine]
 
     def give_back(self, engine: int) -> None:
