@@ -77,5 +77,6 @@ def _results(report: Path) -> dict[str, str]:
     found = {}
     for case in xml.parse(report).getroot().iter("testcase"):
         wrong = [part for part in case if part.tag in ("failure", "error", "skipped")]
-        found[str(case.get("name")).partition("[")[0]] = "".join(part.text or "" for part in wrong)
+        name = str(case.get("name")).partition("[")[0]  # its cases together
+        found[name] = found.get(name, "") + "".join(part.text or "skipped" for part in wrong)
     return found

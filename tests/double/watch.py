@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,12 +17,10 @@ import torch
 OPS = torch.ops.device_double
 ROOT = Path(__file__).resolve().parents[2]
 OWN = str(ROOT / "moerl") + "/"
-_HIDDEN = (
-    str(Path(torch.__file__).parent) + "/",
-    str(Path(__file__).parent) + "/",
-    sys.prefix + "/lib/python3",
-)
-_HIDDEN_BUT = "/site-packages/"
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_DOUBLE = str(Path(__file__).parent) + "/"
+_PYTHON = str(Path(os.__file__).parent) + "/"
+_PACKAGES = "/site-packages/"
 
 # The host waits: for a value, for a stream, for a copy of pinned memory that is not asynchronous.
 # A copy from pageable memory waits for the driver's own copy of it.
@@ -73,17 +72,18 @@ def guilty_line(frame: FrameType | None) -> str:
         if name.startswith(OWN):
             return f"{name.removeprefix(str(ROOT) + '/')}:{frame.f_lineno}"
         if not _is_hidden(name):
-            package = name.partition(_HIDDEN_BUT)[2].partition("/")[0]
+            package = name.partition(_PACKAGES)[2].partition("/")[0]
             return package or f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"  # a thread of its own, without a line of Python
 
 
 def _is_hidden(name: str) -> bool:
-    torch_own, double, python = _HIDDEN
-    if name.startswith((torch_own, double, "<")) and "/on_" not in name:
+    if name.startswith(_DOUBLE):
+        return "/on_" not in name
+    if name.startswith((_TORCH, "<")):
         return True
-    return name.startswith(python) and _HIDDEN_BUT not in name
+    return name.startswith(_PYTHON) and _PACKAGES not in name
 
 
 _watches: list[Watch] = []
