@@ -34,7 +34,7 @@ class PolicyLoss:
     """Contribution of one microbatch to the loss of the step."""
 
     loss: Tensor  # scalar, in the graph
-    sums: Tensor  # [len(SUM_NAMES)] f64 on the CPU; add over microbatches and ranks
+    sums: Tensor  # [len(SUM_NAMES)] f64; add over microbatches and ranks
 
 
 SUM_NAMES = (
@@ -79,9 +79,20 @@ def policy_loss(config: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyL
         entropy = -config.entropy_coef * (weight_N * entropy_bonus(t)).sum()
     sums = _token_sums(t, token, factor, corrections)
     sums |= {"pg": pg, "kl": kl, "entropy_bonus": entropy}
+    return PolicyLoss(pg + kl + entropy, _packed(sums, pg.device))
+
+
+def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:
+    """In the order of SUM_NAMES, on the device: the host never waits for a single sum."""
     values = [sums.get(name, 0.0) for name in SUM_NAMES]
-    packed = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
-    return PolicyLoss(pg + kl + entropy, packed)
+    return torch.stack(
+        [
+            value.detach().double()
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=torch.float64, device=device)
+            for value in values
+        ]
+    )
 
 
 def distillation(t: Tokens) -> Tensor:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup, ReduceOp
 
+from moerl.algorithms.device_copies import upload
 from moerl.errors import ConfigError, RecordError
 from moerl.kernels.library import describe, library
 from moerl.kernels.masked_logprob_call import DTYPES, REFUSALS, KeptCall, run
@@ -84,16 +85,18 @@ def kept_logprobs(
 
     logits_RV: [..., V] bf16, fp32 or fp64, this rank's entries of the vocabulary.
     sampled_S: [S] i64 global ids.  temperature_S: [S].  rows_S: [S] i64, the (flattened) logit row
-    of each token; None = row i.  full_entropy_of: the vocabulary size without padding, to have the
-    entropy over it as well (a pass over all logits, in chunks).
+    of each token; None = row i.  rows_S and the mask may lie on the host, which then checks them
+    without waiting for the device.  full_entropy_of: the vocabulary size without padding, to have
+    the entropy over it as well (a pass over all logits, in chunks).
     implementation: `auto` takes the compiled one when it is built and no logits row has two tokens.
     Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`;
     ConfigError when `built` is asked for and cannot be.
     """
     logits, rows = _flat_rows(logits_RV, sampled_S, rows_S)
     _check_rows(mask, len(sampled_S))
-    kept = _KeptSets(sampled_S, mask.offsets, mask.ids, shard.start)
     lib = _choose(implementation, logits, rows, mask.ids)
+    rows, offsets, ids = (upload(t, logits.device) for t in (rows, mask.offsets, mask.ids))
+    kept = _KeptSets(sampled_S, offsets, ids, shard.start)
     logprob_S, entropy_S = _KeptLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, rows, kept, temperature_S, shard.group, lib
     )
@@ -118,6 +121,7 @@ def full_logprobs(
     fp32 copy of the logits exists at any time.  Raises RecordError `token_range`.
     """
     logits, rows = _flat_rows(logits_RV, sampled_S, rows_S)
+    rows = upload(rows, logits.device)
     if len(sampled_S) and bool(((sampled_S < 0) | (sampled_S >= vocab_size)).any()):
         raise RecordError("token_range", f"a sampled token lies outside 0..{vocab_size - 1}")
     logprob_S, entropy_S = _FullLogprobs.apply(  # type: ignore[no-untyped-call]

@@ -67,7 +67,7 @@ def _nodes(sys: Path) -> list[Path]:
 def _node_of(address: str, sys: Path) -> int | None:
     """None where Linux does not know it: it then writes -1."""
     try:
-        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text("ascii"))
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
@@ -76,7 +76,7 @@ def _node_of(address: str, sys: Path) -> int | None:
 def _cores(file: Path) -> set[int]:
     """Cores of a list such as 0-15,32-47."""
     cores: set[int] = set()
-    for part in file.read_text().strip().split(","):
+    for part in file.read_text("ascii").strip().split(","):
         first, _, last = part.partition("-")
         if first:
             cores |= set(range(int(first), int(last or first) + 1))

@@ -28,7 +28,6 @@ from moerl.config.schema import Config
 from moerl.distributed.object_collectives import broadcast_value
 from moerl.errors import BlobError, MoerlError, TrainerError, cause_of
 from moerl.id_sets import IdSet
-from moerl.layout import LayerSpec
 from moerl.messages import (
     Failed,
     Hello,
@@ -288,7 +287,7 @@ class TrainLoop:
     def save_model(self, folder: Path) -> None:
         """Save the live weights as a model folder; collective."""
         parallel = self.parallel
-        held = every_rank(self.model.spec, parallel.sizes, _layer_spec(parallel))
+        held = every_rank(self.model.spec, parallel.sizes, parallel.platform.layers)
         ranks = RankGroup(parallel.rank, parallel.control)
         HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
 
@@ -312,7 +311,7 @@ class TrainLoop:
             control=parallel.control,
             spec=self.model.spec,
             layout=parallel.sizes,
-            layer_spec=_layer_spec(parallel),
+            layer_spec=parallel.platform.layers,
             live=lambda: self.model.tensors,
             # own connections: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: RpcClient(
@@ -322,10 +321,6 @@ class TrainLoop:
             tracer=self.tracer,
             on_failure=on_failure,
         )
-
-
-def _layer_spec(parallel: Parallel) -> LayerSpec:
-    return "te" if parallel.platform.name == "cuda" else "local"
 
 
 def _seed(seed: int) -> None:

@@ -315,13 +315,14 @@ def test_router_losses_in_fp64_and_padding_is_outside() -> None:
     rng = torch.Generator().manual_seed(3)
     logits = torch.randn(5, 4, generator=rng, dtype=torch.float64).requires_grad_()
     sequence, lengths = torch.tensor([0, 1, 1, 0, -1]), torch.tensor([2.0, 2.0])
+    real = torch.arange(4)
     counts = torch.tensor([[2.0, 1.0, 1.0, 0.0], [0.0, 2.0, 0.0, 2.0]], dtype=torch.float64)
 
     def z(x: Tensor) -> Tensor:
         return z_loss(x, sequence >= 0)
 
     def balance(x: Tensor) -> Tensor:
-        return balance_loss(x.softmax(-1), sequence, counts, lengths, 2)
+        return balance_loss(x.softmax(-1), sequence, real, counts, lengths, 2)
 
     for loss in (z, balance):
         assert torch.autograd.gradcheck(loss, logits)

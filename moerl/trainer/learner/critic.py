@@ -31,6 +31,7 @@ from torch import Tensor
 
 from moerl.algorithms.advantages import plan_gae
 from moerl.algorithms.aggregation import plan_weights
+from moerl.algorithms.device_copies import upload
 from moerl.algorithms.value_loss import value_loss
 from moerl.config.schema import Config
 from moerl.data.batching import Minibatch
@@ -54,12 +55,11 @@ from moerl.trainer.passes.schedule import (
     LossOf,
     ScheduledPass,
     next_pass,
+    no_tokens,
     run_pass,
     scoring,
 )
 from moerl.types import Array, BatchPlan
-
-_NO_TOKENS = torch.tensor(0, dtype=torch.int)  # gradients are not divided by a count
 
 
 class ValueHead(torch.nn.Module):
@@ -91,13 +91,14 @@ class ValueHead(torch.nn.Module):
 class _Sums:
     """Sums of one rank: tokens, weighted loss, first and second moments of return and error."""
 
-    values: Tensor
+    values: Tensor  # on the device until they are joined
 
     def add(self, loss: Tensor, value_N: Tensor, return_N: Tensor) -> None:
         target, error = return_N.double(), (return_N - value_N.detach()).double()
-        parts = [torch.tensor(float(len(target))), loss.detach().double(), value_N.detach().sum()]
+        tokens = torch.full((), float(len(target)), dtype=torch.float64, device=target.device)
+        parts = [tokens, loss.detach(), value_N.detach().sum()]
         parts += [target.sum(), target.square().sum(), error.sum(), error.square().sum()]
-        self.values += torch.stack([part.double().cpu() for part in parts])
+        self.values += torch.stack([part.double() for part in parts])
 
     def metrics(self, num_steps: int) -> dict[str, float]:
         """num_steps: optimizer steps in the sums, each with its own denominator."""
@@ -162,7 +163,7 @@ class Critic:
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             value_N = self._values_of(scheduled.batch, output_BS1)
             found[scheduled.microbatch] = value_N
-            return value_N.sum(), _NO_TOKENS.to(value_N.device), {}
+            return value_N.sum(), no_tokens(value_N.device), {}
 
         modules = [chunk.module for chunk in self.model.chunks]
         with scoring(self.model):
@@ -180,7 +181,7 @@ class Critic:
         """
         begin, norms = time.perf_counter(), []
         self.schedule.step(1)
-        sums = _Sums(torch.zeros(7, dtype=torch.float64))
+        sums = _Sums(torch.zeros(7, dtype=torch.float64, device=self.parallel.device))
         for part in parts:
             for ddp in self.ddp:
                 ddp.zero_grad_buffer()
@@ -194,6 +195,7 @@ class Critic:
                 partial(self._forward_step, partial(self._loss, sums)),
             )
             norms += take_step(self.optimizer, f"step {part.plan.step}: the critic")
+        sums.values = sums.values.cpu()
         dist.all_reduce(sums.values, group=self.parallel.control)
         metrics = sums.metrics(len(parts))
         if norms:
@@ -212,7 +214,7 @@ class Critic:
 
     def _values_of(self, batch: Microbatch, output_BS1: Tensor) -> Tensor:
         """[N] fp32 of all sampled tokens of the data-parallel rank, from this rank's positions."""
-        value_M = output_BS1.flatten()[batch.sampled_rows.to(output_BS1.device)].float()
+        value_M = output_BS1.flatten()[upload(batch.sampled_rows, output_BS1.device)].float()
         return forward.join(value_M, batch, self.parallel)
 
     def _forward_step(
@@ -232,8 +234,8 @@ class Critic:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch, device = scheduled.batch, output_BS1.device
         value_N = self._values_of(batch, output_BS1)
-        return_N = batch.advantage.to(device)
-        loss = (batch.weight.to(device) * value_loss(value_N, return_N)).sum()
+        return_N = upload(batch.advantage, device)
+        loss = (upload(batch.weight, device) * value_loss(value_N, return_N)).sum()
         if self._counts:
             sums.add(loss, value_N, return_N)
-        return loss, _NO_TOKENS.to(device), {}
+        return loss, no_tokens(device), {}

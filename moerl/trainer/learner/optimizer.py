@@ -43,9 +43,10 @@ def router_grad_norm(model: Model, parallel: Parallel) -> float:
         for layer in chunk.gpt.decoder.layers
         if hasattr(layer.mlp, "router") and layer.mlp.router.weight.requires_grad
     ]
-    squares = torch.zeros(1, dtype=torch.float64)
+    squares = torch.zeros(1, dtype=torch.float64, device=parallel.device)
     for grad in routers:
-        squares += grad.detach().double().square().sum().cpu()
+        squares += grad.detach().double().square().sum()
+    squares = squares.cpu()
     dist.all_reduce(squares, group=parallel.control)
     return math.sqrt(float(squares) * parallel.sizes.pp / parallel.world_size)
 
@@ -106,6 +107,7 @@ def take_step(optimizer: MegatronOptimizer, whose: str) -> list[float]:
     _, grad_norm, _ = optimizer.step()
     if grad_norm is None:
         return []
-    if not math.isfinite(grad_norm):
-        raise TrainerError(f"{whose}: the gradient norm is {grad_norm}")
-    return [float(grad_norm)]
+    norm = float(grad_norm)
+    if not math.isfinite(norm):
+        raise TrainerError(f"{whose}: the gradient norm is {norm}")
+    return [norm]

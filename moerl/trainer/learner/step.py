@@ -31,8 +31,8 @@ from torch import Tensor
 
 from moerl.algorithms.advantages import advantage_metrics, plan_advantages
 from moerl.algorithms.aggregation import plan_weights
+from moerl.algorithms.device_copies import upload
 from moerl.algorithms.loss import loss_metrics, policy_loss
-from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
@@ -51,7 +51,7 @@ from moerl.trainer.learner.optimizer import (
     take_step,
 )
 from moerl.trainer.learner.ref_model import RefModel, open_ref_models
-from moerl.trainer.learner.step_sums import StepSums, describe, load_metrics
+from moerl.trainer.learner.step_sums import Scored, StepSums, describe, load_metrics, no_loss
 from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
@@ -64,6 +64,7 @@ from moerl.trainer.passes.schedule import (
     LossOf,
     ScheduledPass,
     next_pass,
+    no_tokens,
     run_pass,
 )
 from moerl.types import Array, BatchPlan
@@ -197,7 +198,7 @@ class Learner:
 
         Raises TrainerError when their loss is not finite.
         """
-        begin, sums = time.perf_counter(), StepSums(load=self._no_load())
+        begin, sums = time.perf_counter(), self._no_sums()
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -212,6 +213,7 @@ class Learner:
         wide = every > 0 and part.plan.step % every == 0
         step = partial(self._forward_step, sums, known, wide)
         run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, known))
+        sums.count_scored()
         if self.router_losses is not None:
             sums.counts |= self.router_losses.values
         joined = sums.join(self.parallel.control)
@@ -222,10 +224,12 @@ class Learner:
         times.forward_backward += time.perf_counter() - begin - batches.pack_s
         return joined
 
-    def _no_load(self) -> Tensor:
-        """Zeros for `StepSums.load`."""
+    def _no_sums(self) -> StepSums:
         spec = self.model.spec
-        return torch.zeros(len(spec.moe_layers), spec.experts, dtype=torch.float64)
+        return StepSums(
+            loss=no_loss(self.parallel.device),
+            load=torch.zeros(len(spec.moe_layers), spec.experts, dtype=torch.float64),
+        )
 
     def _routes(self, plan: BatchPlan, known: Known) -> LoadRoutes | None:
         if self.model.replay is None:
@@ -272,25 +276,22 @@ class Learner:
         logprob_N, device = scores.logprob, scores.logprob.device
         tokens = Tokens(
             logprob_N,
-            batch.old_logprob.to(device),
-            batch.advantage.to(device),
-            Sequences(batch.seq.to(device), max(len(batch.rollouts), 1)),
-            batch.lag.to(device),
+            upload(batch.old_logprob, device),
+            upload(batch.advantage, device),
+            Sequences(upload(batch.seq, device), max(len(batch.rollouts), 1)),
+            upload(batch.lag, device),
             entropy=scores.entropy,
             m2_bound=known.m2_bound,
             **known.tokens(scheduled.microbatch),
         )
-        result = policy_loss(self.config.algorithm, tokens, batch.weight.to(device))
+        result = policy_loss(self.config.algorithm, tokens, upload(batch.weight, device))
         if self.parallel.tp_rank == 0:
             sums.count_held(batch)
             if self.parallel.cp_rank == 0:
-                # weights of the batch's start: later steps would count their own progress
-                prox_N, engine_N = tokens.prox, tokens.engine
                 sums.loss += result.sums
-                sums.mismatch += MismatchSums.of(prox_N, engine_N, batch.lag, tokens.sequences)
-                sums.exact += probe.exact_sums(batch, prox_N)
-                sums.count_sampled(batch, scores)
-        return result.loss, torch.tensor(0, dtype=torch.int, device=device), {}
+                # weights of the batch's start: later steps would count their own progress
+                sums.scored.append(Scored.of(batch, tokens.prox, scores))
+        return result.loss, no_tokens(device), {}
 
     def _count_routes(self, sums: StepSums, scheduled: ScheduledPass) -> None:
         chunk, batch = scheduled.chunk, scheduled.batch

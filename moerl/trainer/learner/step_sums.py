@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.algorithms.device_copies import Download
 from moerl.algorithms.loss import SUM_NAMES
 from moerl.algorithms.masked_logprob import Scores
 from moerl.algorithms.mismatch import MismatchSums
+from moerl.algorithms.tokens import Sequences
 from moerl.data.packing import Microbatch
+from moerl.trainer.passes.probe import exact_sums
 from moerl.types import Array
 
 _COUNTS = (
@@ -43,21 +46,52 @@ _COUNTS = (
 )
 
 
+def no_loss(device: torch.device = torch.device("cpu")) -> Tensor:
+    """Zeros for `StepSums.loss`."""
+    return torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """Scores of one microbatch on their way to the host, to be counted after the pass."""
+
+    batch: Microbatch
+    proximal: Download  # [N]
+    entropy: Download
+    full_entropy: Download | None
+
+    @classmethod
+    def of(cls, batch: Microbatch, proximal_N: Tensor, scores: Scores) -> Scored:
+        full = scores.full_entropy
+        return cls(
+            batch,
+            Download(proximal_N),
+            Download(scores.entropy),
+            None if full is None else Download(full),
+        )
+
+    def wait(self) -> None:
+        """For these and all earlier ones."""
+        (self.entropy if self.full_entropy is None else self.full_entropy).wait()
+
+
 @dataclass(slots=True)
 class StepSums:
     """What one rank adds up over the microbatches of an optimizer step."""
 
-    loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUM_NAMES), dtype=torch.float64))
+    loss: Tensor = field(default_factory=no_loss)  # on the device until it is joined
     mismatch: MismatchSums = field(default_factory=MismatchSums.zero)
     exact: MismatchSums = field(default_factory=MismatchSums.zero)  # see moerl.trainer.passes.probe
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
     kept_max: float = 0.0
     # [MoE layers of the model, experts]: (token, slot) pairs that the record sends to an expert
     load: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    scored: list[Scored] = field(default_factory=list)  # not counted yet
 
     def join(self, group: dist.ProcessGroup) -> StepSums:
         """Sums over the ranks of a gloo group."""
-        packed = torch.cat([self.loss, torch.tensor(list(self.counts.values())).double()])
+        loss = self.loss.cpu()
+        packed = torch.cat([loss, torch.tensor(list(self.counts.values())).double()])
         dist.all_reduce(packed, group=group)
         peak = torch.tensor(self.kept_max, dtype=torch.float64)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -102,12 +136,24 @@ class StepSums:
             if len(sizes):
                 self.kept_max = max(self.kept_max, float(sizes.max()))
 
-    def count_sampled(self, batch: Microbatch, scores: Scores) -> None:
+    def count_scored(self) -> None:
+        """Count the scores of all microbatches, in their order: one wait for the whole pass."""
+        if self.scored:
+            self.scored[-1].wait()
+        for scored in self.scored:
+            batch, proximal_N = scored.batch, scored.proximal.get()
+            sequences = Sequences(batch.seq, max(len(batch.rollouts), 1))
+            self.mismatch += MismatchSums.of(proximal_N, batch.old_logprob, batch.lag, sequences)
+            self.exact += exact_sums(batch, proximal_N)
+            self._count_sampled(batch, scored)
+        self.scored.clear()
+
+    def _count_sampled(self, batch: Microbatch, scored: Scored) -> None:
         """Count what is equal on context-parallel ranks."""
         self.counts["sampled"] += len(batch.sampled)
-        self.counts["entropy"] += float(scores.entropy.sum())
-        if scores.full_entropy is not None:
-            self.counts["entropy_full"] += float(scores.full_entropy.sum())
+        self.counts["entropy"] += float(scored.entropy.get().sum())
+        if scored.full_entropy is not None:
+            self.counts["entropy_full"] += float(scored.full_entropy.get().sum())
             self.counts["sampled_full"] += len(batch.sampled)
         self.counts["sampled_truncated"] += sum(
             rollout.num_sampled for rollout in batch.rollouts if rollout.sampling.truncates

@@ -1,7 +1,8 @@
-"""Changes that an unmodified megatron-core needs without CUDA: one table, run by `apply`.
+"""Changes that an unmodified megatron-core needs without CUDA or Transformer Engine: one table.
 
 megatron-core 0.19.2 assumes CUDA in about ten places.  Each row of `PATCHES` replaces the symbols
-that it names, in torch or in megatron-core, before the rest of megatron is imported.
+that it names, in torch or in megatron-core, before the rest of megatron is imported; `apply` runs
+the rows for what is absent.
 patches/megatron/README.md has an entry per row: its test, and when it can be removed;
 tests/unit/test_patches.py compares that page with this table and with what the rows replace.
 """
@@ -13,7 +14,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _applied = False
+
+Absent = Literal["cuda", "te"]  # te: Transformer Engine, and with it the layer spec made of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +33,22 @@ class Patch:
     replace: Callable[[], None]
     why: str  # behaviour of megatron-core that fails without it
     symbols: tuple[str, ...]  # dotted paths that `replace` assigns
+    without: Absent = "cuda"  # what a machine lacks that needs this row
 
 
-def apply() -> None:
-    """Run all rows of `PATCHES`, once per process.  Call it before megatron is imported."""
+def apply(*absent: Absent) -> None:
+    """Run the rows of `PATCHES` for what is absent, once per process.
+
+    Call it before megatron is imported.
+    """
     global _applied
     if _applied:
         return
     early = [name for name in sys.modules if name.split(".")[0] == "megatron"]
     assert not early, f"platform.prepare must run before megatron is imported, found {early[0]}"
     for patch in PATCHES:
-        patch.replace()
+        if patch.without in absent:
+            patch.replace()
     _applied = True
 
 
@@ -326,6 +334,7 @@ PATCHES = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
             "._set_main_param_and_optimizer_states",
         ),
+        without="te",
     ),
     Patch(
         _patch_local_spec,
@@ -335,6 +344,7 @@ PATCHES = (
             "megatron.core.models.backends.LocalSpecProvider.core_attention",
             "megatron.core.models.gpt.gpt_layer_specs.LNImpl",
         ),
+        without="te",
     ),
     Patch(
         _patch_delta_net,
@@ -343,6 +353,7 @@ PATCHES = (
             "megatron.core.ssm.gated_delta_net.common.HAVE_FLA",
             "megatron.core.ssm.gated_delta_net.common.l2norm",
         ),
+        without="te",
     ),
     Patch(
         _patch_duplicated_linear,
@@ -351,5 +362,6 @@ PATCHES = (
             "megatron.core.transformer.multi_latent_attention.TELinear",
             "megatron.core.transformer.experimental_attention_variant.absorbed_mla.TELinear",
         ),
+        without="te",
     ),
 )

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
-from moerl.layout import LayerSpec, Named, megatron_tiles, padded_vocab
+from moerl.layout import Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
 from moerl.trainer.model.indexer_replay import IndexerReplay, attach_indexers
@@ -87,7 +87,8 @@ def build(
     with_replay: bool,
 ) -> Model:
     """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError."""
-    check_family(spec, trainer.parallel, trainer.packing, on_cpu=parallel.platform.name == "cpu")
+    layers = parallel.platform.layers
+    check_family(spec, trainer.parallel, trainer.packing, on_cpu=layers == "local")
     spec = replace(spec, mtp_layers=0)  # prediction layers are not trained: a save copies them
     config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
     chunks = tuple(
@@ -104,12 +105,11 @@ def build(
     indexers = None
     if with_replay and spec.index_topk:
         indexers = attach_indexers(*(chunk.gpt for chunk in chunks))
-    layer_spec: LayerSpec = "te" if parallel.platform.name == "cuda" else "local"
     return Model(
         spec=spec,
         config=config,
         chunks=chunks,
-        tiles=megatron_tiles(spec, trainer.parallel, parallel.rank, layer_spec),
+        tiles=megatron_tiles(spec, trainer.parallel, parallel.rank, layers),
         replay=replay,
         indexers=indexers,
         vocab_start=_vocab_rows(spec, parallel.sizes) // parallel.tp_size * parallel.tp_rank,
@@ -125,7 +125,7 @@ def _chunk(
     gpt = gpt_model(
         spec,
         config,
-        use_te=parallel.platform.name == "cuda",
+        use_te=parallel.platform.layers == "te",
         sizes=parallel.sizes,
         pre_process=parallel.is_first_stage and index == 0,
         post_process=has_loss,

@@ -1,8 +1,11 @@
-"""The trainer's platform: CUDA with Transformer Engine, or unmodified megatron-core on the CPU.
+"""The trainer's platform: CUDA, or unmodified megatron-core on the CPU.
 
 megatron-core 0.19.2 assumes CUDA in about ten places.  On a machine without CUDA `prepare` replaces
-exactly those places, before megatron is imported (`cpu_patches`); on CUDA it changes nothing, so
-the same program runs on both.  Two modules complete the local (non Transformer Engine) layer spec:
+exactly those places, before megatron is imported (`cpu_patches`); on CUDA with Transformer Engine
+it changes nothing, so
+the same program runs on both.  Layers are those of Transformer Engine on CUDA, and of
+megatron-core's local spec on the CPU or where CUDA has no Transformer Engine (asked for by name:
+they are slow there).  Two modules complete the local (non Transformer Engine) layer spec:
 an RMSNorm that may be sequence parallel (which MoE with tensor parallelism requires) and a causal
 attention.
 
@@ -19,6 +22,7 @@ import torch
 
 from moerl.distributed import numa
 from moerl.errors import ConfigError, ModelError
+from moerl.layout import LayerSpec
 from moerl.trainer.model import cpu_patches
 
 MEGATRON_VERSION = "0.19.2"  # also in requirements/cpu.lock and pyproject.toml
@@ -31,15 +35,17 @@ class Platform:
     name: str  # cpu | cuda
     device: torch.device
     backend: str  # gloo | nccl
+    layers: LayerSpec  # te | local
 
 
-def prepare(requested: str = "auto", *, local_rank: int = 0) -> Platform:
+def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec = "te") -> Platform:
     """Choose the platform and make megatron-core importable on it.
 
     Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS,
     GLOO_SOCKET_IFNAME and, on the CPU, TORCHDYNAMO_DISABLE (megatron would compile its expert-bias
-    update: a compiler and 20 s cold).  Raises ConfigError for a platform this
-    machine does not have, ModelError for a megatron-core version the patches were not tested with.
+    update: a compiler and 20 s cold).  layers: on CUDA; the CPU has local ones.
+    Raises ConfigError for a platform this machine does not have, ModelError for a megatron-core
+    version the patches were not tested with.
     """
     version = importlib.metadata.version("megatron-core")
     if version != MEGATRON_VERSION:
@@ -53,10 +59,12 @@ def prepare(requested: str = "auto", *, local_rank: int = 0) -> Platform:
             raise ConfigError("trainer.platform", "cuda", "no CUDA device is visible; use cpu")
         numa.bind(numa.of_rank(local_rank))
         torch.cuda.set_device(local_rank)
-        return Platform("cuda", torch.device("cuda", local_rank), "nccl")
+        if layers == "local":
+            cpu_patches.apply("te")
+        return Platform("cuda", torch.device("cuda", local_rank), "nccl", layers)
     if name != "cpu":
         raise ConfigError("trainer.platform", requested, "use auto, cpu or cuda")
     if has_cuda:
         raise ConfigError("trainer.platform", "cpu", "hide the GPUs first (CUDA_VISIBLE_DEVICES=)")
-    cpu_patches.apply()
-    return Platform("cpu", torch.device("cpu"), "gloo")
+    cpu_patches.apply("cuda", "te")
+    return Platform("cpu", torch.device("cpu"), "gloo", "local")

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moerl.algorithms.device_copies import upload
 from moerl.errors import RecordError
 from moerl.trainer.model.layer_calls import Key, LayerCalls, Mode
 
@@ -134,7 +135,7 @@ class RouteReplay(LayerCalls):
             )
         if self._is_last_use(key):
             self.held_bytes -= self._rows.pop(key).nbytes
-        ids = rows.to(scores.device).long()
+        ids = upload(rows, scores.device).long()
         return scores.gather(1, ids), ids
 
     def _check(self, rows: Tensor, key: Key) -> None:

@@ -51,8 +51,8 @@ def transformer_config(
     breaks replay, or repeating what megatron-core itself refuses.
     """
     owned = _model_fields(spec) | _layout_fields(trainer) | _precision_fields(trainer.dtype)
-    if platform.name == "cpu":
-        owned |= _cpu_fields()
+    if platform.layers == "local":
+        owned |= _local_fields(on_cpu=platform.name == "cpu")
         if spec.linear_layers:
             owned["deterministic_mode"] = True  # torch code in place of Triton kernels
     user = trainer.megatron
@@ -292,8 +292,8 @@ def _precision_fields(dtype: str) -> dict[str, Any]:
     return {"bf16": half, "fp16": False, "params_dtype": params, "pipeline_dtype": params}
 
 
-def _cpu_fields() -> dict[str, Any]:
-    """Fused kernels exist on CUDA only."""
+def _local_fields(*, on_cpu: bool) -> dict[str, Any]:
+    """Fused kernels come with Transformer Engine or Apex."""
     fused = (
         "gradient_accumulation_fusion",
         "apply_rope_fusion",
@@ -305,7 +305,7 @@ def _cpu_fields() -> dict[str, Any]:
         "moe_permute_fusion",
         "moe_router_fusion",
     )
-    own: dict[str, Any] = {"use_cpu_initialization": True, "transformer_impl": "local"}
+    own: dict[str, Any] = {"use_cpu_initialization": on_cpu, "transformer_impl": "local"}
     return own | dict.fromkeys(fused, False)
 
 
@@ -319,6 +319,6 @@ def _defaults(platform: Platform) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "batch_p2p_comm": False,
     }
-    if platform.name == "cuda":
+    if platform.layers == "te":
         values |= {"moe_grouped_gemm": True, "use_cpu_initialization": False}
     return values

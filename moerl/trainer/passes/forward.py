@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.autograd import Function
 
+from moerl.algorithms.device_copies import upload
 from moerl.algorithms.masked_logprob import (
     SamplingMask,
     Scores,
@@ -93,7 +94,7 @@ def run_chunk(
     mask is passed.  Logits are in the model's precision, vocabulary padding included.
     """
     device = next(module.parameters()).device
-    inputs = (batch.tokens.to(device), batch.positions.to(device), None)
+    inputs = (upload(batch.tokens, device), upload(batch.positions, device), None)
     extra: dict[str, Any] = {"packed_seq_params": _packed(batch, device)}
     if chunk.has_loss:
         extra |= model.call_args
@@ -128,7 +129,7 @@ def _packed(batch: Microbatch, device: torch.device) -> PackedSeqParams | None:
     # the rotary table must be as long as the longest rollout, not as the row: megatron-core takes
     # a table of the row's length for one of positions counted over the whole row
     longest = int(batch.cu_seqlens.diff().max())
-    ends = batch.cu_seqlens.to(device)
+    ends = upload(batch.cu_seqlens, device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
@@ -155,27 +156,26 @@ def sampled_logprobs(
     over all logits).
     """
     device = logits_BSV.device
-    held = batch.held.to(device)
-    rows, sampled = batch.sampled_rows.to(device), batch.sampled.to(device)[held]
-    temperature = batch.temperature.to(device)[held]
+    sampled = upload(batch.sampled[batch.held], device)
+    temperature = upload(batch.temperature[batch.held], device)
     shard = VocabShard(model.vocab_start, parallel.tp)
-    if batch.mask_offsets is None or batch.mask_ids is None or not len(held):
+    if batch.mask_offsets is None or batch.mask_ids is None or not len(batch.held):
         scores = full_logprobs(
             logits_BSV,
             sampled,
             temperature_S=temperature,
             vocab_size=model.spec.vocab_size,
             shard=shard,
-            rows_S=rows,
+            rows_S=batch.sampled_rows,
         )
     else:
         scores = kept_logprobs(
             logits_BSV,
             sampled,
-            SamplingMask(batch.mask_offsets.to(device), batch.mask_ids.to(device)),
+            SamplingMask(batch.mask_offsets, batch.mask_ids),
             temperature_S=temperature,
             shard=shard,
-            rows_S=rows,
+            rows_S=batch.sampled_rows,
             full_entropy_of=model.spec.vocab_size if full_entropy else None,
         )
     if not full_entropy:  # all ranks join the same number of parts
@@ -192,7 +192,7 @@ def join(values_M: Tensor, batch: Microbatch, parallel: Parallel) -> Tensor:
     """[N], from the values of the tokens that this context-parallel rank holds."""
     if parallel.cp_size == 1:
         return values_M
-    held = batch.held.to(values_M.device)
+    held = upload(batch.held, values_M.device)
     values_N: Tensor = _Join.apply(values_M, held, len(batch.sampled), parallel.cp)  # type: ignore[no-untyped-call]
     return values_N
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.algorithms.device_copies import upload
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config.schema import Config
 from moerl.data.packing import Microbatch
@@ -130,9 +131,12 @@ class _OwnRoutes:
         if turn.microbatch:  # padding that the interleaved schedule asks for
             return
         recorded = self._batch.routes(self._replay.chunks[turn.chunk.index], self._span)
-        for key, choice in live.items():
+        if not live:
+            return
+        every = torch.stack([choice.ids for choice in live.values()]).cpu()
+        for key, ids in zip(live, every, strict=True):
             want = recorded[key.layer].long().sort(1).values
-            other = (choice.ids.cpu().sort(1).values != want).any(1)
+            other = (ids.sort(1).values != want).any(1)
             self._differs[key.layer] = self._by_position(other)
 
     def _by_position(self, rows: Tensor) -> Tensor:
@@ -156,7 +160,7 @@ class _OwnRoutes:
         if not nothing.numel():
             return none
         every = torch.stack([self._differs.get(layer, nothing) for layer in layers])
-        every = every.to(ranks.device)
+        every = upload(every, ranks.device)
         for group in (ranks.tp, ranks.cp, ranks.pp):
             dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
         if ranks.tp_rank or ranks.cp_rank or ranks.pp_rank:

@@ -117,7 +117,11 @@ def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
 
 def _taken(replay: RouteReplay, turn: ScheduledPass) -> Routes:
     live = replay.take_live(turn.microbatch, turn.chunk.index)
-    return {key: choice.ids.to("cpu", _id_dtype(replay)) for key, choice in live.items()}
+    if not live:
+        return {}
+    # one copy for all layers: the host waits for each
+    every = torch.stack([choice.ids for choice in live.values()]).to(_id_dtype(replay)).cpu()
+    return dict(zip(live, every, strict=True))
 
 
 def _id_dtype(replay: RouteReplay) -> torch.dtype:

@@ -15,7 +15,8 @@ a microbatch (`aux_loss`) or a running mean over them (`global_aux_loss`) depend
 definition: refused.  The gradient is attached where megatron-core attaches its own, once per row:
 in the forward pass, or in its recompute.
 
-Legend: N rows of one rank and microbatch in router order, E experts, K experts per token.
+Legend: N rows of one rank and microbatch in router order, R of them not padding, E experts, K
+experts per token.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from moerl.algorithms.device_copies import upload
 from moerl.config.schema import TrainerConfig
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
@@ -55,10 +57,11 @@ class RouterLosses:
         self.replay, self.parallel = model.replay, parallel
         self.z_coeff = float(model.config.moe_z_loss_coeff or 0.0)
         self.balance_coeff = float(model.config.moe_aux_loss_coeff or 0.0)
-        self.values = dict.fromkeys(NAMES, 0.0)  # of this rank's rows since `begin`
+        self._sums = self._zeros()
         self._tokens = self._rollouts = 0
         self._lengths: dict[int, Tensor] = {}  # microbatch -> [rollouts] fed-in tokens
         self._sequence: dict[int, Tensor] = {}  # microbatch -> [N] rollout of a row, -1: padding
+        self._real: dict[int, Tensor] = {}  # microbatch -> [R] rows that are not padding
         self._counts: dict[Key, Tensor] = {}  # [rollouts, E] f32
         for chunk in model.chunks:
             for layer in chunk.gpt.decoder.layers:
@@ -67,12 +70,20 @@ class RouterLosses:
                     router.apply_z_loss = partial(self._z, number)
                     router._apply_seq_aux_loss = partial(self._balance, number)
 
+    @property
+    def values(self) -> dict[str, float]:
+        """Of this rank's rows since `begin`, as added to the loss; the host waits for them once."""
+        return dict(zip(NAMES, self._sums.tolist(), strict=True))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(NAMES), dtype=torch.float64, device=self.parallel.device)
+
     def begin(self, plan: BatchPlan) -> None:
         """Call before the training pass of an optimizer step."""
         turns = [turn for group in plan.groups for turn in group.rollouts()]
         self._tokens, self._rollouts = sum(r.num_tokens - 1 for r in turns), len(turns)
-        self.values = dict.fromkeys(NAMES, 0.0)
-        for kept in (self._lengths, self._sequence, self._counts):
+        self._sums = self._zeros()
+        for kept in (self._lengths, self._sequence, self._real, self._counts):
             kept.clear()
 
     def prepare(self, batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
@@ -86,14 +97,16 @@ class RouterLosses:
             for row, slot, _, count in batch.pieces(rollout, first, last):
                 grid[slot - first : slot - first + count, row] = rollout
         device, sequence = self.parallel.device, grid.flatten()
-        self._sequence[microbatch] = sequence.to(device)
+        self._sequence[microbatch] = upload(sequence, device)
+        self._real[microbatch] = upload((sequence >= 0).nonzero()[:, 0], device)
         fed = [rollout.num_tokens - 1 for rollout in batch.rollouts]
-        self._lengths[microbatch] = torch.tensor(fed, dtype=torch.float32, device=device)
+        self._lengths[microbatch] = upload(torch.tensor(fed, dtype=torch.float32), device)
         layers = self.replay.chunks[chunk.index]
         if not (self.balance_coeff and layers and fed):
             return
         keys = [Key(microbatch, chunk.index, layer) for layer in layers]
-        counts = torch.stack([self._count(key, sequence, len(fed)) for key in keys]).to(device)
+        counts = torch.stack([self._count(key, sequence, len(fed)) for key in keys])
+        counts = upload(counts, device)
         for group in (self.parallel.tp, self.parallel.cp):
             dist.all_reduce(counts, group=group)
         self._counts |= dict(zip(keys, counts, strict=True))
@@ -124,6 +137,7 @@ class RouterLosses:
         loss = balance_loss(
             scores_NE,
             self._sequence[key.microbatch],
+            self._real[key.microbatch],
             self._counts.pop(key),
             self._lengths[key.microbatch],
             self.replay.top_k,
@@ -131,7 +145,7 @@ class RouterLosses:
         return self._attach("router_balance", probs, loss * (self.balance_coeff / self._rollouts))
 
     def _attach(self, name: str, through: Tensor, loss: Tensor) -> Tensor:
-        self.values[name] += float(loss.detach())
+        self._sums[NAMES.index(name)] += loss.detach().double()
         result: Tensor = MoEAuxLossAutoScaler.apply(through, loss)
         return result
 
@@ -142,13 +156,18 @@ def z_loss(logits_NE: Tensor, real_N: Tensor) -> Tensor:
 
 
 def balance_loss(
-    scores_NE: Tensor, sequence_N: Tensor, counts_QE: Tensor, length_Q: Tensor, top_k: int
+    scores_NE: Tensor,
+    sequence_N: Tensor,
+    real_R: Tensor,
+    counts_QE: Tensor,
+    length_Q: Tensor,
+    top_k: int,
 ) -> Tensor:
     """Sum over rollouts of this rank's share of sum_i f_i P_i: a scalar.
 
+    real_R: rows that are not padding (found on the host, which would wait for a mask's count).
     counts_QE, length_Q: of whole rollouts, wherever their positions are.
     """
     experts = scores_NE.shape[1]
     weight_QE = counts_QE * (experts / top_k) / length_Q.square()[:, None]
-    real = sequence_N >= 0
-    return (weight_QE.to(scores_NE.dtype)[sequence_N[real]] * scores_NE[real]).sum()
+    return (weight_QE.to(scores_NE.dtype)[sequence_N[real_R]] * scores_NE[real_R]).sum()

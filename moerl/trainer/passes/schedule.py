@@ -19,6 +19,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from moerl.algorithms.device_copies import upload
 from moerl.config.schema import Config, TrainerConfig
 from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
@@ -91,7 +92,7 @@ class Batches:
         if not self.parallel.is_last_stage:
             return {}
         found = by_microbatch(self.plan, self.parallel.dp_rank, values, self.num_microbatches)
-        return {number: value.to(self.parallel.device) for number, value in found.items()}
+        return {number: upload(value, self.parallel.device) for number, value in found.items()}
 
 
 def step_shape(plan: BatchPlan, trainer: TrainerConfig, parallel: Parallel) -> tuple[int, int]:
@@ -177,6 +178,11 @@ def next_pass(scheduled_passes: Iterator[ScheduledPass]) -> ScheduledPass:
     return scheduled
 
 
+def no_tokens(device: torch.device) -> Tensor:
+    """The token count that Megatron's schedule asks a loss for, and that is not used."""
+    return torch.zeros((), dtype=torch.int, device=device)
+
+
 @contextmanager
 def scoring(model: Model) -> Iterator[None]:
     """No gradients and no dropout."""
@@ -210,7 +216,7 @@ def score(
     def keep(scheduled: ScheduledPass, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         scores = forward.sampled_logprobs(model, logits, scheduled.batch, batches.parallel)
         found[scheduled.microbatch] = scores.logprob
-        return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), {}
+        return logits.new_zeros(()), no_tokens(logits.device), {}
 
     def step(
         scheduled_passes: Iterator[ScheduledPass], module: torch.nn.Module

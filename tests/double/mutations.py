@@ -1,0 +1,80 @@
+"""Blunders of GPU code, put into a function of ours for one test."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Blunder:
+    """A change of one function; `new` replaces `old` in its source."""
+
+    name: str
+    module: str
+    function: str  # or Class.method
+    old: str
+    new: str
+
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lines keep their file and numbers, so that what they cause is booked on them."""
+        module = sys.modules[self.module]
+        owner, name = self._owner(module)
+        begin, source = self._source(owner, name)
+        tree = ast.parse(source.replace(self.old, self.new))
+        ast.increment_lineno(tree, begin - 1)
+        made: dict[str, object] = {}
+        exec(compile(tree, str(module.__file__), "exec"), vars(module), made)
+        monkeypatch.setattr(owner, name, made[name])
+
+    def _owner(self, module: ModuleType) -> tuple[object, str]:
+        owner, _, name = self.function.rpartition(".")
+        return (getattr(module, owner) if owner else module), name
+
+    def _source(self, owner: object, name: str) -> tuple[int, str]:
+        lines, begin = inspect.getsourcelines(getattr(owner, name))
+        source = textwrap.dedent("".join(lines))
+        assert source.count(self.old) == 1, f"{self.function} holds no {self.old!r}"
+        return begin, source
+
+
+REPLAY, COPIES = "moerl.trainer.model.replay", "moerl.algorithms.device_copies"
+BLUNDERS = (
+    Blunder(
+        "a host tensor for an operator of the device",
+        REPLAY, "RouteReplay._replay", "upload(rows, scores.device)", "rows",
+    ),
+    Blunder(
+        "a pageable copy in each layer",
+        REPLAY, "RouteReplay._replay", "upload(rows, scores.device)", "rows.to(scores.device)",
+    ),
+    Blunder(
+        "a value read in each layer",
+        REPLAY, "RouteReplay._replay", "    return scores", "    int(ids.max())\n    return scores",
+    ),
+    Blunder(
+        "a copy to the host for each sum of the loss",
+        "moerl.algorithms.loss", "_packed", ".detach().double()",
+        ".detach().double().cpu().to(device)",
+    ),
+    Blunder(
+        "a copy on a stream that waits for nothing",
+        COPIES, "Download.__init__", "value.is_cuda:",
+        "value.is_cuda:\n        torch.cuda.set_stream(torch.cuda.Stream())",
+    ),
+    Blunder(
+        "a buffer read before its copy was waited for",
+        "moerl.trainer.learner.step_sums", "Scored.wait", "(self.entropy", "None and (self.entropy",
+    ),
+    Blunder(
+        "device memory for what is only read once",
+        "moerl.trainer.learner.step_sums", "Scored.of", "Download(scores.entropy)",
+        "Download(proximal_N.new_zeros(1 << 22)[: len(proximal_N)] + scores.entropy)",
+    ),
+)  # fmt: skip

@@ -1,0 +1,167 @@
+"""`nccl` groups over gloo: contiguous device tensors only, on a stream of their own.
+
+As with NCCL a collective runs beside the current stream, and `wait()` of what it returns orders the
+current stream after it, without waiting on the host.  So buffers that are used before are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tests.double.cuda_api import OPS, Event, Stream, current_stream, use_stream
+
+Gloo = dist.ProcessGroupGloo
+
+
+class CollectiveWork(dist.Work):
+    """Done already; the current stream has to be ordered after it all the same."""
+
+    def __init__(self, event: Event, results: Any) -> None:
+        super().__init__()
+        self._event, self._results = event, results
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._event.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._results
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+def _on_host(value: Any, name: str) -> Any:
+    """The same memory for gloo.  Raises what NCCL raises."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_cuda:
+            raise RuntimeError(f"No backend type associated with device type cpu (nccl {name})")
+        if not value.is_contiguous():
+            raise RuntimeError(f"nccl {name}: tensors must be contiguous")
+        return OPS.host_view(value.detach())
+    if isinstance(value, list | tuple) and _tensors(value):
+        return [_on_host(part, name) for part in value]
+    return value
+
+
+class Options:
+    """Of ProcessGroupNCCL, as far as torch and Megatron set them."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self._timeout: timedelta | None = None
+        self.is_high_priority_stream, self.group_name = False, ""
+        self.global_ranks_in_group: list[int] = []
+        self.config, self.split_from = SimpleNamespace(), None
+
+
+class ProcessGroupNCCL(dist.ProcessGroup):
+    """What torch makes for backend "nccl"."""
+
+    Options = Options
+    supports_coalescing = supports_splitting = False
+    _device_types = [torch.device("cuda")]  # noqa: RUF012  # torch asks for objects' tensors
+    options = Options()
+    set_timeout = _set_default_timeout = _set_sequence_number_for_group = lambda *_args: None
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
+        super().__init__(rank, size)
+        timeout = getattr(options, "_timeout", None)
+        self._gloo = Gloo(store, rank, size, *([timeout] if timeout else []))
+        self._stream = Stream()
+
+    def getBackendName(self) -> str:
+        return "nccl"
+
+    def _get_backend(self, device: Any) -> ProcessGroupNCCL:
+        if torch.device(device).type != "cuda":
+            raise RuntimeError(f"No backend type associated with device type {device}")
+        return self
+
+    def run(self, name: str, gloo: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            hosts = [_on_host(value, name) for value in args]
+            named = {key: _on_host(value, name) for key, value in kwargs.items()}
+            self._stream.wait_stream(current_stream())
+            with use_stream(self._stream):
+                # written or read: who uses a buffer of a collective early is wrong either way
+                OPS.use(_tensors([args, list(kwargs.values())]), True, f"nccl {name}")
+                getattr(self._gloo, gloo)(*hosts, **named).wait()
+                event = self._stream.record_event()
+        for tensor in _tensors(args):
+            tensor.record_stream(self._stream)
+        return CollectiveWork(event, _tensors(args[:1]))
+
+    def barrier(self, *_args: Any, **_kwargs: Any) -> Any:
+        OPS.sync_device(OPS.get_device())
+        return self._gloo.barrier()
+
+
+_SAME = (
+    "allreduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter",
+    "_reduce_scatter_base", "alltoall", "alltoall_base", "send", "recv", "gather", "scatter",
+    "reduce", "allreduce_coalesced",
+)  # fmt: skip
+_RENAMED = {  # torch 2.13 calls these
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+_COALESCED = {  # gloo has no such form: one after the other
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "all_gather_single_coalesced": "_allgather_base",
+}
+
+
+def _method(name: str, gloo: str) -> Callable[..., Any]:
+    def call(self: ProcessGroupNCCL, *args: Any, **kwargs: Any) -> Any:
+        return self.run(name, gloo, args, kwargs)
+
+    return call
+
+
+def _each(name: str, gloo: str) -> Callable[..., Any]:
+    def call(self: ProcessGroupNCCL, outputs: Any, inputs: Any, *options: Any) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return [self.run(name, gloo, (*pair, *options), {}) for pair in pairs][-1]
+
+    return call
+
+
+def replace() -> None:
+    """Put the group where torch takes its NCCL from."""
+    for name in _SAME:
+        setattr(ProcessGroupNCCL, name, _method(name, name))
+    for name, gloo in _RENAMED.items():
+        setattr(ProcessGroupNCCL, name, _method(name, gloo))
+    for name, gloo in _COALESCED.items():
+        setattr(ProcessGroupNCCL, name, _each(name, gloo))
+    for module in (dist, c10d):
+        vars(module)["ProcessGroupNCCL"] = ProcessGroupNCCL
+        vars(module)["is_nccl_available"] = lambda: True
+    vars(c10d)["_NCCL_AVAILABLE"] = True
+    setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))  # noqa: B010

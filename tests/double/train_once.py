@@ -1,0 +1,127 @@
+"""One training of a tiny MoE with both replays, the same on the double and on the CPU.
+
+python -m tests.double.train_once FOLDER      on the CPU: make the model, train, keep the numbers
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from moerl.config.schema import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ReplayConfig,
+    TinyModel,
+    TrainerConfig,
+)
+from moerl.kernels.library import library
+from moerl.records.blob_store import BlobStore
+from moerl.trainer.model import platform
+from moerl.types import BatchPlan
+
+if TYPE_CHECKING:
+    from moerl.trainer.learner.step import Learner
+
+MODEL, NUMBERS = "model", "numbers.pt"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A learner and what it is trained with."""
+
+    learner: Learner
+    plan: BatchPlan
+
+    def gradients(self) -> Tensors:
+        """Of the plan, by name of the parameter."""
+        self.learner.gradients(self.plan)
+        return self.current_gradients()
+
+    def current_gradients(self) -> Tensors:
+        """Of the last plan."""
+        named = self.learner.model.gpt.named_parameters()
+        return {name: parameter.main_grad.cpu().clone() for name, parameter in named}
+
+    def weights(self) -> Tensors:
+        named = self.learner.model.gpt.named_parameters()
+        return {name: parameter.detach().cpu().clone() for name, parameter in named}
+
+
+def prepare(where: str, folder: Path, replayed: ReplayConfig = ReplayConfig()) -> Trained:
+    """Load the model of the folder and plan a batch of random records."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    place = platform.prepare(where, layers="local")
+    from moerl.algorithms import masked_logprob
+    from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+    from moerl.trainer.learner.step import Learner
+    from moerl.trainer.model import gpt, parallel
+    from tests.helpers.trainer_support import make_plan
+
+    # the double's device pointers are host pointers, so the CPU's library reads them
+    vars(masked_logprob)["library"] = lambda _target: library("cpu")
+    vars(parallel)["rank_store"] = lambda _timeout: dist.HashStore()  # the only rank
+    config = Config(
+        model=ModelConfig(path=str(folder / MODEL)),
+        trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3)),
+        replay=replayed,
+    )
+    ranks = parallel.start(config.trainer.parallel, place, timeout_s=60)
+    store = BlobStore(folder / f"blobs-{where}", "n0")
+    plan = make_plan(store, groups=4, max_tokens=48)
+    source = HfFolder(str(folder / MODEL))
+    model = gpt.build(source.spec, config.trainer, ranks, with_replay=True)
+    load_hf(model.tensors, model.tiles, source)
+    return Trained(Learner(model, ranks, config, store), plan)
+
+
+def numbers(trained: Trained) -> dict[str, Any]:
+    """Gradients of the batch, then its metrics and the weights after its step."""
+    gradients = trained.gradients()
+    metrics = trained.learner.step(trained.plan)
+    kept = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    return {"gradients": gradients, "metrics": kept, "weights": trained.weights()}
+
+
+def small_plan(trained: Trained) -> BatchPlan:
+    """One microbatch of the same records."""
+    from moerl.data.batching import plan_batch
+
+    plan = trained.plan
+    groups = plan.groups[:1]
+    return plan_batch(plan.step, plan.version, groups, dp_size=1, max_tokens_per_microbatch=1 << 12)
+
+
+def largest_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """Over all tensors, relative to the largest number of each."""
+    assert one.keys() == other.keys()
+    found = [
+        float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-9))
+        for name in one
+    ]
+    return max(found)
+
+
+def main() -> None:
+    from moerl.data.tiny_model import make_tiny_model
+    from tests.double import attention
+    from tests.helpers.trainer_support import EXPERTS, LAYERS, TOP_K
+
+    folder = Path(sys.argv[1])
+    shape = TinyModel(enabled=True, num_layers=LAYERS, num_experts=EXPERTS, experts_per_token=TOP_K)
+    make_tiny_model(folder / MODEL, shape, seed=0)
+    attention.replace(everywhere=True)  # in the form that the double has
+    torch.save(numbers(prepare("cpu", folder)), folder / NUMBERS)
+
+
+if __name__ == "__main__":
+    main()
