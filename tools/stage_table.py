@@ -104,6 +104,7 @@ _FAULTS = (
 )
 _HOSTS = (
     "tests/multi/test_engine_nodes.py",
+    "tests/multi/test_gpu_environments.py",
     "tests/multi/test_hosts.py",
     "tests/multi/test_slurm.py",
     "tests/multi/test_wide_engines.py",

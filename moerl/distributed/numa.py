@@ -90,7 +90,7 @@ def _addresses() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no core is bound: %s", error)
         return {}
-    found = {}
+    found: dict[str, str] = {}
     for line in answer.stdout.splitlines():
         index, uuid, bus = (field.strip() for field in line.split(","))
         domain, _, rest = bus.lower().partition(":")  # /sys writes four digits of the domain

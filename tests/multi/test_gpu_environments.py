@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ import pytest
 
 from moerl.config import load_config, resolve
 from moerl.planning.dry_run import describe
+from tests.helpers.network_hosts import Host, hosts_or_skip
+from tests.multi import test_hosts
 
 START_S = 240.0  # of Ray and its actors, on a loaded machine
 HOOK = Path(__file__).parents[1] / "helpers" / "recorded_environments"
 ROOT = Path(__file__).parents[2]
+PLACES = (("engine", 1, 2), ("trainer", 3, 4))
 NODE8 = ("cluster=node8", "engine.platform=auto", "run.console=lines")
 
 
@@ -34,11 +38,17 @@ def printed(recipe: str, overrides: tuple[str, ...]) -> dict[str, list[str]]:
     lines = text.split("devices, as CUDA_VISIBLE_DEVICES:\n")[1].splitlines()
     found = {}
     for line in lines:
-        match = re.match(r"  ([\w ]+): ([\d,]+)(;|$)", line)
+        match = re.match(r"  ([\w. -]+): ([\d,]+)(;|$)", line)
         if not match:
             break
         found[match[1]] = match[2].split(",")
     return found
+
+
+def recording(folder: Path) -> dict[str, str]:
+    """Variables by which a run's servers and ranks are replaced."""
+    path = os.pathsep.join((str(HOOK), str(ROOT)))
+    return {"PYTHONPATH": path, "MOERL_TEST_ENVIRONMENTS": str(folder)}
 
 
 def environments(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -58,10 +68,7 @@ def test_every_process_of_one_node_has_the_printed_gpus(tmp_path: Path) -> None:
     seen.mkdir()
     settings = (*NODE8, f"run.root={tmp_path}")
     table = printed("quickstart-smoke", settings)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(HOOK), str(ROOT))),
-        "MOERL_TEST_ENVIRONMENTS": str(seen),
-    }
+    environment = os.environ | recording(seen)
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, "-m", "moerl", "train", "quickstart-smoke", *settings, "--run", "a"]
     with log.open("wb") as output:
@@ -84,6 +91,53 @@ def test_every_process_of_one_node_has_the_printed_gpus(tmp_path: Path) -> None:
     assert sorted(used) == [str(gpu) for gpu in range(8)], "no GPU is used twice"
     order = {one["environment"]["CUDA_DEVICE_ORDER"] for one in (*servers, *ranks)}
     assert order == {"PCI_BUS_ID"}
+
+
+SEVERAL = (
+    *("cluster.nodes.engine.devices=4", "cluster.nodes.trainer.devices=2"),
+    *("engine.count=4", "engine.tp=2", "trainer.parallel={dp: 4, ep: 4}"),
+)
+
+
+@pytest.fixture
+def four() -> Iterator[list[Host]]:
+    with hosts_or_skip(4) as made:
+        yield made
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_every_process_of_several_nodes_has_the_printed_gpus(
+    four: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engine nodes of 4 GPUs, on which Ray deals 2 to each engine, and two trainer nodes."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(test_hosts, "copying_records", lambda _: recording(seen))
+    with test_hosts.cluster_run(four, tmp_path, *SEVERAL, engines=2) as run:
+        run.wait_for(
+            lambda: all(len(environments(seen, kind)) == 4 for kind in ("engine", "trainer"))
+        )
+        servers, ranks = environments(seen, "engine"), environments(seen, "trainer")
+    by_host: dict[str, list[str]] = {}
+    for server in servers:
+        gpus = server["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert len(gpus) == 2
+        by_host.setdefault(server["job"]["args"]["host"], []).extend(gpus)
+    hosts = {host.address for host in four[:2]}
+    assert by_host.keys() == hosts
+    named = [f"cluster.nodes.{g}.hosts=[10.9.0.{a},10.9.0.{b}]" for g, a, b in PLACES]
+    settings = ("cluster=hosts", *SEVERAL, "cluster.nodes.engine.count=2", *named)
+    table = printed("quickstart", settings)
+    engines, trainers = "engines on engine-0 .. engine-1", "trainer ranks on trainer-0 .. trainer-1"
+    assert set(table) == {engines, trainers}
+    for gpus in by_host.values():
+        assert sorted(gpus) == table[engines], "each GPU has one engine"
+    for rank in ranks:
+        own = rank["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert own == table[trainers]
+    assert sorted(rank["environment"]["LOCAL_RANK"] for rank in ranks) == ["0", "0", "1", "1"]
 
 
 @pytest.mark.parametrize("devices", [0, 8])

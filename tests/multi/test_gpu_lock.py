@@ -26,14 +26,14 @@ def lines(text: str) -> set[str]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_lock_is_one_legal_set(tmp_path: Path) -> None:
     """No wheel is installed: uv reads metadata.  Control: a torch that SGLang does not ask for."""
     program, lock = uv(tmp_path / "uv"), ROOT / "requirements/gpu.lock"
 
     def resolve(constraints: Path) -> subprocess.CompletedProcess[str]:
         command = [program, *RESOLVE, "--constraint", constraints]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
 
     done = resolve(lock)
     assert done.returncode == 0, done.stderr
