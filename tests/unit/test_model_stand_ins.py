@@ -5,6 +5,7 @@ Also the tiny models of all families.
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,8 +228,8 @@ def test_a_trainer_in_bf16_has_the_gates_of_the_engine() -> None:
     decay, step = torch.randn(2, 50, H).bfloat16()
     want = delta_net_kernels.gates(a_log, decay, step, dt_bias)
     found = DeltaNet._compute_g_and_beta(None, a_log, dt_bias, decay, step)
-    with torch.compiler.set_stance("force_eager"):  # compiling it takes minutes
-        megatrons = GatedDeltaNet._compute_g_and_beta(None, a_log, dt_bias, decay, step)
+    rounded = inspect.unwrap(GatedDeltaNet._compute_g_and_beta)  # compiling it takes minutes
+    megatrons = rounded(None, a_log, dt_bias, decay, step)
     for ours, engines, theirs in zip(found, want, megatrons, strict=True):
         torch.testing.assert_close(ours, engines[0], rtol=0, atol=0)
         off = ((theirs.float() - engines[0]) / engines[0]).abs().max()
