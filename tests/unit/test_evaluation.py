@@ -12,7 +12,7 @@ import pytest
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig
-from moerl.controller.evaluation import sampling_of
+from moerl.controller.evaluation import interval_95, sampling_of
 from moerl.errors import ConfigError
 from moerl.messages import Stop, TakePlan
 from moerl.types import PolicyVersion, Prompt, SamplingParams, Score
@@ -177,3 +177,18 @@ def test_the_training_file_is_not_held_out(tmp_path: Path) -> None:
     task = ["task.name=jsonl", "task.reward=exact_match", f"task.path={path}"]
     with pytest.raises(ConfigError, match=r"another file than task\.path"):
         check(load_config("quickstart", [*task, "evaluation.every=5", f"evaluation.path={path}"]))
+
+
+@pytest.mark.parametrize("right", [0, 1, 13, 63, 64])
+def test_an_interval_of_right_answers_ends_where_the_score_test_does(right: int) -> None:
+    """Wilson's definition: a bound is the share that lies 1.96 of its own standard errors away."""
+    share = right / 64
+    low, high = interval_95([1.0] * right + [0.0] * (64 - right))
+    assert 0.0 <= low <= share <= high <= 1.0
+    for bound in (low, high):
+        assert abs(share - bound) == pytest.approx(1.96 * (bound * (1 - bound) / 64) ** 0.5)
+    assert high - low > 0.05, "all right says little more of 64 answers than nearly all right"
+
+
+def test_an_interval_of_other_rewards_is_the_normal_one() -> None:
+    assert interval_95([-1.0, 3.0] * 8) == pytest.approx((1 - 1.96 / 2, 1 + 1.96 / 2))

@@ -69,6 +69,18 @@ def test_without_noise_the_experts_compute_the_dense_function(dense: Path, tmp_p
     assert (logits(noisy) - plain).abs().max() > 1e-2 * plain.abs().max(), "the control"
 
 
+def test_a_dense_folder_names_its_class_and_computes_the_same(dense: Path, tmp_path: Path) -> None:
+    """A model that was read from a GGUF has no `architectures`, and SGLang does not start then."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(dense)
+    model.config.architectures = None
+    smollm2.save_dense(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert torch.equal(logits(tmp_path), logits(dense))
+
+
 def test_a_folder_is_kept_until_its_recipe_changes(dense: Path, tmp_path: Path) -> None:
     folder = upcycled(dense, tmp_path / "moe", experts=2, seed=1)
     assert smollm2.is_made(folder, Recipe(experts=2, seed=1))

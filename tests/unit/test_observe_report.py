@@ -12,7 +12,14 @@ import pytest
 from moerl.config.schema import Config, RunConfig
 from moerl.observe.charts import Chart, draw_chart
 from moerl.observe.metrics import MetricsWriter
-from moerl.observe.report import ENGINE_ALONE, _bars, reward_gain, wall_time_s, write_report
+from moerl.observe.report import (
+    ENGINE_ALONE,
+    _bars,
+    held_out_words,
+    reward_gain,
+    wall_time_s,
+    write_report,
+)
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer, read_spans
 
@@ -237,6 +244,20 @@ def test_reward_gain_is_last_tenth_less_first() -> None:
     assert reward_gain(rows) == (1.0, 28.0)
     assert reward_gain(rows[:1]) == (0.0, 0.0)
     assert reward_gain([{"step": 0, "time_s": 0.0}]) is None
+
+
+def test_held_out_reward_is_first_evaluation_to_last(run: RunDir) -> None:
+    def row(step: int, mean: float) -> dict[str, float]:
+        near = {"eval/reward_low": mean - 0.1, "eval/reward_high": mean + 0.1}
+        return {"step": step, "time_s": 0.0, "eval/reward_mean": mean, **near}
+
+    rows = [row(0, 0.2), {"step": 1, "time_s": 0.0}, row(2, 0.5), row(3, 0.7)]
+    assert held_out_words(rows) == ("0.200 [0.100, 0.300]", "0.700 [0.600, 0.800]")
+    assert held_out_words(rows[1:2]) is None
+    fill(run, 5)
+    assert "Held-out reward" not in report(run)
+    fill(run, 5, **{k: v for k, v in row(0, 0.2).items() if k.startswith("eval/")})
+    assert "0.200 [0.100, 0.300]" in report(run)
 
 
 def test_wall_time_counts_the_first_step() -> None:
