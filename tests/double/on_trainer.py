@@ -27,8 +27,11 @@ from tests.double.train_once import (
 from tests.double.watch import OPS, PAGEABLE, WAITS, Watch, memory, purpose, watch
 
 ROOT = Path(__file__).resolve().parents[2]
-# The same operators in the same order on the same memory.
-EQUAL = 0.0
+# Forward passes are equal bitwise.  In backward passes torch has other formulas for CUDA (in fp32:
+# 7.3e-7 of a tensor's largest gradient measured), and Adam divides by gradients near zero (4.2e-5
+# of its largest weight).
+BOUNDS = {"gradients": 3e-6, "weights": 2e-4}
+FROM_GRADIENTS = ("loss/grad_norm", "loss/grad_norm_router")
 # Waits of lines of ours in one step.  A microbatch: the status of the compiled masked head.
 PER_MICROBATCH = {"moerl/algorithms/masked_logprob.py": 1}
 # A step: sums of the loss, the scores of all microbatches, the routers' norm.
@@ -78,9 +81,12 @@ def test_the_model_and_its_gradients_are_on_the_device(trained: Trained) -> None
 def test_a_step_is_that_of_the_cpu(here: dict[str, Any], on_cpu: dict[str, Any]) -> None:
     assert here["metrics"]["routing/replay_cover_frac"] == 1.0
     assert here["metrics"]["keep/cover_frac"] == 1.0
-    for part in ("gradients", "weights"):
-        assert largest_difference(here[part], on_cpu[part]) <= EQUAL, part
-    assert here["metrics"] == on_cpu["metrics"]
+    for part, bound in BOUNDS.items():
+        assert largest_difference(here[part], on_cpu[part]) <= bound, part
+    mine, theirs = dict(here["metrics"]), dict(on_cpu["metrics"])
+    for name in FROM_GRADIENTS:
+        assert mine.pop(name) == pytest.approx(theirs.pop(name), rel=1e-6)
+    assert mine == theirs
 
 
 def test_routes_of_other_tokens_are_not_that_step(
