@@ -44,7 +44,17 @@ from moerl.config.schema import (
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal import Journal
-from moerl.messages import CommitUpdate, EngineStatus, Hello, Plan, StepDone, TakePlan, UpdateClosed
+from moerl.engine.mailbox import Mailbox
+from moerl.messages import (
+    Answers,
+    CommitUpdate,
+    EngineStatus,
+    Hello,
+    Plan,
+    StepDone,
+    TakePlan,
+    UpdateClosed,
+)
 from moerl.records import BlobStore
 from moerl.records.blob_store import Found
 from moerl.serialization import encode
@@ -104,9 +114,26 @@ class StubEngine:
         self.ids = made.integers(0, 150_000, 10 * MAX_TOKENS, dtype=np.int32)
         self.line = asyncio.Lock()  # answers of one engine arrive one after another
         self.tokens = 0
+        self.mailbox = Mailbox()
+        self.running = set[asyncio.Task[None]]()
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment]:
-        requests, version = self.traffic.carry("requests", requests), self.version
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        carried = self.traffic.carry("requests", requests)
+        groups: dict[str, list[GenerateRequest]] = {}
+        for request in carried:
+            groups.setdefault(request.rollout_id.partition(".")[0], []).append(request)
+        for group in groups.values():
+            task = asyncio.create_task(self._generate(group))
+            self.running.add(task)
+            task.add_done_callback(self.running.discard)
+
+    async def collect(self) -> Answers:
+        return self.traffic.carry("replies", await self.mailbox.collect())
+
+    async def abort(self, names: Sequence[str]) -> None: ...
+
+    async def _generate(self, requests: Sequence[GenerateRequest]) -> None:
+        version = self.version
         begin = time.time()
         seconds = min(8.0, self.draw.lognormvariate(0.0, 1.0)) * self.scale_s
         updated = self.updated
@@ -119,12 +146,8 @@ class StubEngine:
             done = min(1.0, (time.time() - begin) / seconds)
         async with self.line:
             await asyncio.sleep(0)
-            return self._replies(requests, version, done, begin)
-
-    def _replies(
-        self, requests: Sequence[GenerateRequest], version: PolicyVersion, done: float, begin: float
-    ) -> list[Segment]:
-        return self.traffic.carry("replies", [self._one(r, version, done, begin) for r in requests])
+            for request in requests:
+                self.mailbox.put(request.name, self._one(request, version, done, begin))
 
     def _one(
         self, request: GenerateRequest, version: PolicyVersion, done: float, begin: float

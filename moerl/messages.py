@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moerl.errors import RecordError
+from moerl.errors import EngineError, RecordError
 from moerl.id_sets import Ranges
 from moerl.types import (
     BatchPlan,
@@ -103,7 +103,7 @@ class TakePlan:
     """Ask for the plan of one optimizer step.
 
     Reply: Plan; Stop when the run is over; Refresh when an engine must be published to first;
-    SetEngines when the set of engines has changed.
+    SetEngines when the set of engines has changed; Ok when answers take longer (ask again).
     """
 
     step: int
@@ -358,16 +358,36 @@ class EngineStatus:
     layout: str = ""  # fingerprint of the weight layout; equal ones take equal transfer plans
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Replies of an engine host since the controller asked last; each is given out once.
+
+    A record that breaks the contract is replaced by its RecordError; EngineError: the engine failed
+    while it ran the request.
+    """
+
+    replies: tuple[tuple[str, Segment | RecordError | EngineError], ...]  # by GenerateRequest.name
+    progress: int  # grows while the engine prefills, samples or is updated
+
+
 class Engine(Protocol):
     """One rollout engine as the controller sees it (implemented by `moerl.engine.host`)."""
 
     async def start(self, version: PolicyVersion) -> EngineStatus: ...
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        """Run all requests in one engine call; every record is checked and sealed on return.
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Run these requests; returns at once.  `collect` gives the reply to each."""
+        ...
 
-        A record that breaks the contract is replaced by its RecordError.
+    async def collect(self) -> Answers:
+        """Replies that are there; waits some seconds for the first one.
+
+        Every record is checked and sealed.
         """
+        ...
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """Interrupt these requests: `collect` gives their tokens so far."""
         ...
 
     async def session(self, message: SessionMessage) -> Message:

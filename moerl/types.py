@@ -253,6 +253,11 @@ class GenerateRequest:
         set_packed_state(self, state, "tail_ids")
 
     @property
+    def name(self) -> str:
+        """Unique in a run."""
+        return f"{self.rollout_id}-s{self.segment}"
+
+    @property
     def token_ids(self) -> Array:
         """[T'] i32: the prompt and the tokens sampled so far."""
         if not len(self.prompt_ids):

@@ -277,6 +277,10 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
+    if rollout.cancel_lag > rollout.max_lag:
+        raise ConfigError(
+            "rollout.cancel_lag", rollout.cancel_lag, f"use at most max_lag = {rollout.max_lag}"
+        )
     quorum = rollout.group_quorum
     if not quorum:
         return
@@ -285,10 +289,6 @@ def _check_rollout(rollout: RolloutConfig) -> None:
             "rollout.group_quorum",
             quorum,
             f"use 0, or 2..group_size = {rollout.group_size} with rollout.oversample=1",
-        )
-    if not rollout.slice_tokens:
-        raise ConfigError(
-            "rollout.slice_tokens", 0, "a group can only close between calls: use at least 1"
         )
 
 

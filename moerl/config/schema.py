@@ -158,7 +158,13 @@ class RolloutConfig:
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
     max_drop_batches: Natural = 4  # after this many dropped batches in one step, groups are kept
     keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
-    request_timeout_s: Positive = 600.0
+    # Requests of an engine that neither prefills nor samples for this long are aborted; what they
+    # have sampled is kept.  No limit holds for a whole request
+    progress_timeout_s: Positive = 600.0
+    drain_timeout_s: Positive = 600.0  # longest wait of an update with in_flight_mode=drain
+    # Groups in generation with a token older than this many versions are cancelled and generated
+    # again; -1 = max_lag, beyond which no group is trained
+    cancel_lag: Annotated[int, Meta(ge=-1)] = -1
     journal_dir: str = (
         ""  # node-local folder of the controller's journal; empty = the run directory
     )
@@ -483,5 +489,5 @@ class Config:
     @property
     def update_wait_s(self) -> float:
         """Longest time that requests delay a weight update of their engine."""
-        drain = self.rollout.request_timeout_s if self.rollout.in_flight_mode == "drain" else 0.0
+        drain = self.rollout.drain_timeout_s if self.rollout.in_flight_mode == "drain" else 0.0
         return drain + (self.evaluation.hold_s if self.evaluation.every else 0.0)

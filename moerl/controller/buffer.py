@@ -136,6 +136,10 @@ class GroupBuffer:
         self._started.add(late)
         return late
 
+    def new_try(self) -> int:
+        """Number of another try of a rollout, unique among all tries."""
+        return next(self._serial)
+
     def abandon(self, group_id: int) -> None:
         """A started group failed; it is regenerated."""
         self._started.discard(group_id)

@@ -73,12 +73,13 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
     pool_changed: the trainer may publish to other engines than the configured ones.
     """
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
+    ref_counts = BlobRefCounts(services.blobs)
     scorer = ScorerWithTimeout(services.scorer, config.task.score_timeout_s)
     return Context(
         config=config,
         services=replace(services, scorer=scorer),
         environment=Environment(scorer, services.decode, services.encode),
-        pool=EnginePool(services.engines, rollout, step_metrics, tasks),
+        pool=EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release),
         sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(
             rollout.groups_per_step,
@@ -87,7 +88,7 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
             selection=rollout.selection,
         ),
         batches=PlannedBatches(services.journal, services.saved_steps),
-        ref_counts=BlobRefCounts(services.blobs),
+        ref_counts=ref_counts,
         lineage=Lineage(),
         step_metrics=step_metrics,
         tasks=tasks,

@@ -39,7 +39,7 @@ import numpy as np
 import xxhash
 
 from moerl.config.schema import EngineConfig, RolloutConfig
-from moerl.controller.rollout_builder import blob_uris
+from moerl.controller.engine_calls import ANSWER_S, EngineCalls
 from moerl.controller.step_metrics import StepMetrics
 from moerl.controller.task_group import TaskGroup
 from moerl.errors import EngineError, ProtocolError, RecordError
@@ -66,9 +66,6 @@ _REST_S = 2.0  # pause after a failed call, seconds
 _INTERRUPT_S = 0.2  # seconds between interrupts of a leaving engine: a request may be in transit
 
 
-_ANSWER_S = 10.0  # seconds for calls without engine work, and beyond the deadline of others
-
-
 _MODEL_FOLDER = PolicyVersion(0, 0)  # version of an engine that has just started
 
 
@@ -87,6 +84,7 @@ class EngineState:
     """State of one engine."""
 
     engine: Engine
+    calls: EngineCalls
     version: PolicyVersion = _MODEL_FOLDER
     phase: EnginePhase = EnginePhase.UP
     generating: int = 0  # groups in its calls
@@ -105,10 +103,13 @@ class EnginePool:
         config: RolloutConfig,
         step_metrics: StepMetrics,
         tasks: TaskGroup,
+        drop: Callable[[Iterable[str]], None],
     ) -> None:
-        self.members = {index: EngineState(engine) for index, engine in engines.items()}
-        self.incarnation: int | None = None  # of the trainer; None until it says hello
+        """drop: receives the blobs of replies that no one waits for any more."""
         self._config, self._step_metrics, self._tasks = config, step_metrics, tasks
+        self._drop = drop
+        self.members = {index: self._state(index, engine) for index, engine in engines.items()}
+        self.incarnation: int | None = None  # of the trainer; None until it says hello
 
     # --- engines that accept requests ------------------------------------------------------------
     def serves(self, index: int) -> bool:
@@ -151,6 +152,11 @@ class EnginePool:
     @property
     def any_behind(self) -> bool:
         return any(member.behind for member in self.members.values())
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since any engine with requests made progress; infinite when none has requests."""
+        return min((member.calls.idle_s for member in self.members.values()), default=math.inf)
 
     def expect_trainer(self) -> None:
         """Raises ProtocolError when no trainer has said hello."""
@@ -205,11 +211,14 @@ class EnginePool:
         """The engine died and is being restarted: no requests until `back`."""
         member = self.members[index]
         member.phase, member.behind = EnginePhase.LOST, False
+        member.calls.close("its process died")
 
     def back(self, index: int, engine: Engine) -> None:
         """The engine serves the model folder; it gets requests after its next publish."""
         member = self.members[index]  # calls to the dead engine may still have to fail
         member.engine, member.version, member.phase = engine, _MODEL_FOLDER, EnginePhase.UP
+        member.calls.close("its process was replaced")
+        member.calls = self._calls(index, engine)
         member.draining, member.behind = False, True
         self._step_metrics.engine_restarts += 1
         self._tasks.notify()
@@ -230,7 +239,7 @@ class EnginePool:
     def join(self, index: int, engine: Engine, *, is_new_run: bool) -> None:
         """Add a started engine that serves the model folder."""
         assert index not in self.members, f"engine {index} is already in the run"
-        self.members[index] = EngineState(engine, behind=not is_new_run)
+        self.members[index] = self._state(index, engine, behind=not is_new_run)
         self._tasks.notify()
 
     async def drain(self, index: int) -> None:
@@ -253,7 +262,7 @@ class EnginePool:
 
     def remove(self, index: int) -> None:
         """Remove a drained engine to which the trainer has stopped publishing."""
-        del self.members[index]
+        self.members.pop(index).calls.close("it left the run")
         self._tasks.notify()
 
     def table(self) -> list[dict[str, object]]:
@@ -277,33 +286,31 @@ class EnginePool:
         return self._member(index).engine
 
     async def generate(
-        self,
-        index: int,
-        requests: Sequence[GenerateRequest],
-        limit_s: float,
-        drop: Callable[[Iterable[str]], None],
+        self, index: int, requests: Sequence[GenerateRequest], limit_s: float
     ) -> list[Segment | RecordError]:
-        """One engine call.  drop: receives the blobs of replies that the caller does not get.
+        """Replies to all requests, in order.
 
-        Raises EngineError when the call fails, times out, or returns the wrong number of replies.
-        An engine completes a call that timed out here, and seals its records.
+        Raises EngineError when one fails, and after limit_s; then the engine is told to stop.
         """
-        call = asyncio.ensure_future(self.engine(index).generate(requests))
         try:
             async with asyncio.timeout(limit_s):
-                replies = await asyncio.shield(call)
+                return await self._member(index).calls.ask(requests)
         except TimeoutError as error:
-            self._tasks.spawn(_drop_late(call, drop))
             raise EngineError(
                 f"engine {index} did not answer {len(requests)} requests within {limit_s:g} s"
             ) from error
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        if len(replies) != len(requests):
-            drop(blob_uris(*replies))
-            raise EngineError(f"engine {index}: {len(replies)} replies to {len(requests)} requests")
-        return replies
+
+    def _state(self, index: int, engine: Engine, *, behind: bool = False) -> EngineState:
+        return EngineState(engine, self._calls(index, engine), behind=behind)
+
+    def _calls(self, index: int, engine: Engine) -> EngineCalls:
+        limit_s = self._config.progress_timeout_s
+
+        def stalled(requests: int) -> None:
+            self._step_metrics.stalled_requests += requests
+            self.rest(index)
+
+        return EngineCalls(index, engine, self._tasks, limit_s, self._drop, stalled)
 
     def _member(self, index: int) -> EngineState:
         if index not in self.members:
@@ -316,7 +323,7 @@ class EnginePool:
         """Before an update: wait for a running evaluation; with `drain` for all requests; with a
         fixed lag also until `to_come` is 0.
 
-        Raises EngineError after rollout.request_timeout_s.
+        Raises EngineError after rollout.drain_timeout_s.
         """
         member, config = self._member(index), self._config
         while (left_s := member.held_until - time.monotonic()) > 0:
@@ -331,12 +338,12 @@ class EnginePool:
             return member.generating + (to_come(member.version) if exact else 0)
 
         member.draining = not exact
-        begin = time.monotonic()
+        begin = asyncio.get_running_loop().time()
         while unsettled():
-            if time.monotonic() - begin > config.request_timeout_s:
+            if asyncio.get_running_loop().time() - begin > config.drain_timeout_s:
                 raise EngineError(
                     f"engine {index}: {unsettled()} groups did not finish within "
-                    f"rollout.request_timeout_s = {config.request_timeout_s:g} s before an update"
+                    f"rollout.drain_timeout_s = {config.drain_timeout_s:g} s before an update"
                 )
             await self._tasks.wait_change(1.0)
 
@@ -390,16 +397,9 @@ class EnginePool:
                 member.phase = EnginePhase.SUSPENDED
 
 
-async def _drop_late(
-    call: asyncio.Future[list[Segment | RecordError]], drop: Callable[[Iterable[str]], None]
-) -> None:
-    with contextlib.suppress(Exception):  # the result is not needed
-        drop(blob_uris(*await call))
-
-
 async def _answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
     """Raises EngineError when the host fails or hangs.  limit_s: time limit of the host itself."""
-    limit_s += _ANSWER_S
+    limit_s += ANSWER_S
     try:
         async with asyncio.timeout(limit_s):
             return await work

@@ -160,7 +160,7 @@ class Evaluator:
 
         def call(requests: Sequence[GenerateRequest]) -> Awaitable[Replies]:
             # an update interrupts it after hold_s; a call to a hanging engine ends then too
-            return self._pool.generate(index, requests, 2 * self._config.hold_s, self._delete)
+            return self._pool.generate(index, requests, 2 * self._config.hold_s)
 
         while pending := [partial for partial in partials if not partial.finished]:
             replies, refused = await generate(pending, call)

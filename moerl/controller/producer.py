@@ -1,8 +1,8 @@
 """Sends groups to engines so that all are busy, and joins replies into whole rollouts.
 
-Finished samples of an engine that dies are kept and its groups continue on another engine; a weight
-update that interrupts a call leaves partial rollouts, which are sent again with their tokens so
-far.
+Each rollout is handled when its own reply comes.  Finished samples of an engine that dies are kept
+and its groups continue on another engine; a weight update that interrupts requests leaves partial
+rollouts, which are sent again with their tokens so far.  A refused record costs its rollout only.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moerl.controller.context import Context
-from moerl.controller.engine_pool import CHUNK, EngineState, PrefixIndex
+from moerl.controller.engine_pool import CHUNK, EnginePhase, EngineState, PrefixIndex
+from moerl.controller.group_flight import Arrived, GroupFlight
 from moerl.controller.rollout_builder import (
     PartialEpisode,
-    Replies,
     blob_uris,
     generate,
+    own_uris,
+    prompt_uris,
     sampling_params,
+    sealed_uris,
 )
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.types import GenerateRequest, Segment, name_rollout
+from moerl.types import Segment, name_rollout
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +50,8 @@ class Producer:
         self._orphans: dict[int, Partials] = {}  # groups whose engine died
         self._prefix_index = PrefixIndex()
         self._handed: dict[int, tuple[int, Partials]] = {}  # group -> engine that has its prompt
-        self._in_flight = 0  # groups in a call
-        self._calls: list[dict[int, Partials]] = []  # unfinished groups of each call
-        self._turn = asyncio.Lock()  # an update interrupts thousands of calls: handle one at a time
+        self._in_flight = 0  # groups in generation
+        self._flights: list[GroupFlight] = []
         self._siblings = context.config.rollout.group_size * context.config.rollout.oversample
 
     def start(self) -> None:
@@ -62,9 +64,8 @@ class Producer:
 
     def partials(self) -> Iterator[PartialEpisode]:
         """Rollouts of the groups in generation."""
-        for groups in (*self._calls, self._orphans):
-            for partials in groups.values():
-                yield from partials
+        for partials in (*(flight.partials for flight in self._flights), *self._orphans.values()):
+            yield from partials
 
     def wanted(self, engine_step: int) -> int:
         """Groups that an engine serving `engine_step` should still start."""
@@ -88,7 +89,7 @@ class Producer:
                 for i in range(rollout.groups_per_request)
                 for j in range(self._siblings)
             ]
-            replies, _ = await generate(partials, self._pool.members[engine].engine.generate)
+            replies, _ = await generate(partials, self._pool.members[engine].calls.ask)
             for uri in blob_uris(*replies):
                 self._blobs.delete(uri)
             return sum(p.num_sampled for p in partials)
@@ -109,7 +110,8 @@ class Producer:
             if groups:
                 self._in_flight += len(groups)
                 member.generating += len(groups)
-                self._tasks.spawn(self._generate(index, groups))
+                for group_id, partials in groups.items():
+                    self._tasks.spawn(self._generate(index, group_id, partials))
                 self._tasks.notify()  # another engine may be the least busy one now
                 await asyncio.sleep(0)  # thousands may start at once: let other tasks run
             else:
@@ -178,111 +180,154 @@ class Producer:
         left = self._config.run.steps - self._buffer.next_step
         return max(0, left * self._config.rollout.groups_per_step - self._buffer.live)
 
-    async def _generate(self, index: int, groups: dict[int, Partials]) -> None:
-        """Generate groups in one engine call; resume them after weight updates."""
+    async def _generate(self, index: int, group_id: int, partials: Partials) -> None:
+        """Generate a group on one engine; what an update interrupts is resumed there."""
         member = self._pool.members[index]
-        for partials in groups.values():
-            self._prefix_index.sent(index, member.version, partials[0].prompt.token_ids)
-        left = len(groups)  # groups of this call counted as in flight
-        self._calls.append(groups)
+        self._prefix_index.sent(index, member.version, partials[0].prompt.token_ids)
+        flight = GroupFlight(group_id, partials, member.calls, self._ref_counts)
+        self._flights.append(flight)
         try:
-            while groups:
-                try:
-                    refused = await self._ask(index, groups)
-                except EngineError as error:
-                    self._rescue(index, groups, error)
-                    return
-                for group_id in refused:
-                    self._scoring_stage.refuse(group_id, groups.pop(group_id), refused[group_id])
-                await self._converse(groups)
-                for group_id in [g for g, partials in groups.items() if self._closes(g, partials)]:
-                    groups |= self._close(group_id, groups.pop(group_id))
-                self._leave(member, left - len(groups))
-                left = len(groups)
-                if member.leaving and self._pool.interrupts:  # groups continue on another engine
-                    self._orphans |= groups
-                    return
+            self._send(member, flight, [partial for partial in partials if not partial.finished])
+            while (arrived := await flight.next()) is not None:
+                self._handle(member, flight, *arrived)
+        except ScoreError as error:
+            flight.cancel()
+            self._scoring_stage.drop_unscored(flight.group_id, flight.partials, error)
+            flight.partials = []
         finally:
-            self._calls = [call for call in self._calls if call is not groups]
-            self._leave(member, left)
-
-    def _count(self, pending: Partials, replies: Replies) -> None:
-        """Call before the replies are added: recomputed tokens depend on the earlier length."""
-        for partial, reply in zip(pending, replies, strict=True):
-            if isinstance(reply, Segment):
-                self._step_metrics.recomputed_tokens += partial.recomputed(reply)
-                self._step_metrics.prompt_tokens += partial.turns[-1].num_fed
-                self._step_metrics.cached_tokens += reply.cached_tokens
-
-    def _leave(self, member: EngineState, count: int) -> None:
-        """Groups have left a call: others may start."""
-        self._in_flight -= count
-        member.generating -= count
-        if count:
+            self._flights.remove(flight)
+            self._leave(member)
+        if any(not partial.finished for partial in flight.partials):  # it continues on any engine
+            self._orphans[flight.group_id] = flight.partials
             self._tasks.notify()
 
-    def _closes(self, group_id: int, partials: Partials) -> bool:
+    def _send(self, member: EngineState, flight: GroupFlight, partials: Partials) -> None:
+        """Ask for the next tokens, unless the group continues elsewhere."""
+        is_up = member.phase == EnginePhase.UP and member.calls is flight.calls
+        if is_up and not (member.leaving and self._pool.interrupts):
+            flight.send(partials, member.version.step)
+
+    def _handle(
+        self, member: EngineState, flight: GroupFlight, partial: PartialEpisode, reply: Arrived
+    ) -> None:
+        """A reply of the engine to one rollout, or of the environment."""
+        if isinstance(reply, ScoreError):
+            raise reply
+        if isinstance(reply, EngineError):
+            self._rescue(member, reply)
+            return
+        if isinstance(reply, Segment):
+            self._count(partial, reply)
+            try:
+                partial.add(reply)
+            except RecordError as error:
+                self._ref_counts.release(own_uris(reply))
+                reply = error
+        flight.settle()
+        if isinstance(reply, RecordError):
+            self._replace(member, flight, partial, reply)
+        elif partial.listens:
+            self._converse(flight, partial)
+        elif not partial.finished:
+            self._send(member, flight, [partial])
+        elif self._closes(flight):
+            self._close(flight)
+
+    def _replace(
+        self, member: EngineState, flight: GroupFlight, partial: PartialEpisode, error: RecordError
+    ) -> None:
+        """A record was refused: its rollout is generated again, its siblings are not."""
+        self._scoring_stage.refuse_one(flight.group_id, partial.episode_id, error)
+        _, sibling = partial.episode_id.split(".")[:2]
+        group_id = int(partial.episode_id.partition(".")[0])
+        name = name_rollout(group_id, int(sibling), self.life, self._buffer.new_try())
+        other = partial.again(name)
+        flight.partials[flight.partials.index(partial)] = other
+        self._send(member, flight, [other])
+
+    def _count(self, partial: PartialEpisode, reply: Segment) -> None:
+        """Call before the reply is added: recomputed tokens depend on the earlier length."""
+        self._step_metrics.recomputed_tokens += partial.recomputed(reply)
+        self._step_metrics.prompt_tokens += partial.turns[-1].num_fed
+        self._step_metrics.cached_tokens += reply.cached_tokens
+
+    def _leave(self, member: EngineState) -> None:
+        """A group has left its engine: others may start."""
+        self._in_flight -= 1
+        member.generating -= 1
+        self._tasks.notify()
+
+    def _closes(self, flight: GroupFlight) -> bool:
         """True if the group may close; a group of late siblings waits for all of them."""
         quorum = self._config.rollout.group_quorum
-        wanted = quorum if quorum and group_id >= 0 else len(partials)
-        return sum(partial.finished for partial in partials) >= wanted
+        wanted = quorum if quorum and flight.group_id >= 0 else len(flight.partials)
+        return sum(partial.finished for partial in flight.partials) >= wanted
 
-    def _close(self, group_id: int, partials: Partials) -> dict[int, Partials]:
-        """Close a group with its finished siblings; returns the late ones under their new id.
-
-        They continue in the same call.
-        """
+    def _close(self, flight: GroupFlight) -> None:
+        """Close a group with its finished siblings; late ones continue under another id."""
+        group_id, partials = flight.group_id, flight.partials
         late = [partial for partial in partials if not partial.finished]
         done = [partial for partial in partials if partial.finished]
-        kept = {uri for partial in done for uri in partial.blob_uris()}
-        theirs = {uri for partial in late for uri in partial.blob_uris()}
+        kept, theirs = sealed_uris(done), sealed_uris(late)
         carries = late and self._config.rollout.late_siblings == "carry"
         later = self._buffer.carry(group_id) if carries else None
         if later is None:
+            flight.partials = []
+            flight.cancel()
             self._step_metrics.dropped_siblings += len(late)
             self._ref_counts.release(theirs - kept)
         else:
             self._step_metrics.carried_siblings += len(late)
             self._ref_counts.share(theirs & kept)
+            flight.group_id, flight.partials = later, late
+            flight.lease(prompt_uris(done) - theirs)
         self._scoring_stage.finish(group_id, done, later)
-        return {} if later is None else {later: late}
 
-    async def _ask(self, index: int, groups: dict[int, Partials]) -> dict[int, RecordError]:
-        """One engine call.  Returns the groups that hold a refused record; raises EngineError."""
-        pending = [p for group in groups.values() for p in group if not p.finished]
-        owners = [g for g, group in groups.items() for p in group if not p.finished]
+    def _converse(self, flight: GroupFlight, partial: PartialEpisode) -> None:
+        """Get the environment's reply to an ended turn, or end the episode."""
+        flight.listen(partial)
 
-        async def call(requests: Sequence[GenerateRequest]) -> Replies:
-            limit_s, release = self._config.rollout.request_timeout_s, self._ref_counts.release
-            replies = await self._pool.generate(index, requests, limit_s, release)
-            self._count(pending, replies)
-            return replies
-
-        async with self._turn:
-            await asyncio.sleep(0)
-        replies, refused = await generate(pending, call)
-        self._ref_counts.release(blob_uris(*(replies[place] for place in refused)))
-        return {owners[place]: error for place, error in refused.items()}
-
-    async def _converse(self, groups: dict[int, Partials]) -> None:
-        """Get the environment's replies for ended turns, or end the episodes; all at once."""
-
-        async def answer(group_id: int, partials: Partials) -> None:
-            listening = [partial for partial in partials if partial.listens]
+        async def answer() -> None:
+            told: Arrived = None
             try:
-                await asyncio.gather(*map(self._environment.answer, listening))
+                await self._environment.answer(partial)
             except ScoreError as error:
-                self._scoring_stage.drop_unscored(group_id, groups.pop(group_id), error)
+                told = error
+            flight.arrive(partial.episode_id, told)
 
-        await asyncio.gather(*(answer(*item) for item in list(groups.items())))
+        self._tasks.spawn(answer())
 
-    def _rescue(self, index: int, groups: dict[int, Partials], error: EngineError) -> None:
-        """Keep finished samples of a failed engine; its groups continue on any engine."""
+    def _rescue(self, member: EngineState, error: EngineError) -> None:
+        """A request failed with its engine: its group continues on any engine."""
         if not self._config.supervision.max_restarts:
             raise error
-        log.warning("engine %d failed, %d groups continue elsewhere: %s", index, len(groups), error)
-        self._orphans |= groups
-        self._pool.rest(index)
+        for index, other in self._pool.members.items():
+            if other is member and member.phase == EnginePhase.UP:
+                log.warning("engine %d failed, its groups continue elsewhere: %s", index, error)
+                self._pool.rest(index)
+
+    def cancel_stale(self) -> None:
+        """Stop generating groups with tokens that are too old for the next step to come."""
+        rollout, step = self._config.rollout, self._buffer.next_step
+        limit = rollout.max_lag if rollout.cancel_lag < 0 else rollout.cancel_lag
+        through = rollout.in_flight_mode in ("in_place", "retract")
+        for flight in list(self._flights):
+            oldest = flight.oldest_step(runs_through_updates=through)
+            if oldest is not None and step - oldest > limit:
+                self._cancel(flight)
+
+    def _cancel(self, flight: GroupFlight) -> None:
+        metrics = self._step_metrics
+        metrics.cancelled_groups += 1
+        metrics.cancelled_tokens += sum(partial.num_sampled for partial in flight.partials)
+
+        def count(tokens: int) -> None:
+            self._step_metrics.cancelled_tokens += tokens
+
+        flight.cancel(count)
+        self._ref_counts.release(sealed_uris(flight.partials))
+        self._scoring_stage.cancelled(flight.group_id, flight.partials)
+        flight.partials = []
 
     def _partials(self, group_id: int) -> Partials:
         prompt = self.prompts.prompt(group_id)

@@ -13,7 +13,7 @@ is requested again with its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -74,7 +74,7 @@ class PartialRollout:
         )
         if prompt_ids is None:
             prompt_ids = np.asarray(prompt.token_ids, np.int32)
-        self._prompt_ids = prompt_ids
+        self.prompt_ids = prompt_ids
         self.known, self._slice = known, slice_tokens
         self._asked = 0  # max tokens of the last request
         self.segments: list[Segment] = []
@@ -87,7 +87,7 @@ class PartialRollout:
     @property
     def num_fed(self) -> int:
         """Number of prompt tokens of the next request."""
-        return len(self._prompt_ids) + self.num_sampled
+        return len(self.prompt_ids) + self.num_sampled
 
     @property
     def newest(self) -> PolicyVersion:
@@ -110,7 +110,7 @@ class PartialRollout:
             sampling=replace(self.sampling, max_new_tokens=self._asked),
             audit=self.audit,
             rows_known=self.known[-1].row_end if self.known else 0,
-            prompt_ids=self._prompt_ids,
+            prompt_ids=self.prompt_ids,
         )
         self._calls += 1
         return request
@@ -178,9 +178,9 @@ class PartialRollout:
 
     def rollout(self) -> Rollout:
         """The finished record; `moerl.records.header_check` validates it on admission."""
-        tokens = np.concatenate([self._prompt_ids, self._sampled()])
+        tokens = np.concatenate([self.prompt_ids, self._sampled()])
         mask = np.zeros(len(tokens), np.bool_)
-        mask[len(self._prompt_ids) :] = True
+        mask[len(self.prompt_ids) :] = True
         return Rollout(
             rollout_id=self.rollout_id,
             token_ids=tokens,
@@ -278,6 +278,11 @@ class PartialEpisode:
         return max(turn.newest for turn in self.turns)
 
     @property
+    def oldest(self) -> PolicyVersion:
+        """Version of the first token."""
+        return next(turn.segments[0].version for turn in self.turns if turn.segments)
+
+    @property
     def num_sampled(self) -> int:
         return sum(turn.num_sampled for turn in self.turns)
 
@@ -337,13 +342,48 @@ class PartialEpisode:
         )
         self._ended = number + 1 == self.max_turns
 
+    def again(self, episode_id: str) -> PartialEpisode:
+        """The episode from its beginning, under another name, after a record was refused.
+
+        Siblings may refer to rows of the prompt in a blob of this one, so it inherits the blobs.
+        """
+        first = self.turns[0]
+        other = PartialEpisode(
+            episode_id,
+            self.prompt,
+            first.sampling,
+            audit=first.audit,
+            max_turns=self.max_turns,
+            slice_tokens=self._slice,
+            prompt_ids=first.prompt_ids,
+        )
+        other._wasted = self.blob_uris()
+        return other
+
     def blob_uris(self) -> set[str]:
         """Every blob sealed so far, for deletion when the episode is dropped."""
-        return self._wasted.union(*(turn.blob_uris() for turn in self.turns))
+        return self._wasted | used_uris([self])
 
-    def wasted_uris(self) -> set[str]:
-        """Blobs to which no turn of the finished episode refers."""
-        return self._wasted
+
+def used_uris(episodes: Iterable[PartialEpisode]) -> set[str]:
+    """Blobs to which a turn of these episodes refers."""
+    return {uri for episode in episodes for turn in episode.turns for uri in turn.blob_uris()}
+
+
+def sealed_uris(episodes: Iterable[PartialEpisode]) -> set[str]:
+    """Every blob sealed for these episodes so far."""
+    return {uri for episode in episodes for uri in episode.blob_uris()}
+
+
+def wasted_uris(episodes: Sequence[PartialEpisode]) -> set[str]:
+    """Blobs of a finished group to which no turn of it refers."""
+    return sealed_uris(episodes) - used_uris(episodes)
+
+
+def prompt_uris(episodes: Iterable[PartialEpisode]) -> set[str]:
+    """Blobs with rows of a prompt that siblings may share."""
+    segments = [s for episode in episodes for s in episode.turns[0].segments[:1]]
+    return {s.prompt_rows.ids.uri for s in segments if s.prompt_rows is not None}
 
 
 class Environment:
@@ -382,7 +422,7 @@ class Partial(Protocol):
 async def generate(
     partials: Sequence[Partial], call: EngineCall
 ) -> tuple[Replies, dict[int, RecordError]]:
-    """One engine call: send the next request of each rollout, add its reply.
+    """Send the next request of each rollout and add its reply, when all have been answered.
 
     Returns the replies, and the errors of refused records by index.
     """
@@ -414,6 +454,17 @@ def sampling_params(config: SamplingConfig, model: ModelShape) -> SamplingParams
 def blob_uris(*records: Rollout | Segment | RecordError) -> set[str]:
     """Blobs of rollouts, or of engine replies; a refused reply has none."""
     return {ref.uri for record in records for ref in _refs(record)}
+
+
+def own_uris(reply: Segment | Exception) -> set[str]:
+    """Blobs of one reply that no sibling's reply can refer to yet, if this one is not taken.
+
+    Rows of a prompt that are in a sibling's blob are the sibling's.
+    """
+    if not isinstance(reply, Segment):
+        return set()
+    pieces = [replace(piece, prompt_rows=None, rest=()) for piece in reply.pieces]
+    return blob_uris(*pieces)
 
 
 def group_uris(*groups: EpisodeGroup) -> set[str]:

@@ -10,14 +10,20 @@ import asyncio
 import logging
 import random
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
 from moerl.controller import write_retry
 from moerl.controller.context import Context
-from moerl.controller.rollout_builder import PartialEpisode, blob_uris, group_uris, text_of
+from moerl.controller.rollout_builder import (
+    PartialEpisode,
+    blob_uris,
+    group_uris,
+    text_of,
+    wasted_uris,
+)
 from moerl.controller.write_retry import WriteRetry
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.records.header_check import check
@@ -45,6 +51,7 @@ class ScoringStage:
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
         self._scored: deque[bool] = deque(maxlen=_WINDOW)  # of the last groups: with success
         self._attempts: dict[int, int] = {}
+        self._rollout_attempts: Counter[str] = Counter()  # of groups in generation
         # Rewards of closed groups, once scored, for their late siblings.
         self._peers: dict[int, asyncio.Future[tuple[float, ...]]] = {}
 
@@ -67,11 +74,33 @@ class ScoringStage:
         if later is not None:
             self._peers[later] = asyncio.get_running_loop().create_future()
         self._scoring[group_id] = partials
+        for partial in partials:
+            del self._rollout_attempts[".".join(partial.episode_id.split(".")[:2])]
         self._tasks.spawn(self._finish(group_id, partials))
 
     def planned(self) -> None:
         """A batch is complete: reset the count of groups dropped for equal rewards."""
         self._dropped = 0
+
+    def refuse_one(self, group_id: int, rollout_id: str, error: RecordError) -> None:
+        """Count the refusal of a rollout that is generated again; three in a row end the run."""
+        self._step_metrics.refused[error.reason] += 1
+        log.warning("rollout %s: %s", rollout_id, error)
+        episode = ".".join(rollout_id.split(".")[:2])
+        self._rollout_attempts[episode] += 1
+        if self._rollout_attempts[episode] >= _MAX_ATTEMPTS:
+            raise EngineError(
+                f"a rollout of group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}"
+            )
+
+    def cancelled(self, group_id: int, partials: list[PartialEpisode]) -> None:
+        """A group in generation is too old: it is generated again, late siblings are not."""
+        self._leave(group_id, partials)
+        if group_id < 0:
+            self._buffer.discard(group_id)
+        else:
+            self._buffer.abandon(group_id)
+        self._tasks.notify()
 
     def refuse(self, group_id: int, partials: list[PartialEpisode], error: RecordError) -> None:
         """Count the refusal and regenerate the group; three in a row end the run."""
@@ -111,7 +140,7 @@ class ScoringStage:
             self.refuse(group_id, partials, error)
             return
         prompt = partials[0].prompt
-        self._ref_counts.release(uri for partial in partials for uri in partial.wasted_uris())
+        self._ref_counts.release(wasted_uris(partials))
         responses = [[text_of(turn.rollout, self._decode) for turn in e.turns] for e in episodes]
         try:
             scores = await self._scorer.score(prompt, episodes, responses)

@@ -63,6 +63,9 @@ class StepMetrics:
         self.evaluations_given_up = 0
         self.dropped_siblings = 0
         self.carried_siblings = 0
+        self.cancelled_groups = 0
+        self.cancelled_tokens = 0
+        self.stalled_requests = 0
 
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
@@ -92,6 +95,9 @@ class StepMetrics:
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "async/dropped_siblings": float(self.dropped_siblings),
             "async/carried_siblings": float(self.carried_siblings),
+            "async/cancelled_groups": float(self.cancelled_groups),
+            "async/cancelled_tokens": float(self.cancelled_tokens),
+            "async/stalled_requests": float(self.stalled_requests),
             "scorer/failed": float(self.score_failures),
             "async/engines_suspended": float(self.engines_suspended),
             "journal/adopted_groups": float(self.journal_adopted),

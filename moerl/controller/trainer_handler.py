@@ -188,10 +188,11 @@ class TrainerHandler:
                 return plan
             self._pool.expect_no_newer(message.incarnation)
 
-    async def _collect(self, message: TakePlan) -> SetEngines | Refresh | None:
+    async def _collect(self, message: TakePlan) -> SetEngines | Refresh | Ok | None:
         """Plan a step when its batch is complete; or return what the trainer must do first.
 
-        Raises ProtocolError on timeout, or when a newer trainer has started.
+        Ok: ask again, answers take longer than one message may.  Raises ProtocolError on timeout
+        without progress, or when a newer trainer has started.
         """
         if message.step != self._buffer.next_step:
             raise ProtocolError(f"plan {message.step} asked, plan {self._buffer.next_step} is next")
@@ -201,7 +202,11 @@ class TrainerHandler:
                 return news
             if self._pool.any_behind:
                 return Refresh()
-            self._expect_in_time(time.monotonic() - begin, message.timeout_s)
+            waited_s = time.monotonic() - begin
+            if waited_s > message.timeout_s / 2 and self._pool.idle_s < message.timeout_s / 2:
+                self._step_metrics.trainer_wait_s += waited_s
+                return Ok()
+            self._expect_in_time(waited_s, message.timeout_s)
             await self._tasks.wait_change(min(1.0, message.timeout_s))
         self._scoring_stage.planned()
         self._step_metrics.trainer_wait_s += time.monotonic() - begin
@@ -225,6 +230,7 @@ class TrainerHandler:
                 self._writes.failed(f"the plan of step {step}", error)
                 return False
             self._buffer.pop()
+            self._producer.cancel_stale()
             return True
 
     def _expect_in_time(self, waited_s: float, timeout_s: float) -> None:

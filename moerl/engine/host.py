@@ -1,8 +1,8 @@
 """The host of one SGLang server: implements `moerl.messages.Engine`, without Ray.
 
-It starts the server, sends requests, and checks and seals every record before it returns it.
-`health` decides whether requests may be sent; `weight_updates` changes the weights.  Used from one
-event loop.
+It starts the server; `generation` sends it requests, checks and seals their records, and puts each
+into the `mailbox`.  `health` decides whether requests may be sent; `weight_updates` changes the
+weights.  Used from one event loop.
 """
 
 from __future__ import annotations
@@ -10,51 +10,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.distributed.store_server import StoreServer
-from moerl.engine import in_flight, reply_parser
+from moerl.engine import in_flight
 from moerl.engine.feature_table import PROVEN
+from moerl.engine.generation import Generation
 from moerl.engine.health import WATCH_S, EngineHealth, Pulse
+from moerl.engine.mailbox import Mailbox
 from moerl.engine.node_span import Follower, NodeSpan
-from moerl.engine.reply_parser import InFlight, Reply
-from moerl.engine.sglang_client import BadRequest, EngineClient
+from moerl.engine.sglang_client import EngineClient
 from moerl.engine.sglang_server import EngineServer, free_port
 from moerl.engine.weight_updates import Updates
-from moerl.errors import BlobError, EngineError, RecordError
-from moerl.messages import EngineStatus
+from moerl.errors import EngineError, RecordError
+from moerl.messages import Answers, EngineStatus
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.types import (
-    Array,
-    BlobRef,
-    Finish,
     GenerateRequest,
-    IndexerBlob,
-    LogprobBlob,
-    MaskBlob,
     ModelShape,
     PolicyVersion,
-    RoutingBlob,
-    SamplingParams,
     Segment,
-    VersionSpan,
     life_of,
 )
 
 log = logging.getLogger(__name__)
 
 _INTERRUPT_S = 8.0  # shorter than the controller's wait for this host
+_LOAD_S = 5.0  # seconds between looks at the server's counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +81,26 @@ class EngineHost:
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
         self._routing = context.routing
-        self._indexer = self._routing and bool(context.shape.index_topk)
         self._tracer = Tracer(run.trace, f"engine{index}")
         retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
         modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
-        self._mode = modes.get(context.in_flight_mode, "")
+        mode = modes.get(context.in_flight_mode, "")
         self._health = EngineHealth(index)
         self._followers = followers
         self._ranks_meet: StoreServer | None = None  # of an engine on several nodes
-        self._updates = Updates(
-            self._health, self._tracer, mode=self._mode, followers=self._followers
-        )
+        self._updates = Updates(self._health, self._tracer, mode=mode, followers=self._followers)
         self.session = self._updates.session  # of a publish
+        self._generation = Generation(
+            context.shape, store, self._health, self._updates, self._tracer, routing=self._routing
+        )
+        self._mailbox = Mailbox()
+        self._running: set[asyncio.Task[None]] = set()
         self._layout = ""
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._load: asyncio.Task[None] | None = None
         self._far: list[asyncio.Task[None]] = []  # watches of the other nodes
-        self._serial = count()
-        self._generated = 0
-        self._refused: Counter[str] = Counter()
-        self._askers = 0  # number of controllers that were replaced
         self._life = -1  # of the newest controller that took over
 
     # --- life ------------------------------------------------------------------------------------
@@ -141,10 +128,12 @@ class EngineHost:
         self._layout = server.layout.fingerprint()
         log.info("engine %d: weight layout %s: %s", self.index, self._layout, server.layout)
         self._server, self._client = server, client
+        self._generation.client = client
         self._updates.attach(server, client, version)
         self._health.open()
         self._far = [asyncio.ensure_future(node.watch()) for node in self._followers]
         self._watch = asyncio.create_task(self._watch_server(server, client))
+        self._load = asyncio.create_task(self._watch_load(client))
         return await self.status()
 
     async def stop(self) -> None:
@@ -158,6 +147,9 @@ class EngineHost:
             watch.cancel()
         await asyncio.gather(*self._far, return_exceptions=True)
         self._watch, self._far = None, []
+        if self._load is not None:
+            self._load.cancel()
+            await asyncio.gather(self._load, return_exceptions=True)
         self._updates.detach()
         if self._client is not None:
             await self._client.close()
@@ -215,9 +207,9 @@ class EngineHost:
             version=self._updates.version,
             pid=self._server.pid if self._server else 0,
             running=self._health.running,
-            generated_tokens=self._generated,
+            generated_tokens=self._generation.tokens,
             busy_s=self._health.busy_s,
-            refused=dict(self._refused),
+            refused=dict(self._generation.refused),
             layout=self._layout,
         )
 
@@ -231,225 +223,52 @@ class EngineHost:
         return await self._health.guard(self._alive().checksum())
 
     # --- generation ------------------------------------------------------------------------------
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Run requests; their replies go to the mailbox, each when it is done.
+
+        During a weight update they wait, and are then sent to the new version.
+        """
+        task = asyncio.create_task(self._generation.run(requests, self._deliver))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    def _deliver(
+        self, request: GenerateRequest, reply: Segment | RecordError | EngineError
+    ) -> None:
+        self._mailbox.put(request.name, reply)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("engine %d: requests ended", self.index, exc_info=error)
+            self._health.close(f"a bug in its host: {error!r}")
+
+    async def collect(self) -> Answers:
+        """Replies since the last call; waits a few seconds for the first one."""
+        return await self._mailbox.collect()
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """Interrupt these requests: their tokens so far go to the mailbox.
+
+        Raises EngineError also when the server does not answer in time.
+        """
+        await self._in_time(self._generation.abort(names), "abort")
+
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        """Run all requests as one engine call; each record is checked and sealed on return.
+        """Replies to all requests, in order.  Raises EngineError when one fails, and ends the rest.
 
         A record that breaks the contract is returned as its RecordError, without effect on the
-        others.  During a weight update the call waits and is then sent to the new version.
+        others.
         """
-        # One /generate call has one routed_experts_start_len, so requests that need rows from
-        # different positions (resumed ones) go out side by side in calls of their own.
-        calls: dict[int, list[int]] = {}
-        for position, request in enumerate(requests):
-            calls.setdefault(reply_parser.first_row(request), []).append(position)
-        asker = self._askers
-        tasks = [
-            asyncio.create_task(self._call([requests[i] for i in group], asker))
-            for group in calls.values()
-        ]
-        try:
-            results = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:  # their blobs would never be read
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-        ordered: dict[int, Segment | RecordError] = {}
-        for group, segments in zip(calls.values(), results, strict=True):
-            ordered.update(zip(group, segments, strict=True))
-        return [ordered[position] for position in range(len(requests))]
+        replies: dict[str, Segment | RecordError] = {}
 
-    async def _call(
-        self, requests: list[GenerateRequest], asker: int
-    ) -> list[Segment | RecordError]:
-        while not self._health.admit.is_set():  # loop: an update may start before this task runs
-            await self._health.guard(self._health.admit.wait())
-        self._expect(asker)
-        start_s, version = time.time(), self._updates.version
-        self._health.enter(len(requests))
-        try:
-            replies = await self._health.guard(self._alive().generate(self._body(requests)))
-            self._updates.aborted += sum(_was_aborted(reply) for reply in replies)
-        except BadRequest as error:
-            # SGLang refuses a batch as a whole; find the bad requests.
-            replies = None
-            if len(requests) == 1:
-                return [self._refuse(RecordError("request", f"{requests[0].rollout_id}: {error}"))]
-        finally:
-            self._health.leave(len(requests))
-        self._expect(asker)
-        if replies is None:
-            alone = await asyncio.gather(*(self._call([one], asker) for one in requests))
-            return [segment for segments in alone for segment in segments]
-        end_s = time.time()
-        shared = reply_parser.SharedPrompts(requests)
-        segments = [
-            self._segment(reply, request, version, start_s, end_s, shared)
-            for reply, request in zip(replies, requests, strict=True)
-        ]
-        tokens = sum(
-            len(piece.output_ids) for s in segments if isinstance(s, Segment) for piece in s.pieces
-        )
-        self._generated += tokens
-        self._tracer.add(
-            "generate",
-            start_s,
-            end_s,
-            requests=len(requests),
-            prompt_tokens=sum(request.num_tokens for request in requests),
-            tokens=tokens,
-            version=str(version),
-        )
-        return segments
+        def take(request: GenerateRequest, reply: Segment | RecordError | EngineError) -> None:
+            if isinstance(reply, EngineError):
+                raise reply
+            replies[request.name] = reply
 
-    def _body(self, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-        truncates = [request.sampling.truncates for request in requests]
-        return {
-            "rid": [f"{r.rollout_id}-s{r.segment}-{next(self._serial)}" for r in requests],
-            "input_ids": [request.token_ids.tolist() for request in requests],
-            "sampling_params": [_sampling(request.sampling) for request in requests],
-            "return_logprob": [not truncated for truncated in truncates],
-            "logprob_start_len": -1,
-            "return_sampling_mask": truncates,
-            "sampling_logprobs_mode": ["selected" if cut else None for cut in truncates],
-            "return_routed_experts": self._routing,
-            "return_indexer_topk": self._indexer,
-            "routed_experts_start_len": reply_parser.first_row(requests[0]) if self._routing else 0,
-            "stream": False,
-        }
-
-    def _segment(
-        self,
-        reply: dict[str, Any],
-        request: GenerateRequest,
-        version: PolicyVersion,
-        start_s: float,
-        end_s: float,
-        shared: reply_parser.SharedPrompts,
-    ) -> Segment | RecordError:
-        later = tuple(sorted({v for v in self._updates.served if v >= version}))
-        try:
-            parsed = reply_parser.parse(
-                reply,
-                request,
-                version=version,
-                shape=self._context.shape,
-                routing=self._routing,
-                in_flight=InFlight(
-                    later, self._mode == in_flight.IN_PLACE, self._mode == in_flight.RETRACT_AUDIT
-                )
-                if self._mode
-                else None,
-            )
-        except RecordError as error:
-            return self._refuse(error)
-        try:
-            first, *rest = [
-                self._piece(part, asked, version, start_s, end_s, shared)
-                for asked, part in reply_parser.cut(parsed, request)
-            ]
-        except BlobError as error:  # the disk is full
-            return self._refuse(RecordError("blob", f"{request.rollout_id}: {error}"))
-        return replace(first, rest=tuple(rest))
-
-    def _piece(
-        self,
-        parsed: Reply,
-        request: GenerateRequest,
-        version: PolicyVersion,
-        start_s: float,
-        end_s: float,
-        shared: reply_parser.SharedPrompts,
-    ) -> Segment:
-        """Seal the tokens that one version of the weights sampled."""
-        span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
-        version = span.version
-        sealed = self._seal(parsed, request, version, shared)
-        return Segment(
-            rollout_id=request.rollout_id,
-            output_ids=parsed.output_ids,
-            logprobs=np.zeros(0, np.float32),
-            version=version,
-            finish=parsed.finish,
-            routing=sealed.routing,
-            sampling_mask=sealed.mask,
-            audit_rows=sealed.audit,
-            engine=self.index,
-            cached_tokens=parsed.cached_tokens,
-            start_s=start_s,
-            end_s=end_s,
-            prompt_rows=sealed.prompt,
-            kept_kv=span.kept_kv,
-            sealed_logprobs=sealed.logprobs,
-            indexer=sealed.indexer,
-            audit_indexer=sealed.audit_indexer,
-        )
-
-    def _seal(
-        self,
-        parsed: Reply,
-        request: GenerateRequest,
-        version: PolicyVersion,
-        shared: reply_parser.SharedPrompts,
-    ) -> _Sealed:
-        """Write all arrays of one segment as one blob.
-
-        Prompt rows equal to a sibling's of the same call are referenced, not written again.
-        """
-        if not len(parsed.output_ids):
-            return _Sealed()
-        own, prompt_rows, prompt = parsed.routing, None, None
-        split = shared.split(request, own)
-        if own is not None and split:
-            prompt_rows, own = np.ascontiguousarray(own[:, :split]), own[:, split:]
-            prompt = shared.find(request, prompt_rows)
-            own = np.ascontiguousarray(own)
-        new_prompt = prompt_rows if prompt is None else None
-        arrays: list[Array] = [rows for rows in (new_prompt, own, parsed.audit) if rows is not None]
-        arrays += [*(parsed.mask or ()), parsed.logprobs]
-        arrays += [a for a in (parsed.indexer, parsed.audit_indexer) if a is not None]
-        name = f"{request.rollout_id}-s{request.segment}.{request.num_sampled}"
-        refs = iter(self._store.seal(name, arrays))
-        routing = audit = mask = None
-        if new_prompt is not None:
-            prompt = self._rows(next(refs), 0, version)
-            shared.keep(request, new_prompt, prompt)
-        if own is not None:
-            routing = self._rows(next(refs), request.rows_from + split, version)
-        if parsed.audit is not None:
-            audit = self._rows(next(refs), 0, version)
-        if parsed.mask is not None:
-            mask = MaskBlob(next(refs), next(refs), request.num_sampled, len(parsed.output_ids))
-        logprobs = LogprobBlob(next(refs), request.num_sampled, len(parsed.logprobs))
-        begin, end = request.rows_from, request.num_tokens + len(parsed.output_ids) - 1
-        indexer = audit_indexer = None
-        if parsed.indexer is not None:
-            indexer = self._positions(next(refs), begin, end, version)
-        if parsed.audit_indexer is not None:
-            audit_indexer = self._positions(next(refs), 0, begin, version)
-        return _Sealed(prompt, routing, audit, mask, logprobs, indexer, audit_indexer)
-
-    def _positions(self, ref: BlobRef, begin: int, end: int, version: PolicyVersion) -> IndexerBlob:
-        shape = self._context.shape
-        return IndexerBlob(ref, begin, end, version, shape.index_layers, shape.index_topk)
-
-    def _rows(self, ref: BlobRef, begin: int, version: PolicyVersion) -> RoutingBlob:
-        return RoutingBlob(
-            ids=ref,
-            row_begin=begin,
-            row_end=begin + ref.shape[1],
-            version=version,
-            layers=self._context.shape.moe_layers,
-            num_experts=self._context.shape.num_experts,
-        )
-
-    def _refuse(self, error: RecordError) -> RecordError:
-        self._refused[error.reason] += 1
-        return error
-
-    def _expect(self, asker: int) -> None:
-        if asker != self._askers:
-            raise EngineError(f"engine {self.index}: a call is cancelled, its controller is gone")
+        await self._generation.run(requests, take)
+        return [replies[request.name] for request in requests]
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         """A new controller takes over: end the calls of the previous one and seal none of them.
@@ -467,7 +286,8 @@ class EngineHost:
             log.warning("engine %d: controller %d takes over too late", self.index, life)
             return
         self._life = life
-        self._askers += 1
+        self._generation.forget()
+        self._mailbox.clear()
         left = [] if kept is None else self._left_behind(set(kept), life)
         with contextlib.suppress(EngineError):  # an unusable server has no calls to end
             await self.interrupt()
@@ -483,11 +303,14 @@ class EngineHost:
 
         Raises EngineError also when the server does not answer in time.
         """
+        await self._in_time(self._alive().abort_all(), "interrupt")
+
+    async def _in_time(self, work: Awaitable[None], what: str) -> None:
         try:
             async with asyncio.timeout(_INTERRUPT_S):
-                await self._health.guard(self._alive().abort_all())
+                await self._health.guard(work)
         except TimeoutError as error:
-            raise EngineError(f"engine {self.index}: no interrupt in {_INTERRUPT_S:g} s") from error
+            raise EngineError(f"engine {self.index}: no {what} in {_INTERRUPT_S:g} s") from error
 
     # --- failure ---------------------------------------------------------------------------------
     async def _watch_server(self, server: EngineServer, client: EngineClient) -> None:
@@ -502,6 +325,18 @@ class EngineHost:
             pulse.close()
         self._health.close(f"{cause}\n{server.log_tail()}")
 
+    async def _watch_load(self, client: EngineClient) -> None:
+        """Progress of requests that have not ended: the server's counters move."""
+        last: object = None
+        while True:
+            await asyncio.sleep(_LOAD_S)
+            if not self._health.running:
+                continue
+            with contextlib.suppress(EngineError):
+                now = (await client.work_done(), self._updates.answered)
+                self._mailbox.progress += now != last
+                last = now
+
     def _far_death(self) -> str | None:
         """Why the part of another node is dead."""
         ended = next((watch for watch in self._far if watch.done()), None)
@@ -512,41 +347,3 @@ class EngineHost:
         if self._client is None:
             raise self._health.failure()
         return self._client
-
-
-class _Sealed(NamedTuple):
-    """The references of one segment; empty for a segment without tokens."""
-
-    prompt: RoutingBlob | None = None
-    routing: RoutingBlob | None = None
-    audit: RoutingBlob | None = None
-    mask: MaskBlob | None = None
-    logprobs: LogprobBlob | None = None
-    indexer: IndexerBlob | None = None
-    audit_indexer: IndexerBlob | None = None
-
-
-def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """All parameters that shape the distribution, so that no engine default is used."""
-    return {
-        "n": 1,
-        "max_new_tokens": params.max_new_tokens,
-        "min_new_tokens": 0,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": list(params.stop_token_ids),
-        "ignore_eos": params.ignore_eos,
-        "skip_special_tokens": False,
-    }
-
-
-def _was_aborted(reply: dict[str, Any]) -> bool:
-    try:
-        return bool(reply["meta_info"]["finish_reason"]["type"] == Finish.ABORT)
-    except (LookupError, TypeError):  # it is refused when it is read
-        return False

@@ -66,34 +66,61 @@ class InFlight:
 
 
 class SharedPrompts:
-    """Equal prompt rows of the siblings of one engine call: stored once, referenced by all.
+    """Equal prompt rows of siblings: stored once, referenced by all.
 
     Rows are always compared: two prefills of one prompt may round differently, and a sibling must
     be trained on the rows of its own KV cache.  Only siblings share: a blob is deleted when its
-    group is trained, and another group of the same prompt may still wait.
+    group is trained, and another group of the same prompt may still wait.  Rows are kept while a
+    sibling is expected that may be equal.
     """
 
-    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
-        self._times = Counter(_prompt_key(request) for request in requests)
-        self._sealed: dict[tuple[str, bytes], tuple[Array, RoutingBlob]] = {}
+    def __init__(self) -> None:
+        self._expected: Counter[_PromptKey] = Counter()
+        self._several: set[_PromptKey] = set()  # prompts of two requests or more
+        self._sealed: dict[_PromptKey, dict[PolicyVersion, tuple[Array, RoutingBlob]]] = {}
+
+    def expect(self, request: GenerateRequest) -> None:
+        """A request is sent."""
+        key = _prompt_key(request)
+        self._expected[key] += 1
+        if self._expected[key] > 1:
+            self._several.add(key)
+
+    def leave(self, request: GenerateRequest) -> None:
+        """A request ended; call after its rows are sealed."""
+        key = _prompt_key(request)
+        self._expected[key] -= 1
+        if not self._expected[key]:
+            del self._expected[key]
+            self._several.discard(key)
+            self._sealed.pop(key, None)
 
     def split(self, request: GenerateRequest, rows: Array | None) -> int:
         """Number of leading rows to seal separately: the prompt's, if it has siblings here."""
         whole = rows is not None and request.num_sampled == 0 and request.rows_known == 0
-        return request.num_tokens - 1 if whole and self._times[_prompt_key(request)] > 1 else 0
+        return request.num_tokens - 1 if whole and _prompt_key(request) in self._several else 0
 
-    def find(self, request: GenerateRequest, rows: Array) -> RoutingBlob | None:
+    def find(
+        self, request: GenerateRequest, version: PolicyVersion, rows: Array
+    ) -> RoutingBlob | None:
         """The sealed rows of a sibling's prompt, if they equal `rows` [L, rows, K]."""
-        held, blob = self._sealed.get(_prompt_key(request), (None, None))
+        sealed = self._sealed.get(_prompt_key(request), {})
+        held, blob = sealed.get(version, (None, None))
         return blob if held is not None and np.array_equal(held, rows) else None
 
-    def keep(self, request: GenerateRequest, rows: Array, blob: RoutingBlob) -> None:
-        self._sealed.setdefault(_prompt_key(request), (rows, blob))
+    def keep(
+        self, request: GenerateRequest, version: PolicyVersion, rows: Array, blob: RoutingBlob
+    ) -> None:
+        self._sealed.setdefault(_prompt_key(request), {}).setdefault(version, (rows, blob))
 
 
-def _prompt_key(request: GenerateRequest) -> tuple[str, bytes]:
-    """Group and prompt; a rollout is named GROUP.SIBLING."""
-    return request.rollout_id.partition(".")[0], request.token_ids.tobytes()
+_PromptKey = tuple[str, str, bytes]
+
+
+def _prompt_key(request: GenerateRequest) -> _PromptKey:
+    """Group, try and prompt; a rollout is named GROUP.SIBLING[.TRY]."""
+    group, _, rest = request.rollout_id.partition(".")
+    return group, rest.partition(".")[2], request.token_ids.tobytes()
 
 
 def first_row(request: GenerateRequest) -> int:
@@ -114,8 +141,8 @@ def parse(
 
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: rows were asked for.
-    Raises RecordError: `reply` (it is shaped like none), `finish`, `nan`, `length`, `token_range`,
-    `version`, `logprob_*`, and the reasons of `moerl.records`.
+    Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `finish`,
+    `nan`, `length`, `token_range`, `version`, `logprob_*`, and the reasons of `moerl.records`.
     """
     try:
         return _parsed(reply, request, version, shape, routing, in_flight)
@@ -238,6 +265,8 @@ def _finish(
     reason = meta["finish_reason"]
     if reason.get("matched") == "NaN happened":  # SGLang replaced the token it could not sample
         raise RecordError("nan", f"{request.rollout_id}: the engine sampled from NaN logits")
+    if (status := reason.get("status_code")) and reason["type"] == Finish.ABORT:
+        raise RecordError("engine", f"{request.rollout_id}: HTTP {status}: {reason.get('message')}")
     try:
         finish = Finish(reason["type"])
     except ValueError as error:

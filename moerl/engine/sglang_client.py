@@ -9,6 +9,8 @@ an update that failed half-way is reported, never sent twice.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -20,6 +22,9 @@ from moerl.errors import EngineError
 from moerl.weight_sync.receiver import COMMIT, Committed
 
 _CONNECT_S = 5.0
+_WHOLE = 1 << 30  # tokens between two events of a reply
+# Of SGLang's load report.  They stay equal while nothing is prefilled or decoded.
+_COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -62,19 +67,44 @@ class EngineClient:
         """Returns when the HTTP server and the scheduler of every rank have answered."""
         await self._request("GET", "/server_info", None)
 
-    async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """One batch (`input_ids` is a list of lists); one reply per request, in order.
+    async def generate(
+        self, body: dict[str, Any], took: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        """One batch (`input_ids` is a list of lists), streamed: each reply comes when it ended.
 
+        took(place, reply): receives each reply once, with the place of its request.
         Raises BadRequest when the server refuses the batch, EngineError otherwise.
         """
-        replies = await self._post("/generate", body)
-        wanted = len(body["rid"])
-        if not isinstance(replies, list) or len(replies) != wanted:
-            kind = f"{len(replies)}" if isinstance(replies, list) else type(replies).__name__
+        left = set(range(len(body["rid"])))
+        streamed = body | {
+            "stream": True,  # of the whole batch: no pieces of a reply, but for its first token
+            "sampling_params": [p | {"stream_interval": _WHOLE} for p in body["sampling_params"]],
+        }
+        try:
+            async with self._ask_for("POST", "/generate", streamed) as answer:
+                async for event in _events(answer.content):
+                    place = _place(event, len(body["rid"]))
+                    if place is not None and place in left:
+                        left.discard(place)
+                        took(place, event)
+        except _BROKEN as error:
+            what = str(error) or type(error).__name__
+            raise EngineError(f"engine /generate broke off: {what}") from error
+        if left:
             raise EngineError(
-                f"engine /generate: {kind} for {wanted} requests; want one reply each"
+                f"engine /generate: the answer ended with {len(left)} of {len(body['rid'])} "
+                "replies missing"
             )
-        return replies
+
+    async def abort(self, name: str) -> None:
+        """End one request; its partial output is its reply."""
+        await self._post("/abort_request", {"rid": name})
+
+    async def work_done(self) -> list[Any]:
+        """Counters of every scheduler: another value than before means that it has worked."""
+        told = await self._post("/v1/loads", None, "GET")
+        loads = told.get("loads", []) if isinstance(told, dict) else []
+        return [[load.get(name) for name in _COUNTERS] for load in loads]
 
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"abort_all": True})
@@ -116,25 +146,69 @@ class EngineClient:
             raise EngineError(f"engine {path}: {reply.get('message', reply)}")
         return reply
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+    async def _post(self, path: str, body: dict[str, Any] | None, method: str = "POST") -> Any:
         try:
-            return await self._request("POST", path, body)
+            return await self._request(method, path, body)
         except _BROKEN as error:
             what = str(error) or type(error).__name__
             raise EngineError(f"engine {path} broke off: {what}") from error
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        async with self._ask_for(method, path, body) as reply:
+            data = await reply.read()
+            return _json(path, data) if data[:1] in (b"{", b"[") else {}
+
+    @contextlib.asynccontextmanager
+    async def _ask_for(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer with status 200.  Raises BadRequest or EngineError for any other."""
         if self._headers is None:
             raise EngineError(f"engine {path}: nobody has checked who listens at {self.url}")
         async with self._session.request(method, path, json=body, headers=self._headers) as reply:
-            data = await reply.read()
-            if reply.status == 200:
-                try:
-                    return orjson.loads(data) if data[:1] in (b"{", b"[") else {}
-                except orjson.JSONDecodeError as error:
-                    raise EngineError(f"engine {path}: the answer is no JSON: {error}") from error
-            kind = BadRequest if reply.status == 400 else EngineError
-            raise kind(f"engine {path}: HTTP {reply.status}: {_message(data)}")
+            if reply.status != 200:
+                kind = BadRequest if reply.status == 400 else EngineError
+                raise kind(f"engine {path}: HTTP {reply.status}: {_message(await reply.read())}")
+            yield reply
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
+    """The events of a stream (`data: JSON`, an empty line); a reply may be megabytes long."""
+    rest = bytearray()
+    async for chunk in content.iter_any():
+        seen = max(0, len(rest) - 1)  # the end of an event may lie across two chunks
+        rest += chunk
+        while (end := rest.find(b"\n\n", seen)) >= 0:
+            line, seen = bytes(rest[:end]).removeprefix(b"data: "), 0
+            del rest[: end + 2]
+            if line != b"[DONE]":
+                yield _json("/generate", line)
+    if rest.strip():
+        raise EngineError(f"engine /generate: it ends within a reply: {bytes(rest[:100])!r}")
+
+
+def _place(event: Any, count: int) -> int | None:
+    """Place of the request that ended; None for the first token of one.
+
+    Raises BadRequest when the server says that it refuses the batch.
+    """
+    if not isinstance(event, dict):
+        raise EngineError(f"engine /generate: an event is a {type(event).__name__}, want a reply")
+    if "error" in event:
+        raise BadRequest(f"engine /generate: {_message(orjson.dumps(event))}")
+    place = event.get("index")
+    if not isinstance(place, int) or not 0 <= place < count:
+        raise EngineError(f"engine /generate: a reply to request {place} of {count}")
+    meta = event.get("meta_info")
+    is_part = isinstance(meta, dict) and "finish_reason" in meta and meta["finish_reason"] is None
+    return None if is_part else place
+
+
+def _json(path: str, data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise EngineError(f"engine {path}: the answer is no JSON: {error}") from error
 
 
 def read_committed(message: str) -> Committed:

@@ -62,7 +62,7 @@ class Updates:
     ) -> None:
         """mode: of `moerl.engine.in_flight`; followers: the engine's other nodes."""
         self._health, self._tracer, self._followers = health, tracer, followers
-        self._mode = mode
+        self.mode = mode
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
         self.aborted = 0  # requests that the current update has interrupted
@@ -166,7 +166,7 @@ class Updates:
         if client is None or self._health.ended.is_set():
             raise self._health.failure()
         start_s, was_admitting = time.time(), self._health.cause is None
-        mode = self._mode if was_admitting else ""
+        mode = self.mode if was_admitting else ""
         self.aborted = 0
         if not mode:
             self._health.admit.clear()

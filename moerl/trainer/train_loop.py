@@ -179,7 +179,7 @@ class TrainLoop:
 
     def _take_plan(self) -> BatchPlan | None:
         """The next plan on every rank, or None when the run is over."""
-        while isinstance(message := self._ask_plan(), Refresh | SetEngines):
+        while isinstance(message := self._ask_plan(), Refresh | SetEngines | Ok):
             self._set_engines(message)
             if isinstance(message, Refresh):
                 self._settle()

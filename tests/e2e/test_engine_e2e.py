@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +170,40 @@ async def prefilled(world: World, seen: int) -> None:
 
 def prefills(world: World) -> int:
     return world.log.read_text().count("Prefill batch")
+
+
+def test_progress_shows_in_the_load_report(world: World) -> None:
+    """It is the only sign of a request that takes long; control: an idle server shows none."""
+    client = world.host._client
+    assert client is not None
+    before = world.run(client.work_done())
+    assert before
+    assert world.run(client.work_done()) == before
+    world.run(world.host.generate([request("progress.0", 20, TRUNCATED)]))
+    assert world.run(client.work_done()) != before
+
+
+def test_one_request_is_aborted_alone(world: World) -> None:
+    """By its name; the other one is handed back when it is done, and the first one continues."""
+    endless = SamplingParams(4000, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
+    asks = [request("one.0", 12, endless), request("one.1", 14, replace(endless, max_new_tokens=9))]
+
+    async def scenario() -> dict[str, Segment]:
+        await world.host.submit(asks)
+        got: dict[str, Segment] = {}
+        while len(got) < 2:
+            for name, reply in (await world.host.collect()).replies:
+                assert isinstance(reply, Segment), reply
+                got[name] = reply
+                await world.host.abort(["one.0-s0"])
+        return got
+
+    got = world.run(scenario())
+    assert list(got) == ["one.1-s0", "one.0-s0"]
+    assert got["one.1-s0"].finish is Finish.LENGTH
+    assert got["one.0-s0"].finish is Finish.ABORT
+    for ask, segment in zip(asks, (got["one.0-s0"], got["one.1-s0"]), strict=True):
+        assert check_segment(world, ask, segment) < 5e-5
 
 
 def test_abort_and_resume(world: World) -> None:

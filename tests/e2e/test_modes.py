@@ -72,7 +72,7 @@ class Stage:
             )
             world.pace_s = asyncio.get_running_loop().time() - begin
         for mode, how in MODES.items():
-            world.host._mode = world.host._updates._mode = how
+            world.host._updates.mode = how
             await self.publish(mode)
             await self.mode(mode)
         await self.prefixes()
@@ -116,7 +116,7 @@ class Stage:
     async def until_cut(self, partials: Sequence[PartialRollout], updates: int) -> None:
         """Resume what a commit interrupts, as the controller does."""
         await self.world.call(partials)
-        for _ in range(updates if not self.world.host._mode else 0):
+        for _ in range(updates if not self.world.host._updates.mode else 0):
             await self.world.call(partials)
 
     async def cut(self, running: asyncio.Task[None]) -> None:

@@ -126,7 +126,7 @@ def test_an_engine_that_hangs_is_given_up(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
         engine.open.clear()
-        rollout = replace(CONFIG.rollout, request_timeout_s=0.2)
+        rollout = replace(CONFIG.rollout, progress_timeout_s=0.2)
         controller, _ = make(tmp_path, engine, replace(CONFIG, rollout=rollout))
         asyncio.get_running_loop().call_later(0.5, engine.open.set)
         assert trained_once(await running(controller, train(controller, 4)))

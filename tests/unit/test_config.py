@@ -173,11 +173,16 @@ def test_late_siblings_cannot_be_carried_everywhere(overrides: list[str], says: 
         check(load_config("quickstart", carry), starts=False)
 
 
-def test_a_quorum_needs_slices() -> None:
-    with pytest.raises(ConfigError, match="only close between calls"):
-        check(load_config("quickstart", ["rollout.group_quorum=4"]))
+def test_a_quorum_is_of_the_group() -> None:
+    check(load_config("quickstart", ["rollout.group_quorum=4"]))
     with pytest.raises(ConfigError, match=r"group_quorum = 9 .*group_size = 8"):
-        check(load_config("quickstart", ["rollout.group_quorum=9", "rollout.slice_tokens=2"]))
+        check(load_config("quickstart", ["rollout.group_quorum=9"]))
+
+
+def test_what_may_be_trained_is_not_cancelled_later() -> None:
+    check(load_config("quickstart", ["rollout.cancel_lag=2"]))
+    with pytest.raises(ConfigError, match="cancel_lag = 5 is not usable: use at most max_lag = 4"):
+        check(load_config("quickstart", ["rollout.cancel_lag=5"]))
 
 
 def test_ranks_must_divide_the_model() -> None:

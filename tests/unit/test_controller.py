@@ -53,6 +53,7 @@ from moerl.types import (
     Score,
     Segment,
 )
+from tests.helpers.stub_mailbox import StubMailbox
 
 CONFIG = Config(
     run=RunConfig(steps=4),
@@ -63,7 +64,7 @@ CONFIG = Config(
 )
 
 
-class StubEngine:
+class StubEngine(StubMailbox):
     """Samples four tokens; an update interrupts a call after two of them."""
 
     def __init__(self, refuse: Sequence[int] = ()) -> None:
@@ -293,7 +294,7 @@ def test_a_refused_record_is_counted_and_generated_again(tmp_path: Path) -> None
         controller, reports = make(tmp_path, engine)
         plans = await running(controller, train(controller, 4))
         assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
-        assert reports[-1].metrics["refused/routing_rows"] == 2
+        assert reports[-1].metrics["refused/routing_rows"] == 4
         names = {r.rollout_id for r in engine.requests if r.rollout_id.startswith("1.0")}
         assert len(names) == 3, "blobs of an earlier try may still be there"
         assert not controller.context.buffer.tries, "nothing is kept of a try that began"
@@ -301,10 +302,30 @@ def test_a_refused_record_is_counted_and_generated_again(tmp_path: Path) -> None
     asyncio.run(body())
 
 
+def test_a_refused_record_costs_its_rollout_only(tmp_path: Path) -> None:
+    """The sibling is trained as it was; its tokens are not sampled again."""
+
+    async def body() -> None:
+        engine = StubEngine(refuse=[1])
+        controller, reports = make(tmp_path, engine)
+        plans = await running(controller, train(controller, 4))
+        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+        assert reports[-1].metrics["refused/routing_rows"] == 1
+        names = sorted({r.rollout_id for r in engine.requests if r.rollout_id.startswith("1.")})
+        assert names[0] == "1.0"
+        assert names[1].startswith("1.0.r0-")
+        assert names[2:] == ["1.1"]
+        trained = {r.rollout_id for p in plans for g in p.groups for r in g.rollouts()}
+        assert {"1.1", names[1]} <= trained
+        assert "1.0" not in trained
+
+    asyncio.run(body())
+
+
 def test_three_refusals_end_the_run(tmp_path: Path) -> None:
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine(refuse=[1] * 6))
-        with pytest.raises(EngineError, match="group 1 was refused 3 times"):
+        with pytest.raises(EngineError, match="a rollout of group 1 was refused 3 times"):
             await running(controller, train(controller, 4))
 
     asyncio.run(body())
@@ -357,7 +378,7 @@ def test_drain_finishes_what_runs_before_an_update(tmp_path: Path) -> None:
 def test_a_drain_that_never_ends_is_an_error(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()
-        config = with_rollout(in_flight_mode="drain", request_timeout_s=0.5)
+        config = with_rollout(in_flight_mode="drain", drain_timeout_s=0.5)
         controller, _ = make(tmp_path, engine, config)
         engine.finishes = False
 

@@ -20,6 +20,7 @@ from moerl.data.packing import pack_microbatch
 from moerl.engine import health as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.host import EngineContext, EngineHost
+from moerl.engine.mailbox import Mailbox
 from moerl.engine.sglang_client import BadRequest, EngineClient
 from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
@@ -74,6 +75,7 @@ class ScriptedClient:
 
     def __init__(self, *_args: object) -> None:
         self.calls: list[Any] = []
+        self.aborted: list[str] = []
         self.version, self.slow, self.hangs = str(V0), False, False
         self.released = asyncio.Event()
         self.commits, self.commit_error = asyncio.Event(), None
@@ -81,7 +83,19 @@ class ScriptedClient:
 
     async def close(self) -> None: ...
 
-    async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def generate(
+        self, body: dict[str, Any], took: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        for place, reply in enumerate(await self.all_replies(body)):
+            took(place, reply)
+
+    async def work_done(self) -> list[Any]:
+        return []
+
+    async def abort(self, name: str) -> None:
+        self.aborted.append(name)
+
+    async def all_replies(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         self.calls.append(body)
         if len(body["rid"]) > 1 and any(len(ids) > 9 for ids in body["input_ids"]):
             raise BadRequest("one is too long")
@@ -175,10 +189,14 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (b"[{}]", "1 for 2 requests"),
-        (b"{}", "dict for 2 requests"),
-        (b"not json", "dict for 2 requests"),
-        (b'[{"output_ids": [1', "the answer is no JSON"),
+        (b"data: []\n\n", "an event is a list, want a reply"),
+        (b"data: {}\n\n", "a reply to request None of 2"),
+        (b'data: {"index": 2}\n\n', "a reply to request 2 of 2"),
+        (b'data: {"index": 0}\n\n', "ended with 1 of 2 replies missing"),
+        (b'data: {"index": 0}\n\ndata: {"index": 0}\n\n', "ended with 1 of 2 replies missing"),
+        (b"data: [DONE]\n\n", "ended with 2 of 2 replies missing"),
+        (b"not json\n\n", "the answer is no JSON"),
+        (b'data: {"output_ids": [1', "it ends within a reply"),
     ],
 )
 def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> None:
@@ -194,14 +212,126 @@ def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> N
         port = server.sockets[0].getsockname()[1]
         client = EngineClient(f"http://127.0.0.1:{port}")
         client.authenticate("t")
+        asked = {"rid": ["a", "b"], "sampling_params": [{}, {}]}
         try:
             with pytest.raises(EngineError, match=says):
-                await client.generate({"rid": ["a", "b"]})
+                await client.generate(asked, lambda place, reply: None)
         finally:
             await client.close()
             server.close()
 
     asyncio.run(body())
+
+
+def test_replies_are_taken_as_they_come() -> None:
+    """Over a real socket, cut anywhere; the first token of a reply is not taken for the reply."""
+    part = b'data: {"index": 0, "meta_info": {"finish_reason": null}}\n\n'
+    whole = (
+        b'data: {"index": 1, "meta_info": {"finish_reason": {"type": "stop"}}, "text": "%s"}\n\n'
+    )
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    first = part + whole % (b"x" * 300_000)
+    go_on = asyncio.Event()
+
+    async def body() -> None:
+        async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(head)
+            for begin in range(0, len(first), 7919):
+                piece = first[begin : begin + 7919]
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                await writer.drain()
+            await go_on.wait()
+            last = whole.replace(b'"index": 1', b'"index": 0') % b"" + b"data: [DONE]\n\n"
+            writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last))
+            await writer.drain()
+
+        server = await asyncio.start_server(answers, "127.0.0.1", 0)
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        client.authenticate("t")
+        taken: list[tuple[int, int]] = []
+
+        def take(place: int, reply: dict[str, Any]) -> None:
+            taken.append((place, len(reply["text"])))
+            go_on.set()
+
+        try:
+            asked = {"rid": ["a", "b"], "sampling_params": [{}, {}]}
+            await asyncio.wait_for(client.generate(asked, take), 10)
+            assert taken == [(1, 300_000), (0, 0)]
+        finally:
+            await client.close()
+            server.close()
+
+    asyncio.run(body())
+
+
+def test_replies_are_handed_back_one_by_one(play: Any) -> None:
+    """A reply waits for no sibling; an abort by name ends that request alone."""
+
+    async def scenario(host: EngineHost) -> None:
+        client = script(host)
+        first, last = asyncio.Event(), asyncio.Event()
+
+        async def generate(body: dict[str, Any], took: Any) -> None:
+            replies = await client.all_replies(body)
+            for place, event in ((1, first), (0, last)):
+                await event.wait()
+                took(place, replies[place])
+
+        client.generate = generate
+        await host.submit([ask("1.0"), ask("1.1")])
+        await asyncio.sleep(0.02)
+        first.set()
+        ((name, segment),) = (await host.collect()).replies
+        assert name == "1.1-s0"
+        assert isinstance(segment, Segment)
+        await host.submit([ask("2.0")])
+        await asyncio.sleep(0.02)
+        await host.abort(["1.0-s0"])
+        (aborted,) = client.aborted
+        assert aborted.startswith("1.0-s0.")
+        assert aborted.endswith("."), "SGLang aborts all ids that begin with it"
+        last.set()
+        names: list[str] = []
+        while len(names) < 2:
+            names += [name for name, _ in (await host.collect()).replies]
+        assert sorted(names) == ["1.0-s0", "2.0-s0"]
+
+    play(scenario)
+
+
+def test_replies_are_not_given_to_a_controller_that_is_gone() -> None:
+    async def body() -> None:
+        box = Mailbox()
+        dead = asyncio.create_task(box.collect())
+        await asyncio.sleep(0)
+        box.clear()
+        new = asyncio.create_task(box.collect())
+        await asyncio.sleep(0)
+        box.put("a", EngineError("b"))
+        assert (await dead).replies == ()
+        assert [name for name, _ in (await new).replies] == ["a"]
+
+    asyncio.run(body())
+
+
+def test_what_the_server_fails_is_one_refused_record(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host)._reply
+
+        def other(ids: list[int], start: int, version: str, reason: dict) -> Any:
+            failed = {"type": "abort", "status_code": 500, "message": "the mask misses the token"}
+            return plain(ids, start, version, failed if len(ids) == 5 else reason)
+
+        client._reply = other
+        bad, good = await host.generate([ask("1.0", length=5), ask("2.0")])
+        assert isinstance(bad, RecordError)
+        assert bad.reason == "engine"
+        assert "the mask misses the token" in str(bad)
+        assert isinstance(good, Segment)
+
+    play(scenario)
 
 
 def test_results_keep_the_order_of_requests(play: Any) -> None:
@@ -478,15 +608,15 @@ def test_a_failed_call_leaves_no_other_behind(play: Any) -> None:
     """Requests that need other rows go out beside it; nobody takes what they would seal."""
 
     async def scenario(host: EngineHost) -> None:
-        client, plain = script(host), script(host).generate
+        client, plain = script(host), script(host).all_replies
         client.slow = True
 
-        async def generate(body: dict[str, Any]) -> list[dict[str, Any]]:
+        async def replies(body: dict[str, Any]) -> list[dict[str, Any]]:
             if body["routed_experts_start_len"] > 0:
                 raise EngineError("engine /generate: HTTP 500")
             return await plain(body)
 
-        client.generate = generate
+        client.all_replies = replies
         with pytest.raises(EngineError, match="HTTP 500"):
             await host.generate([ask("1.0"), ask("2.0", 5, 2)])
         client.released.set()
@@ -501,10 +631,10 @@ def test_the_others_of_a_refused_batch_run_side_by_side(play: Any) -> None:
     """One after the other they would take longer than a call may, and be sent again for good."""
 
     async def scenario(host: EngineHost) -> None:
-        client, plain = script(host), script(host).generate
+        client, plain = script(host), script(host).all_replies
         running, most = 0, 0
 
-        async def generate(body: dict[str, Any]) -> list[dict[str, Any]]:
+        async def replies(body: dict[str, Any]) -> list[dict[str, Any]]:
             nonlocal running, most
             running += 1
             most = max(most, running)
@@ -512,7 +642,7 @@ def test_the_others_of_a_refused_batch_run_side_by_side(play: Any) -> None:
             running -= 1
             return await plain(body)
 
-        client.generate = generate
+        client.all_replies = replies
         *good, bad = await host.generate([*(ask(f"{i}.0") for i in range(5)), ask("5.0", 12)])
         assert isinstance(bad, RecordError)
         assert all(isinstance(segment, Segment) for segment in good)

@@ -14,7 +14,7 @@ import pytest
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.controller.rollout_builder import PartialEpisode
+from moerl.controller.rollout_builder import PartialEpisode, wasted_uris
 from moerl.data.environments import check_digits, make_environment
 from moerl.errors import ConfigError, ScoreError
 from moerl.records.header_check import check as check_record
@@ -97,7 +97,7 @@ def test_rows_of_other_weights_are_not_named() -> None:
     episode.reply([8])
     assert answered(episode, V1).rows_known == 4
     assert not episode.finished
-    assert episode.wasted_uris() == {"blob://n/7.0.t1"}
+    assert wasted_uris([episode]) == {"blob://n/7.0.t1"}
     assert answered(episode, V1).rows_known == 0
     assert episode.finished, "the last turn that is allowed"
     last = episode.turns[-1].rollout()

@@ -103,7 +103,7 @@ def test_requests_carry_nothing_that_is_not_recorded(tmp_path: Path) -> None:
     host = EngineHost(0, EngineConfig(), context, BlobStore(tmp_path, "n"))
     sampling = SamplingParams(4, temperature=0.7, top_p=0.9, top_k=20)
     ask = GenerateRequest("a", 0, np.array([5, 6], np.int32), 0, sampling)
-    body = host._body([ask])
+    body = host._generation._body([ask], ["a"])
     assert set(body["sampling_params"][0]) == {
         "n", "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p",
         "frequency_penalty", "presence_penalty", "repetition_penalty", "stop_token_ids",

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.controller import engine_pool
+from moerl.controller import engine_calls, engine_pool
 from moerl.controller.rollout_builder import group_uris
 from moerl.errors import EngineError, RecordError
 from moerl.messages import AbortUpdate, EngineHolds, EngineStatus, SessionMessage
@@ -53,7 +53,8 @@ class Hung(StubEngine):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "_ANSWER_S", 0.05)
+    for module in (engine_pool, engine_calls):
+        monkeypatch.setattr(module, "ANSWER_S", 0.05)
 
 
 def test_a_host_that_hangs_does_not_stop_the_trainer(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_records_that_are_not_taken_leave_the_store(tmp_path: Path, how: str) ->
     async def body() -> None:
         store = BlobStore(tmp_path / "blobs", "n")
         engine = Sealing(store)
-        rollout = replace(CONFIG.rollout, request_timeout_s=0.2)
+        rollout = replace(CONFIG.rollout, progress_timeout_s=0.2)
         config = replace(CONFIG, rollout=rollout)
         controller, reports = make(tmp_path, engine, config, blobs=store, moe_layers=1)
         if how == "late":

@@ -67,7 +67,7 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
         pid=1,
     )
     host._updates.attach(server, client, V0)  # type: ignore[arg-type]
-    host._client = client  # type: ignore[assignment]
+    host._client = host._generation.client = client  # type: ignore[assignment]
     host._health.open()
     return host, client
 
