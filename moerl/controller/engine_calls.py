@@ -202,9 +202,11 @@ class EngineCalls:
 
     def _check_progress(self, progress: int) -> None:
         now = asyncio.get_running_loop().time()
-        if progress != self._progress or not self._waiting:
-            self._progress, self._progress_at = progress, now
-            self._seen = now
+        if progress != self._progress and self._progress >= 0:  # the first number says nothing
+            self._progress_at = self._seen = now
+        self._progress = progress
+        if not self._waiting:
+            self._progress_at = now
         elif now - self._progress_at > self._limit_s:
             self._progress_at = now + _PARTIALS_S  # not again before these are back
             self._tasks.spawn(self._give_up(list(self._waiting)))

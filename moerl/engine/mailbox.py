@@ -27,7 +27,7 @@ class Mailbox:
     def put(self, name: str, reply: Segment | RecordError | EngineError) -> None:
         """name: `GenerateRequest.name`."""
         self._replies.append((name, reply))
-        self.progress += 1
+        self.progress += isinstance(reply, Segment) and len(reply.output_ids) > 0
         self._filled.set()
 
     def clear(self) -> None:

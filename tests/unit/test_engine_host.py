@@ -275,8 +275,8 @@ def test_replies_are_handed_back_one_by_one(play: Any) -> None:
 
         async def generate(body: dict[str, Any], took: Any) -> None:
             replies = await client.all_replies(body)
-            for place, event in ((1, first), (0, last)):
-                await event.wait()
+            for place in reversed(range(len(replies))):
+                await (first if place else last).wait()
                 took(place, replies[place])
 
         client.generate = generate

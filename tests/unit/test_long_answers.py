@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
+from moerl.controller import controller as controller_module
 from moerl.controller.controller import Controller
-from moerl.errors import ProtocolError
+from moerl.errors import EngineError, ProtocolError
 from moerl.messages import Answers, Ok, Plan, StepDone, TakePlan
 from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment
 from tests.helpers.fake_clock import run_with_fake_clock
@@ -112,6 +113,15 @@ async def train(controller: Controller, steps: int, publishes: bool = True) -> l
     return plans
 
 
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are minutes apart, which is nothing here."""
+
+    async def nothing() -> None: ...
+
+    monkeypatch.setattr(controller_module, "look_after_memory", nothing)
+
+
 async def train_patiently(controller: Controller, steps: int) -> list:
     tasks = asyncio.create_task(controller.run())
     try:
@@ -158,6 +168,8 @@ def test_an_engine_without_progress_is_told_to_stop(
         def stick(now: bool) -> None:
             engine.stuck = now
             if not now and deaf:  # the server was started again
+                for one in engine._all():
+                    engine.mailbox.put(one.request.name, EngineError("its server was killed"))
                 engine.decoding.clear()
                 engine.queue.clear()
 
