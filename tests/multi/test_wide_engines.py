@@ -16,7 +16,8 @@ import pytest
 from tests.helpers.network_hosts import Host, hosts_or_skip
 from tests.multi.test_hosts import ClusterRun, cluster_run
 
-MAX_GAP = 5e-5  # nats, fp32, trainer and engine with the same weights
+# nats, fp32, trainer and engine with the same weights; 0.13 when one rank of two keeps its old ones
+MAX_GAP = 5e-5
 START_S = 700.0  # of an engine and a trainer, on a loaded machine of two cores
 SERVER = "sglang::scheduler"
 
