@@ -88,9 +88,8 @@ def test_the_moe_learns_sums_that_it_was_not_trained_on(seed: int, tmp_path: Pat
     print("held-out reward:", [(row["eval/step"], row["eval/reward_mean"]) for row in done])
     assert [row["eval/step"] for row in done] == [0, 12]
     assert done[-1]["eval/reward_low"] > done[0]["eval/reward_high"]
-    fresh = [row[LAG_0] for row in rows if LAG_0 in row]
-    assert fresh
-    assert max(fresh) < 5e-4, "of the trained weights, too"
+    worst = max(row[LAG_0] for row in rows if "loss/total" in row)
+    assert worst < 5e-4, "fp32 on both sides, with the weights of every step"
     page = run.dir.report.read_text()
     assert "Held-out reward" in page
     assert "Largest mismatch" in page
