@@ -256,6 +256,7 @@ def test_held_out_reward_is_first_evaluation_to_last(run: RunDir) -> None:
     assert held_out_words(rows[1:2]) is None
     fill(run, 5)
     assert "Held-out reward" not in report(run)
+    run.metrics.unlink()
     fill(run, 5, **{k: v for k, v in row(0, 0.2).items() if k.startswith("eval/")})
     assert "0.200 [0.100, 0.300]" in report(run)
 
