@@ -102,7 +102,7 @@ def _resumed(
 ) -> dict[str, tuple[float, float]]:
     """(uninterrupted, resumed) of the second step, after a checkpoint of the first."""
     ranks = learner.parallel
-    progress = checkpoint.Progress(PolicyVersion(0, 1), ((0, 2),), 1)
+    progress = checkpoint.Progress(PolicyVersion(0, 1), ((0, 2),))
     path = save_whole(root, learner, progress, ranks)
     other = again()
     assert checkpoint.load(path, other, ranks) == progress

@@ -69,7 +69,7 @@ def main() -> None:
         half = replace(config, trainer=replace(config.trainer, dtype="bf16", optimizer=own))
         before, again = learner(half), learner(half)
         before.step(plan)
-        progress = checkpoint.Progress(PolicyVersion(0, 1), (), 1)
+        progress = checkpoint.Progress(PolicyVersion(0, 1), ())
         saved = save_whole(options.work / f"bf16-{distributed}", before, progress, ranks)
         checkpoint.load(saved, again, ranks)
         halves.append([{n: one.step(plan)[n] for n in NAMES} for one in (before, again)])
@@ -78,7 +78,7 @@ def main() -> None:
     assert all(not value.any() for value in first.critic.values(plan)), "a head of zeros"
     rows = [first.step(plan) for _ in range(6)]
     values = torch.cat([torch.from_numpy(value) for value in first.critic.values(plan)])
-    progress = checkpoint.Progress(PolicyVersion(0, 6), (), 6)
+    progress = checkpoint.Progress(PolicyVersion(0, 6), ())
     saved = save_whole(options.work / "run", first, progress, ranks)
     after = first.step(plan)
     again = learner()

@@ -87,7 +87,7 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
         if ranks.is_first:
             run.create()
         writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
-        progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), ((1, 3),), 2)
+        progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), ((1, 3),))
         checkpoint.save(writer, learner, progress, ranks)
         weights = gather.gather()
         if ranks.is_first:
