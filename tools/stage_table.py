@@ -143,7 +143,7 @@ STAGES = (
     Stage("gpu", 300, "gpu", ("tests/gpu",)),
     Stage("references", 120, "reference", ("tests/references",), environment="reference"),
     Stage("mooncake", 600, "mooncake", _SEVERAL_PROCESSES, environment="mooncake"),
-    Stage("smollm2", 2000, "smollm2", ("tests/e2e",), environment="smollm2"),
+    Stage("smollm2", 2300, "smollm2", ("tests/e2e",), environment="smollm2"),
 )
 DEFAULT = tuple(stage for stage in STAGES if stage.kind in ("none", "default"))
 

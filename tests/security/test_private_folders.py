@@ -173,6 +173,7 @@ def test_a_run_does_not_start_over_a_planted_folder(
 ) -> None:
     monkeypatch.setattr(prepare_module, "_with_model", lambda config, _: config)
     monkeypatch.setattr(prepare_module, "check_model", lambda _: {})
+    monkeypatch.setattr(prepare_module, "check_planned_layout", lambda *_, **__: None)
     run = RunDir(tmp_path / "run")
     run.create()
     name = outside_folder(str(shared), run)
