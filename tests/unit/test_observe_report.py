@@ -261,12 +261,6 @@ def test_held_out_reward_is_first_evaluation_to_last(run: RunDir) -> None:
 def test_a_run_without_evaluations_has_no_card_for_them(run: RunDir) -> None:
     fill(run, 5)
     assert "Held-out reward" not in report(run)
-<<<<<<< HEAD
-    run.metrics.unlink()
-    fill(run, 5, **{k: v for k, v in row(0, 0.2).items() if k.startswith("eval/")})
-    assert "0.200 [0.100, 0.300]" in report(run)
-=======
->>>>>>> w-smollm
 
 
 def test_wall_time_counts_the_first_step() -> None:
