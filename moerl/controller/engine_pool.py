@@ -211,7 +211,6 @@ class EnginePool:
         """The engine died and is being restarted: no requests until `back`."""
         member = self.members[index]
         member.phase, member.behind = EnginePhase.LOST, False
-        member.calls.close("its process died")
 
     def back(self, index: int, engine: Engine) -> None:
         """The engine serves the model folder; it gets requests after its next publish."""

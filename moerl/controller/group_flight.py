@@ -53,6 +53,11 @@ class GroupFlight:
                 return self._in_flight.pop(name)[0], reply
         return None
 
+    @property
+    def is_caught_up(self) -> bool:
+        """True if every reply that has come was handled."""
+        return self._arrived.empty()
+
     def cancel(self, sampled: Callable[[int], None] | None = None) -> None:
         """Abort what is in flight; no reply to it is wanted.
 

@@ -190,6 +190,8 @@ class Producer:
             self._send(member, flight, [partial for partial in partials if not partial.finished])
             while (arrived := await flight.next()) is not None:
                 self._handle(member, flight, *arrived)
+                if flight.is_caught_up and self._closes(flight):
+                    self._close(flight)
         except ScoreError as error:
             flight.cancel()
             self._scoring_stage.drop_unscored(flight.group_id, flight.partials, error)
@@ -230,8 +232,6 @@ class Producer:
             self._converse(flight, partial)
         elif not partial.finished:
             self._send(member, flight, [partial])
-        elif self._closes(flight):
-            self._close(flight)
 
     def _replace(
         self, member: EngineState, flight: GroupFlight, partial: PartialEpisode, error: RecordError
@@ -261,7 +261,7 @@ class Producer:
         """True if the group may close; a group of late siblings waits for all of them."""
         quorum = self._config.rollout.group_quorum
         wanted = quorum if quorum and flight.group_id >= 0 else len(flight.partials)
-        return sum(partial.finished for partial in flight.partials) >= wanted
+        return 0 < wanted <= sum(partial.finished for partial in flight.partials)
 
     def _close(self, flight: GroupFlight) -> None:
         """Close a group with its finished siblings; late ones continue under another id."""

@@ -13,6 +13,7 @@ from moerl.messages import Answers
 from moerl.types import Segment
 
 COLLECT_S = 5.0  # longest wait of `collect`, shorter than the controller's wait for this host
+_GATHER_S = 0.01  # after the first reply: those that end in the same forward pass travel with it
 
 
 class Mailbox:
@@ -44,6 +45,7 @@ class Mailbox:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(COLLECT_S):
                     await self._filled.wait()
+            await asyncio.sleep(_GATHER_S)
         if turn != self._turn:
             return Answers((), self.progress)
         replies, self._replies = self._replies, []

@@ -85,7 +85,9 @@ def test_a_straggler_is_cut_and_the_run_goes_on(policy: str, tmp_path: Path) -> 
             rewards = tuple(e.score.reward for e in first.episodes)
             assert group.peers == rewards or not is_first_try
             lengths = [fmean(r.num_sampled for r in g.rollouts()) for g in (first, group)]
-            assert lengths[0] < lengths[1] or not is_first_try, "late ones are the long ones"
+            # each returns when it is done: at the length limit late ones may be as long
+            are_cut = lengths == [160, 160]
+            assert lengths[0] < lengths[1] or are_cut or not is_first_try, "late ones are long"
     rollouts = [r for g in late for r in g.rollouts()]
     versions = sorted({span.version for r in rollouts for span in r.versions})
     for weights, fits in ((versions[-1], True), (versions[0], len(versions) == 1)):
