@@ -70,11 +70,12 @@ BLUNDERS = (
     ),
     Blunder(
         "a buffer read before its copy was waited for",
-        "moerl.trainer.learner.step_sums", "Scored.wait", "(self.entropy", "None and (self.entropy",
+        "moerl.trainer.learner.step_sums", "SampledScores.wait",
+        "(self.entropy", "None and (self.entropy",
     ),
     Blunder(
         "device memory for what is only read once",
-        "moerl.trainer.learner.step_sums", "Scored.of", "Download(scores.entropy)",
+        "moerl.trainer.learner.step_sums", "SampledScores.of", "Download(scores.entropy)",
         "Download(proximal_N.new_zeros(1 << 22)[: len(proximal_N)] + scores.entropy)",
     ),
 )  # fmt: skip

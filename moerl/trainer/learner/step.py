@@ -51,7 +51,7 @@ from moerl.trainer.learner.optimizer import (
     take_step,
 )
 from moerl.trainer.learner.ref_model import RefModel, open_ref_models
-from moerl.trainer.learner.step_sums import Scored, StepSums, describe, load_metrics, no_loss
+from moerl.trainer.learner.step_sums import SampledScores, StepSums, describe, load_metrics, no_loss
 from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
@@ -290,7 +290,7 @@ class Learner:
             if self.parallel.cp_rank == 0:
                 sums.loss += result.sums
                 # weights of the batch's start: later steps would count their own progress
-                sums.scored.append(Scored.of(batch, tokens.prox, scores))
+                sums.scored.append(SampledScores.of(batch, tokens.prox, scores))
         return result.loss, no_tokens(device), {}
 
     def _count_routes(self, sums: StepSums, scheduled: ScheduledPass) -> None:

@@ -52,7 +52,7 @@ def no_loss(device: torch.device = torch.device("cpu")) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scored:
+class SampledScores:
     """Scores of one microbatch on their way to the host, to be counted after the pass."""
 
     batch: Microbatch
@@ -61,7 +61,7 @@ class Scored:
     full_entropy: Download | None
 
     @classmethod
-    def of(cls, batch: Microbatch, proximal_N: Tensor, scores: Scores) -> Scored:
+    def of(cls, batch: Microbatch, proximal_N: Tensor, scores: Scores) -> SampledScores:
         full = scores.full_entropy
         return cls(
             batch,
@@ -86,7 +86,7 @@ class StepSums:
     kept_max: float = 0.0
     # [MoE layers of the model, experts]: (token, slot) pairs that the record sends to an expert
     load: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
-    scored: list[Scored] = field(default_factory=list)  # not counted yet
+    scored: list[SampledScores] = field(default_factory=list)  # not counted yet
 
     def join(self, group: dist.ProcessGroup) -> StepSums:
         """Sums over the ranks of a gloo group."""
@@ -148,7 +148,7 @@ class StepSums:
             self._count_sampled(batch, scored)
         self.scored.clear()
 
-    def _count_sampled(self, batch: Microbatch, scored: Scored) -> None:
+    def _count_sampled(self, batch: Microbatch, scored: SampledScores) -> None:
         """Count what is equal on context-parallel ranks."""
         self.counts["sampled"] += len(batch.sampled)
         self.counts["entropy"] += float(scored.entropy.get().sum())
