@@ -111,7 +111,8 @@ def noticed(run: Run) -> float:
 
 
 def test_an_engine_that_dies_at_each_start_is_left_out(tmp_path: Path) -> None:
-    more = ("engine.count=2", "supervision.max_deaths=4", "run.steps=80")
+    rules = ("supervision.max_deaths=4", "supervision.max_restarts=20")  # the first one is meant
+    more = ("engine.count=2", "run.steps=80", *rules)
     run = start(tmp_path, "quickstart", *SETTINGS, *more, name="x")
     try:
         run.wait_for(lambda: "step 2/" in run.text())  # before the first one a death ends the run
