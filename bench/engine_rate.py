@@ -53,7 +53,8 @@ def main() -> None:
             print(f"tokens per {what}, this / other: median {median:.3f} of {len(found)}")
     finally:
         for server in servers.values():
-            server.communicate("\n", timeout=60)
+            server.stdin.close()
+            server.wait(60)
 
 
 def start(tree: Path, seconds: float) -> subprocess.Popen[str]:
@@ -69,7 +70,9 @@ def turn(server: subprocess.Popen[str]) -> list[float]:
     assert server.stdout is not None
     server.stdin.write("go\n")
     server.stdin.flush()
-    return [float(word) for word in server.stdout.readline().split()]
+    if not (line := server.stdout.readline()):
+        raise SystemExit(f"a server ended with status {server.wait()}")
+    return [float(word) for word in line.split()]
 
 
 async def serve(seconds: float) -> None:
