@@ -98,10 +98,10 @@ class EngineClient:
         try:
             async with self._ask_for("POST", "/generate", streamed) as answer:
                 async for event in _events(answer.content):
-                    place = _place(event, len(body["rid"]))
-                    if place is not None and place in left:
-                        left.discard(place)
-                        took(place, event)
+                    ended = _place(event, len(body["rid"]))
+                    if ended is not None and ended in left:
+                        left.discard(ended)
+                        took(ended, event)
         except _BROKEN as error:
             what = str(error) or type(error).__name__
             raise EngineError(f"engine /generate broke off: {what}") from error
