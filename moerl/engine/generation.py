@@ -4,8 +4,8 @@ A record is checked and sealed before.
 
 The requests of a message go out as one streamed batch per first routing row (a batch has one
 `routed_experts_start_len`).  The server sends each reply when that request ends, so a request waits
-for no other, and a refused record or a request that the server fails costs no other.  Rejected: a
-request per rollout (at four tokens per answer HTTP costs more than decoding them).
+for no other, and a refused record or a request that the server fails costs no other.  Rejected: an
+HTTP request per rollout (its cost is that of decoding some tokens).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from moerl.engine import in_flight, reply_parser
 from moerl.engine.health import EngineHealth
 from moerl.engine.reply_parser import InFlight, Reply, SharedPrompts
-from moerl.engine.sglang_client import BadRequest, EngineClient
+from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.records.blob_store import BlobStore
@@ -124,7 +124,8 @@ class Generation:
                 left.clear()
                 await asyncio.gather(*(self._call([one], asker, done) for one in alone))
             for request in list(left.values()):
-                told = RecordError("request", f"{request.rollout_id}: {error}")
+                reason = "engine" if isinstance(error, FailedRequest) else "request"
+                told = RecordError(reason, f"{request.rollout_id}: {error}")
                 finish(request, self._refuse(told))
         except EngineError as error:
             for request in list(left.values()):

@@ -21,7 +21,7 @@ from moerl.engine import health as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.mailbox import Mailbox
-from moerl.engine.sglang_client import BadRequest, EngineClient
+from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.messages import CommitUpdate, Plan, UpdateClosed
@@ -47,6 +47,7 @@ from moerl.weight_sync.receiver import Committed
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
 COMMIT = CommitUpdate(0, V1, 5.0)
+SHORT, LONG = [{"max_new_tokens": 4}] * 2, [{"max_new_tokens": 4}, {"max_new_tokens": 4000}]
 
 
 class ScriptedServer:
@@ -189,6 +190,8 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
+        (b"[{}]", "1 for 2 requests"),
+        (b'[{"output_ids": [1', "the answer is no JSON"),
         (b"data: []\n\n", "an event is a list, want a reply"),
         (b"data: {}\n\n", "a reply to request None of 2"),
         (b'data: {"index": 2}\n\n', "a reply to request 2 of 2"),
@@ -212,7 +215,7 @@ def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> N
         port = server.sockets[0].getsockname()[1]
         client = EngineClient(f"http://127.0.0.1:{port}")
         client.authenticate("t")
-        asked = {"rid": ["a", "b"], "sampling_params": [{}, {}]}
+        asked = {"rid": ["a", "b"], "sampling_params": SHORT if answer[:1] == b"[" else LONG}
         try:
             with pytest.raises(EngineError, match=says):
                 await client.generate(asked, lambda place, reply: None)
@@ -256,7 +259,7 @@ def test_replies_are_taken_as_they_come() -> None:
             go_on.set()
 
         try:
-            asked = {"rid": ["a", "b"], "sampling_params": [{}, {}]}
+            asked = {"rid": ["a", "b"], "sampling_params": LONG}
             await asyncio.wait_for(client.generate(asked, take), 10)
             assert taken == [(1, 300_000), (0, 0)]
         finally:
@@ -314,6 +317,26 @@ def test_replies_are_not_given_to_a_controller_that_is_gone() -> None:
         assert [name for name, _ in (await new).replies] == ["a"]
 
     asyncio.run(body())
+
+
+def test_a_batch_that_the_server_fails_is_sent_one_by_one(play: Any) -> None:
+    """Short answers come in one piece, so one bad token fails them all with HTTP 500."""
+
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host).all_replies
+
+        async def replies(body: dict[str, Any]) -> list[dict[str, Any]]:
+            if any(len(ids) == 5 for ids in body["input_ids"]):
+                raise FailedRequest("engine /generate: HTTP 500: the mask misses the token")
+            return await plain(body)
+
+        client.all_replies = replies
+        bad, *good = await host.generate([ask("1.0", length=5), ask("2.0"), ask("2.1")])
+        assert isinstance(bad, RecordError)
+        assert bad.reason == "engine"
+        assert all(isinstance(segment, Segment) for segment in good)
+
+    play(scenario)
 
 
 def test_what_the_server_fails_is_one_refused_record(play: Any) -> None:
