@@ -73,9 +73,14 @@ def test_it_submits_itself_with_the_recipes_nodes(tmp_path: Path) -> None:
 
 
 def test_an_engine_over_nodes_has_a_step_on_each(tmp_path: Path) -> None:
-    """Each step runs `true` in place of its command."""
+    """Each step runs a stand-in for its command, which ends when all three steps have begun.
+
+    The script ends the other steps when the controller's is done, even one that has only begun.
+    """
     slurm, nodes = Slurm(tmp_path), ("10.231.17.1", "10.231.17.2", "10.231.17.3")
-    (tmp_path / "hosts.json").write_text(json.dumps({node: ["true"] for node in nodes}))
+    begun = f"until (($(grep -c '\"srun\"' {tmp_path / 'calls.log'}) == 3)); do sleep 0.1; done"
+    stand_in = ["timeout", "60", "bash", "-c", begun]
+    (tmp_path / "hosts.json").write_text(json.dumps(dict.fromkeys(nodes, stand_in)))
     recipe = (
         *("quickstart", "cluster=hosts", "cluster.launcher=slurm", f"run.root={tmp_path}"),
         *("engine.count=1", "engine.tp=2", "engine.nodes=2", "cluster.nodes.engine.count=2"),
