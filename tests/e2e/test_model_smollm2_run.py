@@ -28,6 +28,8 @@ SHORT = (
     "sampling.max_new_tokens=12",
     "evaluation.prompts=4",
     "trainer.max_tokens_per_microbatch=512",
+    "trainer.optimizer.lr=1e-6",  # the recipe's rate changes how it answers within two steps
+    "trainer.optimizer.min_lr=1e-6",
 )
 MODEL_OF = {"smollm2-arithmetic": "smollm2", "smollm2-moe": "smollm2-moe"}
 LAG_0 = "mismatch/abs_dlogp_max/lag_0"
@@ -86,7 +88,7 @@ def test_the_moe_learns_sums_that_it_was_not_trained_on(seed: int, tmp_path: Pat
     rows = run.rows()
     done = [row for row in rows if "eval/reward_mean" in row]
     print("held-out reward:", [(row["eval/step"], row["eval/reward_mean"]) for row in done])
-    assert [row["eval/step"] for row in done] == [0, 20]
+    assert [row["eval/step"] for row in done] == [0, 12]
     assert done[-1]["eval/reward_low"] > done[0]["eval/reward_high"]
     worst = max(row[LAG_0] for row in rows if "loss/total" in row)
     assert worst < 5e-4, "fp32 on both sides, with the weights of every step"
