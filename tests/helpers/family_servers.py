@@ -54,6 +54,7 @@ SETTINGS = (
     "engine.max_total_tokens=2048",
     "engine.max_running_requests=8",
 )
+EDGE = 1e-5  # of a sum of probabilities in float32: ten times what two implementations differ by
 TOKENS = 80
 TRAINER_VARIANTS = ("none", "routing", "both", "both_rotated")
 HF_VARIANTS = ("both", "routing", "both_rotated")  # routes of the record, and its masks
@@ -239,7 +240,7 @@ def score(
     )
     assert not any(info.values()), info
     model.eval()
-    names = (*HF_VARIANTS, *_sparse_variants(shape), "agree", "masks")
+    names = (*HF_VARIANTS, *_sparse_variants(shape), "agree", "masks", "masks_moved")
     found: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for rollout in rollouts:
         routes = torch.from_numpy(
@@ -250,6 +251,7 @@ def score(
         same = (live.sort(-1).values == routes.sort(-1).values).all(-1)
         found["agree"].append(same.float().mean(1, keepdim=True).T.numpy())
         found["masks"].append(_masks_agree(logits, rollout, store))
+        found["masks_moved"].append(_masks_agree(logits.roll(1, 0), rollout, store))
         found["both"].append(_logprobs(logits, rollout, store))
         found["routing"].append(_logprobs(logits, rollout, None))
         turned, _ = _forward(model, shape, rollout, (routes + 1) % shape.num_experts, positions)
@@ -282,18 +284,24 @@ def _forward(
 
 
 def _masks_agree(logits: Tensor, rollout: Rollout, store: BlobStore) -> np.ndarray:
-    """[S] bool: top-k and top-p of these logits keep the recorded set."""
+    """[S] bool: top-k and top-p of these logits keep the recorded set.
+
+    The sums of two float32 implementations differ by some 1e-6, and at about one row in 10,000 a
+    sum is that near to top_p: there either set is right (EDGE).
+    """
     sampling, (part,) = rollout.sampling, rollout.sampling_mask
     offsets, ids = store.load(part.offsets), store.load(part.ids)
     found = []
     for row in range(rollout.num_sampled):
         values = logits[rollout.prompt_len - 1 + row] / sampling.temperature
         probs, order = values.softmax(-1).sort(descending=True)
-        keep = probs.cumsum(0) - probs <= sampling.top_p
+        before = probs.cumsum(0) - probs
         if sampling.top_k > 0:
-            keep[sampling.top_k :] = False
-        kept = order[keep].sort().values.numpy()
-        found.append(np.array_equal(kept, ids[offsets[row] : offsets[row + 1]]))
+            before[sampling.top_k :] = 2.0
+        least, most = (
+            set(order[before <= sampling.top_p + edge].tolist()) for edge in (-EDGE, EDGE)
+        )
+        found.append(least <= set(ids[offsets[row] : offsets[row + 1]].tolist()) <= most)
     return np.asarray(found)
 
 
