@@ -72,7 +72,7 @@ def what_fits(config: Config, shapes: Mapping[str, Any]) -> str:
         return ""
     engine = _smallest_engine(config, shapes, group)
     if is_local(config.cluster) and engine is not None:
-        for tried in (config, _offloaded(config)):
+        for tried in (config, *_offloaded(config)):
             for used in _shares(engine.tp, group.devices):
                 layout = _first_layout(tried, shapes, group, group.devices - used)
                 if layout is not None:
@@ -80,10 +80,11 @@ def what_fits(config: Config, shapes: Mapping[str, Any]) -> str:
     return _more(config, shapes, group, engine)
 
 
-def _offloaded(config: Config) -> Config:
-    """The same with the optimizer on the host."""
+def _offloaded(config: Config) -> list[Config]:
+    """The same with the optimizer on the host, where that is allowed."""
     args = {"optimizer_cpu_offload": True}
-    return replace(config, trainer=replace(config.trainer, optimizer_args=args))
+    offloaded = replace(config, trainer=replace(config.trainer, optimizer_args=args))
+    return [offloaded] if config.trainer.dtype == "bf16" else []
 
 
 def _shares(tp: int, devices: int) -> list[int]:
