@@ -47,6 +47,7 @@ _LAYOUTS = (
     "tests/property",
     "tests/multi/test_convert_torchrun.py",
     "tests/multi/test_gpu_lock.py",
+    "tests/multi/test_gpu_meta.py",
     "tests/multi/test_hf_weights.py",
     "tests/multi/test_layout_families.py",
     "tests/multi/test_layout_families_gradients.py",
@@ -130,7 +131,7 @@ STAGES = (
     Stage("unit", 240, "default", ("tests/unit", "tests/property"), workers=2),
     # Half of a run's seconds are starts and waits of one process: a second run uses them.
     Stage("processes", 800, "default", _SEVERAL_PROCESSES, workers=2),
-    Stage("layouts", 600, "full", _LAYOUTS),
+    Stage("layouts", 800, "full", _LAYOUTS),
     Stage("trainer", 1500, "full", _TRAINER),
     Stage("sync", 600, "full", _SYNC),
     Stage("engine", 1100, "full", _ENGINE),

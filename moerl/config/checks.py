@@ -17,6 +17,7 @@ from moerl.config.clusters import check_cluster, is_local
 from moerl.config.evaluating import check_isolation
 from moerl.config.json_files import read_model_config
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
+from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import Config, ParallelConfig, RefModelsConfig, RolloutConfig
 from moerl.config.validate import either, validate
 from moerl.errors import ConfigError, ModelError
@@ -54,6 +55,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_ref_models(config)
     _check_replay(config)
     _check_minibatches(config)
+    check_optimizer_settings(config.trainer)
     _check_task(config)
     _check_sync(config)
     _check_sizes(config)

@@ -274,6 +274,9 @@ class TrainerConfig:
     dispatcher: Dispatcher = "alltoall"
     cpu_threads: Count = 1
     megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field
+    # Of DistributedDataParallelConfig and OptimizerConfig: `moerl.config.optimizer_settings`
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer_args: dict[str, Any] = field(default_factory=dict)
     step_timeout_s: Positive = 1800.0  # longest wait for a batch or a peer
 
 

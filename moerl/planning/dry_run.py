@@ -301,7 +301,9 @@ class _Size:
         self.engines, self.sent = engines, Spread.of(totals.sent_bytes)
         self.received = max(totals.received_bytes)
         tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
-        self.memory = engine_memory(spec, engines, self.received, tokens, dtype)
+        self.memory = engine_memory(
+            spec, engines, self.received, tokens, dtype, bucket=config.sync.bucket_bytes
+        )
 
 
 def model_shapes(config: Config) -> dict[str, Any]:
@@ -329,9 +331,12 @@ def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
 
 def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:
     room = slot.node.group.device_gb
-    table = Table(title=f"memory of {who}, GB" + (f" of {room:g}" if room else ""))
+    title = f"memory of {who}, GB" + (f" of {room:g}" if room else "")
+    table = Table(title=title, padding=0)  # all columns of a large run fit the width
     columns = ["weights", "gradients", "optimizer", "activations", "logits", "replay", "others"]
-    columns = [c for c in (*columns, "runtime") if any(getattr(rank, c) for rank in ranks)]
+    columns = [
+        c for c in (*columns, "buckets", "runtime") if any(getattr(rank, c) for rank in ranks)
+    ]
     for column in ("stage", "parameters", *columns, "total"):
         table.add_column(column, justify="right")
     for found in _telling(ranks):
@@ -361,9 +366,11 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
         f"memory of an engine rank, tp {size.engines.tp}: weights {_gb(engine.weights)} GB, "
         f"KV cache {_gb(engine.kv)} GB ({tokens})"
     )
+    line += f", a publish {_gb(engine.update)} GB"
     if static:
         line += f"; mem_fraction_static leaves {static:.3g} GB of {group.device_gb:g}"
-    return line + _verdict("\nan engine rank", engine.total, static)
+    line += _verdict("\nan engine rank", engine.total, static)
+    return line + _verdict("\na publish", engine.update, group.device_gb - static)
 
 
 def _verdict(who: str, need: float, room_gb: float) -> str:
@@ -380,29 +387,43 @@ def _host_lines(
     sizes: Sequence[_Size],
     routes: int,
 ) -> str:
-    """Host memory per node: weight snapshot, staging, records waiting for the trainer."""
+    """Host memory per node: snapshot, offloaded optimizer, staging, records of the trainer."""
     rollout = config.rollout
     tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
     record = tokens * routes * (config.replay.routing == "R3")
     waiting = groups * rollout.group_size * record
     engine_nodes = {slot.node.name for slot in placed.engines}
-    lines = ["host memory, GB per node, at most:"]
+    rank = max(ranks, key=lambda rank: rank.host)
     each = max(len(slot.ranks) for slot in placed.trainers)
+    trainer = f"  trainer: weight snapshot of a publish {_gb(each * rank.snapshot)}"
+    if rank.offloaded:
+        trainer += f", optimizer {_gb(each * rank.offloaded)}"
+    staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}
+    records = waiting / max(1, len(engine_nodes))
+    needs = {node.name: staged.get(node.name, 0.0) for node in placed.nodes}
+    for name in engine_nodes:
+        needs[name] += records
+    for slot in placed.trainers:
+        needs[slot.node.name] += len(slot.ranks) * rank.host
+    lines = [
+        "host memory, GB per node, at most:",
+        trainer,
+        f"  engine: staging {_gb(max(staged.values()))}, records in {config.cluster.blob_dir} "
+        f"{_gb(records)} ({record / 1e6:.3g} MB of routes a rollout)",
+    ]
+    for node in placed.nodes:
+        who = f"host memory of {node.name}"
+        lines += filter(None, [_verdict(who, needs[node.name], node.group.memory_gb).strip()])
+    return "\n".join(lines)
+
+
+def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: str) -> float:
+    """Bytes that the engines of a node hold of the next version."""
     host = {size.engines.tp: size.engines.tp * size.memory.host for size in sizes}
     tp_of = config.engine.sizes
-    staging = max(
-        sum(host[tp_of[s.engine]] for s in placed.engines if s.node.name == n) / config.engine.nodes
-        for n in engine_nodes
-    )
-    lines.append(
-        f"  trainer: weight snapshot of a publish {_gb(each * max(r.host for r in ranks))}"
-    )
-    lines.append(
-        f"  engine: staging {_gb(staging)}, records in {config.cluster.blob_dir} "
-        f"{_gb(waiting / max(1, len(engine_nodes)))} ({record / 1e6:.3g} MB of routes a rollout)"
-    )
-    return "\n".join(lines)
+    slots = [slot for slot in placed.engines if slot.node.name == node]
+    return sum(host[tp_of[slot.engine]] for slot in slots) / config.engine.nodes
 
 
 def _transfer_lines(config: Config, size: _Size) -> str:

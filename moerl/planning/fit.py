@@ -7,6 +7,7 @@ from and not the fastest one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,13 @@ from moerl.errors import MoerlError
 from moerl.layout import model_spec
 from moerl.layout.spec import ModelSpec
 from moerl.planning.layout_check import engine_bytes
-from moerl.planning.memory import Recompute, Training, engine_memory, trainer_memory
+from moerl.planning.memory import (
+    Recompute,
+    Training,
+    engine_memory,
+    optimizer_bytes,
+    trainer_memory,
+)
 from moerl.weight_sync.buckets import engine_wants
 from moerl.weight_sync.held_shards import EngineLayout
 
@@ -49,6 +56,8 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         tokens=config.trainer.max_tokens_per_microbatch,
         recompute=recompute,
         distributed_optimizer=config.trainer.optimizer.distributed,
+        optimizer=optimizer_bytes(config.trainer),
+        bucket=config.sync.bucket_bytes,
         gpu=gpu,
     )
 
@@ -63,11 +72,19 @@ def what_fits(config: Config, shapes: Mapping[str, Any]) -> str:
         return ""
     engine = _smallest_engine(config, shapes, group)
     if is_local(config.cluster) and engine is not None:
-        for used in _shares(engine.tp, group.devices):
-            layout = _first_layout(config, shapes, group, group.devices - used)
-            if layout is not None:
-                return _settings(config, engine, used // engine.tp, layout)
+        for tried in (config, *_offloaded(config)):
+            for used in _shares(engine.tp, group.devices):
+                layout = _first_layout(tried, shapes, group, group.devices - used)
+                if layout is not None:
+                    return _settings(tried, engine, used // engine.tp, layout)
     return _more(config, shapes, group, engine)
+
+
+def _offloaded(config: Config) -> list[Config]:
+    """The same with the optimizer on the host, where that is allowed."""
+    args = {"optimizer_cpu_offload": True}
+    offloaded = replace(config, trainer=replace(config.trainer, optimizer_args=args))
+    return [offloaded] if config.trainer.dtype == "bf16" else []
 
 
 def _shares(tp: int, devices: int) -> list[int]:
@@ -80,10 +97,12 @@ def _settings(config: Config, engine: EngineFit, count: int, layout: ParallelCon
     axes = {axis: getattr(layout, axis) for axis in _AXES}
     wanted = {axis: size for axis, size in axes.items() if size != getattr(own, axis)}
     sizes = ", ".join(f"{axis}: {size}" for axis, size in wanted.items())
+    offload = config.trainer.optimizer_args.get("optimizer_cpu_offload")
+    args = " trainer.optimizer_args='{optimizer_cpu_offload: true}'" if offload else ""
     return (
         f"what would: engine.count={count} engine.tp={engine.tp} engine.args.ep_size={engine.ep} "
         f"engine.max_total_tokens={engine.tokens} engine.mem_fraction_static={_STATIC} "
-        f"trainer.parallel='{{{sizes}}}' trainer.optimizer.distributed=true"
+        f"trainer.parallel='{{{sizes}}}' trainer.optimizer.distributed=true{args}"
     )
 
 
@@ -152,6 +171,9 @@ def _first_layout(
             check_model_sizes(layout, 1, shapes)
             stages = trainer_memory(spec, layout, training)
         except MoerlError:
+            continue
+        host = min(ranks, group.devices) * max(rank.host for rank in stages)
+        if host > (group.memory_gb or math.inf) * 1e9:
             continue
         if max(rank.total for rank in stages) <= group.device_gb * 1e9:
             return layout

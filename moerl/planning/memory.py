@@ -5,16 +5,23 @@ Legend (of one rank; bytes unless stated otherwise)
     h, V   hidden size, vocabulary                              s  t / tp (sequence parallel)
     K, E   experts per token, experts                           F  intermediate size of an expert
 
-    weights      b (P + X)          b = 2 for bf16, 4 for fp32
-    gradients    4 (P + X)          Megatron's buffers, summed in fp32
+    weights      b (P + X)          b = 2 for bf16, 4 for fp32; without prediction layers, which
+    are not trained
+    gradients    4 (P + X)          Megatron's buffers, summed in fp32; reduced in place, so buckets
+    of the reduction cost nothing
     optimizer    m (P / shard + X / expert shard)    m = 12 in bf16 (fp32 copy, two moments), 8 in
-    fp32; shard = dp cp and its expert counterpart with the distributed optimizer, or 1
+    fp32, less in other dtypes or on the host (`optimizer_bytes`); shard = dp cp and its expert
+    counterpart with the distributed optimizer, or 1
     activations  with full recompute, the input of each layer for each microbatch in flight (pp -
     stage of them, 1F1B), and the activations inside one layer; without it inside every layer
     logits       10 t V / tp on the last stage: bf16, fp32 and their gradient
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
     others       further models on the same ranks: reference b (P + X); critic as the policy
+    buckets      a publish: two on the trainer's device, two on the engine's
     runtime      a constant for CUDA, NCCL and allocator waste; not measured here
+
+Host memory: the trainer's weight snapshot, b (P + X), and its offloaded optimizer; the engine's
+staging, as many bytes as its rank's weights.
 
 Experts are assumed to be equally popular: s K rows arrive at each rank.  The most popular rank of a
 batch may need several times as much; the rest of the GPU is for it.  `tests/unit/test_memory.py`
@@ -29,7 +36,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moerl.config.schema import ParallelConfig
+from moerl.config.optimizer_settings import optimizer_args
+from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout.shards import chunk_layers
 from moerl.layout.spec import ModelSpec, padded_vocab
 from moerl.planning.layout_check import ITEMSIZE, stage_bytes
@@ -41,6 +49,37 @@ RUNTIME = 3_000_000_000
 """CUDA context, NCCL buffers, allocator waste; what people report for 8-GPU nodes, 2 to 4 GB."""
 
 
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerBytes:
+    """Per parameter of a rank's shard."""
+
+    device: float = 12  # bf16: fp32 copy and two moments
+    host: float = 0
+
+
+def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
+    """What `trainer.optimizer_args` leave on the device.
+
+    Offloaded are fp32 copy, two moments and a pinned copy of the fp32 gradient.  The
+    precision-aware optimizer keeps the 16 bits of the fp32 copy that the bf16 weight lacks, unless
+    told otherwise.
+    """
+    args = optimizer_args(trainer)
+    if args.get("optimizer_cpu_offload"):
+        fraction = args["optimizer_offload_fraction"]
+        return OptimizerBytes(12 * (1 - fraction), 16 * fraction)
+    if not args.get("use_precision_aware_optimizer"):
+        return OptimizerBytes(12 if trainer.dtype == "bf16" else 8)
+    copy = _BYTES[args.get("main_params_dtype", "fp32")]
+    if copy == 4 and args.get("store_param_remainders", True):
+        copy = 2
+    moments = [_BYTES[args.get(name, "fp32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    return OptimizerBytes(copy + sum(moments))
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """Settings that decide the memory of a trainer rank."""
@@ -49,6 +88,8 @@ class Training:
     tokens: int = 8192  # per microbatch, before cp
     recompute: Recompute = "none"
     distributed_optimizer: bool = True
+    optimizer: OptimizerBytes = OptimizerBytes()
+    bucket: int = 0  # bytes of a publish's bucket, sync.bucket_bytes
     gpu: bool = True
 
 
@@ -65,13 +106,20 @@ class TrainerMemory:
     logits: int
     replay: int
     others: int  # reference, teacher and critic on the same ranks
+    buckets: int  # of a publish
     runtime: int
-    host: int  # node memory: weight snapshot of a publish
+    snapshot: int  # host memory: weights of a publish
+    offloaded: int  # host memory: optimizer
 
     @property
     def total(self) -> int:
+        """On the device."""
         parts = (self.static, self.activations, self.logits, self.replay, self.others)
-        return sum(parts) + self.runtime
+        return sum(parts) + self.buckets + self.runtime
+
+    @property
+    def host(self) -> int:
+        return self.snapshot + self.offloaded
 
     @property
     def static(self) -> int:
@@ -86,10 +134,12 @@ class EngineMemory:
     weights: int
     kv: int
     kv_token: int  # per token
-    host: int  # node memory: staging segment
+    update: int  # a publish: two buckets, or a staged version
+    host: int  # host memory: staging
 
     @property
     def total(self) -> int:
+        """What SGLang's share of the GPU has to hold; `update` is outside of it."""
         return self.weights + self.kv
 
 
@@ -106,6 +156,7 @@ def trainer_memory(
     ref_models: reference and teacher on the same ranks; critic: True if it is too.  Raises
     ConfigError or LayoutError when sizes do not divide.
     """
+    spec = replace(spec, mtp_layers=0)  # as the trainer builds it
     dense, expert = stage_bytes(spec, layout, "te" if training.gpu else "local")
     itemsize = ITEMSIZE.get(spec.dtype, 2)
     ranks = [
@@ -117,6 +168,7 @@ def trainer_memory(
         replace(
             rank,
             others=sum(other[p].weights for other in beside) + (rank.static if critic else 0),
+            offloaded=rank.offloaded * (2 if critic else 1),
         )
         for p, rank in enumerate(ranks)
     )
@@ -132,7 +184,16 @@ def ref_model_memory(
     alone = trainer_memory(spec, layout, replace(training, recompute="full"))
     one = [max(_insides(spec, layout, training, rank.stage), default=0) for rank in alone]
     return tuple(
-        replace(rank, gradients=0, optimizer=0, activations=inside, replay=0, host=0)
+        replace(
+            rank,
+            gradients=0,
+            optimizer=0,
+            activations=inside,
+            replay=0,
+            buckets=0,
+            snapshot=0,
+            offloaded=0,
+        )
         for rank, inside in zip(alone, one, strict=True)
     )
 
@@ -152,8 +213,8 @@ def _insides(spec: ModelSpec, layout: ParallelConfig, training: Training, stage:
 def _stage(
     spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int, dense: int, expert: int
 ) -> TrainerMemory:
-    half = training.dtype == "bf16"
-    width, moments = (2, 12) if half else (4, 8)
+    half, held = training.dtype == "bf16", training.optimizer
+    width = 2 if half else 4
     sharded = training.distributed_optimizer
     shard = layout.dp * layout.cp if sharded else 1
     expert_shard = layout.stage_size // (layout.ep * layout.etp) if sharded else 1
@@ -163,18 +224,21 @@ def _stage(
     last = stage == layout.pp - 1
     vocab = padded_vocab(spec, layout.tp, layout.vocab_divisible_by) // layout.tp
     in_moe = [number for number in layers if number in set(spec.moe_layers)]
+    own = dense // shard + expert // expert_shard  # parameters that this rank's optimizer updates
     return TrainerMemory(
         stage=stage,
         parameters=dense + expert,
         weights=width * (dense + expert),
         gradients=4 * (dense + expert),
-        optimizer=moments * dense // shard + moments * expert // expert_shard,
+        optimizer=round(held.device * own),
         activations=_activations(spec, layout, training, stage),
         logits=(10 if half else 12) * tokens * vocab if last else 0,
         replay=8 * (tokens // layout.tp) * spec.experts_per_token * len(in_moe),
         others=0,
+        buckets=2 * training.bucket if training.gpu else 0,
         runtime=RUNTIME if training.gpu else 0,
-        host=width * (dense + expert),
+        snapshot=width * (dense + expert),
+        offloaded=round(held.host * own),
     )
 
 
@@ -229,16 +293,31 @@ def _feed_forward(spec: ModelSpec, layout: ParallelConfig, tokens: int, number: 
 
 
 def engine_memory(
-    spec: ModelSpec, engine: EngineLayout, received: float, tokens: int, dtype: str
+    spec: ModelSpec,
+    engine: EngineLayout,
+    received: float,
+    tokens: int,
+    dtype: str,
+    *,
+    bucket: int = 0,
+    stages_on_device: bool = False,
 ) -> EngineMemory:
-    """Memory of an engine rank.  received: bytes of its weights; tokens: size of its KV cache."""
+    """Memory of an engine rank.  received: bytes of its weights; tokens: size of its KV cache.
+
+    bucket: bytes of a publish's bucket.  stages_on_device: the transport holds a whole version on
+    the device instead of the host.
+    """
     width = ITEMSIZE.get(dtype, 2)
     attention_ranks = engine.tp // engine.dp
     if spec.kv_lora:
         rows = spec.kv_lora + spec.qk_rope  # the latent, replicated on each rank
     else:
         rows = 2 * spec.head_dim * max(1, spec.kv_heads // attention_ranks)
-    token = width * rows * spec.layers
+    token, weights = width * rows * spec.layers, round(received)
     return EngineMemory(
-        weights=round(received), kv=token * tokens, kv_token=token, host=round(received)
+        weights=weights,
+        kv=token * tokens,
+        kv_token=token,
+        update=weights if stages_on_device else 2 * bucket,
+        host=0 if stages_on_device else weights,
     )

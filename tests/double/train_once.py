@@ -57,7 +57,16 @@ class Trained:
         return {name: parameter.detach().cpu().clone() for name, parameter in named}
 
 
-def prepare(where: str, folder: Path, replayed: ReplayConfig = ReplayConfig()) -> Trained:
+PLAIN = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3))
+
+
+def prepare(
+    where: str,
+    folder: Path,
+    replayed: ReplayConfig = ReplayConfig(),
+    *,
+    trainer: TrainerConfig = PLAIN,
+) -> Trained:
     """Load the model of the folder and plan a batch of random records."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     place = platform.prepare(where, layers="local")
@@ -72,7 +81,7 @@ def prepare(where: str, folder: Path, replayed: ReplayConfig = ReplayConfig()) -
     vars(parallel)["rank_store"] = lambda _timeout: dist.HashStore()  # the only rank
     config = Config(
         model=ModelConfig(path=str(folder / MODEL)),
-        trainer=TrainerConfig(optimizer=OptimizerConfig(lr=1e-3)),
+        trainer=trainer,
         replay=replayed,
     )
     ranks = parallel.start(config.trainer.parallel, place, timeout_s=60)
@@ -111,14 +120,20 @@ def largest_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torc
     return max(found)
 
 
-def main() -> None:
+def make_folder(folder: Path) -> None:
+    """With the model that `prepare` loads."""
     from moerl.data.tiny_model import make_tiny_model
-    from tests.double import attention
     from tests.helpers.trainer_support import EXPERTS, LAYERS, TOP_K
 
-    folder = Path(sys.argv[1])
     shape = TinyModel(enabled=True, num_layers=LAYERS, num_experts=EXPERTS, experts_per_token=TOP_K)
     make_tiny_model(folder / MODEL, shape, seed=0)
+
+
+def main() -> None:
+    from tests.double import attention
+
+    folder = Path(sys.argv[1])
+    make_folder(folder)
     attention.replace(everywhere=True)  # in the form that the double has
     torch.save(numbers(prepare("cpu", folder)), folder / NUMBERS)
 

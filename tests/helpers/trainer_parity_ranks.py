@@ -32,7 +32,13 @@ from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
-from tests.helpers.trainer_support import UNUSED_EXPERT, make_plan, replan, without_mask  # noqa: E402
+from tests.helpers.trainer_support import (  # noqa: E402
+    OVERLAPPED,
+    UNUSED_EXPERT,
+    make_plan,
+    replan,
+    without_mask,
+)
 
 
 def main() -> None:
@@ -45,6 +51,8 @@ def main() -> None:
     trainer = TrainerConfig(
         parallel=sizes, optimizer=optimizer, dispatcher=options.dispatcher, dtype=options.dtype
     )
+    if options.overlap:
+        trainer = replace(trainer, ddp=OVERLAPPED)
     folder = HfFolder(options.model)
     model = build(folder.spec, trainer, ranks, with_replay=True)
     load_hf(dict(model.gpt.named_parameters()), model.tiles, folder)
@@ -59,6 +67,8 @@ def main() -> None:
         ("no_mask", Mode.REPLAY, without_mask(plan), 0),
     ):
         found[name] = _logprobs(learner, records, mode, shift)
+    if options.overlap:  # gradients are sent during a backward pass from the second one on
+        learner.gradients(replan(plan, sizes.dp))
     metrics = learner.step(replan(plan, sizes.dp))
     found |= {"loss": metrics["loss/pg"], "grad_norm": metrics["loss/grad_norm"]}
     found["weights"] = _gather(learner, lambda param: param.detach())
@@ -133,6 +143,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dispatcher", default="alltoall")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--distributed-optimizer", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     return parser.parse_args()
 
 

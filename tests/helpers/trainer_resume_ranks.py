@@ -4,10 +4,10 @@ file.
     torchrun ... trainer_resume_ranks.py --model DIR --work DIR --phases FILE
 
 A phase builds the trainer anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
-"reset": false, "until": 2, "save": true, "out": FILE or "", "optimizer": {...}}.  It trains the
-steps from where it stands up to `until`; weights.pt of `save` gets the weights that it saves, `out`
-loss, gradient norm and rates of the last step and the weights after it.  Weights are in Hugging
-Face coordinates.
+"reset": false, "until": 2, "save": true, "out": FILE or "", "optimizer": {...}, "ddp": {...}}.  It
+trains the steps from where it stands up to `until`; weights.pt of `save` gets the weights that it
+saves, `out` loss, gradient norm and rates of the last step and the weights after it.  Weights are
+in Hugging Face coordinates.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay_style="linear", decay_steps=4)
     optimizer = replace(optimizer, distributed=phase["distributed"], eps=1e-4)
     optimizer = replace(optimizer, **phase["optimizer"])
-    trainer = TrainerConfig(parallel=ranks.sizes, optimizer=optimizer)
+    trainer = TrainerConfig(parallel=ranks.sizes, optimizer=optimizer, ddp=phase["ddp"])
     config = Config(trainer=trainer)
     folder = HfFolder(options.model)
     model = build(folder.spec, trainer, ranks, with_replay=True)

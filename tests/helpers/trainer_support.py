@@ -34,6 +34,8 @@ VOCAB, LAYERS, EXPERTS, TOP_K = 67, 4, 8, 2
 SHAPE = ModelShape(VOCAB, LAYERS, tuple(range(LAYERS)), EXPERTS, TOP_K)
 UNUSED_EXPERT = 5  # named by no route of a plan that asks for it
 ROOT = Path(__file__).resolve().parents[2]
+# Settings of trainer.ddp under which these models have several buckets, with padding at their ends
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
 
 
 def make_model(folder: Path, *, seed: int = 0, tied: bool = False) -> Path:

@@ -18,7 +18,7 @@ from moerl.trainer.checkpoints.convert import convert_to_hf
 from moerl.trainer.checkpoints.convert_job import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from tests.helpers.rank_server import run_ranks
-from tests.helpers.trainer_support import ROOT, make_model
+from tests.helpers.trainer_support import OVERLAPPED, ROOT, make_model
 
 LIMIT = 1e-6  # relative
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -39,6 +39,7 @@ def _phase(layout: str, work: Path, **fields: Any) -> dict[str, Any]:
     plain = {"distributed": False, "load": "", "reset": False, "until": 3, "save": "", "out": ""}
     plain["optimizer"] = {}
     phase = plain | {"parallel": LAYOUTS[layout]} | fields
+    phase["ddp"] = OVERLAPPED if phase["distributed"] else {}
     for name in ("save", "out"):
         phase[name] = str(work / phase[name]) if phase[name] else ""
     if phase["load"]:

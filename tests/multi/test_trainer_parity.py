@@ -22,6 +22,7 @@ LAYOUTS = {
     "tp2-etp1": ["--tp", "2"],
     "tp2-ep2": ["--tp", "2", "--ep", "2"],
     "ep2-distributed-optimizer": ["--dp", "2", "--ep", "2", "--distributed-optimizer"],
+    "dp2-overlapped": ["--dp", "2", "--distributed-optimizer", "--overlap"],
 }
 LIMIT = 1e-5
 Found = dict[str, Any]

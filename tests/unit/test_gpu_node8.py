@@ -22,7 +22,6 @@ from moerl.planning.fit import what_fits
 NODE8 = "cluster=node8"
 # Recipe -> what its message names of the cluster that would do
 OTHERS = {
-    "qwen3-30b-a3b": "1 node of 8 x 80 GB for the trainer alone",
     "glm-4.5-air": "nodes of 8 x 80 GB for the trainer alone",
     "gpt-oss-120b": "nodes of 8 x 80 GB for the trainer alone",
     "qwen3-235b-a22b": "16 nodes of 8 x 80 GB for the trainer alone",
@@ -49,6 +48,39 @@ def test_olmoe_fits_one_node() -> None:
     ]
     for part in ("weights", "gradients", "optimizer", "KV cache", "moerl.trainer.main"):
         assert part in text
+
+
+def test_qwen3_30b_fits_one_node_with_its_optimizer_on_the_host() -> None:
+    recipe = "qwen3-30b-a3b-node8"
+    code, text = dry_run(recipe, NODE8)
+    assert code == 0, text
+    assert "DOES NOT FIT" not in text
+    assert re.search(r"weight snapshot of a publish 6\d.*, optimizer 4\d\d$", text, re.M), text
+    devices = text.split("devices, as CUDA_VISIBLE_DEVICES:\n")[1].splitlines()[:3]
+    assert [line.rpartition(": ")[2].partition(";")[0] for line in devices] == [
+        "0,1",
+        "2,3",
+        "4,5,6,7",
+    ]
+    on_device = dry_run(recipe, NODE8, "trainer.optimizer_args.optimizer_cpu_offload=false")[1]
+    assert "a trainer rank DOES NOT FIT" in on_device
+    assert "trainer.optimizer_args='{optimizer_cpu_offload: true}'" in on_device
+
+
+def test_the_proposal_for_qwen3_30b_fits() -> None:
+    code, text = dry_run("qwen3-30b-a3b", NODE8)
+    assert code != 0
+    settings = shlex.split(text.split("what would: ")[1].splitlines()[0])
+    config = resolve(load_config("qwen3-30b-a3b", (NODE8, *settings)))
+    check(config, starts=False)
+    assert config.trainer.optimizer_args == {"optimizer_cpu_offload": True}
+    assert "DOES NOT FIT" not in describe(config, [])
+
+
+def test_host_memory_that_a_node_does_not_have() -> None:
+    config = resolve(load_config("qwen3-30b-a3b-node8", ("cluster.nodes.all.memory_gb=500",)))
+    text = describe(config, [])
+    assert re.search(r"host memory of \S+ DOES NOT FIT: \d{3} GB of 500 GB", text), text
 
 
 @pytest.mark.parametrize("recipe", OTHERS)

@@ -49,6 +49,19 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "critic."
 _MAY_CHANGE = ("max_lr", "min_lr", "start_wd", "end_wd")  # of a parameter group, over a resume
+# Of a parameter group: how an offloaded optimizer computes.  Two are classes, which no checkpoint
+# may contain: megatron-core 0.19.2 writes them and then refuses to read them.
+_HOW = (
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "offload_fraction",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "bias_correction",
+    "fused",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +241,17 @@ def _state(
 def _optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool
 ) -> dict[str, Any]:
+    metadata: dict[str, Any] = dict(METADATA)
+    if optimizer.chained_optimizers[0].config.optimizer_cpu_offload:
+        # gathered where it is: NCCL would need a whole gradient buffer in fp32 on the device, twice
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
     state: dict[str, Any] = optimizer.sharded_state_dict(
-        model, is_loading=is_loading, metadata=dict(METADATA)
+        model, is_loading=is_loading, metadata=metadata
     )
+    for group in _saved_groups(state):
+        if "cpu_optimizer_cls" in group:
+            for name in _HOW:
+                group.pop(name, None)
     return state
 
 
@@ -260,9 +281,9 @@ def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 
     A checkpoint holds the values of the run that wrote it.
     """
+    names = ("max_lr", "min_lr", "betas", "eps", *_HOW)
     return [
-        {name: group[name] for name in ("max_lr", "min_lr", "betas", "eps")}
-        for group in optimizer.param_groups
+        {name: group[name] for name in names if name in group} for group in optimizer.param_groups
     ]
 
 

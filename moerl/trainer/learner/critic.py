@@ -40,7 +40,8 @@ from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.learner.optimizer import (
-    finalize_as_sums,
+    connect,
+    gather_parameters,
     make_optimizer,
     make_schedule,
     take_step,
@@ -136,12 +137,11 @@ class Critic:
         rate = config.algorithm.critic_lr
         settings = replace(settings, lr=rate, min_lr=min(settings.min_lr, rate))
         self.ddp: list[DistributedDataParallel] = wrap(
-            self.model, distributed_optimizer=settings.distributed
+            self.model, config.trainer, parallel.platform
         )
-        self.optimizer = make_optimizer(self.ddp, settings, config.trainer.dtype)
+        self.optimizer = make_optimizer(self.ddp, replace(config.trainer, optimizer=settings))
         self.schedule = make_schedule(self.optimizer, settings, config.run.steps)
-        self.model.config.finalize_model_grads_func = finalize_as_sums
-        self.model.config.grad_scale_func = self.optimizer.scale_loss
+        connect(self.model, self.ddp, self.optimizer)
         self._returns: list[Array] = []
 
     def advantages(self, plan: BatchPlan, drift: Sequence[Array] | None = None) -> list[Array]:
@@ -195,6 +195,7 @@ class Critic:
                 partial(self._forward_step, partial(self._loss, sums)),
             )
             norms += take_step(self.optimizer, f"step {part.plan.step}: the critic")
+        gather_parameters(self.ddp)
         sums.values = sums.values.cpu()
         dist.all_reduce(sums.values, group=self.parallel.control)
         metrics = sums.metrics(len(parts))

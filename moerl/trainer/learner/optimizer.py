@@ -6,6 +6,7 @@ The schedule counts batches: all optimizer steps of a batch (`trainer.minibatche
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,21 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from moerl.config.schema import OptimizerConfig
-from moerl.errors import TrainerError
+from moerl.config.optimizer_settings import optimizer_args
+from moerl.config.schema import OptimizerConfig, TrainerConfig
+from moerl.errors import ConfigError, TrainerError
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model
     from moerl.trainer.model.parallel import Parallel
+
+# fp8: Transformer Engine's Adam keeps scaled bytes
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
 
 
 def finalize_as_sums(model: list[Any], _num_tokens: Tensor | None, **kwargs: Any) -> None:
@@ -51,24 +61,57 @@ def router_grad_norm(model: Model, parallel: Parallel) -> float:
     return math.sqrt(float(squares) * parallel.sizes.pp / parallel.world_size)
 
 
-def make_optimizer(
-    ddp: list[DistributedDataParallel], settings: OptimizerConfig, dtype: str
-) -> MegatronOptimizer:
-    half = dtype == "bf16"
-    config = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=_floor(settings),
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.eps,
-        clip_grad=settings.clip_grad,
-        bf16=half,
-        params_dtype=torch.bfloat16 if half else torch.float32,
-        use_distributed_optimizer=settings.distributed,
-    )
+def make_optimizer(ddp: list[DistributedDataParallel], trainer: TrainerConfig) -> MegatronOptimizer:
+    """Raises ConfigError with what megatron-core says of `trainer.optimizer_args`."""
+    half, settings = trainer.dtype == "bf16", trainer.optimizer
+    asked = optimizer_args(trainer)
+    args = {name: _DTYPES.get(value, value) for name, value in asked.items()}
+    try:
+        config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=_floor(settings),
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=half,
+            params_dtype=torch.bfloat16 if half else torch.float32,
+            use_distributed_optimizer=settings.distributed,
+            overlap_param_gather=ddp[0].ddp_config.overlap_param_gather,
+            **args,
+        )
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            "trainer.optimizer_args", asked, f"megatron-core says: {error}"
+        ) from error
     return get_megatron_optimizer(config, ddp)
+
+
+def connect(
+    model: Model, ddp: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> None:
+    """Give Megatron's schedules the functions that finish, scale and delay the reduction.
+
+    An overlapped reduction belongs to the last microbatch of a step.
+    """
+    model.config.finalize_model_grads_func = finalize_as_sums
+    model.config.grad_scale_func = optimizer.scale_loss
+    if ddp[0].ddp_config.overlap_grad_reduce:
+        pauses = [chunk.no_sync for chunk in ddp]
+        model.config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+
+
+def gather_parameters(ddp: Sequence[DistributedDataParallel]) -> None:
+    """Make every rank's parameters whole after the last update of a batch; collective.
+
+    With `trainer.ddp.overlap_param_gather` the forward pass would do it, and what reads weights
+    without one (snapshot of a publish, checkpoint, hf/) would find those before the update.
+    """
+    for chunk in ddp:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def make_schedule(

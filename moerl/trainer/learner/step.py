@@ -44,7 +44,8 @@ from moerl.data.ref_scores import received
 from moerl.errors import TrainerError
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.learner.optimizer import (
-    finalize_as_sums,
+    connect,
+    gather_parameters,
     make_optimizer,
     make_schedule,
     router_grad_norm,
@@ -103,12 +104,8 @@ class Learner:
         # a user's objective that is not there ends the start, not the first step
         choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         optimizer = config.trainer.optimizer
-        self.ddp: list[DistributedDataParallel] = wrap(
-            model, distributed_optimizer=optimizer.distributed
-        )
-        self.optimizer: MegatronOptimizer = make_optimizer(
-            self.ddp, optimizer, config.trainer.dtype
-        )
+        self.ddp: list[DistributedDataParallel] = wrap(model, config.trainer, parallel.platform)
+        self.optimizer: MegatronOptimizer = make_optimizer(self.ddp, config.trainer)
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
         self.ref_models: dict[
             str, RefModel
@@ -119,8 +116,7 @@ class Learner:
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
             self.router_losses = RouterLosses(model, parallel)
-        model.config.finalize_model_grads_func = finalize_as_sums
-        model.config.grad_scale_func = self.optimizer.scale_loss
+        connect(model, self.ddp, self.optimizer)
 
     def step(self, plan: BatchPlan) -> dict[str, float]:
         """Train one plan; returns the metrics of the step, equal on all ranks.
@@ -141,6 +137,7 @@ class Learner:
             if self.watches_routers:
                 routers.append(router_grad_norm(self.model, self.parallel))
             norms += self._update(plan.step, times)
+        gather_parameters(self.ddp)
         metrics |= self._performance(total, times, time.perf_counter() - begin)
         metrics |= self._metrics(total, len(parts)) | advantage_metrics(advantages)
         if norms:

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moerl.config.optimizer_settings import ddp_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.layout import Named, megatron_tiles, padded_vocab
@@ -24,6 +25,7 @@ from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
 from moerl.trainer.model.indexer_replay import IndexerReplay, attach_indexers
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.replay import RouteReplay, attach
 from moerl.trainer.model.sparse_attention import sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
@@ -232,18 +234,35 @@ def check_family(
         )
 
 
-def wrap(model: Model, *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+def wrap(model: Model, trainer: TrainerConfig, platform: Platform) -> list[DistributedDataParallel]:
     """Gradient buffers per chunk and their reduction over data-parallel ranks, as fp32 sums."""
-    return [
+    args = ddp_args(trainer, cuda=platform.name == "cuda")
+    wrapped = [
         DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=distributed_optimizer,
+                use_distributed_optimizer=trainer.optimizer.distributed,
+                **args,
             ),
             chunk.module,
             disable_bucketing=chunk.index > 0,
         )
         for chunk in model.chunks
     ]
+    for ddp in wrapped:
+        _save_padding_too(ddp)
+    return wrapped
+
+
+def _save_padding_too(ddp: DistributedDataParallel) -> None:
+    """Make the distributed optimizer's checkpoints right for several buckets.
+
+    Its `fully_reshardable` form joins the buckets without the padding at their ends, and then cuts
+    parameters at their places in the padded buffer: behind a padded bucket it saves other
+    parameters' moments, and zeros (megatron-core 0.19.2, a warning at the end of the buffer).
+    """
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
