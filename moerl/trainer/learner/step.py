@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -119,7 +119,8 @@ class Learner:
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
             self.router_losses = RouterLosses(model, parallel)
-        model.config.finalize_model_grads_func = finalize_as_sums
+        self.before_update: Callable[[], None] = lambda: None  # before any weight changes
+        model.config.finalize_model_grads_func = self._finalize
         model.config.grad_scale_func = self.optimizer.scale_loss
 
     def step(self, plan: BatchPlan) -> dict[str, float]:
@@ -248,6 +249,11 @@ class Learner:
         norms = take_step(self.optimizer, f"step {step}")
         times.optimizer += time.perf_counter() - begin
         return norms
+
+    def _finalize(self, model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+        """After the last backward pass; Megatron's finaliser writes the routers' expert bias."""
+        self.before_update()
+        finalize_as_sums(model, num_tokens, **kwargs)
 
     def _forward_step(
         self,
