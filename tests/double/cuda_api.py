@@ -151,20 +151,6 @@ def _bytes(which: int) -> Callable[..., int]:
     return lambda device=None: int(OPS.memory(index_of(device), "")[which])
 
 
-class Runtime:
-    """`torch.cuda.cudart()`: host memory that torch did not allocate."""
-
-    @staticmethod
-    def cudaHostRegister(address: int, num_bytes: int, _flags: int) -> int:
-        OPS.pin(address, num_bytes)
-        return 0
-
-    @staticmethod
-    def cudaHostUnregister(address: int) -> int:
-        OPS.pin(address, 0)
-        return 0
-
-
 def _streams() -> dict[str, Any]:
     return {
         "Stream": Stream,
@@ -205,7 +191,6 @@ def _memory() -> dict[str, Any]:
         "mem_get_info": lambda device=None: (MEMORY - _bytes(0)(device), MEMORY),
         "empty_cache": _nothing(),
         "ipc_collect": _nothing(),
-        "cudart": lambda: Runtime,
     }
 
 

@@ -59,12 +59,6 @@ void sync_event(int64_t event, bool noted) {
   if (noted) note("sync", "event");
   host_waits_for_event(event);
 }
-void pin(int64_t address, int64_t bytes) {  // host memory that torch did not allocate; 0 = let go
-  std::lock_guard<std::mutex> held(meters().lock);
-  auto at = reinterpret_cast<const char*>(address);
-  if (bytes) meters().pinned[at] = bytes;
-  else meters().pinned.erase(at);
-}
 Tensor host_view(const Tensor& t) {  // the same memory, labelled cpu
   Labels labels;
   return t.is_cuda() ? labels.to_host(t) : t;
@@ -89,7 +83,6 @@ TORCH_LIBRARY(device_double, m) {
   m.def("memory", &memory);
   m.def("purposes", &purposes);
   m.def("reset_peak", &reset_peak);
-  m.def("pin", &pin);
   m.def("host_view(Tensor t) -> Tensor");
   m.def("use(Tensor[] tensors, bool writes, str what) -> ()");
   m.def("record_use(Tensor t, int device, int stream) -> ()");
