@@ -33,7 +33,7 @@ def device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
     return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
 
-class DeviceBuckets:
+class CommitBuckets:
     """Two buffers for the largest bucket of a plan, and the stream that fills them."""
 
     def __init__(self, plan: ReceiverPlan, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class CommitCopies:
         starts: Sequence[int],
         staging: Tensor,
         tensors: Mapping[str, Tensor],
-        buckets: DeviceBuckets | None = None,
+        buckets: CommitBuckets | None = None,
     ) -> None:
         """starts: of the regions in `staging`.  buckets: staging is in host memory, the weights are
         on a GPU.
@@ -108,7 +108,7 @@ class CommitCopies:
             step.sources.append(source.view(target.dtype).view(target.shape))
         return step
 
-    def _stream(self, buckets: DeviceBuckets) -> None:
+    def _stream(self, buckets: CommitBuckets) -> None:
         current, copied = torch.cuda.current_stream(buckets.device), list[torch.cuda.Event]()
         buckets.stream.wait_stream(current)
         for number, step in enumerate(self._steps):

@@ -33,10 +33,10 @@ from moerl.errors import TransportError
 from moerl.layout import at
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import Bucket, Digest, Piece, digest, seeds
-from moerl.weight_sync.host_memory import locked_bytes
 from moerl.weight_sync.quantize import quantize_blocks
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import SenderPlan
+from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 _PER_SENDER = 2  # buffers
 _NO_DIGEST = Digest(b"", 0)
@@ -180,7 +180,7 @@ class BucketPacker:
         if before is not None and not before[0].users:
             packed = before[0]  # its views are made
         elif len(self._buffers) < _PER_SENDER * self._senders:
-            make = locked_bytes if self.snapshot.is_locked else _plain_bytes
+            make = host_buffer if self.snapshot.is_locked else _plain_bytes
             packed = PackedBucket(make(self._largest))
         else:
             packed = next(one for one in self._buffers if not one.users)

@@ -11,8 +11,8 @@ control thread while the scheduler decodes.  A claim is a promise: from then on 
 other PREPARE is accepted, so either all ranks copy or none does (`moerl.engine.update_hooks`
 asks all ranks before any of them copies).  Live weights are written at one place, `commit`.
 
-Staging is in host memory, page-locked under weights on a GPU, or on the device where the transport
-has it there; `commit_copies` brings either into the live weights.
+Staging is in host memory, or on the device where the transport has it there; `commit_copies` brings
+either into the live weights.
 
 A failed session closes its staging buffer and the next session opens a new one, since a late
 sender may still write into the old one.  A committed session keeps its buffer for the next version
@@ -53,10 +53,9 @@ from moerl.messages import (
 from moerl.rpc import Keys, RpcServer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import ALIGN, Piece, WirePolicy, delta_start, digest, seeds, split
-from moerl.weight_sync.commit_copies import CommitCopies, DeviceBuckets, device_of
+from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
 from moerl.weight_sync.delta import DeltaError, apply
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.host_memory import page_lock
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
 from moerl.weight_sync.transports.base import Staging, Transport
 
@@ -131,7 +130,7 @@ class Receiver:
     total: int | None = None  # digest of the live weights; None = not received here
     _session: _Session | None = None
     _taken: _Session | None = None  # committed last; its staging is used again
-    _buckets: DeviceBuckets | None = None
+    _buckets: CommitBuckets | None = None
     _plans: dict[str, tuple[ReceiverPlan, list[list[int]]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -165,7 +164,7 @@ class Receiver:
                 raise EngineError(f"version {before.message.version} is being committed")
             self._close_session()
             staging = self._staging(message, plan)
-            self._ready_device(plan, staging)
+            self._make_buckets(plan, staging)
             self._session = _Session(message, plan, staging, seeds_)
         starts = {
             region.src: start
@@ -319,24 +318,19 @@ class Receiver:
             2 * num_bytes + ALIGN if message.delta else num_bytes
         )
 
-    def _ready_device(self, plan: ReceiverPlan, staging: Staging) -> None:
-        """Lock host staging and allocate the buckets, for weights on a GPU.
-
-        Raises TransportError, and closes the staging.
-        """
+    def _make_buckets(self, plan: ReceiverPlan, staging: Staging) -> None:
+        """Those of a commit.  Raises TransportError, and closes the staging."""
         device = device_of(self.model.tensors())
         if device is None or staging.buffer.is_cuda:
             self._buckets = None
-            return
-        try:
-            page_lock(staging.buffer)
-            if self._buckets is None or self._buckets.plan is not plan:
-                self._buckets = None  # frees the old ones first
-                self._buckets = DeviceBuckets(plan, device)
-        except (TransportError, torch.OutOfMemoryError) as error:
-            staging.close()
-            self._taken = None
-            raise TransportError("room", f"staging is of no use: {cause_of(error)}") from error
+        elif self._buckets is None or self._buckets.plan is not plan:
+            self._buckets = None  # frees the old ones first
+            try:
+                self._buckets = CommitBuckets(plan, device)
+            except torch.OutOfMemoryError as error:
+                staging.close()
+                self._taken = None
+                raise TransportError("room", f"two device buckets: {cause_of(error)}") from error
 
     def _copies(self, session: _Session) -> CommitCopies:
         """Those of the version before, where staging and live weights are the same."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moerl.errors import TransportError
 from moerl.types import PolicyVersion
-from moerl.weight_sync.host_memory import locked_bytes
+from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 _ALIGN = 64  # bytes
 
@@ -76,7 +76,7 @@ class WeightSnapshot:
         for tensor in live.values():
             starts.append(end)
             end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        self._memory = locked_bytes(end)
+        self._memory = host_buffer(end)
         self._tensors = {
             name: self._memory[start:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (name, tensor), start in zip(live.items(), starts, strict=True)

@@ -102,22 +102,18 @@ PUBLISH_BLUNDERS = (
     ),
     Blunder(
         "a snapshot in pageable memory",
-        SNAPSHOT, "WeightSnapshot._make", "locked_bytes(end)",
+        SNAPSHOT, "WeightSnapshot._make", "host_buffer(end)",
         "torch.empty(end, dtype=torch.uint8)",
     ),
     Blunder(
         "a snapshot on the device",
-        SNAPSHOT, "WeightSnapshot._make", "locked_bytes(end)",
+        SNAPSHOT, "WeightSnapshot._make", "host_buffer(end)",
         "torch.empty(end, dtype=torch.uint8, device='cuda')",
     ),
     Blunder(
         "buckets in pageable memory",
         "moerl.weight_sync.packed_buckets", "BucketPacker._claim",
-        "locked_bytes if self.snapshot.is_locked else _plain_bytes", "_plain_bytes",
-    ),
-    Blunder(
-        "staging in pageable memory",
-        RECEIVER, "Receiver._ready_device", "page_lock(staging.buffer)", "pass",
+        "host_buffer if self.snapshot.is_locked else _plain_bytes", "_plain_bytes",
     ),
     Blunder(
         "a commit under a forward pass",
@@ -139,6 +135,6 @@ PUBLISH_BLUNDERS = (
     ),
     Blunder(
         "a whole version on the device",
-        COMMIT, "DeviceBuckets.__init__", "max(sizes, default=0)", "sum(sizes)",
+        COMMIT, "CommitBuckets.__init__", "max(sizes, default=0)", "sum(sizes)",
     ),
 )  # fmt: skip

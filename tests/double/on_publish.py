@@ -24,6 +24,7 @@ from moerl.weight_sync.receiver import Receiver, ReceiverContext
 from moerl.weight_sync.sender import WeightSender
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID
+from moerl.weight_sync.transports.pinned_memory import host_buffer
 from tests.double.mutations import PUBLISH_BLUNDERS, Blunder
 from tests.double.watch import OPS, PAGEABLE, WAITS, Watch, memory, watch
 from tests.helpers.sync_peers import POLICY, TRAINER, PlainModel, local_tensors, spec, transfer
@@ -39,6 +40,8 @@ WAITS_OF_A_PUBLISH = {
     "moerl/weight_sync/receiver.py": 2 * TP,
 }
 KINDS = ("mapped", "put", "device")
+
+torch.empty(1, pin_memory=True)  # before, torch's `is_pinned` says no of everything
 
 
 @cache
@@ -60,8 +63,9 @@ class Memory:
     stagings: dict[bytes, Memory] = {}  # noqa: RUF012  # by endpoint
 
     def __init__(self, kind: str, num_bytes: int) -> None:
-        device = ON_ENGINE if kind == "device" else "cpu"
-        self.kind, self.buffer = kind, torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.kind, self.buffer = kind, host_buffer(num_bytes)
+        if kind == "device":
+            self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=ON_ENGINE)
         self.endpoint = b"%d" % len(self.stagings)
         self.stagings[self.endpoint] = self
         self.put_pageable = 0

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -98,6 +98,7 @@ class Learner:
     ) -> None:
         """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
         self.critic = critic
+        self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.load = torch.zeros(0, 0)  # of the last step, see `StepSums.load`
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         # a user's objective that is not there ends the start, not the first step
@@ -119,8 +120,7 @@ class Learner:
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
             self.router_losses = RouterLosses(model, parallel)
-        self.before_update: Callable[[], None] = lambda: None  # before any weight changes
-        model.config.finalize_model_grads_func = self._finalize
+        model.config.finalize_model_grads_func = finalize_as_sums
         model.config.grad_scale_func = self.optimizer.scale_loss
 
     def step(self, plan: BatchPlan) -> dict[str, float]:
@@ -246,14 +246,10 @@ class Learner:
     def _update(self, step: int, times: _Times) -> list[float]:
         """One optimizer step; returns the gradient norm before clipping if Megatron has one."""
         begin = time.perf_counter()
+        self.before_update()
         norms = take_step(self.optimizer, f"step {step}")
         times.optimizer += time.perf_counter() - begin
         return norms
-
-    def _finalize(self, model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
-        """After the last backward pass; Megatron's finaliser writes the routers' expert bias."""
-        self.before_update()
-        finalize_as_sums(model, num_tokens, **kwargs)
 
     def _forward_step(
         self,
