@@ -131,6 +131,7 @@ class Receiver:
     _session: _Session | None = None
     _taken: _Session | None = None  # committed last; its staging is used again
     _buckets: CommitBuckets | None = None
+    _device: torch.device | None = None  # GPU of the live weights
     _plans: dict[str, tuple[ReceiverPlan, list[list[int]]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -259,15 +260,14 @@ class Receiver:
         assert session is not None, "claim first"
         assert session.claimed, "claim first"
         before, after = _around(session.plan.hooks)
-        device = device_of(self.model.tensors())
-        _finish(device)  # the last forward pass, on whatever stream it runs
+        _finish(self._device)  # the last forward pass, on whatever stream it runs
         for hook in before:
             self.model.run_hook(hook)
         session.copies = self._copies(session)
         session.copies.run()
         for hook in after:
             self.model.run_hook(hook)
-        _finish(device)  # also: staging may be written again, and errors are raised here
+        _finish(self._device)  # also: staging may be written again, and errors are raised here
         with self._lock:
             self.held, self.total = session.message.version, session.total
             self._taken, self._session = session, None
@@ -320,7 +320,7 @@ class Receiver:
 
     def _make_buckets(self, plan: ReceiverPlan, staging: Staging) -> None:
         """Those of a commit.  Raises TransportError, and closes the staging."""
-        device = device_of(self.model.tensors())
+        self._device = device = device_of(self.model.tensors())
         if device is None or staging.buffer.is_cuda:
             self._buckets = None
         elif self._buckets is None or self._buckets.plan is not plan:

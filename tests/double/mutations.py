@@ -117,11 +117,11 @@ PUBLISH_BLUNDERS = (
     ),
     Blunder(
         "a commit under a forward pass",
-        RECEIVER, "Receiver.commit", "_finish(device)  # the last forward pass", "pass  #",
+        RECEIVER, "Receiver.commit", "_finish(self._device)  # the last forward pass", "pass  #",
     ),
     Blunder(
         "a commit that ends before its copies",
-        RECEIVER, "Receiver.commit", "_finish(device)  # also", "pass  #",
+        RECEIVER, "Receiver.commit", "_finish(self._device)  # also", "pass  #",
     ),
     Blunder(
         "pieces copied before their bucket arrived",

@@ -32,6 +32,7 @@ from tests.helpers.sync_peers import POLICY, TRAINER, PlainModel, local_tensors,
 LATE = 1e9  # a deadline
 TP = 2
 V0, V1, V2 = (PolicyVersion(0, step) for step in range(3))
+V100, V101 = PolicyVersion(0, 100), PolicyVersion(0, 101)  # these differ in one word of 97
 ON_TRAINER, ON_ENGINE = torch.device("cuda:0"), torch.device("cuda:1")
 # Of our own lines, in one publish: a sender waits for the copy of its rank's snapshot, a commit for
 # the forward pass before it and for its own copies.
@@ -99,19 +100,22 @@ class Memories:
 
 # --- both ends ------------------------------------------------------------------------------------
 class TrainerRank:
-    def __init__(self, rank: int, kind: str) -> None:
+    def __init__(self, rank: int, kind: str, *, delta: bool = False) -> None:
         self.rank = rank
         self.live = {n: t.to(ON_TRAINER) for n, t in trainer_weights(rank, V0).items()}
-        self.update = {n: t.to(ON_TRAINER) for n, t in trainer_weights(rank, V1).items()}
+        self.updates = {
+            version: [t.to(ON_TRAINER) for t in trainer_weights(rank, version).values()]
+            for version in ((V100, V101) if delta else (V1, V2))
+        }
         self.snapshot = WeightSnapshot()
         self.packer = BucketPacker(transfer(TP).sender(rank), self.snapshot)
-        self.sender = WeightSender(self.packer, Memories(kind))
+        self.sender = WeightSender(self.packer, Memories(kind), delta=delta)
 
     def step(self, version: PolicyVersion) -> None:
         """An optimizer step: weights in place, then the snapshot of the new version."""
         self.snapshot.before_write()
-        for name, weight in self.live.items():
-            weight.copy_(self.update[name])
+        for weight, new in zip(self.live.values(), self.updates[version], strict=True):
+            weight.copy_(new)
         self.snapshot.store(self.live, version)
 
     def next_step(self) -> None:
@@ -141,20 +145,24 @@ class EngineRank:
 
 
 class World:
-    def __init__(self, kind: str) -> None:
-        self.trainers = [TrainerRank(rank, kind) for rank in range(TRAINER.world_size)]
+    def __init__(self, kind: str, *, delta: bool = False) -> None:
+        self.delta = delta
+        self.trainers = [TrainerRank(r, kind, delta=delta) for r in range(TRAINER.world_size)]
         self.engines = [EngineRank(rank, kind) for rank in range(TP)]
         torch.cuda.synchronize(ON_TRAINER)
         torch.cuda.synchronize(ON_ENGINE)
 
-    def publish(self, version: PolicyVersion) -> None:
-        """Between two forward passes of the engine, while the trainer trains the next step."""
+    def publish(self, version: PolicyVersion) -> int:
+        """Between two forward passes of the engine, while the trainer trains the next step; returns
+        the bytes that were sent.
+        """
         with torch.cuda.device(ON_TRAINER):
             for trainer in self.trainers:
                 trainer.step(version)
                 trainer.next_step()
         with torch.cuda.device(ON_ENGINE):
-            prepared = [engine.receiver.prepare(_prepare(version)) for engine in self.engines]
+            message = _prepare(version, delta=self.delta)
+            prepared = [engine.receiver.prepare(message) for engine in self.engines]
         moved = []
         for trainer in self.trainers:
             to = {
@@ -164,9 +172,12 @@ class World:
             }
             moved.append(trainer.sender.send(to, LATE))
         digests = tuple(b"".join(m[dst].digests for m in moved if dst in m) for dst in range(TP))
+        deltas = tuple(
+            tuple(size for m in moved if dst in m for size in m[dst].deltas) for dst in range(TP)
+        )
         for engine in self.engines:
             with torch.cuda.device(ON_ENGINE):
-                found = engine.receiver.verify(VerifyUpdate(0, version, digests, 60.0))
+                found = engine.receiver.verify(VerifyUpdate(0, version, digests, 60.0, deltas))
             assert found.failed == ((),), found
         with torch.cuda.device(ON_ENGINE):
             for engine in self.engines:
@@ -174,13 +185,14 @@ class World:
                 assert not engine.receiver.claim(str(version))
                 engine.receiver.commit()
                 engine.forward()
+        return sum(part.num_bytes for to in moved for part in to.values())
 
 
-def _prepare(version: PolicyVersion) -> PrepareUpdate:
+def _prepare(version: PolicyVersion, *, delta: bool) -> PrepareUpdate:
     return PrepareUpdate(
         engine=0, version=version, plan_engine=PLAN_ID, plan=transfer(TP).id, layout="",
         transport="memory", trainer=asdict(TRAINER), policy=asdict(POLICY), layer_spec="local",
-        timeout_s=60.0,
+        timeout_s=60.0, delta=delta,
     )  # fmt: skip
 
 
@@ -249,8 +261,16 @@ def test_an_engine_serves_the_version_and_holds_two_buckets_more(kind: str) -> N
     # two engine ranks share the device here; a forward pass leaves a few scalars
     assert done.extra[1] - staged <= (2 * TP * done.bucket if kind != "device" else 0) + 4096
     done.world.publish(V2)
-    assert [engine.differs(V1) for engine in done.world.engines] == [[], []]
-    done.world.trainers[0].sender.close()
+    assert [engine.differs(V2) for engine in done.world.engines] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["put", "device"])
+def test_deltas_are_applied_to_staging_on_either_side(kind: str) -> None:
+    world = World(kind, delta=True)
+    whole = world.publish(V100)
+    assert [engine.differs(V100) for engine in world.engines] == [[], []]
+    assert world.publish(V101) < whole / 4
+    assert [engine.differs(V101) for engine in world.engines] == [[], []]
 
 
 def _waits(seen: Watch) -> dict[str, int]:
