@@ -131,7 +131,7 @@ class PrepareUpdate:
 
     engine: int
     version: PolicyVersion
-    plan_engine: int  # engine id of the transfer plan: its own, or of the engine it copies
+    plan_engine: int  # engine id of the transfer plan
     plan: str  # fingerprint of the transfer plan, `moerl.weight_sync.transfer_plan.TransferPlan.id`
     layout: str  # fingerprint of the engine's last known weight layout; empty: unknown
     transport: str  # name of a transport of `moerl.weight_sync.transports`

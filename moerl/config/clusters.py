@@ -109,6 +109,13 @@ def engine_gpus(placed: Placement, node: Node) -> tuple[int, ...]:
     return tuple(gpu for slot in slots for gpu in slot.devices)
 
 
+def mapped_gpus(config: Config, placed: Placement, slot: TrainerSlot) -> tuple[int, ...]:
+    """GPUs of engines that these ranks map to write into, without computing on them."""
+    if config.sync.transport != "cuda_ipc" or slot not in placed.trainers:
+        return ()
+    return engine_gpus(placed, slot.node)
+
+
 def is_local(cluster: ClusterConfig) -> bool:
     """Whether `moerl train` starts everything itself, on this machine."""
     return cluster.launcher == "local"

@@ -195,6 +195,18 @@ class Channel:
             )
         return kind, self.read(size, deadline)
 
+    def check(self) -> None:
+        """Raise TransportError (peer) if the other side has closed; reads nothing."""
+        try:
+            self._socket.settimeout(0.0)
+            closed = not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise failure(None, f"control connection: {error}") from error
+        if closed:
+            raise TransportError("peer", "the control connection was closed by the other side")
+
     def write(self, data: bytes, deadline: float | None) -> None:
         try:
             self._socket.settimeout(None if deadline is None else seconds_left(deadline))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from moerl.config import Config
-from moerl.config.clusters import TrainerSlot, is_local, placement
+from moerl.config.clusters import TrainerSlot, is_local, mapped_gpus, placement
 from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
 from moerl.config.visible_devices import visible_devices
@@ -282,9 +282,10 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     or a cloud.
     """
     env = _allowed(os.environ) | config.cluster.environment
+    mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
     return (
         env
-        | visible_devices(slot.devices)
+        | visible_devices((*slot.devices, *mapped))
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
             "GLOO_SOCKET_IFNAME": config.cluster.interface,

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from moerl.config import Config
-from moerl.config.clusters import Node, Placement, TrainerSlot, engine_gpus, is_local
+from moerl.config.clusters import (
+    Node,
+    Placement,
+    TrainerSlot,
+    engine_gpus,
+    is_local,
+    mapped_gpus,
+)
 from moerl.config.visible_devices import VISIBLE, visible_devices
 
 
@@ -27,6 +34,7 @@ def device_lines(config: Config, placed: Placement) -> list[str]:
         environment, engines = {}, _dealt(placed)
     jobs = (("trainer", placed.trainers), ("reference", placed.ref_models))
     ranks = [line for job, slots in jobs for line in _ranks(job, slots, environment)]
+    ranks += _mapped(config, placed, environment)
     return [f"devices, as {VISIBLE}:", *engines, *ranks] if engines or ranks else []
 
 
@@ -50,6 +58,17 @@ def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str
             named = visible_devices(gpus, environment)[VISIBLE]
             lines.append(f"  {job} ranks on {label}: {named}; local rank 0 has the first")
     return lines
+
+
+def _mapped(config: Config, placed: Placement, environment: Mapping[str, str]) -> list[str]:
+    """What follows a rank's own GPUs in its variable; those above are what it computes on."""
+    slot = placed.trainers[0]
+    others = mapped_gpus(config, placed, slot)
+    if not others:
+        return []
+    every = visible_devices((*slot.devices, *others), environment)[VISIBLE].split(",")
+    behind = ",".join(every[len(slot.devices) :])
+    return [f"  trainer ranks also see {behind} behind their own, to write weights into (cuda_ipc)"]
 
 
 def _label(nodes: Sequence[Node]) -> str:

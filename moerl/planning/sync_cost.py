@@ -30,7 +30,7 @@ from moerl.planning.layout_check import ITEMSIZE as MODEL_ITEMSIZE
 from moerl.planning.layout_check import Spread, trainer_bytes
 from moerl.weight_sync.buckets import WirePolicy, wire_bytes
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.transfer_plan import Hop, TransferPlan, num_rounds, relay_schedule
+from moerl.weight_sync.transfer_plan import PLAN_ID, Hop, TransferPlan, num_rounds, relay_schedule
 
 PUBLISHED_EFFICIENCY = {"plan": 0.094, "broadcast": 0.40, "hierarchical": 0.17}
 """Share of line rate; geometric means, as bench/plan_anchors.py prints them."""
@@ -106,16 +106,14 @@ def forecast(
     """
     if not 0 <= direct <= engines.num:
         raise ConfigError("--direct", direct, f"must be 0 to {engines.num}, the number of engines")
-    tallies = [
-        TransferPlan(spec, trainer, engines, engine, policy).totals()
-        for engine in range(engines.num)
-    ]
-    received = Spread.of(tallies[0].received_bytes)
-    sums = _running([t.sent_bytes for t in tallies])
+    totals = TransferPlan(spec, trainer, engines, PLAN_ID, policy).totals()
+    received = Spread.of(totals.received_bytes)
+    # by the number of engines, then by trainer rank: all engines get the same buckets
+    sums = [[n * sent for sent in totals.sent_bytes] for n in range(1, engines.num + 1)]
     pace = _Pace(received.high, [max(row) for row in sums], links.bytes_per_s)
     served = direct or pace.fastest()
     model, experts = model_bytes(spec, policy)
-    engine_bytes = sum(tallies[0].received_bytes)
+    engine_bytes = sum(totals.received_bytes)
     nodes = -(-engines.tp // links.ranks_per_node)
     held = trainer_bytes(spec, trainer)
     return Forecast(
@@ -129,7 +127,7 @@ def forecast(
         planned_bytes=engine_bytes * engines.num,
         sent=Spread.of(sums[served - 1]),
         sent_without_relay=Spread.of(sums[-1]),
-        parts=Spread.of(tallies[0].sent_parts),
+        parts=Spread.of(totals.sent_parts),
         gather_bytes=_gather_bytes(spec, trainer),
         broadcast_bytes=engines.world_size * model,
         broadcast_nic_bytes=engines.num * nodes * model,
@@ -179,12 +177,3 @@ def _gather_bytes(spec: ModelSpec, trainer: ParallelConfig) -> int:
     plain = WirePolicy("float32")
     experts = model_bytes(spec, plain)[1] // 4 * MODEL_ITEMSIZE.get(spec.dtype, 2)
     return trainer.world_size * experts * (trainer.ep - 1) // (trainer.pp * trainer.ep)
-
-
-def _running(rows: list[tuple[int, ...]]) -> list[list[int]]:
-    """Sums of the first 1, 2, ... rows, per column."""
-    sums: list[list[int]] = []
-    for row in rows:
-        before = sums[-1] if sums else [0] * len(row)
-        sums.append([a + b for a, b in zip(before, row, strict=True)])
-    return sums

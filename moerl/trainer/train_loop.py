@@ -119,6 +119,7 @@ class TrainLoop:
             self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
         if config.engine.count:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
+            self.learner.before_update = self.publisher.before_update
 
     def run(self) -> None:
         """Train until the controller stops the run, then save the checkpoint and the HF folder."""

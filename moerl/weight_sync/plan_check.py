@@ -16,7 +16,7 @@ from moerl.messages import AbortUpdate, Message, PrepareUpdate, SessionMessage
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.publisher import engine_layout
-from moerl.weight_sync.transfer_plan import TransferPlan
+from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
 
 _START = PolicyVersion(0, 0)  # what a started engine serves
 
@@ -34,11 +34,11 @@ async def check_plan(
     wants = engine_wants(config.engine.args.get("quantization"), model)
     policy = WirePolicy(config.engine.dtype, wants, sync.bucket_bytes)
     layout = engine_layout(config, config.engine.sizes[engine])
-    plan = TransferPlan(model_spec(model), trainer, layout, engine, policy)
+    plan = TransferPlan(model_spec(model), trainer, layout, PLAN_ID, policy)
     prepare = PrepareUpdate(
         engine=engine,
         version=_START,
-        plan_engine=engine,
+        plan_engine=PLAN_ID,
         plan=plan.sender(0).plan_id,
         layout="",
         transport=sync.transport,

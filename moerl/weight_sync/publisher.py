@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,15 +35,11 @@ from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.sender import (
-    SenderGroup,
-    SenderThread,
-    SharedSnapshot,
-    WeightSender,
-    WeightSnapshot,
-)
+from moerl.weight_sync.packed_buckets import BucketPacker
+from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpec
-from moerl.weight_sync.transfer_plan import TRAINER, Hop, TransferPlan, relay_schedule
+from moerl.weight_sync.snapshot import SharedSnapshot, WeightSnapshot
+from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, Hop, TransferPlan, relay_schedule
 from moerl.weight_sync.transports.factory import make
 
 
@@ -113,6 +110,10 @@ class WeightPublisher:
             for session in self._destinations.sessions.values():
                 session.publish(version)
         return metrics
+
+    def before_update(self) -> None:
+        """Call before the parameters change: that waits for their snapshot, no thread does."""
+        self._snapshot.weights.before_write()
 
     def wait(self) -> dict[str, float]:
         """Wait until all ranks have stopped sending; metrics of that publish, returned once."""
@@ -200,6 +201,7 @@ class Destinations:
         self.engines: set[int] = set()
         self.on_attempt: Callable[[], None] = lambda: None  # see EngineSession
         self._config, self._context = config, context
+        self._packers: WeakValueDictionary[str, BucketPacker] = WeakValueDictionary()  # by plan
         model = read_model_config(Path(config.model.path))
         wants = engine_wants(config.engine.args.get("quantization"), model)
         self._policy = WirePolicy(config.engine.dtype, wants, config.sync.bucket_bytes)
@@ -208,7 +210,7 @@ class Destinations:
         """Collective: connect to new engines; their sessions are not started yet."""
         context = self._context
         hops = self._hops([one.engine for one in engines])
-        mine = [self._sender(one, hops[one.engine]) for one in engines]
+        mine = [self._sender(one) for one in engines]
         # by rank: endpoints of its senders
         every = all_gather_values([place for _, place in mine], list[str], context.control)
         for place, one in enumerate(engines if context.rank == 0 else ()):
@@ -236,25 +238,39 @@ class Destinations:
         direct = 0 if self.engines else self._config.sync.direct
         return {hop.dst: hop for hop in relay_schedule(engines, direct or len(engines))}
 
-    def _sender(self, one: SyncTarget, hop: Hop) -> tuple[str, str]:
+    def _sender(self, one: SyncTarget) -> tuple[str, str]:
         """Start this rank's sender to an engine; (id of its transfer plan, its endpoint)."""
         config, context = self._config, self._context
-        layout = engine_layout(config, one.tp)
-        plan = TransferPlan(
-            context.spec, context.layout, layout, hop.plan_engine, self._policy, context.layer_spec
-        ).sender(context.rank)
+        packer = self._packer(
+            TransferPlan(
+                context.spec,
+                context.layout,
+                engine_layout(config, one.tp),
+                PLAN_ID,
+                self._policy,
+                context.layer_spec,
+            )
+        )
         address, folder = config.cluster.address, config.sync.folder
         transport = make(config.sync.transport, address=address, folder=folder)
-        sender = WeightSender(plan, self.snapshot.weights, transport, delta=config.sync.delta)
+        sender = WeightSender(packer, transport, delta=config.sync.delta)
         thread = SenderThread(address, context.keys, sender, self.snapshot)
         thread.start()
-        return plan.plan_id, thread.endpoint
+        return packer.plan.plan_id, thread.endpoint
+
+    def _packer(self, plan: TransferPlan) -> BucketPacker:
+        """One for all engines with this plan."""
+        packer = self._packers.get(plan.id)
+        if packer is None:
+            packer = BucketPacker(plan.sender(self._context.rank), self.snapshot.weights)
+            self._packers[plan.id] = packer
+        return packer
 
     def _spec(self, hop: Hop, plan: str) -> SessionSpec:
         config, context = self._config, self._context
         return SessionSpec(
             engine=hop.dst,
-            plan_engine=hop.plan_engine,
+            plan_engine=PLAN_ID,
             plan=plan,
             transport=config.sync.transport,
             trainer=context.layout,

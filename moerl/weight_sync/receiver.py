@@ -11,6 +11,9 @@ control thread while the scheduler decodes.  A claim is a promise: from then on 
 other PREPARE is accepted, so either all ranks copy or none does (`moerl.engine.update_hooks`
 asks all ranks before any of them copies).  Live weights are written at one place, `commit`.
 
+Staging is in host memory, or on the device where the transport has it there; `commit_copies` brings
+either into the live weights.
+
 A failed session closes its staging buffer and the next session opens a new one, since a late
 sender may still write into the old one.  A committed session keeps its buffer for the next version
 of the same trainer: fresh memory costs a page fault per page.
@@ -34,8 +37,8 @@ import torch
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import EngineError, LayoutError
-from moerl.layout import ModelSpec, at, num_elements
+from moerl.errors import EngineError, LayoutError, TransportError, cause_of
+from moerl.layout import ModelSpec, num_elements
 from moerl.layout.tiles import Box, overlap
 from moerl.messages import (
     AbortUpdate,
@@ -50,6 +53,7 @@ from moerl.messages import (
 from moerl.rpc import Keys, RpcServer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import ALIGN, Piece, WirePolicy, delta_start, digest, seeds, split
+from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
 from moerl.weight_sync.delta import DeltaError, apply
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
@@ -108,6 +112,7 @@ class _Session:
     verified: bool = False
     claimed: bool = False
     total: int = 0  # digest of the rank's staged bytes
+    copies: CommitCopies | None = None  # once committed
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -124,7 +129,9 @@ class Receiver:
     held: PolicyVersion
     total: int | None = None  # digest of the live weights; None = not received here
     _session: _Session | None = None
-    _copies: _Copies | None = None
+    _taken: _Session | None = None  # committed last; its staging is used again
+    _buckets: CommitBuckets | None = None
+    _device: torch.device | None = None  # GPU of the live weights
     _plans: dict[str, tuple[ReceiverPlan, list[list[int]]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -158,6 +165,7 @@ class Receiver:
                 raise EngineError(f"version {before.message.version} is being committed")
             self._close_session()
             staging = self._staging(message, plan)
+            self._make_buckets(plan, staging)
             self._session = _Session(message, plan, staging, seeds_)
         starts = {
             region.src: start
@@ -198,7 +206,7 @@ class Receiver:
         It stays as it is until the next PREPARE, which runs on this thread too.
         """
         deadline = time.monotonic() + message.timeout_s
-        taken = self._copies.session if self._copies is not None else None
+        taken = self._taken
         if taken is None or taken.message.version != message.version or self._session is not None:
             raise EngineError(
                 f"rank {self.context.rank} has no staged {message.version} to send on"
@@ -252,17 +260,17 @@ class Receiver:
         assert session is not None, "claim first"
         assert session.claimed, "claim first"
         before, after = _around(session.plan.hooks)
+        _finish(self._device)  # the last forward pass, on whatever stream it runs
         for hook in before:
             self.model.run_hook(hook)
-        copies = self._copies
-        if copies is None or not copies.fit(session, self.model.tensors()):
-            copies = _Copies(session, self.model.tensors())
-        copies.run()
+        session.copies = self._copies(session)
+        session.copies.run()
         for hook in after:
             self.model.run_hook(hook)
+        _finish(self._device)  # also: staging may be written again, and errors are raised here
         with self._lock:
             self.held, self.total = session.message.version, session.total
-            self._copies, self._session = copies, None
+            self._taken, self._session = session, None
 
     # --- private ----------------------------------------------------------------------------------
     def _plan(self, message: PrepareUpdate) -> tuple[ReceiverPlan, list[list[int]]]:
@@ -292,7 +300,7 @@ class Receiver:
         return self._plans[message.plan]
 
     def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:
-        kept = self._copies.session if self._copies is not None else None
+        kept = self._taken
         if kept is not None:
             same = (
                 kept.plan is plan
@@ -304,10 +312,35 @@ class Receiver:
             if same:
                 return kept.staging
             kept.staging.close()
-            self._copies = None
+            self._taken = None
         num_bytes = plan.staging_bytes
         return self.transports(message.transport, message.folder).open(
             2 * num_bytes + ALIGN if message.delta else num_bytes
+        )
+
+    def _make_buckets(self, plan: ReceiverPlan, staging: Staging) -> None:
+        """Those of a commit.  Raises TransportError, and closes the staging."""
+        self._device = device = device_of(self.model.tensors())
+        if device is None or staging.buffer.is_cuda:
+            self._buckets = None
+        elif self._buckets is None or self._buckets.plan is not plan:
+            self._buckets = None  # frees the old ones first
+            try:
+                self._buckets = CommitBuckets(plan, device)
+            except torch.OutOfMemoryError as error:
+                staging.close()
+                self._taken = None
+                raise TransportError("room", f"two device buckets: {cause_of(error)}") from error
+
+    def _copies(self, session: _Session) -> CommitCopies:
+        """Those of the version before, where staging and live weights are the same."""
+        taken, tensors = self._taken, self.model.tensors()
+        if taken is not None and taken.copies is not None:
+            same = taken.staging is session.staging and taken.plan is session.plan
+            if same and taken.copies.fit(tensors):
+                return taken.copies
+        return CommitCopies(
+            session.plan, session.starts, session.staging.buffer, tensors, self._buckets
         )
 
     def _apply_deltas(self, session: _Session, sizes: Sequence[int]) -> None:
@@ -327,11 +360,15 @@ class Receiver:
             if size:
                 begin = start + bucket.offset
                 behind = begin + delta_start(region)
-                packed = buffer[behind : behind + min(size, bucket.num_bytes)].numpy().tobytes()
+                packed = buffer[behind : behind + min(size, bucket.num_bytes)].cpu()
+                target = buffer[begin : begin + bucket.num_bytes]
+                data = target.cpu()  # itself in host memory
                 try:
-                    apply(packed, buffer[begin : begin + bucket.num_bytes], holds=self.held)
+                    apply(packed.numpy().tobytes(), data, holds=self.held)
                 except DeltaError as error:
                     log.warning("rank %d, a delta is refused: %s", self.context.rank, error)
+                if target.is_cuda:
+                    target.copy_(data)
 
     def _opened(self, version: PolicyVersion) -> _Session:
         with self._lock:
@@ -344,16 +381,16 @@ class Receiver:
         """Call with the lock held."""
         if self._session is not None:
             self._session.staging.close()
-            if self._copies is not None and self._copies.session.staging is self._session.staging:
-                self._copies = None
+            if self._taken is not None and self._taken.staging is self._session.staging:
+                self._taken = None
         self._session = None
 
     def close(self) -> None:
         with self._lock:
             self._close_session()
-            if self._copies is not None:
-                self._copies.session.staging.close()
-                self._copies = None
+            if self._taken is not None:
+                self._taken.staging.close()
+                self._taken = None
 
 
 def check_targets(plan: ReceiverPlan, tensors: Mapping[str, Tensor]) -> None:
@@ -395,42 +432,16 @@ def _starts(plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
     return tuple(start * (2 if message.delta else 1) for start in plan.starts)
 
 
+def _finish(device: torch.device | None) -> None:
+    """Wait until all work of the device is done."""
+    if device is not None:
+        torch.cuda.synchronize(device)
+
+
 def _around(hooks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(hooks that make the live weights writable, hooks that run on the written weights)."""
     before = tuple(hook for hook in hooks if hook.startswith("restore_"))
     return before, tuple(hook for hook in hooks if hook not in before)
-
-
-class _Copies:
-    """Source and destination views of a session, kept across versions.
-
-    Making thousands of slices takes longer than the copies.
-    """
-
-    def __init__(self, session: _Session, tensors: Mapping[str, Tensor]) -> None:
-        self.session = session
-        self._pointers = _pointers(tensors)
-        self._to: list[Tensor] = []
-        self._from: list[Tensor] = []
-        for region, start in zip(session.plan.regions, session.starts, strict=True):
-            for piece in region.pieces:
-                begin = start + piece.offset
-                data = session.staging.buffer[begin : begin + piece.num_bytes]
-                target = tensors[piece.dst_name][at(piece.dst_box)]
-                self._to.append(target)
-                self._from.append(data.view(target.dtype).view(target.shape))
-
-    def fit(self, session: _Session, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these views belong to `session` and the live weights have not moved."""
-        same = self.session.staging is session.staging and self.session.plan is session.plan
-        return same and self._pointers == _pointers(tensors)
-
-    def run(self) -> None:
-        torch._foreach_copy_(self._to, self._from)
-
-
-def _pointers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 # --- the socket -----------------------------------------------------------------------------------

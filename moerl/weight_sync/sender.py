@@ -1,9 +1,9 @@
-"""Sends one trainer rank's shard to one engine: weight snapshot -> packed buckets -> transport.
+"""Sends one trainer rank's shard to one engine: packed buckets of the weight snapshot -> transport.
 
-The rank's own parameters are copied after the optimizer step, so training continues; experts are
-never gathered.  A bucket is packed straight into the engine's staging buffer where the transport
-maps it (one copy, the cast to the wire dtype included), else into one of two local buffers, so that
-one is packed while the other is in transit.
+Training continues meanwhile; experts are never gathered.  A bucket is packed straight into the
+engine's staging buffer where the transport maps it as host memory (one copy, the cast to the wire
+dtype included), else it is packed once for all engines with the same plan (`packed_buckets`) and
+put; the next one is packed while it is in transit.
 
 Views of sources and destinations are made once per staging buffer: for thousands of small tensors
 that costs more than the copies.
@@ -25,14 +25,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moerl.errors import EngineError, TransportError, cause_of
-from moerl.layout import at
 from moerl.messages import (
     Destination,
     DropSession,
@@ -48,10 +45,10 @@ from moerl.messages import (
 from moerl.rpc import Keys, RpcClient, RpcServer, request_all
 from moerl.serialization import decode
 from moerl.types import PolicyVersion
-from moerl.weight_sync.buckets import Bucket, Piece, Region, delta_start, digest, seeds
+from moerl.weight_sync.buckets import Digest, Region, delta_start
 from moerl.weight_sync.delta import encode
-from moerl.weight_sync.quantize import quantize_blocks
-from moerl.weight_sync.transfer_plan import SenderPlan
+from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker, MappedBucket, PackedBucket
+from moerl.weight_sync.snapshot import SharedSnapshot
 from moerl.weight_sync.transports.base import Link, Transport
 
 log = logging.getLogger(__name__)
@@ -60,167 +57,154 @@ _REMOVE_S = 5.0  # longest wait for the senders of an engine that left
 _LAST_WORDS_S = 1.0  # time in which the last reply of a sender leaves
 
 
-class WeightSnapshot:
-    """One version of a rank's parameters; its memory is reused for every version."""
-
-    def __init__(self) -> None:
-        self.version: PolicyVersion | None = None
-        self._tensors: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Copy `live`; no sender may be reading the previous version."""
-        if self._tensors.keys() != live.keys():
-            self._tensors = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-        torch._foreach_copy_(list(self._tensors.values()), [live[name] for name in self._tensors])
-        self.version = version
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
 class _RegionSender:
     """Sends one region to one staging buffer."""
 
     def __init__(
-        self, region: Region, start: int, link: Link, shard: WeightSnapshot, *, delta: bool
+        self, region: Region, start: int, link: Link, packer: BucketPacker, *, delta: bool
     ) -> None:
         self.region, self.start, self.link = region, start, link
-        self._memory = _Memory(region, shard) if delta else None
-        self._seeds = seeds(region)
-        sizes = [bucket.num_bytes for bucket in region.buckets]
-        mapped = [
-            None if delta else link.view(start + bucket.offset, bucket.num_bytes)
-            for bucket in region.buckets
-        ]
-        self._is_mapped = all(view is not None for view in mapped)
-        largest = max(sizes, default=0)
-        pair = [torch.empty(0 if self._is_mapped else largest, dtype=torch.uint8) for _ in "ab"]
-        self._targets: list[Tensor] = [
-            view if view is not None else pair[number % 2][: sizes[number]]
-            for number, view in enumerate(mapped)
-        ]
-        self._views = [
-            _views(region.pieces[bucket.first : bucket.stop], bucket, target, shard)
-            for bucket, target in zip(region.buckets, self._targets, strict=True)
-        ]
-        self._digests = [b""] * len(sizes)
-        self._totals = [0] * len(sizes)
-        self._deltas = [0] * len(sizes)
+        self._packer = packer
+        self._memory = _Memory(region) if delta else None
+        self._mapped = None if delta else self._map()
+        self._in_transit: tuple[PackedBucket, Tensor] | None = None
+        count = len(region.buckets)
+        self._digests = [b""] * count
+        self._totals = [0] * count
+        self._deltas = [0] * count
 
-    @torch.no_grad()
-    def send(self, numbers: Iterable[int], deadline: float, *, again: bool = False) -> Moved:
+    def send(
+        self,
+        numbers: Iterable[int],
+        version: PolicyVersion,
+        deadline: float,
+        *,
+        again: bool = False,
+    ) -> Moved:
         """Pack and send these buckets; `again`: in full.  Raises TransportError."""
         num_bytes = 0
-        for number in numbers:
-            bucket, target = self.region.buckets[number], self._targets[number]
-            views = self._views[number]
-            if again:  # any two buckets may share a buffer, unlike in a whole send
-                self.link.flush(deadline)
-            if views.targets:
-                torch._foreach_copy_(views.targets, views.sources)
-            for is_scale, source, blocks in views.quantised:
-                blocks.copy_(quantize_blocks(source)[is_scale].view(-1))
-            found = digest(self.region, self._seeds, bucket, target.cpu().numpy().data)
-            self._digests[number], self._totals[number] = found.bucket, found.total
-            packed = self._memory.delta(number, target) if self._memory and not again else None
-            self._deltas[number] = 0 if packed is None else packed.numel()
-            self.link.flush(deadline)  # mapped: is the receiver alive? else: wait for the put
-            if packed is not None:
-                behind = self.start + delta_start(self.region)
-                self.link.put(behind + bucket.offset, packed, deadline)
-            elif not self._is_mapped:
-                self.link.put(self.start + bucket.offset, target, deadline)
-            num_bytes += self._deltas[number] or bucket.num_bytes
-        self.link.flush(deadline)
+        write = self._put if self._mapped is None else self._write
+        try:
+            for number in numbers:
+                found = write(number, version, deadline, again=again)
+                self._digests[number], self._totals[number] = found.bucket, found.total
+                num_bytes += self._deltas[number] or self.region.buckets[number].num_bytes
+            self.link.flush(deadline)
+        finally:
+            self._arrived()
         if self._memory is not None:
-            self._memory.sent()
+            self._memory.version = version
         total = sum(self._totals) % 2**64
         return Moved(b"".join(self._digests), total, num_bytes, tuple(self._deltas))
+
+    def _map(self) -> list[MappedBucket] | None:
+        """The buckets in the engine's memory; None = they are put.
+
+        Device memory is not packed into: that would be a copy to the device for each piece.
+        """
+        mapped = []
+        for number, bucket in enumerate(self.region.buckets):
+            target = self.link.view(self.start + bucket.offset, bucket.num_bytes)
+            if target is None or target.is_cuda:
+                return None
+            mapped.append(self._packer.mapped(BucketKey(self.region.dst, number), target))
+        return mapped
+
+    def _write(
+        self, number: int, version: PolicyVersion, deadline: float, *, again: bool
+    ) -> Digest:
+        """Pack into the mapped memory."""
+        assert self._mapped is not None
+        found = self._packer.pack_into(self._mapped[number], version, fresh=again)
+        self.link.flush(deadline)  # is the receiver alive?
+        return found
+
+    def _put(self, number: int, version: PolicyVersion, deadline: float, *, again: bool) -> Digest:
+        """Put a packed bucket or its delta, when the one before has arrived."""
+        key = BucketKey(self.region.dst, number)
+        packed = self._packer.take(key, version, deadline, fresh=again)
+        offset, data = self.start + self.region.buckets[number].offset, packed.data
+        delta = None
+        try:
+            if self._memory is not None and not again:
+                delta = self._memory.delta(number, data, version)
+            if delta is not None:
+                offset, data = offset + delta_start(self.region), delta
+            self._deltas[number] = 0 if delta is None else delta.numel()
+            self.link.flush(deadline)
+        except BaseException:
+            self._packer.give_back(packed)
+            raise
+        self._arrived()
+        self._in_transit = packed, data
+        self.link.put(offset, data, deadline)
+        return packed.found
+
+    def _arrived(self) -> None:
+        if self._in_transit is not None:
+            self._packer.give_back(self._in_transit[0])
+        self._in_transit = None
 
 
 class _Memory:
     """The wire bytes of the version sent last, by bucket, and deltas against them."""
 
-    def __init__(self, region: Region, shard: WeightSnapshot) -> None:
-        self._shard = shard
-        self._version: PolicyVersion | None = None
+    def __init__(self, region: Region) -> None:
+        self.version: PolicyVersion | None = None  # that was sent last
         self._buckets: dict[int, Tensor] = {}
         self._word_bytes = [
             min(getattr(torch, piece.dtype).itemsize for piece in region.pieces[b.first : b.stop])
             for b in region.buckets
         ]
 
-    def delta(self, number: int, new: Tensor) -> Tensor | None:
+    def delta(self, number: int, new: Tensor, version: PolicyVersion) -> Tensor | None:
         """Delta from the bucket sent last to `new`; None when that is not smaller."""
-        if self._version is None or self._shard.version is None:
+        if self.version is None:
             self._buckets[number] = new.clone()
             return None
         packed = encode(
             self._buckets[number],
             new,
             word_bytes=self._word_bytes[number],
-            base=self._version,
-            version=self._shard.version,
+            base=self.version,
+            version=version,
         )
         self._buckets[number].copy_(new)
         if len(packed) >= new.numel():
             return None
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
-    def sent(self) -> None:
-        self._version = self._shard.version
-
-
-class _Views(NamedTuple):
-    """The pieces of a bucket: cast into their targets, or quantised first."""
-
-    sources: list[Tensor]
-    targets: list[Tensor]
-    quantised: list[tuple[bool, Tensor, Tensor]]  # (scales or values, weight, flat target)
-
-
-def _views(
-    pieces: Sequence[Piece], bucket: Bucket, target: Tensor, shard: WeightSnapshot
-) -> _Views:
-    views = _Views([], [], [])
-    for piece in pieces:
-        source = shard[piece.src_name][at(piece.src_box)]
-        into = target[piece.offset - bucket.offset :][: piece.num_bytes]
-        into = into.view(getattr(torch, piece.dtype))
-        if piece.is_scale or piece.dtype == "float8_e4m3fn":
-            views.quantised.append((piece.is_scale, source, into))
-        else:
-            views.sources.append(source)
-            views.targets.append(into.view(source.shape))
-    return views
-
 
 class WeightSender:
     """Moves a rank's regions to one engine; used by one thread."""
 
-    def __init__(
-        self, plan: SenderPlan, shard: WeightSnapshot, transport: Transport, *, delta: bool = False
-    ) -> None:
-        self.plan, self._shard, self._transport = plan, shard, transport
-        self._delta = delta
+    def __init__(self, packer: BucketPacker, transport: Transport, *, delta: bool = False) -> None:
+        """packer: shared by the senders of all engines with its plan."""
+        self._packer, self._transport, self._delta = packer, transport, delta
         self._region_senders: dict[int, tuple[Destination, _RegionSender]] = {}
+        self._version: PolicyVersion | None = None  # that was sent last
+        packer.join()
 
     def send(self, destinations: Mapping[int, Destination], deadline: float) -> dict[int, Moved]:
         """Send all regions to all engine ranks.  Raises TransportError; call `drop` then."""
+        snapshot = self._packer.snapshot
+        version = self._version = snapshot.version  # first: no other thread gets it for a later one
+        assert version is not None, "nothing is stored"
+        snapshot.wait()
         return {
             region.dst: self._region_sender(region, destinations[region.dst], deadline).send(
-                range(len(region.buckets)), deadline
+                range(len(region.buckets)), version, deadline
             )
-            for region in self.plan.regions
+            for region in self._packer.plan.regions
         }
 
     def resend(self, buckets: Mapping[int, Sequence[int]], deadline: float) -> dict[int, Moved]:
         """Send some buckets of the last regions again, by engine rank."""
-        if not buckets.keys() <= self._region_senders.keys():
+        version = self._version
+        if version is None or not buckets.keys() <= self._region_senders.keys():
             raise EngineError(f"no bucket was sent to the engine ranks {sorted(buckets)}")
         return {
-            dst: self._region_senders[dst][1].send(some, deadline, again=True)
+            dst: self._region_senders[dst][1].send(some, version, deadline, again=True)
             for dst, some in buckets.items()
         }
 
@@ -229,6 +213,11 @@ class WeightSender:
         for _, sender in self._region_senders.values():
             sender.link.close()
         self._region_senders.clear()
+
+    def close(self) -> None:
+        """`drop`; the sender is not used again."""
+        self.drop()
+        self._packer.leave()
 
     def _region_sender(
         self, region: Region, destination: Destination, deadline: float
@@ -240,26 +229,10 @@ class WeightSender:
             link = self._transport.connect(destination.endpoint, deadline)
             known = (
                 destination,
-                _RegionSender(region, destination.start, link, self._shard, delta=self._delta),
+                _RegionSender(region, destination.start, link, self._packer, delta=self._delta),
             )
             self._region_senders[region.dst] = known
         return known[1]
-
-
-@dataclass(slots=True, eq=False)
-class SharedSnapshot:
-    """The weight snapshot as senders see it; `changed` is notified after each `weights.store`."""
-
-    weights: WeightSnapshot
-    changed: threading.Condition
-
-    def wait_for(self, version: PolicyVersion, timeout_s: float) -> None:
-        """Raises TransportError when the rank does not hold that version in time."""
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.weights.version == version, timeout_s):
-                raise TransportError(
-                    "deadline", f"version {version} is not stored, {self.weights.version} is"
-                )
 
 
 SenderRequest = SendVersion | SendBuckets
@@ -280,7 +253,7 @@ class SenderThread(threading.Thread):
 
     def run(self) -> None:
         asyncio.run(self._serve())
-        self._sender.drop()
+        self._sender.close()
         self._server.close()
 
     async def _serve(self) -> None:

@@ -78,7 +78,7 @@ class SessionSpec:
     """The inputs of both ends' plans; the same for all sessions of an engine."""
 
     engine: int
-    plan_engine: int  # id to plan with; the source's id when another engine relays the version
+    plan_engine: int  # id to plan with
     plan: str
     transport: str
     trainer: ParallelConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -107,11 +108,12 @@ def use_stream(stream: Stream | None) -> Any:
         yield
         return
     before = current_stream(stream.index)
-    set_stream(stream)
-    try:
-        yield
-    finally:
-        set_stream(before)
+    with SelectDevice(stream.index):
+        set_stream(stream)
+        try:
+            yield
+        finally:
+            set_stream(before)
 
 
 class SelectDevice:
@@ -164,6 +166,16 @@ def _streams() -> dict[str, Any]:
     }
 
 
+def visible(devices: int) -> list[str]:
+    """Numbers of the machine's GPUs, by device number of this process."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(device) for device in range(devices)]
+
+
+def uuid_of(device: int) -> str:
+    return f"GPU-{visible(device + 1)[device]}"
+
+
 def _devices(devices: int) -> dict[str, Any]:
     return {
         "_lazy_init": _nothing(),
@@ -171,11 +183,11 @@ def _devices(devices: int) -> dict[str, Any]:
         "_lazy_call": lambda call, **_kwargs: call(),
         "is_initialized": lambda: True,
         "is_available": lambda: True,
-        "device_count": lambda: devices,
+        "device_count": lambda: len(visible(devices)),
         "current_device": OPS.get_device,
         "set_device": lambda device: OPS.set_device(index_of(device)),
         "device": SelectDevice,
-        "get_device_properties": lambda device=None: Properties(),
+        "get_device_properties": lambda device=None: Properties(uuid=uuid_of(index_of(device))),
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "double",
     }
@@ -191,7 +203,22 @@ def _memory() -> dict[str, Any]:
         "mem_get_info": lambda device=None: (MEMORY - _bytes(0)(device), MEMORY),
         "empty_cache": _nothing(),
         "ipc_collect": _nothing(),
+        "cudart": Runtime,
     }
+
+
+class Runtime:
+    """`torch.cuda.cudart()`: page-locks memory of this process."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+        OPS.register_host(address, num_bytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        OPS.unregister_host(address)
+        return 0
 
 
 def _random(devices: int) -> dict[str, Any]:

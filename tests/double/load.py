@@ -27,8 +27,9 @@ def load(devices: int = 2) -> None:
     if torch.backends.cuda.is_built():
         raise RuntimeError("the double is for torch's CPU wheel, which has these slots free")
     torch.ops.device_double.set_count(devices)
-    from tests.double import attention, cuda_api, nccl
+    from tests.double import attention, cuda_api, cuda_driver, nccl
 
     cuda_api.replace(devices)
     attention.replace()
     nccl.replace()
+    cuda_driver.replace()

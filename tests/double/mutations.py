@@ -79,3 +79,62 @@ BLUNDERS = (
         "Download(proximal_N.new_zeros(1 << 22)[: len(proximal_N)] + scores.entropy)",
     ),
 )  # fmt: skip
+SNAPSHOT, RECEIVER = "moerl.weight_sync.snapshot", "moerl.weight_sync.receiver"
+COMMIT = "moerl.weight_sync.commit_copies"
+PUBLISH_BLUNDERS = (
+    Blunder(
+        "a snapshot that does not wait for the optimizer step",
+        SNAPSHOT, "WeightSnapshot._copy",
+        "self._stream.wait_stream(torch.cuda.current_stream(device))", "pass",
+    ),
+    Blunder(
+        "an optimizer step that does not wait for the snapshot",
+        SNAPSHOT, "WeightSnapshot.before_write", "self._copied.wait()", "pass",
+    ),
+    Blunder(
+        "a training thread that waits for the snapshot",
+        SNAPSHOT, "WeightSnapshot.before_write", "self._copied.wait()",
+        "self._copied.synchronize()",
+    ),
+    Blunder(
+        "a sender that does not wait for the snapshot",
+        "moerl.weight_sync.sender", "WeightSender.send", "snapshot.wait()", "pass",
+    ),
+    Blunder(
+        "a snapshot in pageable memory",
+        SNAPSHOT, "WeightSnapshot._make", "host_buffer(end)",
+        "torch.empty(end, dtype=torch.uint8)",
+    ),
+    Blunder(
+        "a snapshot on the device",
+        SNAPSHOT, "WeightSnapshot._make", "host_buffer(end)",
+        "torch.empty(end, dtype=torch.uint8, device='cuda')",
+    ),
+    Blunder(
+        "buckets in pageable memory",
+        "moerl.weight_sync.packed_buckets", "BucketPacker._claim",
+        "host_buffer if self.snapshot.is_locked else _plain_bytes", "_plain_bytes",
+    ),
+    Blunder(
+        "a commit under a forward pass",
+        RECEIVER, "Receiver.commit", "_finish(self._device)  # the last forward pass", "pass  #",
+    ),
+    Blunder(
+        "a commit that ends before its copies",
+        RECEIVER, "Receiver.commit", "_finish(self._device)  # also", "pass  #",
+    ),
+    Blunder(
+        "pieces copied before their bucket arrived",
+        COMMIT, "CommitCopies._stream", "current.wait_event(buckets.stream.record_event())",
+        "buckets.stream.record_event()",
+    ),
+    Blunder(
+        "a bucket filled again while its pieces are copied",
+        COMMIT, "CommitCopies._stream",
+        "buckets.stream.wait_event(copied[number - len(buckets.pair)])", "pass",
+    ),
+    Blunder(
+        "a whole version on the device",
+        COMMIT, "CommitBuckets.__init__", "max(sizes, default=0)", "sum(sizes)",
+    ),
+)  # fmt: skip

@@ -6,8 +6,11 @@ current stream after it, without waiting on the host.  So buffers that are used 
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +47,49 @@ class CollectiveWork(dist.Work):
         future: Any = torch.futures.Future()
         future.set_result(self._results)
         return future
+
+
+class TransferWork(dist.Work):
+    """A send or receive under way: done when gloo's is, or when its group is aborted.
+
+    With TORCH_NCCL_BLOCKING_WAIT `wait` waits on the host and raises what failed.  Without it the
+    double waits too, since the bytes have to be there when the stream's next operator runs.
+    """
+
+    def __init__(self, work: Any, event: Event, *, blocks: bool) -> None:
+        super().__init__()
+        self._work, self._event, self._blocks = work, event, blocks
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self.abort(error)
+        self._work = None  # it holds the tensor
+        self._done.set()
+
+    def abort(self, error: BaseException) -> None:
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        if self._done.is_set():
+            self._event.query()
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        early = not self._done.is_set()
+        self._done.wait()
+        if early and self._blocks:
+            self._event.synchronize()
+        self._event.wait()
+        if self._error is not None:
+            raise RuntimeError(f"NCCL operation failed: {self._error}") from self._error
+        return True
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -89,8 +135,49 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
         super().__init__(rank, size)
         timeout = getattr(options, "_timeout", None)
-        self._gloo = Gloo(store, rank, size, *([timeout] if timeout else []))
-        self._stream = Stream()
+        self._make = partial(Gloo, store, rank, size, *([timeout] if timeout else []))
+        self._made: Any = None
+        self._streams: dict[int, Stream] = {}
+        self._transfers: list[TransferWork] = []
+        self._aborted = False
+        self.has_watchdog = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
+        if self.has_watchdog:  # others meet at the first operation, as NCCL's do
+            self._made = self._make()
+
+    @property
+    def _gloo(self) -> Any:
+        self._made = self._made or self._make()
+        return self._made
+
+    def abort(self) -> None:
+        self._aborted = True
+        for work in self._transfers:
+            work.abort(RuntimeError("the communicator was aborted"))
+        self._transfers.clear()
+
+    def _on(self, device: int) -> Stream:
+        """NCCL's stream of a device."""
+        if device not in self._streams:
+            self._streams[device] = Stream(device)
+        return self._streams[device]
+
+    def transfer(self, name: str, tensors: list[torch.Tensor], *where: int) -> TransferWork:
+        """`send` or `recv`, which end when the other side has done its part."""
+        if self._aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+        hosts = _on_host(tensors, name)
+        device = tensors[0].device.index
+        stream = self._on(device)
+        stream.wait_stream(current_stream(device))
+        with torch.no_grad(), use_stream(stream):
+            OPS.use(tensors, name == "recv", f"nccl {name}")
+            event = stream.record_event()
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        started = getattr(self._gloo, name)(hosts, *where)
+        work = TransferWork(started, event, blocks=not self.has_watchdog)
+        self._transfers = [old for old in self._transfers if not old.is_completed()] + [work]
+        return work
 
     def getBackendName(self) -> str:
         return "nccl"
@@ -104,14 +191,17 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         with torch.no_grad():
             hosts = [_on_host(value, name) for value in args]
             named = {key: _on_host(value, name) for key, value in kwargs.items()}
-            self._stream.wait_stream(current_stream())
-            with use_stream(self._stream):
+            tensors = _tensors([args, list(kwargs.values())])
+            device = tensors[0].device.index if tensors else OPS.get_device()
+            stream = self._on(device)
+            stream.wait_stream(current_stream(device))
+            with use_stream(stream):
                 # written or read: who uses a buffer of a collective early is wrong either way
-                OPS.use(_tensors([args, list(kwargs.values())]), True, f"nccl {name}")
+                OPS.use(tensors, True, f"nccl {name}")
                 getattr(self._gloo, gloo)(*hosts, **named).wait()
-                event = self._stream.record_event()
+                event = stream.record_event()
         for tensor in _tensors(args):
-            tensor.record_stream(self._stream)
+            tensor.record_stream(stream)
         return CollectiveWork(event, _tensors(args[:1]))
 
     def barrier(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -121,8 +211,8 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
 _SAME = (
     "allreduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter",
-    "_reduce_scatter_base", "alltoall", "alltoall_base", "send", "recv", "gather", "scatter",
-    "reduce", "allreduce_coalesced",
+    "_reduce_scatter_base", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
+    "allreduce_coalesced",
 )  # fmt: skip
 _RENAMED = {  # torch 2.13 calls these
     "all_gather_single": "_allgather_base",
@@ -156,6 +246,8 @@ def replace() -> None:
     """Put the group where torch takes its NCCL from."""
     for name in _SAME:
         setattr(ProcessGroupNCCL, name, _method(name, name))
+    for name in ("send", "recv"):
+        setattr(ProcessGroupNCCL, name, partialmethod(ProcessGroupNCCL.transfer, name))
     for name, gloo in _RENAMED.items():
         setattr(ProcessGroupNCCL, name, _method(name, gloo))
     for name, gloo in _COALESCED.items():

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from moerl.data.packing import Microbatch
+from moerl.types import PolicyVersion
+from moerl.weight_sync.snapshot import WeightSnapshot
 from tests.double.mutations import BLUNDERS, Blunder
 from tests.double.train_once import (
     NUMBERS,
@@ -137,6 +139,32 @@ def test_the_budget_of_host_waits(here: dict[str, Any], trained: Trained) -> Non
         if times > allowed.get(file, 0)
     }
     assert not over, f"waits beyond {allowed}: {over}; by line {seen.own_lines(*WAITS)}"
+
+
+# --- the weight snapshot of a publish -------------------------------------------------------------
+def test_the_next_step_waits_for_the_snapshot_of_a_publish(
+    here: dict[str, Any], trained: Trained
+) -> None:
+    """Control: with a step that does not, Megatron's optimizer writes under the copy."""
+    assert here
+    learner, snapshot = trained.learner, WeightSnapshot()
+    before, peak = trained.weights(), memory().live
+    OPS.reset_peak(0)
+    with watch() as seen:
+        snapshot.store(learner.model.tensors, PolicyVersion(0, 1))
+    assert seen.count(*WAITS, PAGEABLE) == 0
+    assert memory().peak == peak, "a copy of the weights on the device"
+    learner.before_update = snapshot.before_write
+    learner.step(trained.plan)
+    snapshot.wait()
+    kept = {name: snapshot[name] for name in before}
+    assert largest_difference(kept, before) == 0
+    assert largest_difference(trained.weights(), before) > 0
+    learner.before_update = lambda: None
+    snapshot.store(learner.model.tensors, PolicyVersion(0, 2))
+    with pytest.raises(RuntimeError, match="no event orders them"):
+        learner.step(trained.plan)
+    torch.cuda.synchronize()
 
 
 # --- seeded blunders ------------------------------------------------------------------------------

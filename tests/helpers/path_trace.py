@@ -49,7 +49,8 @@ WEIGHTS = {
     "moerl.weight_sync.deliveries": {"Delivery", "Holding", "Tables"},
     "moerl.weight_sync.publisher": {"SyncContext"},
     "moerl.messages": {"Destination", "Moved"},
-    "moerl.weight_sync.sender": {"SharedSnapshot", "WeightSnapshot"},
+    "moerl.weight_sync.packed_buckets": {"MappedBucket", "PackedBucket", "PieceViews"},
+    "moerl.weight_sync.snapshot": {"SharedSnapshot", "WeightSnapshot"},
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},
 }
 CONTROL = {

@@ -28,7 +28,9 @@ from moerl.messages import (
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, split
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.sender import WeightSender, WeightSnapshot
+from moerl.weight_sync.packed_buckets import BucketPacker
+from moerl.weight_sync.sender import WeightSender
+from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan
 from moerl.weight_sync.transports.factory import make
 
@@ -47,7 +49,7 @@ class Publisher:
         self._plan = TransferPlan(self._spec, TRAINER, engine, host.index, POLICY).sender(0)
         self._shard = WeightSnapshot()
         transport = make("shm", address="127.0.0.1", folder="")
-        self._sender = WeightSender(self._plan, self._shard, transport)
+        self._sender = WeightSender(BucketPacker(self._plan, self._shard), transport)
 
     async def stage(self, version: PolicyVersion) -> None:
         """All of a session but its commit."""

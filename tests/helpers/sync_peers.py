@@ -44,6 +44,7 @@ from moerl.rpc import Keys, RpcClient
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.receiver import (
     Receiver,
     ReceiverContext,
@@ -51,16 +52,11 @@ from moerl.weight_sync.receiver import (
     keys_path,
     socket_path,
 )
-from moerl.weight_sync.sender import (
-    SenderGroup,
-    SenderThread,
-    SharedSnapshot,
-    WeightSender,
-    WeightSnapshot,
-)
+from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import EngineSession, SessionSpec
+from moerl.weight_sync.snapshot import SharedSnapshot, WeightSnapshot
+from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan, relay_schedule
 from moerl.weight_sync.transfer_plan import TRAINER as TRAINER_ID
-from moerl.weight_sync.transfer_plan import TransferPlan, relay_schedule
 from moerl.weight_sync.transports.factory import make
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
@@ -77,8 +73,8 @@ def spec() -> ModelSpec:
     return model_spec(json.loads(FAMILIES.read_text())["qwen3_moe"])
 
 
-def transfer(tp: int, engine: int) -> TransferPlan:
-    return TransferPlan(spec(), TRAINER, EngineLayout(tp=tp), engine, POLICY)
+def transfer(tp: int) -> TransferPlan:
+    return TransferPlan(spec(), TRAINER, EngineLayout(tp=tp), PLAN_ID, POLICY)
 
 
 def hf_tensor(name: str, shape: tuple[int, ...], version: PolicyVersion) -> Tensor:
@@ -268,7 +264,7 @@ def run_trainer_rank(
     versions: object,
     halt: Halt | None,
     delta: bool,
-    plan_ids: list[int],
+    num_engines: int,
 ) -> None:
     """Sender threads towards all engines; stores each version that comes over the queue.
 
@@ -279,13 +275,13 @@ def run_trainer_rank(
     offer = SharedSnapshot(WeightSnapshot(), threading.Condition())
     keys, lines = wires
     threads = []
-    for engine, plan_id in enumerate(plan_ids):
-        plan = transfer(tp, plan_id).sender(rank)
+    packer = BucketPacker(transfer(tp).sender(rank), offer.weights)
+    for engine in range(num_engines):
         # a copy of its own for each engine: one of them may be made to halt
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
-        sender = WeightSender(plan, offer.weights, mover, delta=delta)
+        sender = WeightSender(packer, mover, delta=delta)
         threads.append(SenderThread("127.0.0.1", keys, sender, offer))
         threads[-1].start()
     lines.send([thread.endpoint for thread in threads])
@@ -338,7 +334,6 @@ class Trainer:
         timeouts: `sync.timeout_s` per engine; 60 s unless a test waits for one to pass.
         """
         hops = relay_schedule(range(len(engines)), direct or len(engines))
-        ids = [hop.plan_engine for hop in sorted(hops, key=lambda hop: hop.dst)]
         self.engines = engines
         keys, tp = Keys.make(), engines[0].tp
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(TRAINER.world_size)]
@@ -346,7 +341,17 @@ class Trainer:
         self.processes = [
             CONTEXT.Process(
                 target=run_trainer_rank,
-                args=(rank, (keys, pipe[1]), tp, transport, folder, queue, halt, delta, ids),
+                args=(
+                    rank,
+                    (keys, pipe[1]),
+                    tp,
+                    transport,
+                    folder,
+                    queue,
+                    halt,
+                    delta,
+                    len(engines),
+                ),
                 daemon=True,
             )
             for rank, (queue, pipe) in enumerate(zip(self.queues, pipes, strict=True))
@@ -358,7 +363,7 @@ class Trainer:
         for index, engine in enumerate(engines):
             group = SenderGroup([by_engine[index] for by_engine in endpoints], keys)
             timeout_s = timeouts[index] if timeouts else 60.0
-            terms = self._terms(index, ids[index], tp, transport, timeout_s, plan, delta, folder)
+            terms = self._terms(index, tp, transport, timeout_s, plan, delta, folder)
             connect = lambda engine=engine: Control(engine, engines)  # noqa: E731
             (src,) = [hop.src for hop in hops if hop.dst == index]
             source = self.sessions[src] if src != TRAINER_ID else None
@@ -368,7 +373,6 @@ class Trainer:
     @staticmethod
     def _terms(
         index: int,
-        plan_id: int,
         tp: int,
         transport: str,
         timeout_s: float,
@@ -378,8 +382,8 @@ class Trainer:
     ) -> SessionSpec:
         return SessionSpec(
             engine=index,
-            plan_engine=plan_id,
-            plan=plan or transfer(tp, plan_id).id,
+            plan_engine=PLAN_ID,
+            plan=plan or transfer(tp).id,
             transport=transport,
             trainer=TRAINER,
             policy=POLICY,

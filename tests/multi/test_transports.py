@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -43,9 +43,11 @@ def name(request: pytest.FixtureRequest) -> str:
 class PeerProcess:
     """`transport_peer.serve` in a process forked from a server that has torch loaded."""
 
+    loaded: ClassVar[list[str]] = ["tests.helpers.transport_peer"]
+
     def __init__(self, name: str, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.helpers.transport_peer"])
+        context.set_forkserver_preload(self.loaded)
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(name, str(folder), theirs), daemon=True)
         self.process.start()

@@ -14,8 +14,10 @@ from moerl.trainer.hf_io.dequantize import Fp8Block
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.quantize import quantize_blocks
-from moerl.weight_sync.sender import Destination, WeightSender, WeightSnapshot
+from moerl.weight_sync.sender import Destination, WeightSender
+from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan
 from moerl.weight_sync.transports.base import Link
 
@@ -142,7 +144,7 @@ def test_a_publish_in_blocks_is_the_whole_model_quantised() -> None:
             for region, start in zip(r.regions, r.starts, strict=True)
             if region.src == rank
         }
-        sender = WeightSender(plan.sender(rank), shard, Memories(staging))
+        sender = WeightSender(BucketPacker(plan.sender(rank), shard), Memories(staging))
         sender.send(destinations, deadline=0.0)
     kinds = set()
     for receiver in receivers:

@@ -26,9 +26,11 @@ from moerl.trace import Tracer, read_spans
 from moerl.types import PolicyVersion
 from moerl.weight_sync import session
 from moerl.weight_sync.buckets import Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.receiver import check_targets
-from moerl.weight_sync.sender import WeightSnapshot, _RegionSender
-from moerl.weight_sync.transfer_plan import ReceiverPlan
+from moerl.weight_sync.sender import _RegionSender
+from moerl.weight_sync.snapshot import WeightSnapshot
+from moerl.weight_sync.transfer_plan import ReceiverPlan, SenderPlan
 from moerl.weight_sync.transports.disk import Disk
 from moerl.weight_sync.transports.mooncake import MooncakeStaging, _Registered
 from moerl.weight_sync.transports.process_group import GroupTransport
@@ -64,13 +66,16 @@ def test_buckets_sent_again_do_not_overwrite_each_other(again: tuple[int, ...]) 
     buckets = tuple(Bucket(size * i, size, i, i + 1) for i in range(4))
     shard, link = WeightSnapshot(), LateLink(4 * size)
     shard.store({f"s{i}": torch.full((8,), i + 1.0) for i in range(4)}, V1)
-    lane = _RegionSender(Region(0, 0, pieces, buckets, 4 * size), 0, link, shard, delta=False)  # type: ignore[arg-type]
-    lane.send(range(4), 0.0)
+    region = Region(0, 0, pieces, buckets, 4 * size)
+    packer = BucketPacker(SenderPlan("id", 0, (region,)), shard)
+    packer.join()
+    lane = _RegionSender(region, 0, link, packer, delta=False)  # type: ignore[arg-type]
+    lane.send(range(4), V1, 0.0)
     whole = link.memory.clone()
     assert whole.view(torch.float32)[::8].tolist() == [1.0, 2.0, 3.0, 4.0]
     for number in again:
         link.memory[size * number : size * (number + 1)] = 255  # damaged on its way
-    lane.send(again, 0.0, again=True)
+    lane.send(again, V1, 0.0, again=True)
     assert torch.equal(link.memory, whole)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -99,6 +99,7 @@ class Learner:
     ) -> None:
         """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
         self.critic = critic
+        self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.load = torch.zeros(0, 0)  # of the last step, see `StepSums.load`
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         # a user's objective that is not there ends the start, not the first step
@@ -242,6 +243,7 @@ class Learner:
     def _update(self, step: int, times: _Times) -> list[float]:
         """One optimizer step; returns the gradient norm before clipping if Megatron has one."""
         begin = time.perf_counter()
+        self.before_update()
         norms = take_step(self.optimizer, f"step {step}")
         times.optimizer += time.perf_counter() - begin
         return norms

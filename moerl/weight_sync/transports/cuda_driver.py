@@ -38,16 +38,18 @@ class Driver:
     """Device memory by address; a failed driver call raises TransportError."""
 
     def __init__(self) -> None:
+        """Allocates on the calling thread's current device, from any thread."""
         self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._own = torch.cuda.current_device()
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._devices: dict[int, int] = {}  # ordinal by address
 
     def gpu(self) -> str:
-        return _uuid(torch.cuda.current_device())
+        return _uuid(self._own)
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate on the current device.  Raises TransportError (room)."""
-        address, ordinal = ctypes.c_uint64(), torch.cuda.current_device()
+        """Raises TransportError (room)."""
+        address, ordinal = ctypes.c_uint64(), self._own
         self._call(
             "room", ordinal, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes)
         )
@@ -69,7 +71,11 @@ class Driver:
         """Raises TransportError (refused): the process does not see the GPU, or bad handle."""
         seen = [_uuid(i) for i in range(torch.cuda.device_count())]
         if gpu not in seen or len(handle) != _HANDLE_BYTES:
-            raise TransportError("refused", f"GPU {gpu} is not visible here, {seen} are")
+            raise TransportError(
+                "refused",
+                f"GPU {gpu} is not visible here, {seen} are: CUDA_VISIBLE_DEVICES of a sender must "
+                "name the receiver's GPU behind its own",
+            )
         ordinal, address, size = seen.index(gpu), ctypes.c_uint64(), ctypes.c_size_t()
         given = _Handle(data=(ctypes.c_ubyte * _HANDLE_BYTES)(*handle))
         lazy_peer_access = ctypes.c_uint(1)
@@ -92,7 +98,8 @@ class Driver:
     def tensor(self, address: int, num_bytes: int, gone: Callable[[], None]) -> Tensor:
         """Flat uint8 over memory of `allocate` or `map`; gone: called after the last view."""
         memory, where = _Memory(address, num_bytes, gone), self._devices[address]
-        return torch.as_tensor(memory, device=f"cuda:{where}")
+        with torch.cuda.device(where):
+            return torch.as_tensor(memory, device=f"cuda:{where}")
 
     def wait(self, buffer: Tensor, deadline: float) -> None:
         """Wait until this thread's copies are done or the deadline has passed."""

@@ -10,8 +10,12 @@ alive and has not closed the staging, admits the same user only, and carries the
 owner when no sender maps the buffer: in CUDA, freeing exported memory that is still mapped is
 undefined.  So a late sender delays the free and never writes into memory with another owner.
 
+torch takes a mapping only if it sees the GPU, so a trainer rank's CUDA_VISIBLE_DEVICES names the
+GPUs of its node's engines behind its own; it computes on its own, as without them.  A context of
+each rank is on each of those GPUs then.  Staging is a second copy of an engine rank's weights.
+
 Rejected: torch's reductions of CUDA tensors (pickle), mapping the trainer's memory into the engine.
-**Has not run on hardware yet**; the bookkeeping is tested with host memory.
+Has run on the device double only, with a driver over shared host memory.
 """
 
 from __future__ import annotations
@@ -59,21 +63,27 @@ class CudaIpc:
         self._driver = driver
 
     def open(self, num_bytes: int) -> CudaStaging:
-        """Allocates on the calling thread's current device."""
+        """Allocates on the device that was current when the transport was made."""
         return CudaStaging(self._driver, num_bytes)
 
     def connect(self, endpoint: bytes, deadline: float) -> CudaLink:
         return CudaLink(self._driver, endpoint)
 
 
-@cache
 def make(address: str) -> CudaIpc:
     """address: of the private interface, not used here."""
     if not torch.cuda.is_available():
         raise TransportError(
             "missing", "cuda_ipc needs a CUDA GPU on both sides, torch sees none: use shm or gloo"
         )
-    return CudaIpc(Driver())
+    return _on(torch.cuda.current_device())
+
+
+@cache
+def _on(device: int) -> CudaIpc:
+    """One per device of the process."""
+    with torch.cuda.device(device):
+        return CudaIpc(Driver())
 
 
 class CudaStaging:

@@ -9,9 +9,9 @@ it too, so no store with its own port is open to unauthenticated readers.  The d
 and NCCL have no token: they bind to the address of the private interface, and only there (gloo),
 or where NCCL_SOCKET_IFNAME says (NCCL).
 
-One code path serves both; the backend decides the device of the buffer.  NCCL has not been run: no
-GPU was available.  Two things differ there: several communicators share one GPU, and NCCL's own
-watchdog notices a peer's death, which is why its guarantees promise less.
+One code path serves both, and the pair's lane (`pair_lanes`) knows what the backend sends.
+Staging is host memory with both, page-locked where CUDA is there.  NCCL ran on the device double
+only, whose groups are gloo's: what its guarantees promise is by design.
 
 Rejected: one group over all engines (a dead engine fails the others), TCPStore (no token).
 """
@@ -22,6 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +41,15 @@ from moerl.distributed.token_server import (
 )
 from moerl.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.pair_lanes import (
+    DeviceBuckets,
+    DeviceLane,
+    HostLane,
+    Lane,
+    meet,
+    nccl_group,
+)
+from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 _RECEIVER, _SENDER = 0, 1  # ranks in a pair
 _KEY, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket
@@ -57,35 +67,50 @@ class GroupTransport:
     """gloo or NCCL, one group of two per pair."""
 
     def __init__(self, address: str, *, backend: str = "gloo") -> None:
-        """address: of the private interface that trainer and engines share."""
+        """address: of the private interface that trainer and engines share.
+
+        NCCL uses the calling thread's current device; other threads of a process have another one.
+        Raises TransportError (missing) for NCCL without CUDA.
+        """
         assert backend in ("gloo", "nccl"), f"backend {backend!r} is neither gloo nor nccl"
         self.name = backend
         self.guarantees = Guarantees(
             one_sided=False,
             late_join=True,
-            survives_peer_death=backend == "gloo",
+            survives_peer_death=True,
             needs_group=False,
             same_machine=False,
         )
         self._address = address
+        self._device = _device(backend)
 
     def open(self, num_bytes: int) -> GroupStaging:
-        return GroupStaging(self._address, self.name, num_bytes)
+        return GroupStaging(self._address, self.name, self._device, num_bytes)
 
     def connect(self, endpoint: bytes, deadline: float) -> GroupLink:
         target = read_endpoint(endpoint, _Endpoint, self.name)
         if target.backend != self.name:
             raise TransportError("refused", f"{target.backend} endpoint offered to {self.name}")
-        return GroupLink(target, self._address, deadline)
+        return GroupLink(target, self._address, self._device, deadline)
+
+
+def _device(backend: str) -> torch.device:
+    if backend == "gloo":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise TransportError(
+            "missing", "nccl needs a CUDA GPU on both sides, torch sees none: use gloo"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class GroupStaging:
     """The receiving side: a thread per sender."""
 
-    def __init__(self, address: str, backend: str, num_bytes: int) -> None:
+    def __init__(self, address: str, backend: str, device: torch.device, num_bytes: int) -> None:
         self._address, self._backend = address, backend
-        device = "cuda" if backend == "nccl" else "cpu"
-        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._buckets = DeviceBuckets(device)  # gloo takes none
+        self.buffer = host_buffer(num_bytes)
         self._server = TokenServer(address, self._serve)
         self.endpoint = msgspec.json.encode(
             _Endpoint(backend, self._server.server_address, num_bytes)
@@ -100,18 +125,24 @@ class GroupStaging:
     def _serve(self, channel: Channel) -> None:
         """Serve one sender until it leaves, violates the protocol or dies; ends this pair only."""
         deadline = time.monotonic() + _RENDEZVOUS_S
-        group = _pair(channel, _RECEIVER, self._backend, self._address, deadline)
-        while True:
-            self._receive(channel, group, *channel.receive(None))
+        pair = _Pair(channel, _RECEIVER, self._backend, self._address, deadline)
+        lane = pair.lane(self._buckets.device, self._buckets)
+        try:
+            while True:
+                self._receive(channel, lane, *channel.receive(None))
+        finally:
+            lane.close()
 
-    def _receive(self, channel: Channel, group: Any, kind: int, payload: bytes) -> None:
+    def _receive(self, channel: Channel, lane: Lane, kind: int, payload: bytes) -> None:
         if kind == _FLUSH:
+            lane.settle(time.monotonic() + _RENDEZVOUS_S)
             channel.send(_FLUSHED, payload, time.monotonic() + _RENDEZVOUS_S)
         elif kind == _PUT and len(payload) == _RANGE.size:
             offset, num_bytes, budget_s = _RANGE.unpack(payload)
             check_range(offset, num_bytes, self.buffer.numel())
-            work = group.recv([self.buffer[offset : offset + num_bytes]], _SENDER, 0)
-            work.wait(timedelta(seconds=min(max(budget_s, 0.001), 3600.0)))
+            check_range(0, num_bytes, lane.most)
+            deadline = time.monotonic() + min(max(budget_s, 0.001), 3600.0)
+            lane.receive(self.buffer[offset : offset + num_bytes], deadline)
         else:
             raise TransportError("refused", f"frame kind {kind} of {len(payload)} bytes is unknown")
 
@@ -119,40 +150,33 @@ class GroupStaging:
 class GroupLink:
     """The sending side of one pair."""
 
-    def __init__(self, target: _Endpoint, address: str, deadline: float) -> None:
+    def __init__(
+        self, target: _Endpoint, address: str, device: torch.device, deadline: float
+    ) -> None:
         """address: of this side's interface."""
         self._size = target.num_bytes
-        self._works: list[tuple[dist.Work, Tensor]] = []  # the tensor stays alive until it is sent
         self._flushes = 0
         self._channel = open_channel(target.server_address, deadline)
         try:
-            self._group = _pair(self._channel, _SENDER, target.backend, address, deadline)
+            pair = _Pair(self._channel, _SENDER, target.backend, address, deadline)
+            self._lane = pair.lane(device)
         except BaseException:
             self._channel.close()
             raise
 
     def put(self, offset: int, data: Tensor, deadline: float) -> None:
         check_range(offset, data.numel(), self._size)
-        if not data.numel():
-            return
-        self._channel.send(
-            _PUT, _RANGE.pack(offset, data.numel(), seconds_left(deadline)), deadline
-        )
-        try:
-            self._works.append((self._group.send([data], _RECEIVER, 0), data))
-        except RuntimeError as error:
-            raise failure(deadline, f"put at {offset}: {error}") from error
+        for first in range(0, data.numel(), self._lane.most):
+            part = data[first : first + self._lane.most]
+            frame = _RANGE.pack(offset + first, part.numel(), seconds_left(deadline))
+            self._channel.send(_PUT, frame, deadline)
+            self._lane.send(part, deadline)
 
     def view(self, offset: int, num_bytes: int) -> Tensor | None:
         return None
 
     def flush(self, deadline: float) -> None:
-        works, self._works = self._works, []
-        try:
-            for work, _data in works:
-                work.wait(timedelta(seconds=seconds_left(deadline)))
-        except RuntimeError as error:
-            raise failure(deadline, f"sending: {error}") from error
+        self._lane.settle(deadline)
         self._flushes += 1
         stamp = self._flushes.to_bytes(8, "little")
         self._channel.send(_FLUSH, stamp, deadline)
@@ -162,6 +186,7 @@ class GroupLink:
 
     def close(self) -> None:
         self._channel.close()
+        self._lane.close()
 
 
 # --- the group ---------------------------------------------------------------------------------
@@ -200,22 +225,34 @@ class _PairStore(dist.Store):
         return all(key in self._values for key in keys)
 
 
-def _pair(channel: Channel, rank: int, backend: str, address: str, deadline: float) -> Any:
-    """The group of two, without a default group and unknown to torch's registry.
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A group of two, without a default group and unknown to torch's registry."""
 
-    Returns ProcessGroupGloo or ProcessGroupNCCL, which torch's stubs describe in part.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    store = _PairStore(channel, deadline)
-    try:
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds_left(deadline))
-            return dist.ProcessGroupNCCL(store, rank, 2, options)
+    channel: Channel
+    rank: int
+    backend: str
+    address: str  # of this side's interface
+    deadline: float
+
+    def lane(self, device: torch.device, buckets: DeviceBuckets | None = None) -> Lane:
+        """Meet the other side.  buckets: those of the receiving side.  Raises TransportError."""
+        store = _PairStore(self.channel, self.deadline)
+        try:
+            if self.backend == "gloo":
+                return HostLane(self._gloo(store), 1 - self.rank)
+            group = nccl_group(store, self.rank, device)
+            lane = DeviceLane(group, 1 - self.rank, device, buckets, self.channel.check)
+            meet(lane, receives=self.rank == _RECEIVER, deadline=self.deadline)
+            return lane
+        except RuntimeError as error:
+            raise failure(self.deadline, f"the pair could not be formed: {error}") from error
+
+    def _gloo(self, store: dist.Store) -> Any:
+        """Returns ProcessGroupGloo, which torch's stubs describe in part."""
+        gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._threads = 1
-        options._timeout = timedelta(seconds=seconds_left(deadline))
-        options._devices = [gloo.create_device(hostname=address)]
-        return gloo(store, rank, 2, options)
-    except RuntimeError as error:
-        raise failure(deadline, f"the pair could not be formed: {error}") from error
+        options._timeout = timedelta(seconds=seconds_left(self.deadline))
+        options._devices = [gloo.create_device(hostname=self.address)]
+        return gloo(store, self.rank, 2, options)

@@ -5,7 +5,8 @@ exists as long as a process maps it.  A sender opens it through /proc/PID/fd, wh
 allows to the same user only.  The size is sealed: a receiver cannot shrink the file under a sender
 (a write beyond the end would kill the sender).
 
-Packing straight into the mapping makes a transfer one copy, at the speed of memcpy.
+Packing straight into the mapping makes a transfer one copy, at the speed of memcpy.  The receiver
+page-locks its mapping where CUDA is there, so that a commit copies to the GPU without the CPU.
 
 Rejected: files in /dev/shm (stay after a crash), multiprocessing.shared_memory (its resource
 tracker removes memory that other processes use).
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from moerl.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range
+from moerl.weight_sync.transports.pinned_memory import tensor_over
 
 _NAME = "moerl-staging"
 _F_ADD_SEALS = 1033  # linux/fcntl.h; fcntl of Python 3.11 lacks the names
@@ -65,7 +67,10 @@ class SharedStaging:
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, max(1, num_bytes))
             fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
-            self.buffer: Tensor = _mapped(self._fd, num_bytes)
+            self.buffer: Tensor = _mapped(self._fd, num_bytes, page_locked=True)
+        except TransportError:
+            os.close(self._fd)
+            raise
         except OSError as error:
             os.close(self._fd)
             raise TransportError(
@@ -150,7 +155,6 @@ def check_memfd(path: str, name: str) -> None:
         raise TransportError("peer", f"{path} is another file now: {found}")
 
 
-def _mapped(fd: int, num_bytes: int) -> Tensor:
+def _mapped(fd: int, num_bytes: int, *, page_locked: bool = False) -> Tensor:
     """The whole file as a flat uint8 tensor; unmapped when the last view of it goes."""
-    mapping = mmap.mmap(fd, max(1, num_bytes))
-    return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+    return tensor_over(mmap.mmap(fd, max(1, num_bytes)), num_bytes, page_locked=page_locked)

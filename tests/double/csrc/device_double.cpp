@@ -83,6 +83,8 @@ TORCH_LIBRARY(device_double, m) {
   m.def("memory", &memory);
   m.def("purposes", &purposes);
   m.def("reset_peak", &reset_peak);
+  m.def("register_host", &register_host);
+  m.def("unregister_host", &unregister_host);
   m.def("host_view(Tensor t) -> Tensor");
   m.def("use(Tensor[] tensors, bool writes, str what) -> ()");
   m.def("record_use(Tensor t, int device, int stream) -> ()");

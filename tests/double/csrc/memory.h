@@ -83,6 +83,14 @@ struct PinnedMemory final : c10::Allocator {
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { copy_bytes(to, from, bytes); }
 };
+inline void register_host(int64_t address, int64_t bytes) {
+  std::lock_guard<std::mutex> held(meters().lock);
+  meters().pinned[reinterpret_cast<const char*>(address)] = bytes;
+}
+inline void unregister_host(int64_t address) {
+  std::lock_guard<std::mutex> held(meters().lock);
+  TORCH_CHECK(meters().pinned.erase(reinterpret_cast<const char*>(address)), "not registered");
+}
 inline DeviceMemory device_memory;
 inline PinnedMemory pinned_memory;
 

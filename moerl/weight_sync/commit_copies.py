@@ -1,0 +1,126 @@
+"""The copies of a COMMIT: staged bytes into the live weights, in place.
+
+Staging on the device of the weights, or both on the CPU: one copy per piece.  Staging in host
+memory under weights on a GPU goes through two device buckets, so that the GPU holds the weights
+once and two buckets more:
+
+    side stream      stage 0 in A | stage 1 in B | stage 2 in A | ...
+    current stream                | pieces of A  | pieces of B  | ...
+
+An event orders each two neighbours: pieces are copied when their bucket has arrived, and a bucket
+is filled again when its pieces have been copied.  The buckets are allocated in PREPARE, where a
+failure is a refusal: a commit allocates nothing.
+
+Rejected: pieces copied from host memory one by one (thousands of small transfers in the pause), a
+whole version on the device (a second copy of the weights beside the KV cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.layout import at
+from moerl.weight_sync.buckets import Bucket, Region
+from moerl.weight_sync.transfer_plan import ReceiverPlan
+
+
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
+    """The GPU of the live weights; None = they are on the CPU."""
+    return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+
+
+class CommitBuckets:
+    """Two buffers for the largest bucket of a plan, and the stream that fills them."""
+
+    def __init__(self, plan: ReceiverPlan, device: torch.device) -> None:
+        sizes = [bucket.num_bytes for region in plan.regions for bucket in region.buckets]
+        self.plan, self.device = plan, device
+        self.stream = torch.cuda.Stream(device)
+        self.pair = [
+            torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in "ab"
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """One bucket; without `on_device` its pieces are copied straight from staging."""
+
+    staged: Tensor
+    on_device: Tensor | None
+    sources: list[Tensor]
+    targets: list[Tensor]
+
+
+class CommitCopies:
+    """Source and destination views of a session, kept across versions.
+
+    Making thousands of slices takes longer than the copies.
+    """
+
+    def __init__(
+        self,
+        plan: ReceiverPlan,
+        starts: Sequence[int],
+        staging: Tensor,
+        tensors: Mapping[str, Tensor],
+        buckets: CommitBuckets | None = None,
+    ) -> None:
+        """starts: of the regions in `staging`.  buckets: staging is in host memory, the weights are
+        on a GPU.
+        """
+        self._pointers = _pointers(tensors)
+        self._buckets = buckets
+        self._steps: list[_Step] = []
+        for region, start in zip(plan.regions, starts, strict=True):
+            for bucket in region.buckets:
+                staged = staging[start + bucket.offset :][: bucket.num_bytes]
+                self._steps.append(self._step(region, bucket, staged, tensors))
+        self._targets = [target for step in self._steps for target in step.targets]
+        self._sources = [source for step in self._steps for source in step.sources]
+
+    def fit(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the live weights have not moved."""
+        return self._pointers == _pointers(tensors)
+
+    def run(self) -> None:
+        """On a GPU it returns before the copies are complete."""
+        if self._buckets is not None:
+            self._stream(self._buckets)
+        else:
+            torch._foreach_copy_(self._targets, self._sources)
+
+    def _step(
+        self, region: Region, bucket: Bucket, staged: Tensor, tensors: Mapping[str, Tensor]
+    ) -> _Step:
+        on_device = None
+        if self._buckets is not None:
+            on_device = self._buckets.pair[len(self._steps) % 2][: bucket.num_bytes]
+        step = _Step(staged, on_device, [], [])
+        data = staged if on_device is None else on_device
+        for piece in region.pieces[bucket.first : bucket.stop]:
+            target = tensors[piece.dst_name][at(piece.dst_box)]
+            source = data[piece.offset - bucket.offset :][: piece.num_bytes]
+            step.targets.append(target)
+            step.sources.append(source.view(target.dtype).view(target.shape))
+        return step
+
+    def _stream(self, buckets: CommitBuckets) -> None:
+        current, copied = torch.cuda.current_stream(buckets.device), list[torch.cuda.Event]()
+        buckets.stream.wait_stream(current)
+        for number, step in enumerate(self._steps):
+            assert step.on_device is not None
+            if number >= len(buckets.pair):
+                buckets.stream.wait_event(copied[number - len(buckets.pair)])
+            with torch.cuda.stream(buckets.stream):
+                step.on_device.copy_(step.staged, non_blocking=True)
+            current.wait_event(buckets.stream.record_event())
+            torch._foreach_copy_(step.targets, step.sources)
+            copied.append(current.record_event())
+
+
+def _pointers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}

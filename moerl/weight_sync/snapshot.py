@@ -1,0 +1,111 @@
+"""The weight snapshot: one version of a trainer rank's parameters, from which senders send.
+
+It is in host memory.  On CUDA it is page-locked and filled on a stream of its own, so a publish
+takes no device memory for it and the training thread does not wait for the copy:
+
+    training stream   step n | forward, backward of n + 1 ........ | step n + 1 (writes weights)
+    side stream              | weights of n --> host memory |
+    a sender                                                | packs, sends
+
+Events order them: the copy begins after step n, step n + 1 begins after the copy (`before_write`),
+and only senders wait as threads (`wait`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.errors import TransportError
+from moerl.types import PolicyVersion
+from moerl.weight_sync.transports.pinned_memory import host_buffer
+
+_ALIGN = 64  # bytes
+
+
+class WeightSnapshot:
+    """One version of a rank's parameters; its memory is reused for every version."""
+
+    def __init__(self) -> None:
+        self.version: PolicyVersion | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._memory: Tensor | None = None  # of the tensors, on CUDA
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def is_locked(self) -> bool:
+        """The parameters are on a GPU: memory between them and a network is page-locked."""
+        return self._memory is not None
+
+    @torch.no_grad()
+    def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Copy `live`; no sender may be reading the previous version."""
+        device = next((tensor.device for tensor in live.values() if tensor.is_cuda), None)
+        if self._tensors.keys() != live.keys():
+            self._make(live, on_host=device is None)
+        targets, sources = list(self._tensors.values()), [live[name] for name in self._tensors]
+        if device is None:
+            torch._foreach_copy_(targets, sources)
+        else:
+            self._copied = self._copy(device, targets, sources)
+        self.version = version  # last: a sender that sees it then waits for its copy
+
+    def before_write(self) -> None:
+        """Call before the parameters change: the current stream waits for the copy, no thread."""
+        if self._copied is not None:
+            self._copied.wait()
+
+    def wait(self) -> None:
+        """Until the snapshot holds its version."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def _make(self, live: Mapping[str, Tensor], *, on_host: bool) -> None:
+        if on_host:
+            self._tensors = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+            return
+        starts, end = [], 0
+        for tensor in live.values():
+            starts.append(end)
+            end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        self._memory = host_buffer(end)
+        self._tensors = {
+            name: self._memory[start:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), start in zip(live.items(), starts, strict=True)
+        }
+
+    def _copy(
+        self, device: torch.device, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> torch.cuda.Event:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)  # waiting threads sleep
+            copied.record()
+        return copied
+
+
+@dataclass(slots=True, eq=False)
+class SharedSnapshot:
+    """The weight snapshot as senders see it; `changed` is notified after each `weights.store`."""
+
+    weights: WeightSnapshot
+    changed: threading.Condition
+
+    def wait_for(self, version: PolicyVersion, timeout_s: float) -> None:
+        """Raises TransportError when the rank does not hold that version in time."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.weights.version == version, timeout_s):
+                raise TransportError(
+                    "deadline", f"version {version} is not stored, {self.weights.version} is"
+                )
