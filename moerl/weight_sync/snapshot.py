@@ -83,7 +83,7 @@ class WeightSnapshot:
         }
 
     def _copy(
-        self, device: torch.device, targets: Sequence[Tensor], sources: Sequence[Tensor]
+        self, device: torch.device, targets: list[Tensor], sources: Sequence[Tensor]
     ) -> torch.cuda.Event:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
