@@ -184,7 +184,7 @@ def _check_value(field: str, value: object, kind: Kind) -> None:
     if isinstance(kind, tuple):
         if value not in kind:
             raise ConfigError(field, value, f"use {', '.join(kind)}")
-    elif not (type(value) is kind or (kind is float and type(value) is int)):
+    elif type(value) is not kind:
         raise ConfigError(field, value, f"a {kind.__name__} is needed")
 
 
