@@ -56,8 +56,8 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 class OptimizerBytes:
     """Per parameter of a rank's shard."""
 
-    device: float = 12  # bf16: fp32 copy and two moments
-    host: float = 0
+    device: int = 12  # bf16: fp32 copy and two moments
+    host: int = 0
 
 
 def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
@@ -69,8 +69,7 @@ def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
     """
     args = optimizer_args(trainer)
     if args.get("optimizer_cpu_offload"):
-        fraction = args["optimizer_offload_fraction"]
-        return OptimizerBytes(12 * (1 - fraction), 16 * fraction)
+        return OptimizerBytes(0, 16)
     if not args.get("use_precision_aware_optimizer"):
         return OptimizerBytes(12 if trainer.dtype == "bf16" else 8)
     copy = _BYTES[args.get("main_params_dtype", "fp32")]
@@ -230,7 +229,7 @@ def _stage(
         parameters=dense + expert,
         weights=width * (dense + expert),
         gradients=4 * (dense + expert),
-        optimizer=round(held.device * own),
+        optimizer=held.device * own,
         activations=_activations(spec, layout, training, stage),
         logits=(10 if half else 12) * tokens * vocab if last else 0,
         replay=8 * (tokens // layout.tp) * spec.experts_per_token * len(in_moe),
@@ -238,7 +237,7 @@ def _stage(
         buckets=2 * training.bucket if training.gpu else 0,
         runtime=RUNTIME if training.gpu else 0,
         snapshot=width * (dense + expert),
-        offloaded=round(held.host * own),
+        offloaded=held.host * own,
     )
 
 

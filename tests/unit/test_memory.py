@@ -105,7 +105,6 @@ PRECISE = {"use_precision_aware_optimizer": True}
         ("fp32", {}, 8, 0),
         ("bf16", {}, 12, 0),
         ("bf16", OFFLOAD, 0, 16),
-        ("bf16", OFFLOAD | {"optimizer_offload_fraction": 0.5}, 6, 8),
         ("bf16", PRECISE, 2 + 8, 0),
         ("bf16", PRECISE | {"store_param_remainders": False}, 12, 0),
         ("bf16", PRECISE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}, 2 + 2 + 1, 0),

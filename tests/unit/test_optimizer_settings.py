@@ -88,11 +88,11 @@ BAD = [
         "it needs use_precision_aware_optimizer=true",
     ),
     (
-        [*GPU, OFFLOAD, "trainer.optimizer_args.optimizer_offload_fraction=0"],
-        "more than 0, at most 1",
+        [*GPU, OFFLOAD, "trainer.optimizer_args.optimizer_offload_fraction=0.5"],
+        "all is offloaded.*; remove it",
     ),
     ([*GPU, OFFLOAD, "trainer.optimizer_args.exp_avg_dtype=bf16"], "keeps fp32"),
-    ([*GPU, "trainer.optimizer_args.optimizer_offload_fraction=0.5"], "optimizer_cpu_offload=true"),
+    ([*GPU, "trainer.optimizer_args.pin_cpu_grads=false"], "optimizer_cpu_offload=true"),
     ([*GPU, "trainer.optimizer_args.exp_avg_dtype=bf16"], "needs use_precision_aware_optimizer"),
     ([*GPU, "trainer.optimizer_args.exp_avg_dtype=bf15"], "use fp32, bf16, fp16, fp8"),
     (["trainer.platform=cpu", PRECISE], "Transformer Engine"),
@@ -111,7 +111,7 @@ def test_what_megatron_core_would_refuse_later_is_refused_first(
 GOOD = [
     ["trainer.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 1000}"],
     [OFFLOAD],
-    [OFFLOAD, "trainer.optimizer_args.optimizer_offload_fraction=0.5"],
+    [OFFLOAD, "trainer.optimizer_args.overlap_cpu_optimizer_d2h_h2d=false"],
     [PRECISE, "trainer.optimizer_args={exp_avg_dtype: bf16, exp_avg_sq_dtype: bf16}"],
 ]
 
