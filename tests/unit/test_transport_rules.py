@@ -32,6 +32,7 @@ from moerl.weight_sync.transports.factory import make
 
 OLMOE = ("cluster=node8", "engine.platform=cuda")
 CARDS = ("cluster.nodes.engine.rdma=[mlx5_0,mlx5_1]", "cluster.nodes.trainer.rdma=[mlx5_2]")
+SLURM = ("cluster=slurm", "trainer.parallel={dp: 2, ep: 2}")
 HOSTS = ("cluster=hosts", "cluster.nodes.engine.hosts=[10.9.0.1]")
 HOSTS = (*HOSTS, "cluster.nodes.trainer.hosts=[10.9.0.2,10.9.0.3]")
 
@@ -110,8 +111,8 @@ def test_the_plan_compares_all_transports() -> None:
         (("sync.transport=cuda_ipc",), "cluster.nodes.*.devices"),
         ((*OLMOE, "sync.transport=cuda_ipc", "sync.delta=true"), "the CPU applies deltas"),
         ((*OLMOE, "sync.transport=cuda_ipc", "sync.direct=1"), "use sync.direct=0"),
-        (("cluster=slurm", "sync.transport=cuda_ipc"), "it ends at the machine; use gloo"),
-        (("cluster=slurm", "sync.transport=shm"), "it ends at the machine; use gloo"),
+        ((*SLURM, "sync.transport=cuda_ipc"), "it ends at the machine; use gloo"),
+        ((*SLURM, "sync.transport=shm"), "it ends at the machine; use gloo"),
         ((*HOSTS, "sync.transport=nccl"), "use gloo or mooncake"),
     ],
 )
@@ -122,7 +123,7 @@ def test_what_cannot_work_is_refused_up_front(overrides: tuple[str, ...], says: 
 
 
 def test_rdma_without_cards_is_refused() -> None:
-    asked = ("cluster=slurm", "sync.transport=mooncake", "sync.mooncake_protocol=rdma")
+    asked = (*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=rdma")
     with pytest.raises(ConfigError, match=r"name the cards of every engine and trainer node"):
         check(resolve(settings(*asked, CARDS[0])), starts=False)
     check(resolve(settings(*asked, *CARDS)), starts=False)
@@ -130,17 +131,17 @@ def test_rdma_without_cards_is_refused() -> None:
 
 # --- mooncake -------------------------------------------------------------------------------------
 def test_the_cards_of_a_node_reach_its_processes() -> None:
-    config = settings("cluster=slurm", "sync.transport=mooncake", *CARDS)
+    config = settings(*SLURM, "sync.transport=mooncake", *CARDS)
     slot = placement(config).trainers[0]
     found = rank_environment(config, slot)
     assert (found[PROTOCOL], found[DEVICES]) == ("rdma", "mlx5_2")
     engine = mooncake_environment(config, engine_group(config))
     assert engine == {PROTOCOL: "rdma", DEVICES: "mlx5_0,mlx5_1"}
-    tcp = settings("cluster=slurm", "sync.transport=mooncake", "sync.mooncake_protocol=tcp", *CARDS)
+    tcp = settings(*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=tcp", *CARDS)
     assert mooncake_environment(tcp, engine_group(tcp)) == {PROTOCOL: "tcp", DEVICES: ""}
-    half = settings("cluster=slurm", "sync.transport=mooncake", CARDS[0])
+    half = settings(*SLURM, "sync.transport=mooncake", CARDS[0])
     assert mooncake_protocol(half) == "tcp", "both sides speak the same"
-    assert mooncake_environment(settings("cluster=slurm"), slot.node.group) == {}
+    assert mooncake_environment(settings(*SLURM), slot.node.group) == {}
 
 
 class StubEngine:
