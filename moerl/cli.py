@@ -13,7 +13,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -22,6 +22,9 @@ from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
 from moerl.planning import shape_commands
 from moerl.run_dir import RunDir, find_run, read_manifest
+
+if TYPE_CHECKING:
+    from moerl.config import Config
 
 INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
 
@@ -272,7 +275,7 @@ def _checked(
     return config
 
 
-def _with_transport(config: Any) -> Any:
+def _with_transport(config: Config) -> Config:
     """`sync.transport: auto` by the model's shapes, where one machine with GPUs leaves a choice."""
     from moerl.config.transport_rules import why_not
 

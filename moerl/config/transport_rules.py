@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from moerl.config.clusters import is_local, nodes
-from moerl.config.schema import SAME_MACHINE, Config, NodeGroup, TransportName
+from moerl.config.schema import SAME_MACHINE, Config, NodeGroup, Role, TransportName
 from moerl.config.validate import either
 from moerl.errors import ConfigError
 
@@ -126,9 +126,9 @@ def mooncake_environment(config: Config, group: NodeGroup) -> dict[str, str]:
     return {PROTOCOL: protocol, DEVICES: ",".join(group.rdma) if protocol == "rdma" else ""}
 
 
-def engine_group(config: Config) -> NodeGroup:
-    """The first group with engines."""
-    return next(node.group for node in nodes(config.cluster) if node.has("engine"))
+def first_group(config: Config, role: Role) -> NodeGroup:
+    """Of the nodes with that role."""
+    return next(node.group for node in nodes(config.cluster) if node.has(role))
 
 
 def with_transport(config: Config, choice: TransportChoice) -> Config:

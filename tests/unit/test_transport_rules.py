@@ -18,7 +18,7 @@ from moerl.config.transport_rules import (
     DEVICES,
     PROTOCOL,
     default_transport,
-    engine_group,
+    first_group,
     mooncake_environment,
     mooncake_protocol,
 )
@@ -135,10 +135,10 @@ def test_the_cards_of_a_node_reach_its_processes() -> None:
     slot = placement(config).trainers[0]
     found = rank_environment(config, slot)
     assert (found[PROTOCOL], found[DEVICES]) == ("rdma", "mlx5_2")
-    engine = mooncake_environment(config, engine_group(config))
+    engine = mooncake_environment(config, first_group(config, "engine"))
     assert engine == {PROTOCOL: "rdma", DEVICES: "mlx5_0,mlx5_1"}
     tcp = settings(*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=tcp", *CARDS)
-    assert mooncake_environment(tcp, engine_group(tcp)) == {PROTOCOL: "tcp", DEVICES: ""}
+    assert mooncake_environment(tcp, first_group(tcp, "engine")) == {PROTOCOL: "tcp", DEVICES: ""}
     half = settings(*SLURM, "sync.transport=mooncake", CARDS[0])
     assert mooncake_protocol(half) == "tcp", "both sides speak the same"
     assert mooncake_environment(settings(*SLURM), slot.node.group) == {}
