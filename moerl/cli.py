@@ -13,7 +13,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -22,6 +22,9 @@ from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
 from moerl.planning import shape_commands
 from moerl.run_dir import RunDir, find_run, read_manifest
+
+if TYPE_CHECKING:
+    from moerl.config import Config
 
 INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
 
@@ -260,15 +263,34 @@ def _checked(
     from moerl.config import load_config, resolve
     from moerl.config.checks import check, check_model
 
-    config = resolve(load_config(recipe, overrides))
+    config = load_config(recipe, overrides)
     if checkpoint:
         config = replace(config, model=replace(config.model, path=checkpoint))
+    config = resolve(_with_transport(config))
     check(config, starts=starts)
     if not (config.model.path or config.model.tiny.enabled):
         raise ConfigError("model.path", "", "name a model's folder, or use model.tiny.enabled=true")
     if starts and (config.model.path or not config.model.tiny.enabled):
         check_model(config)
     return config
+
+
+def _with_transport(config: Config) -> Config:
+    """`sync.transport: auto` by the model's shapes, where one machine with GPUs leaves a choice."""
+    from moerl.config.transport_rules import why_not
+
+    group = next(iter(config.cluster.nodes.values()), None)
+    if config.sync.transport != "auto" or group is None or not group.devices:
+        return config
+    if config.cluster.launcher != "local" or why_not(config, "cuda_ipc"):
+        return config
+    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.transport_choice import auto_transport, with_auto_transport
+
+    try:
+        return with_auto_transport(config, auto_transport(config, model_shapes(config)))
+    except MoerlError:  # no readable model: the checks say it
+        return config
 
 
 def _check_paths(records: str, keep: str, page: str) -> None:
@@ -292,6 +314,8 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         config = _checked(recipe, settings, starts=not dry_run)
     except ConfigError as error:
         raise _with_what_fits(error, recipe, settings) from error
+    if config.sync.transport == "cuda_ipc":  # by the plan: the run's own process reads no shapes
+        settings += ["sync.transport=cuda_ipc"]
     name = config.run.name
     if not run and name == Path(recipe).stem:
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -19,6 +19,7 @@ from moerl.config.json_files import read_model_config
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import Config, ParallelConfig, RefModelsConfig, RolloutConfig
+from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
 from moerl.errors import ConfigError, ModelError
 
@@ -64,6 +65,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_late_siblings(config)
     _check_start(config)
     check_cluster(config)
+    check_transport(config)
     check_algorithm(config, folders=starts)
 
 
@@ -166,10 +168,6 @@ def _check_sync(config: Config) -> None:
     sync = config.sync
     if sync.transport == "disk" and not Path(sync.folder).is_dir():
         raise ConfigError("sync.folder", sync.folder, "transport disk needs an existing folder")
-    if sync.delta and sync.transport == "cuda_ipc":
-        raise ConfigError(
-            "sync.delta", True, "the CPU applies deltas, cuda_ipc stages on the GPU: use false"
-        )
     if sync.delta and sync.direct:
         raise ConfigError(
             "sync.direct", sync.direct, "engines do not relay deltas: use 0, or sync.delta=false"

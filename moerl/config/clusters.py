@@ -15,18 +15,9 @@ Rejected: placement by Ray's scheduler (a printed table could differ; trainer no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
-from moerl.config.schema import (
-    SAME_MACHINE,
-    ClusterConfig,
-    Config,
-    NodeGroup,
-    ParallelConfig,
-    Role,
-    TransportName,
-)
-from moerl.config.validate import either
+from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig, Role
 from moerl.errors import ConfigError
 
 _GPU_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
@@ -121,14 +112,6 @@ def is_local(cluster: ClusterConfig) -> bool:
     return cluster.launcher == "local"
 
 
-def default_transport(config: Config) -> Literal["shm", "gloo"]:
-    """Meaning of `sync.transport: auto`: shared memory on one machine, otherwise the network.
-
-    Rejected: nccl across nodes (not run on hardware, may not notice a dead peer).
-    """
-    return "shm" if is_local(config.cluster) else "gloo"
-
-
 def check_cluster(config: Config) -> None:
     """Every rule about `cluster`.  Raises ConfigError naming field, value and what is allowed."""
     cluster = config.cluster
@@ -171,13 +154,6 @@ def _check_network(config: Config) -> None:
     if cluster.interface == "lo":
         raise ConfigError(
             "cluster.interface", "lo", "name the interface that the nodes reach each other by"
-        )
-    if config.sync.transport in SAME_MACHINE:
-        others = tuple(n for n in get_args(TransportName) if n not in ("auto", *SAME_MACHINE))
-        raise ConfigError(
-            "sync.transport",
-            config.sync.transport,
-            f"it ends at the machine; use {either(others)}",
         )
     numbers = {
         "controller": ports.controller,

@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moerl.atomic import atomic_write
-from moerl.config.clusters import default_transport
 from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
+from moerl.config.transport_rules import default_transport, with_transport
 from moerl.config.validate import check_keys, read_section
 from moerl.errors import ConfigError
 from moerl.resources import resource_folder
@@ -89,7 +89,7 @@ def resolve(config: Config) -> Config:
         exact = replace(exact, selection="strict", in_flight_mode="drain")
         config = replace(config, rollout=exact)
     if config.sync.transport == "auto":
-        config = replace(config, sync=replace(config.sync, transport=default_transport(config)))
+        config = with_transport(config, default_transport(config))
     return config
 
 

@@ -344,7 +344,9 @@ SAME_MACHINE = ("shm", "cuda_ipc")  # transports that end at the machine
 
 @dataclass(frozen=True)
 class SyncConfig:
-    transport: TransportName = "auto"  # by the cluster: `moerl.config.clusters.default_transport`
+    transport: TransportName = "auto"  # by the cluster: `moerl.config.transport_rules`
+    # auto: rdma where every engine and trainer node names its cards in cluster.nodes.*.rdma
+    mooncake_protocol: Literal["auto", "rdma", "tcp"] = "auto"
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 16 * 2**20
     # Engines that the trainer sends to, the others copy from them; 0 = all
     direct: Natural = 0

@@ -20,6 +20,7 @@ from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, is_local, mapped_gpus, placement
 from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
+from moerl.config.transport_rules import mooncake_environment
 from moerl.config.visible_devices import visible_devices
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
@@ -286,6 +287,7 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     return (
         env
         | visible_devices((*slot.devices, *mapped))
+        | mooncake_environment(config, slot.node.group)
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
             "GLOO_SOCKET_IFNAME": config.cluster.interface,

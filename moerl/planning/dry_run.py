@@ -47,6 +47,7 @@ from moerl.planning.memory import (
     trainer_memory,
 )
 from moerl.planning.sync_forecast import planned_layouts
+from moerl.planning.transport_choice import auto_transport, transport_line
 from moerl.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
@@ -280,6 +281,7 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         *(_engine_line(config, size, placed) for size in sizes),
         _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
         *(_transfer_lines(config, size) for size in sizes),
+        transport_line(config, auto_transport(config, model_shapes(config))),
         "`moerl plan` says more",
     ]
 

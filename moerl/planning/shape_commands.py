@@ -9,7 +9,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -58,22 +58,29 @@ def plan(
       moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.planning import pace_forecast, sync_forecast
+    from moerl.planning import pace_forecast, sync_forecast, transport_choice
     from moerl.planning.sync_cost import Links, forecast
 
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
-    config = resolve(load_config(recipe, list(overrides or [])))
+    config = load_config(recipe, list(overrides or []))
+    shapes = sync_forecast.recipe_shapes(config)
+    choice = transport_choice.auto_transport(config, shapes)
+    config = resolve(transport_choice.with_auto_transport(config, choice))
     links = Links(nic_gb_s, ranks_per_node)
-    reports, texts, slowest_s = [], [], 0.0
+    reports, texts, slowest_s, received = [], [], 0.0, 0.0
     for layouts in sync_forecast.planned_layouts(config):
         found = forecast(*layouts, links, direct=direct)
         slowest_s = max(slowest_s, found.planned_s)
+        received = max(received, found.received.high)
         reports.append(sync_forecast.as_json(found, links, efficiency))
         texts.append(sync_forecast.describe(found, links, layouts, efficiency))
     text, report = "\n\n".join(texts), reports[0]
     if len(reports) > 1:
         report = {"sizes": reports}
+    rows = transport_choice.compare(config, shapes, received, links)
+    report["transports"] = [asdict(row) for row in rows]
+    text += "\n\n" + transport_choice.describe_transports(config, rows, choice)
     if costs:
         named = _named("--costs", costs, list(pace_forecast.NAMES))
         advice = pace_forecast.pace(config, named, slowest_s / (efficiency or 1.0))

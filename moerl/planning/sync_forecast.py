@@ -40,7 +40,7 @@ def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> 
     """
     trainer = config.trainer.parallel
     check_mesh(trainer)
-    shapes = shapes or _model_config(config)
+    shapes = shapes or recipe_shapes(config)
     spec, policy = model_spec(shapes), _policy(config, shapes)
     counts = Counter(config.engine.sizes.values())
     return [
@@ -66,7 +66,8 @@ def _policy(config: Config, shapes: Mapping[str, Any]) -> WirePolicy:
     return WirePolicy(config.engine.dtype, engine_wants(asked, shapes), config.sync.bucket_bytes)
 
 
-def _model_config(config: Config) -> dict[str, Any]:
+def recipe_shapes(config: Config) -> dict[str, Any]:
+    """The model's config.json.  Raises ConfigError for a recipe without a readable folder."""
     name = config.model.path
     if not name:
         raise ConfigError(

@@ -71,8 +71,8 @@ CASES = {
     ),
 }
 ELSEWHERE = {
-    "nccl": "two GPUs; it shares the code of gloo",
-    "cuda_ipc": "one GPU: tests/unit/test_cuda_ipc.py, tests/gpu/test_cuda_ipc_gpu.py",
+    "nccl": "tests/multi/test_gpu_transports.py on the device double, tests/gpu on two GPUs",
+    "cuda_ipc": "tests/unit/test_cuda_ipc.py, and as nccl; tests/gpu needs one GPU",
 }
 
 

@@ -53,7 +53,7 @@ class Peer:
 
     def same(self, offset: int, num_bytes: int, seed: int) -> bool:
         assert self.staging is not None
-        there = self.staging.buffer[offset : offset + num_bytes]
+        there = self.staging.buffer[offset : offset + num_bytes].cpu()
         return torch.equal(there, pattern(num_bytes, seed))
 
     def connect(self, endpoint: bytes, seconds: float) -> None:

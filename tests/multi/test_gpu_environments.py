@@ -45,6 +45,11 @@ def printed(recipe: str, overrides: tuple[str, ...]) -> dict[str, list[str]]:
     return found
 
 
+def own_gpu(environment: dict[str, str]) -> str:
+    """The GPU that a rank selects (`platform.prepare`)."""
+    return environment["CUDA_VISIBLE_DEVICES"].split(",")[int(environment["LOCAL_RANK"])]
+
+
 def recording(folder: Path) -> dict[str, str]:
     """Variables by which a run's servers and ranks are replaced."""
     path = os.pathsep.join((str(HOOK), str(ROOT)))
@@ -83,11 +88,13 @@ def test_every_process_of_one_node_has_the_printed_gpus(tmp_path: Path) -> None:
     found = sorted(one["environment"]["CUDA_VISIBLE_DEVICES"] for one in servers)
     assert found == [",".join(table["engine 0"]), ",".join(table["engine 1"])]
     assert {len(names.split(",")) for names in found} == {servers[0]["job"]["args"]["tp_size"]}
-    every = ",".join(table["trainer ranks on all"])
-    for rank in ranks:
-        assert rank["environment"]["CUDA_VISIBLE_DEVICES"] == every
+    computes_on = [own_gpu(rank["environment"]) for rank in ranks]
+    assert sorted(computes_on) == table["trainer ranks on all"]
+    for rank in ranks:  # cuda_ipc: what they see beyond that is the engines'
+        seen_gpus = rank["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert seen_gpus == table["trainer ranks on all"] + [*",".join(found).split(",")]
     assert sorted(rank["environment"]["LOCAL_RANK"] for rank in ranks) == ["0", "1", "2", "3"]
-    used = [gpu for names in (*found, every) for gpu in names.split(",")]
+    used = [*computes_on, *",".join(found).split(",")]
     assert sorted(used) == [str(gpu) for gpu in range(8)], "no GPU is used twice"
     order = {one["environment"]["CUDA_DEVICE_ORDER"] for one in (*servers, *ranks)}
     assert order == {"PCI_BUS_ID"}

@@ -128,8 +128,8 @@ def test_experts_are_whole_or_cut_as_the_rest() -> None:
         ("laptop", "shm"),
         ("node8", "shm"),
         ("hosts", "gloo"),
-        ("slurm", "gloo"),
-        ("kuberay", "gloo"),
+        ("slurm", "nccl"),
+        ("kuberay", "nccl"),
     ],
 )
 def test_the_transport_follows_the_cluster(cluster: str, transport: str, tmp_path: Path) -> None:

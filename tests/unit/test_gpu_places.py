@@ -15,7 +15,9 @@ from moerl.config.clusters import engine_gpus, placement
 from moerl.config.visible_devices import VISIBLE, visible_devices
 from moerl.distributed import numa
 from moerl.errors import ConfigError
+from moerl.launch.run_context import rank_environment
 from moerl.launch.supervision.engine_gpus import EngineGpus
+from moerl.planning.device_table import device_lines
 
 ADDRESSES = ("0000:1b:00.0", "0000:43:00.0", "0000:9b:00.0", "0000:c3:00.0")
 
@@ -50,6 +52,22 @@ def test_an_engine_that_joins_gets_free_gpus_only() -> None:
     gpus.give_back(0)
     assert gpus.take(4, 2) == (0, 1)
     assert EngineGpus(load_config("quickstart")).take(7, 4) == ()
+
+
+def test_ranks_see_the_engines_gpus_behind_their_own() -> None:
+    """With cuda_ipc alone; the table still names what a rank computes on."""
+    overrides = ("cluster=node8", "sync.transport=cuda_ipc")
+    config = load_config("quickstart", overrides)
+    placed = placement(config)
+    (slot,) = placed.trainers
+    assert rank_environment(config, slot)[VISIBLE] == "4,5,6,7,0,1,2,3"
+    assert numa.of_rank(3, rank_environment(config, slot)) == ["7"]
+    lines = device_lines(config, placed)
+    assert "  trainer ranks on all: 4,5,6,7; local rank 0 has the first" in lines
+    assert lines[-1].startswith("  trainer ranks also see 0,1,2,3 behind their own")
+    other = load_config("quickstart", ("cluster=node8", "sync.transport=shm"))
+    assert rank_environment(other, placement(other).trainers[0])[VISIBLE] == "4,5,6,7"
+    assert not any("also see" in line for line in device_lines(other, placement(other)))
 
 
 def test_ray_gets_the_gpus_of_engines_alone() -> None:

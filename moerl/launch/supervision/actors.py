@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
+from moerl.config.transport_rules import first_group, mooncake_environment
 from moerl.config.visible_devices import visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
@@ -184,6 +185,7 @@ def _begin_engine_process(plan: RunContext, log_file: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = cluster.interface
         os.environ["NCCL_SOCKET_IFNAME"] = cluster.interface
     os.environ |= cluster.environment
+    os.environ |= mooncake_environment(plan.config, first_group(plan.config, "engine"))
 
 
 class ScorerActor(Hosted):

@@ -1,6 +1,8 @@
 """One-sided writes by Mooncake's Transfer Engine: RDMA on clusters, TCP anywhere.
 
-The engine rank registers its staging buffer; senders write into it without any of its threads.
+The engine rank registers its staging buffer, which is host memory, page-locked where CUDA is there;
+senders write into it without any of its threads.  So an engine's GPU holds no second copy of its
+weights.
 Both ends check the range of every write here: over TCP the library accepts a write from memory
 that its sender never registered, which fails over RDMA, so a test without RDMA hardware would not
 find the mistake (seen with mooncake 0.3.13).
@@ -22,6 +24,8 @@ Needs the extra `moerl[mooncake]` (`moerl[mooncake-cpu]` without CUDA) and the s
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from functools import cache
@@ -31,9 +35,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from moerl.config.transport_rules import DEVICES, PROTOCOL
 from moerl.distributed.token_server import ServerAddress, TokenServer, open_channel
 from moerl.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.pinned_memory import host_buffer
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.0002
 _MAX_SOURCES = 64
@@ -60,17 +68,20 @@ class Mooncake:
         same_machine=False,
     )
 
-    def __init__(self, address: str, *, protocol: str = "tcp") -> None:
-        """address: of the private interface."""
+    def __init__(self, address: str, *, protocol: str = "tcp", devices: str = "") -> None:
+        """address: of the private interface; devices: RDMA cards, with commas; empty = all."""
         engine_type = _library()
         self._protocol = protocol
         self._engine = engine_type()
-        every_device = ""
-        code = self._engine.initialize(address, "P2PHANDSHAKE", protocol, every_device)
+        code = self._engine.initialize(address, "P2PHANDSHAKE", protocol, devices)
         if code != 0:
+            with_cards = f" with {devices}" if devices else ""
             raise TransportError(
-                "missing", f"mooncake cannot use {protocol} on {address}: it answered {code}"
+                "missing",
+                f"mooncake cannot use {protocol} on {address}{with_cards}: it answered {code}; see "
+                "ibv_devices and `ulimit -l`, or set sync.mooncake_protocol=tcp",
             )
+        log.info("mooncake uses %s on %s, cards: %s", protocol, address, devices or "all")
         self._address = address
         self._session = f"{address}:{self._engine.get_rpc_port()}"
         self._table = _Registered(self._engine)
@@ -89,10 +100,17 @@ class Mooncake:
         return MooncakeLink(self._engine, self._table, target)
 
 
-@cache
 def make(address: str) -> Mooncake:
-    """TCP without CUDA, RDMA with it; one per process and address, since each listens on ports."""
-    return Mooncake(address, protocol="rdma" if torch.cuda.is_available() else "tcp")
+    """Protocol and cards as the launcher set them in the environment; TCP where it did not."""
+    return _shared(address, os.environ.get(PROTOCOL, "tcp"), os.environ.get(DEVICES, ""))
+
+
+@cache
+def _shared(address: str, protocol: str, devices: str) -> Mooncake:
+    """One per process and address, since each listens on ports."""
+    if protocol == "tcp":
+        log.warning("mooncake uses TCP: cluster.nodes.*.rdma does not name cards on all nodes")
+    return Mooncake(address, protocol=protocol, devices=devices)
 
 
 class _Registered:
@@ -147,9 +165,8 @@ class MooncakeStaging:
     def __init__(
         self, table: _Registered, protocol: str, session: str, address: str, num_bytes: int
     ) -> None:
-        device = "cuda" if protocol == "rdma" and torch.cuda.is_available() else "cpu"
         # at least one byte: an empty range cannot be registered
-        self._memory = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=device)
+        self._memory = host_buffer(max(1, num_bytes))
         self.buffer = self._memory[:num_bytes]
         self._base = table.add(self._memory)
         self._table: _Registered | None = table

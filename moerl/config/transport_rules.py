@@ -1,0 +1,135 @@
+"""Which transports a configuration can use, and which one `sync.transport: auto` means.
+
+    one machine             cuda_ipc where the plan shows that a second copy of an engine rank's
+                            weights fits its GPU, else shm
+    GPUs on all nodes       nccl
+    RDMA cards, no GPUs     mooncake, where it is installed
+    otherwise               gloo
+
+`auto` needs shapes for cuda_ipc: `moerl.planning.transport_choice` has them and asks first.
+Rejected: mooncake as the default between GPUs (no token, and a package of its own on every node).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from moerl.config.clusters import is_local, nodes
+from moerl.config.schema import SAME_MACHINE, Config, NodeGroup, Role, TransportName
+from moerl.config.validate import either
+from moerl.errors import ConfigError
+
+PROTOCOL, DEVICES = "MOERL_MOONCAKE_PROTOCOL", "MOERL_MOONCAKE_DEVICES"
+NAMES: tuple[TransportName, ...] = tuple(n for n in get_args(TransportName) if n != "auto")
+_ROLES = ("engine", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class TransportChoice:
+    """A transport and why it is the one."""
+
+    name: TransportName
+    reason: str
+
+
+def default_transport(config: Config) -> TransportChoice:
+    """Meaning of `sync.transport: auto`, as far as it follows from the cluster."""
+    if is_local(config.cluster):
+        return TransportChoice("shm", "trainer and engines are processes of one machine")
+    if not why_not(config, "nccl"):
+        cards = _cards(config)
+        over = f"over {', '.join(cards)}" if cards else "over the cards that NCCL finds"
+        return TransportChoice("nccl", f"every engine and trainer rank has a GPU; {over}")
+    if mooncake_protocol(config) == "rdma":
+        if importlib.util.find_spec("mooncake") is not None:
+            return TransportChoice("mooncake", "all nodes name RDMA cards, and not all have GPUs")
+        return TransportChoice("gloo", "RDMA without GPUs needs moerl[mooncake-cpu], not installed")
+    return TransportChoice("gloo", "not all nodes have GPUs, or RDMA cards in cluster.nodes.*.rdma")
+
+
+def check_transport(config: Config) -> None:
+    """Raises ConfigError for a transport that cannot work with the other settings."""
+    sync = config.sync
+    if sync.transport != "auto" and (cause := why_not(config, sync.transport)):
+        raise ConfigError("sync.transport", sync.transport, cause)
+    if sync.mooncake_protocol == "rdma":
+        for group in _groups(config):
+            if sync.transport == "mooncake" and not group.rdma:
+                raise ConfigError(
+                    "sync.mooncake_protocol",
+                    "rdma",
+                    "name the cards of every engine and trainer node in cluster.nodes.*.rdma, or "
+                    "use auto or tcp",
+                )
+
+
+def why_not(config: Config, name: TransportName) -> str:
+    """Why a transport cannot work here, and what can; empty when it can."""
+    if name in SAME_MACHINE and not is_local(config.cluster):
+        others = either(tuple(n for n in NAMES if n not in SAME_MACHINE))
+        return f"it ends at the machine; use {others}"
+    if name == "nccl" and not _on_gpus(config, placed=False):
+        return f"it needs a GPU for every engine and trainer rank; use {_without_gpus(config)}"
+    return _why_not_ipc(config) if name == "cuda_ipc" else ""
+
+
+def _why_not_ipc(config: Config) -> str:
+    if not _on_gpus(config, placed=True):
+        return "it needs cluster.nodes.*.devices for every engine and trainer rank; use shm"
+    if config.sync.delta:
+        return "the CPU applies deltas, and it stages on the GPU; use shm, or sync.delta=false"
+    if config.sync.direct:
+        return "an engine does not see another one's GPUs; use sync.direct=0, or shm"
+    return ""
+
+
+def _on_gpus(config: Config, *, placed: bool) -> bool:
+    """Whether engines and trainer run on GPUs.  placed: the nodes' GPUs are in the settings too."""
+    platforms = {config.engine.platform, config.trainer.platform}
+    devices = all(group.devices for group in _groups(config))
+    return "cpu" not in platforms and (devices or (platforms == {"cuda"} and not placed))
+
+
+def _without_gpus(config: Config) -> str:
+    return "shm or gloo" if is_local(config.cluster) else "gloo or mooncake"
+
+
+def _groups(config: Config) -> Iterator[NodeGroup]:
+    """Groups of nodes that hold engine or trainer ranks."""
+    seen = []
+    for node in nodes(config.cluster):
+        if any(node.has(role) for role in _ROLES) and node.group not in seen:
+            seen.append(node.group)
+            yield node.group
+
+
+def _cards(config: Config) -> list[str]:
+    return sorted({card for group in _groups(config) for card in group.rdma})
+
+
+# --- mooncake -------------------------------------------------------------------------------------
+def mooncake_protocol(config: Config) -> str:
+    """rdma or tcp; `auto` is rdma where every engine and trainer node names its cards."""
+    if config.sync.mooncake_protocol != "auto":
+        return config.sync.mooncake_protocol
+    return "rdma" if all(group.rdma for group in _groups(config)) else "tcp"
+
+
+def mooncake_environment(config: Config, group: NodeGroup) -> dict[str, str]:
+    """Variables of a process of this group, by which its transport is made."""
+    if config.sync.transport != "mooncake":
+        return {}
+    protocol = mooncake_protocol(config)
+    return {PROTOCOL: protocol, DEVICES: ",".join(group.rdma) if protocol == "rdma" else ""}
+
+
+def first_group(config: Config, role: Role) -> NodeGroup:
+    """Of the nodes with that role."""
+    return next(node.group for node in nodes(config.cluster) if node.has(role))
+
+
+def with_transport(config: Config, choice: TransportChoice) -> Config:
+    return replace(config, sync=replace(config.sync, transport=choice.name))

@@ -1,0 +1,218 @@
+"""Which transport a cluster gets, what is refused, and what Mooncake is told."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import time
+from types import ModuleType
+
+import pytest
+import torch
+
+from moerl.config import Config, load_config, resolve
+from moerl.config.checks import check
+from moerl.config.clusters import placement
+from moerl.config.transport_rules import (
+    DEVICES,
+    PROTOCOL,
+    default_transport,
+    first_group,
+    mooncake_environment,
+    mooncake_protocol,
+)
+from moerl.errors import ConfigError, TransportError
+from moerl.launch.run_context import rank_environment
+from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning.sync_cost import Links
+from moerl.planning.transport_choice import auto_transport, compare, describe_transports
+from moerl.weight_sync.transports import mooncake
+from moerl.weight_sync.transports.factory import make
+
+OLMOE = ("cluster=node8", "engine.platform=cuda")
+CARDS = ("cluster.nodes.engine.rdma=[mlx5_0,mlx5_1]", "cluster.nodes.trainer.rdma=[mlx5_2]")
+SLURM = ("cluster=slurm", "trainer.parallel={dp: 2, ep: 2}")
+HOSTS = ("cluster=hosts", "cluster.nodes.engine.hosts=[10.9.0.1]")
+HOSTS = (*HOSTS, "cluster.nodes.trainer.hosts=[10.9.0.2,10.9.0.3]")
+
+
+def settings(*overrides: str, recipe: str = "quickstart") -> Config:
+    return load_config(recipe, overrides)
+
+
+# --- auto -----------------------------------------------------------------------------------------
+def test_auto_is_the_gpus_own_network_where_all_have_gpus() -> None:
+    choice = default_transport(settings("cluster=slurm"))
+    assert (choice.name, "NCCL finds" in choice.reason) == ("nccl", True)
+    named = default_transport(settings("cluster=slurm", *CARDS))
+    assert (named.name, "mlx5_0, mlx5_1, mlx5_2" in named.reason) == ("nccl", True)
+    for cpu in ("engine.platform=cpu", "trainer.platform=cpu", "cluster.nodes.engine.devices=0"):
+        both = ("engine.platform=auto", "trainer.platform=auto")
+        assert default_transport(settings("cluster=slurm", *both, cpu)).name == "gloo"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_auto_between_cpus_is_mooncake_only_by_rdma_and_where_it_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ModuleType("mooncake") if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert default_transport(settings(*HOSTS)).name == "gloo"
+    assert default_transport(settings(*HOSTS, CARDS[0])).name == "gloo", "one side has no card"
+    choice = default_transport(settings(*HOSTS, *CARDS))
+    assert choice.name == ("mooncake" if installed else "gloo")
+    assert installed or "moerl[mooncake-cpu]" in choice.reason
+
+
+def test_auto_on_one_node_follows_the_memory_of_an_engines_gpu() -> None:
+    config = settings(*OLMOE, recipe="olmoe-1b-7b")
+    shapes = model_shapes(config)
+    choice = auto_transport(config, shapes)
+    assert choice.name == "cuda_ipc", choice
+    small = settings(*OLMOE, "cluster.nodes.all.device_gb=16", recipe="olmoe-1b-7b")
+    assert auto_transport(small, shapes).name == "shm"
+    assert "does not fit" in auto_transport(small, shapes).reason
+    unknown = settings(*OLMOE, "cluster.nodes.all.device_gb=0", recipe="olmoe-1b-7b")
+    assert "device_gb is not given" in auto_transport(unknown, shapes).reason
+    for other in ("sync.delta=true", "sync.direct=1", "trainer.platform=cpu"):
+        assert auto_transport(settings(*OLMOE, other), shapes).name == "shm"
+    assert auto_transport(settings(), shapes).name == "shm", "a laptop"
+
+
+def test_the_dry_run_says_which_transport_and_why() -> None:
+    text = describe(resolve(settings(*OLMOE, recipe="olmoe-1b-7b")), [])
+    assert "sync.transport: shm; auto is cuda_ipc, since staging on the GPU fits" in text
+    tcp = resolve(settings("cluster=slurm", "sync.transport=mooncake", recipe="qwen3-30b-a3b"))
+    assert "sync.transport: mooncake by tcp (no RDMA: cluster.nodes.*.rdma" in describe(tcp, [])
+
+
+def test_the_plan_compares_all_transports() -> None:
+    config = resolve(settings("cluster=slurm", *CARDS, recipe="qwen3-30b-a3b"))
+    shapes = model_shapes(config)
+    rows = {row.name: row for row in compare(config, shapes, 15e9, Links(nic_gb_s=50.0))}
+    assert {name for name, row in rows.items() if row.refused} == {"shm", "cuda_ipc"}
+    assert rows["nccl"].seconds == rows["mooncake"].seconds
+    assert rows["nccl"].seconds == pytest.approx(15e9 / (50e9 * 0.094))
+    assert rows["gloo"].seconds > 2 * rows["nccl"].seconds
+    assert {row.staging_gpu for name, row in rows.items() if name != "cuda_ipc"} == {0}
+    text = describe_transports(config, list(rows.values()), auto_transport(config, shapes))
+    assert "sync.transport: nccl, since every engine and trainer rank has a GPU" in text
+    node = settings(*OLMOE, recipe="olmoe-1b-7b")
+    (ipc,) = (row for row in compare(node, model_shapes(node), 7e9, Links()) if row.staging_gpu)
+    assert (ipc.name, ipc.refused, ipc.staging_host) == ("cuda_ipc", "", 0)
+
+
+# --- refused --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("sync.transport=nccl",), "needs a GPU for every engine and trainer rank; use shm or"),
+        (("sync.transport=cuda_ipc",), "cluster.nodes.*.devices"),
+        ((*OLMOE, "sync.transport=cuda_ipc", "sync.delta=true"), "the CPU applies deltas"),
+        ((*OLMOE, "sync.transport=cuda_ipc", "sync.direct=1"), "use sync.direct=0"),
+        ((*SLURM, "sync.transport=cuda_ipc"), "it ends at the machine; use gloo"),
+        ((*SLURM, "sync.transport=shm"), "it ends at the machine; use gloo"),
+        ((*HOSTS, "sync.transport=nccl"), "use gloo or mooncake"),
+    ],
+)
+def test_what_cannot_work_is_refused_up_front(overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=r"^sync\.transport = '\w+'") as caught:
+        check(resolve(settings(*overrides)), starts=False)
+    assert says in str(caught.value)
+
+
+def test_rdma_without_cards_is_refused() -> None:
+    asked = (*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=rdma")
+    with pytest.raises(ConfigError, match=r"name the cards of every engine and trainer node"):
+        check(resolve(settings(*asked, CARDS[0])), starts=False)
+    check(resolve(settings(*asked, *CARDS)), starts=False)
+
+
+# --- mooncake -------------------------------------------------------------------------------------
+def test_the_cards_of_a_node_reach_its_processes() -> None:
+    config = settings(*SLURM, "sync.transport=mooncake", *CARDS)
+    slot = placement(config).trainers[0]
+    found = rank_environment(config, slot)
+    assert (found[PROTOCOL], found[DEVICES]) == ("rdma", "mlx5_2")
+    engine = mooncake_environment(config, first_group(config, "engine"))
+    assert engine == {PROTOCOL: "rdma", DEVICES: "mlx5_0,mlx5_1"}
+    tcp = settings(*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=tcp", *CARDS)
+    assert mooncake_environment(tcp, first_group(tcp, "engine")) == {PROTOCOL: "tcp", DEVICES: ""}
+    half = settings(*SLURM, "sync.transport=mooncake", CARDS[0])
+    assert mooncake_protocol(half) == "tcp", "both sides speak the same"
+    assert mooncake_environment(settings(*SLURM), slot.node.group) == {}
+
+
+class StubEngine:
+    """The Transfer Engine's calls, over memory of this process."""
+
+    started: tuple[str, str, str, str] = ("", "", "", "")
+    answer = 0
+
+    def initialize(self, address: str, metadata: str, protocol: str, devices: str) -> int:
+        StubEngine.started = (address, metadata, protocol, devices)
+        return self.answer
+
+    def get_rpc_port(self) -> int:
+        return 12345
+
+    def get_first_buffer_address(self, session: str) -> int:
+        return 0
+
+    def register_memory(self, base: int, num_bytes: int) -> int:
+        return 0
+
+    def unregister_memory(self, base: int) -> int:
+        return 0
+
+    def transfer_submit_write(self, session: str, source: int, target: int, size: int) -> int:
+        ctypes.memmove(target, source, size)
+        return 7
+
+    def transfer_check_status(self, batch: int) -> int:
+        return mooncake._DONE
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubEngine]:
+    monkeypatch.setattr(mooncake, "_library", lambda: StubEngine)
+    monkeypatch.setattr(StubEngine, "answer", 0)
+    mooncake._shared.cache_clear()
+    return StubEngine
+
+
+@pytest.mark.parametrize(("protocol", "cards"), [("rdma", "mlx5_0,mlx5_1"), ("tcp", "")])
+def test_mooncake_takes_protocol_and_cards_from_the_environment(
+    stub: type[StubEngine],
+    protocol: str,
+    cards: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(PROTOCOL, protocol)
+    monkeypatch.setenv(DEVICES, cards)
+    transport = make("mooncake", address="127.0.0.1")
+    assert stub.started == ("127.0.0.1", "P2PHANDSHAKE", protocol, cards)
+    assert ("mooncake uses TCP" in caplog.text) == (protocol == "tcp")
+    staging = transport.open(100)
+    assert not staging.buffer.is_cuda
+    link = transport.connect(staging.endpoint, time.monotonic() + 60)
+    link.put(3, torch.arange(10, dtype=torch.uint8), time.monotonic() + 60)
+    link.flush(time.monotonic() + 60)
+    assert staging.buffer[3:13].tolist() == list(range(10))
+    other = json.loads(staging.endpoint) | {"protocol": "other"}
+    with pytest.raises(TransportError, match="the engine speaks other"):
+        transport.connect(json.dumps(other).encode(), time.monotonic() + 60)
+    link.close()
+    staging.close()
+
+
+def test_a_card_that_cannot_be_used_is_named(
+    stub: type[StubEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stub, "answer", -1)
+    monkeypatch.setenv(PROTOCOL, "rdma")
+    monkeypatch.setenv(DEVICES, "mlx5_9")
+    with pytest.raises(TransportError, match="with mlx5_9: it answered -1"):
+        make("mooncake", address="127.0.0.1")
