@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from moerl.engine import health as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.mailbox import Mailbox
+from moerl.engine.record_files import FIELD, RecordReader, RecordWriter
 from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
@@ -59,8 +61,10 @@ class ScriptedServer:
 
     def __init__(self, *_args: object, **_fields: object) -> None: ...
 
-    async def start(self, client: object) -> None:
+    async def start(self, client: Any) -> None:
         await asyncio.sleep(0.01)  # a real one takes longer
+        self.folder = Path(tempfile.mkdtemp())
+        self.records, client.writer = RecordReader(self.folder), RecordWriter(self.folder)
 
     def death(self) -> str | None:
         return self.cause
@@ -68,7 +72,8 @@ class ScriptedServer:
     def log_tail(self) -> str:
         return "--- end of log ---"
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        shutil.rmtree(self.folder)
 
 
 class ScriptedClient:
@@ -107,17 +112,21 @@ class ScriptedClient:
             await self.released.wait()
         start = body["routed_experts_start_len"]
         reason = {"type": "abort" if self.slow else "length"}
-        return [self._reply(ids, start, version, reason) for ids in body["input_ids"]]
+        replies = [self._reply(ids, start, version, reason) for ids in body["input_ids"]]
+        for name, reply in zip(body["rid"], replies, strict=True):
+            if isinstance(reply, dict) and "rows" in reply:
+                told = self.writer.write(name, {"routes": reply.pop("rows")})
+                reply["meta_info"]["finish_reason"][FIELD] = told
+        return replies
 
     def _reply(self, ids: list[int], start: int, version: str, reason: dict) -> dict[str, Any]:
         rows = np.broadcast_to(np.array([1, 3], "<i4"), (len(ids) - start, 2, 2))
         meta = {
-            "finish_reason": reason,
+            "finish_reason": dict(reason),
             "weight_versions": [{"version": version, "start": 0, "end": 1}],
             "output_token_logprobs": [[-1.0, 7, None]],
-            "routed_experts": base64.b64encode(rows.tobytes()).decode(),
         }
-        return {"output_ids": [7], "meta_info": meta}
+        return {"output_ids": [7], "meta_info": meta, "rows": rows}
 
     async def pulse(self) -> None:
         if self.hangs:
@@ -563,7 +572,7 @@ def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:
             client.replies += 1
             if client.replies == 3:
                 rows = np.broadcast_to(np.array([0, 3], "<i4"), (len(ids) - start, 2, 2))
-                answer["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+                answer["rows"] = rows
             return answer
 
         client.replies, client._reply = 0, other
