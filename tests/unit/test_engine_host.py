@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
 from moerl.engine import health as gate_module
 from moerl.engine import host as host_module
+from moerl.engine import reply_parser
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.mailbox import Mailbox
-from moerl.engine.record_files import FIELD, RecordReader, RecordWriter
+from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
 from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
@@ -632,6 +634,83 @@ def test_a_reply_that_is_none_is_refused_and_the_others_are_not(play: Any, answe
         assert isinstance(bad, RecordError)
         assert isinstance(good, Segment)
         assert (await host.status()).refused == {"reply": 1}
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("damage", ["gone", "altered", "no reference"])
+def test_a_record_file_that_is_none_costs_its_rollout(play: Any, damage: str) -> None:
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host).all_replies
+
+        async def replies(body: dict[str, Any]) -> list[dict[str, Any]]:
+            found = await plain(body)
+            file = host._server.folder / name_of(body["rid"][0])
+            if damage == "gone":
+                file.unlink()
+            elif damage == "altered":
+                file.write_bytes(bytes(file.stat().st_size))
+            else:
+                del found[0]["meta_info"]["finish_reason"][FIELD]
+            return found
+
+        client.all_replies = replies
+        bad, good = await host.generate([ask("1.0"), ask("2.0")])
+        assert isinstance(bad, RecordError)
+        assert isinstance(good, Segment)
+        reason = "routing_rows" if damage == "no reference" else "record_file"
+        assert (await host.status()).refused == {reason: 1}
+        host._server.records.sweep()
+        assert os.listdir(host._server.folder) == []
+
+    play(scenario)
+
+
+def test_replies_are_decoded_off_the_event_loop(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply of many tokens takes seconds, and an update waits for no turn of the loop."""
+    begun, go_on, parse = threading.Event(), threading.Event(), reply_parser.parse
+
+    def slow(*args: Any, **fields: Any) -> Any:
+        begun.set()
+        assert go_on.wait(5)
+        return parse(*args, **fields)
+
+    async def scenario(host: EngineHost) -> None:
+        monkeypatch.setattr(reply_parser, "parse", slow)
+        call = asyncio.create_task(host.generate([ask("1.0")]))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert (await host.status()).running == 1
+        go_on.set()
+        (segment,) = await call
+        assert isinstance(segment, Segment)
+
+    play(scenario)
+
+
+def test_a_call_that_is_cancelled_while_it_is_decoded_seals_nothing(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, parse = threading.Event(), threading.Event(), reply_parser.parse
+
+    def slow(*args: Any, **fields: Any) -> Any:
+        begun.set()
+        assert go_on.wait(5)
+        return parse(*args, **fields)
+
+    async def scenario(host: EngineHost) -> None:
+        monkeypatch.setattr(reply_parser, "parse", slow)
+        call = asyncio.create_task(host.generate([ask("1.0"), ask("2.0")]))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        call.cancel()
+        go_on.set()
+        await asyncio.gather(call, return_exceptions=True)
+        host._server.records.sweep()
+        assert os.listdir(host._server.folder) == list(host._store.root.iterdir()) == []
+        monkeypatch.setattr(reply_parser, "parse", parse)
+        (segment,) = await host.generate([ask("3.0")])
+        assert isinstance(segment, Segment), "the next one is served"
 
     play(scenario)
 
