@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ from moerl.types import (
     Segment,
     VersionSpan,
 )
+
+_FEW_ROWS = 256  # of a record: at 48 layers a millisecond
 
 Seal = Callable[[int, dict[str, Any]], Coroutine[Any, Any, None]]  # place of the request, reply
 Done = Callable[[GenerateRequest, Segment | RecordError | EngineError], None]
@@ -169,9 +172,14 @@ class Generation:
             request, end_s = requests[place], time.time()
             self._sent.pop(request.name, None)
             self._updates.aborted += _was_aborted(reply)
-            parse = self._parser(reply, request, version)
-            async with self._decoding:
-                parsed = await asyncio.to_thread(_decode, records, ids[request.name], reply, parse)
+            decode = partial(
+                _decode, records, ids[request.name], reply, self._parser(reply, request, version)
+            )
+            if request.num_tokens + request.sampling.max_new_tokens <= _FEW_ROWS:
+                parsed = decode()  # a thread would cost more
+            else:
+                async with self._decoding:
+                    parsed = await asyncio.to_thread(decode)
             self._expect(asker)
             finish(request, self._segment(parsed, request, version, start_s, end_s))
 

@@ -35,7 +35,7 @@ LIMIT_BYTES = 16 << 30  # of files that the host has not read
 _INTEGERS = ("uint8", "uint16", "uint32", "int64")
 
 
-class Part(msgspec.Struct, frozen=True):
+class StoredArray(msgspec.Struct, frozen=True):
     """One array.  lowest: was subtracted from all values before they were stored."""
 
     name: str
@@ -44,11 +44,11 @@ class Part(msgspec.Struct, frozen=True):
     lowest: int = 0
 
 
-class Reference(msgspec.Struct, frozen=True):
+class RecordReference(msgspec.Struct, frozen=True):
     """What a reply says about its file.  refused: why there is none."""
 
     digest: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StoredArray, ...] = ()
     refused: str = ""
 
 
@@ -77,9 +77,11 @@ class RecordWriter:
                     _write_all(file.fileno(), memoryview(data).cast("B"))
         except OSError as error:
             _remove(path)
-            told = Reference(refused=f"{size} bytes were not written to {self._folder}: {error}")
+            told = RecordReference(
+                refused=f"{size} bytes were not written to {self._folder}: {error}"
+            )
         else:
-            told = Reference(digest.hexdigest(), tuple(part for part, _ in stored))
+            told = RecordReference(digest.hexdigest(), tuple(part for part, _ in stored))
         return msgspec.json.encode(told).decode()
 
     def _make_room(self, size: int) -> None:
@@ -117,7 +119,7 @@ class RecordReader:
         try:
             if not isinstance(told, str):
                 raise ValueError(f"its reference is {told!r:.80}")
-            reference = msgspec.json.decode(told, type=Reference)
+            reference = msgspec.json.decode(told, type=RecordReference)
             if reference.refused:
                 raise ValueError(reference.refused)
             return _read(path, reference)
@@ -144,18 +146,18 @@ def name_of(request_id: str) -> str:
     return xxhash.xxh3_128_hexdigest(request_id.encode())
 
 
-def _narrowed(name: str, array: Array) -> tuple[Part, Array]:
+def _narrowed(name: str, array: Array) -> tuple[StoredArray, Array]:
     """The array in the narrowest unsigned type that holds its values; floats as they are."""
     if array.dtype.kind == "f" or not array.size:
-        return Part(name, array.dtype.name, array.shape), np.ascontiguousarray(array)
+        return StoredArray(name, array.dtype.name, array.shape), np.ascontiguousarray(array)
     low, high = int(array.min()), int(array.max())
     lowest = min(low, 0)
     dtype = next(d for d in _INTEGERS if high - lowest <= np.iinfo(d).max)
     data = (array if not lowest else array.astype(np.int64) - lowest).astype(dtype)
-    return Part(name, dtype, array.shape, lowest), np.ascontiguousarray(data)
+    return StoredArray(name, dtype, array.shape, lowest), np.ascontiguousarray(data)
 
 
-def _read(path: Path, reference: Reference) -> dict[str, Array]:
+def _read(path: Path, reference: RecordReference) -> dict[str, Array]:
     """Raises OSError, and ValueError for a file that is not the one referred to."""
     sizes = [_num_bytes(part) for part in reference.parts]
     with open(path, "rb", buffering=0, opener=private_opener) as file:
@@ -177,7 +179,7 @@ def _read(path: Path, reference: Reference) -> dict[str, Array]:
     return arrays
 
 
-def _num_bytes(part: Part) -> int:
+def _num_bytes(part: StoredArray) -> int:
     if part.dtype not in (*_INTEGERS, "int32", "float32") or min(part.shape, default=0) < 0:
         raise ValueError(f"a part of dtype {part.dtype!r} and shape {part.shape}")
     return math.prod(part.shape) * np.dtype(part.dtype).itemsize

@@ -19,9 +19,9 @@ from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
+from moerl.engine import generation, reply_parser
 from moerl.engine import health as gate_module
 from moerl.engine import host as host_module
-from moerl.engine import reply_parser
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.mailbox import Mailbox
 from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
@@ -676,6 +676,7 @@ def test_replies_are_decoded_off_the_event_loop(play: Any, monkeypatch: pytest.M
         return parse(*args, **fields)
 
     async def scenario(host: EngineHost) -> None:
+        monkeypatch.setattr(generation, "_FEW_ROWS", 0)
         monkeypatch.setattr(reply_parser, "parse", slow)
         call = asyncio.create_task(host.generate([ask("1.0")]))
         while not begun.is_set():
@@ -699,6 +700,7 @@ def test_a_call_that_is_cancelled_while_it_is_decoded_seals_nothing(
         return parse(*args, **fields)
 
     async def scenario(host: EngineHost) -> None:
+        monkeypatch.setattr(generation, "_FEW_ROWS", 0)
         monkeypatch.setattr(reply_parser, "parse", slow)
         call = asyncio.create_task(host.generate([ask("1.0"), ask("2.0")]))
         while not begun.is_set():
