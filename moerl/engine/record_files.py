@@ -18,7 +18,7 @@ import contextlib
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,7 @@ from moerl.types import Array
 
 FIELD = "moerl_records"  # of a reply's finish_reason: the reference
 FOLDER = "records"  # in the server's private folder
+INLINE_BYTES = 4096  # a smaller record is in its reference: a file would cost more
 LIMIT_BYTES = 16 << 30  # of files that the host has not read
 _INTEGERS = ("uint8", "uint16", "uint32", "int64")
 
@@ -45,18 +46,21 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 class RecordReference(msgspec.Struct, frozen=True):
-    """What a reply says about its file.  refused: why there is none."""
+    """What a reply says about its record.  refused: why there is none."""
 
     digest: str = ""
     parts: tuple[StoredArray, ...] = ()
+    inline: bytes | None = None  # None: it is in the file
     refused: str = ""
 
 
 class RecordWriter:
     """Writes into the folder of one server.  Used by one scheduler process."""
 
-    def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        self._folder, self._limit = folder, limit_bytes
+    def __init__(
+        self, folder: Path, limit_bytes: int = LIMIT_BYTES, inline_bytes: int = INLINE_BYTES
+    ) -> None:
+        self._folder, self._limit, self._inline = folder, limit_bytes, inline_bytes
         self._written = 0  # since the last look at what the host has not read
 
     def write(self, request_id: str, arrays: Mapping[str, Array]) -> str:
@@ -66,23 +70,32 @@ class RecordWriter:
         ends alone, and its server goes on.
         """
         stored = [_narrowed(name, array) for name, array in arrays.items()]
-        size = sum(data.nbytes for _, data in stored)
-        path = self._folder / name_of(request_id)
-        try:
-            self._make_room(size)
-            digest = xxhash.xxh3_128()
-            with open(path, "xb", buffering=0, opener=private_opener) as file:
-                for _, data in stored:
-                    digest.update(data.data)
-                    _write_all(file.fileno(), memoryview(data).cast("B"))
-        except OSError as error:
-            _remove(path)
-            told = RecordReference(
-                refused=f"{size} bytes were not written to {self._folder}: {error}"
-            )
+        parts = tuple(part for part, _ in stored)
+        data = [array.reshape(-1).view(np.uint8).data for _, array in stored]
+        digest = xxhash.xxh3_128()
+        for one in data:
+            digest.update(one)
+        told = RecordReference(digest.hexdigest(), parts)
+        size = sum(array.nbytes for _, array in stored)
+        if size <= self._inline:
+            told = msgspec.structs.replace(told, inline=b"".join(data))
         else:
-            told = RecordReference(digest.hexdigest(), tuple(part for part, _ in stored))
+            try:
+                self._store(self._folder / name_of(request_id), data, size)
+            except OSError as error:
+                refused = f"{size} bytes were not written to {self._folder}: {error}"
+                told = RecordReference(refused=refused)
         return msgspec.json.encode(told).decode()
+
+    def _store(self, path: Path, data: Sequence[memoryview], size: int) -> None:
+        self._make_room(size)
+        try:
+            with open(path, "xb", buffering=0, opener=private_opener) as file:
+                for one in data:
+                    _write_all(file.fileno(), one)
+        except OSError:
+            _remove(path)
+            raise
 
     def _make_room(self, size: int) -> None:
         """Raises OSError when the host has too much to read."""
@@ -158,18 +171,12 @@ def _narrowed(name: str, array: Array) -> tuple[StoredArray, Array]:
 
 
 def _read(path: Path, reference: RecordReference) -> dict[str, Array]:
-    """Raises OSError, and ValueError for a file that is not the one referred to."""
+    """Raises OSError, and ValueError for bytes that are not those referred to."""
     sizes = [_num_bytes(part) for part in reference.parts]
-    with open(path, "rb", buffering=0, opener=private_opener) as file:
-        found = os.fstat(file.fileno())
-        private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-        if not private or not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"the file is not ours alone (uid {found.st_uid})")
-        if found.st_size != sum(sizes):
-            raise ValueError(f"the file has {found.st_size} bytes, want {sum(sizes)}")
-        data = memoryview(file.readall())
+    inline = reference.inline
+    data = memoryview(_file_bytes(path, sum(sizes)) if inline is None else inline)
     if len(data) != sum(sizes) or xxhash.xxh3_128_hexdigest(data) != reference.digest:
-        raise ValueError("the bytes of the file are not those that were written")
+        raise ValueError("the bytes of the record are not those that were written")
     arrays, at = {}, 0
     for part, size in zip(reference.parts, sizes, strict=True):
         stored = np.frombuffer(data[at : at + size], part.dtype).reshape(part.shape)
@@ -177,6 +184,17 @@ def _read(path: Path, reference: RecordReference) -> dict[str, Array]:
         arrays[part.name] = stored.astype(wide) + part.lowest if part.lowest else stored
         at += size
     return arrays
+
+
+def _file_bytes(path: Path, size: int) -> bytes:
+    with open(path, "rb", buffering=0, opener=private_opener) as file:
+        found = os.fstat(file.fileno())
+        private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        if not private or not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"the file is not ours alone (uid {found.st_uid})")
+        if found.st_size != size:
+            raise ValueError(f"the file has {found.st_size} bytes, want {size}")
+        return file.readall()
 
 
 def _num_bytes(part: StoredArray) -> int:

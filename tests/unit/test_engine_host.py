@@ -66,7 +66,8 @@ class ScriptedServer:
     async def start(self, client: Any) -> None:
         await asyncio.sleep(0.01)  # a real one takes longer
         self.folder = Path(tempfile.mkdtemp())
-        self.records, client.writer = RecordReader(self.folder), RecordWriter(self.folder)
+        self.records = RecordReader(self.folder)
+        client.writer = RecordWriter(self.folder, inline_bytes=0)
 
     def death(self) -> str | None:
         return self.cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
 from moerl.errors import RecordError
 
 NAME = "3.1:0.0.17."
+WRITER = partial(RecordWriter, inline_bytes=0)
 DRAW = np.random.default_rng(0)
 
 
@@ -56,14 +58,14 @@ def test_integers_keep_their_values_in_the_narrowest_type(
     folder: Path, values: list[int], stored: int
 ) -> None:
     array = np.array(values, np.int64 if values[-1:] == [2**32 - 1] else np.int32)
-    told = RecordWriter(folder).write(NAME, {"a": array})
+    told = WRITER(folder).write(NAME, {"a": array})
     assert (folder / name_of(NAME)).stat().st_size == stored * len(values)
     assert RecordReader(folder).take(NAME, told)["a"].tolist() == values
 
 
 def test_a_record_is_read_once_and_equals_what_was_written(folder: Path) -> None:
     wrote = arrays()
-    told = RecordWriter(folder).write(NAME, wrote)
+    told = WRITER(folder).write(NAME, wrote)
     path = folder / name_of(NAME)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.stat().st_size == 40 * 3 * 8 + 40 * 2 * 5 * 2 + 40 + 200 * 4 + 40 * 4
@@ -116,7 +118,7 @@ def _give_anothers(path: Path) -> None:
 def test_another_file_is_refused_and_removed(
     folder: Path, damage: Callable[[Path], None], says: str
 ) -> None:
-    writer = RecordWriter(folder)
+    writer = WRITER(folder)
     told = writer.write(NAME, arrays())
     writer.write("other", arrays())
     damage(folder / name_of(NAME))
@@ -142,10 +144,33 @@ def test_another_file_is_refused_and_removed(
     ],
 )
 def test_a_reference_that_is_none_is_refused(folder: Path, told: object) -> None:
-    RecordWriter(folder).write(NAME, arrays())
+    WRITER(folder).write(NAME, arrays())
     with pytest.raises(RecordError, match="record_file"):
         RecordReader(folder).take(NAME, told)
     assert os.listdir(folder) == []
+
+
+def test_a_record_without_rows(folder: Path) -> None:
+    wrote = {"routes": np.zeros((0, 3, 8), np.int32), "mask_lengths": np.ones(1, np.int32)}
+    read = RecordReader(folder).take(NAME, WRITER(folder).write(NAME, wrote))
+    assert {name: array.shape for name, array in read.items()} == {
+        "routes": (0, 3, 8),
+        "mask_lengths": (1,),
+    }
+
+
+def test_a_small_record_needs_no_file(folder: Path) -> None:
+    writer, reader, wrote = RecordWriter(folder), RecordReader(folder), arrays()
+    told = writer.write(NAME, wrote)
+    assert os.listdir(folder) == []
+    for name, array in reader.take(NAME, told).items():
+        np.testing.assert_array_equal(array, wrote[name])
+    wrong = told.replace('"inline":"', '"inline":"AAAA')
+    for other in (wrong, told.replace('"digest":"', '"digest":"0')):
+        with pytest.raises(RecordError, match="are not those that were written"):
+            reader.take(NAME, other)
+    writer.write(NAME, {"routes": np.zeros(4097, np.int32)})
+    assert os.listdir(folder) == [name_of(NAME)], "control: another byte is too much"
 
 
 def test_a_reply_without_a_reference_has_no_records(folder: Path) -> None:
@@ -153,7 +178,7 @@ def test_a_reply_without_a_reference_has_no_records(folder: Path) -> None:
 
 
 def test_unread_files_have_a_limit(folder: Path) -> None:
-    writer, reader = RecordWriter(folder, limit_bytes=250), RecordReader(folder)
+    writer, reader = WRITER(folder, limit_bytes=250), RecordReader(folder)
     hundred = {"a": np.arange(100)}
     told = {name: writer.write(name, hundred) for name in ("a", "b", "c")}
     assert len(os.listdir(folder)) == 2
@@ -169,14 +194,14 @@ def test_a_full_disk_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        told = RecordWriter(folder).write(NAME, arrays())
+        told = WRITER(folder).write(NAME, arrays())
     assert os.listdir(folder) == []
     with pytest.raises(RecordError, match="No space left on device"):
         RecordReader(folder).take(NAME, told)
 
 
 def test_what_nothing_waits_for_is_removed(folder: Path) -> None:
-    writer, reader = RecordWriter(folder), RecordReader(folder)
+    writer, reader = WRITER(folder), RecordReader(folder)
     reader.expect(["a", "b"])
     told = {name: writer.write(name, arrays()) for name in ("a", "b")}
     reader.leave(["a"])  # its call was cancelled
@@ -214,7 +239,7 @@ class Req:
 
 @pytest.fixture
 def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    writer = RecordWriter(folder)
+    writer = WRITER(folder)
     state = SimpleNamespace(reports=True, reader=RecordReader(folder), folder=folder)
     monkeypatch.setattr(record_output, "_writer", lambda: writer)
     monkeypatch.setattr(record_output, "_reports", lambda: state.reports)
