@@ -136,16 +136,31 @@ def gae(
     whitened: verl whitens here, TRL does not.
     reward_M: of each sampled token, an outcome reward on the last one.  length: [E].
     """
-    advantage = torch.zeros_like(reward_M)
-    begin = 0
-    for size in length.tolist():
-        running, ahead = 0.0, 0.0
-        for t in range(begin + size - 1, begin - 1, -1):
-            delta = float(reward_M[t]) + gamma * ahead - float(value_M[t])
-            running = delta + gamma * lam * running
-            advantage[t], ahead = running, float(value_M[t])
-        begin += size
+    ends = length.numpy().cumsum() - 1
+    value = value_M.double().numpy()
+    ahead = np.append(value, 0.0)[1:]
+    ahead[ends[length.numpy() > 0]] = 0.0
+    delta = reward_M.double().numpy() + gamma * ahead - value
+    advantage = torch.from_numpy(_decayed_sums(delta, length.numpy(), ends, gamma * lam))
+    advantage = advantage.to(reward_M.dtype)
     return advantage, advantage + value_M
+
+
+def _decayed_sums(delta: Array, length: Array, ends: Array, decay: float) -> Array:
+    """sum_l decay^l delta_{t+l} within each episode: [M].
+
+    One step per distance from the end, for all episodes that are that long; the additions are those
+    of a loop over tokens, in its order.  ends: [E], the last token of each.
+    """
+    by_length = np.argsort(-length, kind="stable")
+    ends, rising = ends[by_length], np.sort(length)
+    sums, running = np.zeros_like(delta), np.zeros(len(length))
+    for back in range(int(rising[-1]) if len(rising) else 0):
+        longer = len(length) - int(np.searchsorted(rising, back, "right"))
+        at = ends[:longer] - back
+        running = delta[at] + decay * running[:longer]
+        sums[at] = running
+    return sums
 
 
 def plan_outcomes(

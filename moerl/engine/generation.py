@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ import numpy as np
 
 from moerl.engine import in_flight, reply_parser
 from moerl.engine.health import EngineHealth
-from moerl.engine.reply_parser import InFlight, Reply, SharedPrompts
+from moerl.engine.record_files import FIELD, RecordReader
+from moerl.engine.reply_parser import InFlight, Records, Reply, SharedPrompts
 from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
@@ -44,6 +46,9 @@ from moerl.types import (
     VersionSpan,
 )
 
+_FEW_ROWS = 256  # of a record: at 48 layers a millisecond
+
+Seal = Callable[[int, dict[str, Any]], Coroutine[Any, Any, None]]  # place of the request, reply
 Done = Callable[[GenerateRequest, Segment | RecordError | EngineError], None]
 
 
@@ -73,6 +78,8 @@ class Generation:
         self._unsent: set[str] = set()  # names of requests that wait for an update
         self._askers = 0  # number of controllers that were replaced
         self.client: EngineClient | None = None
+        self.records: RecordReader | None = None  # of the same server
+        self._decoding = asyncio.Lock()  # one reply at a time is decoded, in a thread
         self.tokens = 0  # sampled since start
         self.refused: Counter[str] = Counter()
 
@@ -158,23 +165,33 @@ class Generation:
         self._expect(asker)
         start_s, version, begin = time.time(), self._updates.version, self.tokens
         ids = {request.name: f"{request.name}.{next(self._serial)}." for request in requests}
+        records = self._readable()
 
-        def took(place: int, reply: dict[str, Any]) -> None:
+        async def seal(place: int, reply: dict[str, Any]) -> None:
             self._expect(asker)
-            request = requests[place]
+            request, end_s = requests[place], time.time()
             self._sent.pop(request.name, None)
             self._updates.aborted += _was_aborted(reply)
-            finish(request, self._segment(reply, request, version, start_s, time.time()))
+            decode = partial(
+                _decode, records, ids[request.name], reply, self._parser(reply, request, version)
+            )
+            if request.num_tokens + request.sampling.max_new_tokens <= _FEW_ROWS:
+                parsed = decode()  # a thread would cost more
+            else:
+                async with self._decoding:
+                    parsed = await asyncio.to_thread(decode)
+            self._expect(asker)
+            finish(request, self._segment(parsed, request, version, start_s, end_s))
 
         self._sent |= ids
+        records.expect(ids.values())
         self._health.enter(len(requests))
         try:
-            await self._health.guard(
-                self._alive().generate(self._body(requests, list(ids.values())), took)
-            )
+            await self._exchange(self._body(requests, list(ids.values())), seal)
         finally:
             for name in ids:
                 self._sent.pop(name, None)
+            records.leave(ids.values())
             self._health.leave(len(requests))
         self._tracer.add(
             "generate",
@@ -185,6 +202,24 @@ class Generation:
             tokens=self.tokens - begin,
             version=str(version),
         )
+
+    async def _exchange(self, body: dict[str, Any], seal: Seal) -> None:
+        """Run one batch on the server; each reply is sealed while the others run."""
+        failure: EngineError | None = None
+        try:
+            async with asyncio.TaskGroup() as replies:
+
+                def took(place: int, reply: dict[str, Any]) -> None:
+                    replies.create_task(seal(place, reply))
+
+                try:
+                    await self._health.guard(self._alive().generate(body, took))
+                except EngineError as error:  # replies that came before it are sealed
+                    failure = error
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if failure is not None:
+            raise failure
 
     def _body(self, requests: Sequence[GenerateRequest], ids: Sequence[str]) -> dict[str, Any]:
         truncates = [request.sampling.truncates for request in requests]
@@ -201,28 +236,33 @@ class Generation:
             "routed_experts_start_len": reply_parser.first_row(requests[0]) if self._routing else 0,
         }
 
+    def _parser(
+        self, reply: dict[str, Any], request: GenerateRequest, version: PolicyVersion
+    ) -> Callable[[Records], Reply]:
+        """The check of a reply, for a thread: versions are those that were served until now."""
+        later = tuple(sorted({v for v in self._updates.served if v >= version}))
+        mode = self._updates.mode
+        updates = InFlight(later, mode == in_flight.IN_PLACE, mode == in_flight.RETRACT_AUDIT)
+        return lambda records: reply_parser.parse(
+            reply,
+            records,
+            request,
+            version=version,
+            shape=self._shape,
+            routing=self._routing,
+            in_flight=updates if mode else None,
+        )
+
     def _segment(
         self,
-        reply: dict[str, Any],
+        parsed: Reply | RecordError,
         request: GenerateRequest,
         version: PolicyVersion,
         start_s: float,
         end_s: float,
     ) -> Segment | RecordError:
-        later = tuple(sorted({v for v in self._updates.served if v >= version}))
-        mode = self._updates.mode
-        updates = InFlight(later, mode == in_flight.IN_PLACE, mode == in_flight.RETRACT_AUDIT)
-        try:
-            parsed = reply_parser.parse(
-                reply,
-                request,
-                version=version,
-                shape=self._shape,
-                routing=self._routing,
-                in_flight=updates if mode else None,
-            )
-        except RecordError as error:
-            return self._refuse(error)
+        if isinstance(parsed, RecordError):
+            return self._refuse(parsed)
         try:
             first, *rest = [
                 self._piece(part, asked, version, start_s, end_s)
@@ -331,6 +371,11 @@ class Generation:
         if asker != self._askers:
             raise EngineError(f"engine {self._index}: a call is cancelled, its controller is gone")
 
+    def _readable(self) -> RecordReader:
+        if self.records is None:
+            raise self._health.failure()
+        return self.records
+
     def _alive(self) -> EngineClient:
         self._health.usable()
         if self.client is None:
@@ -369,8 +414,24 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _was_aborted(reply: dict[str, Any]) -> bool:
+def _decode(
+    records: RecordReader, name: str, reply: dict[str, Any], parse: Callable[[Records], Reply]
+) -> Reply | RecordError:
+    """In a thread.  name: the server's id of the request."""
     try:
-        return bool(reply["meta_info"]["finish_reason"]["type"] == Finish.ABORT)
-    except (LookupError, TypeError):  # it is refused when it is read
-        return False
+        return parse(records.take(name, _reason(reply).get(FIELD)))
+    except RecordError as error:
+        return error
+
+
+def _was_aborted(reply: dict[str, Any]) -> bool:
+    return bool(_reason(reply).get("type") == Finish.ABORT)
+
+
+def _reason(reply: dict[str, Any]) -> dict[str, Any]:
+    """Why the request ended; a reply without it is refused when it is read."""
+    try:
+        reason = reply["meta_info"]["finish_reason"]
+    except (LookupError, TypeError):
+        reason = None
+    return reason if isinstance(reason, dict) else {}

@@ -20,6 +20,7 @@ from moerl.engine import (
     open_routes,
     own_slots,
     private_sockets,
+    record_output,
     update_hooks,
     weight_layout,
 )
@@ -62,6 +63,7 @@ _MANAGERS = "sglang.srt.managers"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _FP8 = "sglang.srt.layers.quantization.fp8"
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
@@ -109,6 +111,7 @@ HOOKS = (
         in_flight.drop_positions,
         When.ALWAYS,
     ),
+    Hook(f"{_STREAMER}.to_payload", "after", record_output.to_files, When.ALWAYS),
     Hook(
         "sglang.srt.mem_cache.common.checkpoint_kv_cache", "around", own_slots.publish, When.ALWAYS
     ),

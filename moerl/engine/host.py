@@ -128,7 +128,7 @@ class EngineHost:
         self._layout = server.layout.fingerprint()
         log.info("engine %d: weight layout %s: %s", self.index, self._layout, server.layout)
         self._server, self._client = server, client
-        self._generation.client = client
+        self._generation.client, self._generation.records = client, server.records
         self._updates.attach(server, client, version)
         self._health.open()
         self._far = [asyncio.ensure_future(node.watch()) for node in self._followers]
@@ -330,6 +330,8 @@ class EngineHost:
         last: object = None
         while True:
             await asyncio.sleep(_LOAD_S)
+            if self._generation.records is not None:
+                await asyncio.to_thread(self._generation.records.sweep)
             if not self._health.running:
                 continue
             with contextlib.suppress(EngineError):

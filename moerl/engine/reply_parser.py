@@ -4,8 +4,8 @@ Legend: T' tokens of the request, n sampled by this call, L MoE layers, K expert
 docs/alignment.md first: routing rows belong to fed-in tokens (T' + n - 1 of them, the last sampled
 token is never fed), log-probabilities and mask rows to produced tokens (n).
 
-The behaviour log-probability of truncated sampling is SGLang's `output_token_sampling_logprobs`
-(renormalised over the sampling mask); `output_token_logprobs` is the one before truncation.
+The behaviour log-probability of truncated sampling is the one that SGLang records with the mask
+(renormalised over it); `output_token_logprobs` is the one before truncation.
 
 A request whose weights changed while it ran (rollout.in_flight_mode in_place or retract) comes back
 as one reply of several versions; `cut` splits it into one reply per version.
@@ -14,7 +14,7 @@ as one reply of several versions; `cut` splits it into one reply per version.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from moerl.errors import RecordError
-from moerl.records.indexer import decode_engine_positions, encode
+from moerl.records.indexer import check_engine_rows, encode
 from moerl.records.routing import decode_engine_rows
 from moerl.records.sampling_mask import encode_rows
 from moerl.types import (
@@ -34,6 +34,8 @@ from moerl.types import (
     RoutingBlob,
     VersionSpan,
 )
+
+Records = Mapping[str, Array]  # of one request, by name
 
 _ROUNDING = 1e-6  # a log-probability above 0 by less than this is rounding
 
@@ -130,6 +132,7 @@ def first_row(request: GenerateRequest) -> int:
 
 def parse(
     reply: dict[str, Any],
+    records: Records,
     request: GenerateRequest,
     *,
     version: PolicyVersion,
@@ -139,19 +142,21 @@ def parse(
 ) -> Reply:
     """Check one element of a `/generate` answer against its request.
 
+    records: of the file that the reply refers to; empty without one.
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: rows were asked for.
     Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `finish`,
     `nan`, `length`, `token_range`, `version`, `logprob_*`, and the reasons of `moerl.records`.
     """
     try:
-        return _parsed(reply, request, version, shape, routing, in_flight)
+        return _parsed(reply, records, request, version, shape, routing, in_flight)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RecordError("reply", f"{request.rollout_id}: {error!r}") from error
 
 
 def _parsed(
     reply: dict[str, Any],
+    records: Records,
     request: GenerateRequest,
     version: PolicyVersion,
     shape: ModelShape,
@@ -166,7 +171,9 @@ def _parsed(
     finish = _finish(meta, output, request, shape)
     cached = int(meta.get("cached_tokens", 0))
     num_new = len(output)
-    if num_new == 0 or _unrecorded_abort(meta, finish, routing):
+    truncates = request.sampling.truncates
+    if num_new == 0 or (finish is Finish.ABORT and not records and (routing or truncates)):
+        # aborted in the waiting queue, never started or retracted: it is sent again
         return _nothing(request, finish, cached)
     if num_new > request.sampling.max_new_tokens:
         raise RecordError("length", f"{num_new} tokens, {request.sampling.max_new_tokens} allowed")
@@ -180,17 +187,17 @@ def _parsed(
     if routing:
         later = spans[1:] if in_flight and in_flight.returns_prefix else ()
         firsts = [span.first for span in later]
-        rows, audit, recomputed = _routing(meta, request, num_new, shape, firsts)
+        rows, audit, recomputed = _routing(records, request, num_new, shape, firsts)
     positions: tuple[Array | None, Array | None] = None, None
     if routing and shape.index_topk:
-        positions = _indexer(meta, request, num_new, shape)
+        positions = _indexer(records, request, num_new, shape)
     return Reply(
         output_ids=output,
-        logprobs=_logprobs(meta, output, truncates=request.sampling.truncates),
+        logprobs=_logprobs(meta, records, output, truncates=truncates),
         finish=finish,
         routing=rows,
         audit=audit,
-        mask=_mask(meta, output, shape) if request.sampling.truncates else None,
+        mask=_mask(records, output, shape) if truncates else None,
         cached_tokens=cached,
         indexer=positions[0],
         audit_indexer=positions[1],
@@ -246,14 +253,6 @@ def _nothing(request: GenerateRequest, finish: Finish, cached: int) -> Reply:
     return Reply(empty, np.zeros(0, np.float32), finish, None, None, None, cached)
 
 
-def _unrecorded_abort(meta: dict[str, Any], finish: Finish, routing: bool) -> bool:
-    """A request that is aborted in the waiting queue after a retraction returns without its rows.
-
-    Its tokens are dropped and the request is sent again.
-    """
-    return finish is Finish.ABORT and routing and meta.get("routed_experts") is None
-
-
 def _finish(
     meta: dict[str, Any], output: Array, request: GenerateRequest, shape: ModelShape
 ) -> Finish:
@@ -301,9 +300,10 @@ def _spans(meta: dict[str, Any], in_flight: InFlight, num_new: int) -> tuple[Ver
     return tuple(spans[is_empty_first:])
 
 
-def _logprobs(meta: dict[str, Any], output: Array, *, truncates: bool) -> Array:
+def _logprobs(meta: dict[str, Any], records: Records, output: Array, *, truncates: bool) -> Array:
+    values: Any
     if truncates:
-        values = meta.get("output_token_sampling_logprobs")
+        values = records.get("mask_logprobs")
     else:
         entries = meta.get("output_token_logprobs")
         values = None if entries is None else [entry[0] for entry in entries]
@@ -321,7 +321,7 @@ def _logprobs(meta: dict[str, Any], output: Array, *, truncates: bool) -> Array:
 
 
 def _routing(
-    meta: dict[str, Any],
+    records: Records,
     request: GenerateRequest,
     num_new: int,
     shape: ModelShape,
@@ -331,11 +331,11 @@ def _routing(
     begin, split = first_row(request), request.rows_from
     own = request.num_tokens + num_new - 1 - begin
     prefixes = [request.num_tokens + first - 1 for first in firsts]
-    payload = meta.get("routed_experts")
-    if payload is None:
+    rows = records.get("routes")
+    if rows is None:
         raise RecordError("routing_rows", f"{request.rollout_id}: the reply has no routing rows")
     ids = decode_engine_rows(
-        payload,
+        rows,
         num_rows=own + sum(prefixes),
         num_layers=shape.num_layers,
         moe_layers=shape.moe_layers,
@@ -351,17 +351,17 @@ def _routing(
 
 
 def _indexer(
-    meta: dict[str, Any], request: GenerateRequest, num_new: int, shape: ModelShape
+    records: Records, request: GenerateRequest, num_new: int, shape: ModelShape
 ) -> tuple[Array, Array | None]:
     """Positions of the call's rows and, with audit, of its prefix, in the stored form.
 
-    The engine sends them from the first token on.
+    The engine records them from the first token on.
     """
-    payload = meta.get("indexer_topk")
-    if payload is None:
+    rows = records.get("positions")
+    if rows is None:
         raise RecordError("indexer_rows", f"{request.rollout_id}: the reply has no positions")
-    rows = decode_engine_positions(
-        payload,
+    check_engine_rows(
+        rows,
         num_rows=request.num_tokens + num_new - 1,
         num_layers=len(shape.index_layers),
         top_k=shape.index_topk,
@@ -371,8 +371,8 @@ def _indexer(
     return own, encode(rows[:split], 0) if request.audit and request.num_sampled else None
 
 
-def _mask(meta: dict[str, Any], output: Array, shape: ModelShape) -> tuple[Array, Array]:
-    rows = meta.get("output_token_sampling_mask")
-    if rows is None:
+def _mask(records: Records, output: Array, shape: ModelShape) -> tuple[Array, Array]:
+    lengths, kept = records.get("mask_lengths"), records.get("mask_ids")
+    if lengths is None or kept is None:
         raise RecordError("mask_rows", "the reply has no sampling mask")
-    return encode_rows(rows, output, vocab_size=shape.vocab_size)
+    return encode_rows(lengths, kept, output, vocab_size=shape.vocab_size)

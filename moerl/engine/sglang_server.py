@@ -26,6 +26,7 @@ from moerl.config.schema import EngineConfig
 from moerl.engine import family_settings, feature_table
 from moerl.engine.hooks import DP_ATTENTION
 from moerl.engine.node_span import ALONE, NodeSpan
+from moerl.engine.record_files import FOLDER, RecordReader
 from moerl.engine.scratch_dir import Scratch
 from moerl.engine.server_args import server_args
 from moerl.engine.sglang_client import EngineClient
@@ -76,6 +77,7 @@ class EngineServer:
         self._model_path = model_path
         self.receiver_keys = Keys.make()
         self.layout: LiveWeightLayout | None = None  # layout of its weights; known once it serves
+        self.records: RecordReader | None = None  # of ended requests, once it starts
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[psutil.Process] = []
         self._scratch: Scratch | None = None
@@ -113,7 +115,7 @@ class EngineServer:
             raise EngineError(f"engine: port {self.port} on {self.config.host} is in use")
         self._scratch = Scratch()
         try:
-            self._write_keys(self._scratch)
+            self._prepare(self._scratch)
             self._spawn()
             deadline = time.monotonic() + self.config.start_timeout_s
             await self._wait_until_ready(client, deadline)
@@ -128,11 +130,13 @@ class EngineServer:
             await self.stop()
             raise
 
-    def _write_keys(self, scratch: Scratch) -> None:
+    def _prepare(self, scratch: Scratch) -> None:
         try:
             self.receiver_keys.write(keys_path(scratch.path))
+            (scratch.path / FOLDER).mkdir(mode=0o700)
         except OSError as error:
             raise EngineError(f"engine: {scratch.path} takes no keys: {error}") from error
+        self.records = RecordReader(scratch.path / FOLDER)
 
     async def _wait_until_ready(self, client: EngineClient, deadline: float) -> None:
         while not await client.healthy():

@@ -1,7 +1,7 @@
-"""Positions that sparse attention reads: from the engine's wire form to bytes by layer, checked.
+"""Positions that sparse attention reads: from the engine's rows to bytes by layer, checked.
 
 A layer with an indexer attends, for the token at position t, to `top_k` of the positions 0..t.  The
-engine sends base64 of little-endian int32, C order, [rows, layers that choose, top_k], -1 = none.
+engine records [rows, layers that choose, top_k], -1 = none.
 Source: SGLang 0.5.23 `srt/state_capturer/indexer_topk.py`.
 
 The choice is a set, so its order is dropped.  A stored row has the smallest of these forms; which
@@ -19,8 +19,6 @@ Legend: n rows, L layers that choose, K = top_k, t position of a row's token.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -48,24 +46,14 @@ def num_bytes(first: int, end: int, top_k: int) -> int:
     return sum(_size(form, top_k) for form in _forms(first, end, top_k))
 
 
-def decode_engine_positions(payload: str, *, num_rows: int, num_layers: int, top_k: int) -> Array:
-    """Decode one engine payload.  Returns [n, L, K] i32; `encode` checks and stores its rows.
+def check_engine_rows(rows: Array, *, num_rows: int, num_layers: int, top_k: int) -> None:
+    """Shape of one request's rows, from position 0; `encode` checks what they say.
 
-    num_rows: rows in the payload, from position 0.
-    Raises RecordError: `indexer_payload` (not base64), `indexer_rows` (wrong count).
+    Raises RecordError `indexer_rows`.
     """
-    try:
-        raw = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RecordError("indexer_payload", f"not base64: {error}") from error
-    want = num_rows * num_layers * top_k * 4
-    if len(raw) != want:
-        raise RecordError(
-            "indexer_rows",
-            f"{len(raw)} bytes; {num_rows} rows x {num_layers} layers x {top_k} positions "
-            f"need {want}",
-        )
-    return np.frombuffer(raw, "<i4").reshape(num_rows, num_layers, top_k)
+    want = (num_rows, num_layers, top_k)
+    if rows.shape != want or rows.dtype.kind not in "iu":
+        raise RecordError("indexer_rows", f"{rows.dtype} {rows.shape}, want rows, layers, K {want}")
 
 
 def encode(chosen: Array, first_row: int) -> Array:

@@ -1,14 +1,11 @@
-"""Routing records: from the engine's wire form to layer-major narrow ids, checked on arrival.
+"""Routing records: from the engine's rows to layer-major narrow ids, checked on arrival.
 
-The engine sends base64 of little-endian int32, C order, [rows, num_layers, K]: every hidden layer,
-dense ones included (their rows are never written, so they are dropped here by an explicit layer
-list).  Source: SGLang 0.5.23 `srt/state_capturer/routed_experts.py`.
+The engine records [rows, num_layers, K]: every hidden layer, dense ones included (their rows are
+never written, so they are dropped here by an explicit layer list).
+Source: SGLang 0.5.23 `srt/state_capturer/routed_experts.py`.
 """
 
 from __future__ import annotations
-
-import base64
-import binascii
 
 import numpy as np
 
@@ -22,7 +19,7 @@ def id_dtype(num_experts: int) -> type[np.unsignedinteger]:
 
 
 def decode_engine_rows(
-    payload: str,
+    rows: Array,
     *,
     num_rows: int,
     num_layers: int,
@@ -30,23 +27,15 @@ def decode_engine_rows(
     top_k: int,
     num_experts: int,
 ) -> Array:
-    """Decode and check one engine payload.  Returns ids [L_moe, num_rows, K], u8 or u16.
+    """Check the rows of one request.  Returns ids [L_moe, num_rows, K], u8 or u16.
 
     num_layers: hidden layers of the model; moe_layers: 0-based numbers of the MoE layers.
-    Raises RecordError: `routing_payload` (not base64), `routing_rows` (wrong count: the engine
-    only logs a warning), `routing_range`, `routing_duplicate`, `routing_blank` (unwritten layer).
+    Raises RecordError: `routing_rows` (another shape: the engine only logs a warning),
+    `routing_range`, `routing_duplicate`, `routing_blank` (unwritten layer).
     """
-    try:
-        raw = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RecordError("routing_payload", f"not base64: {error}") from error
-    want = num_rows * num_layers * top_k * 4
-    if len(raw) != want:
-        raise RecordError(
-            "routing_rows",
-            f"{len(raw)} bytes; {num_rows} rows x {num_layers} layers x {top_k} ids need {want}",
-        )
-    rows = np.frombuffer(raw, "<i4").reshape(num_rows, num_layers, top_k)
+    want = (num_rows, num_layers, top_k)
+    if rows.shape != want or rows.dtype.kind not in "iu":
+        raise RecordError("routing_rows", f"{rows.dtype} {rows.shape}, want rows, layers, K {want}")
     ids = rows[:, list(moe_layers)].transpose(1, 0, 2)
     check_ids(ids, num_experts)
     return np.ascontiguousarray(ids.astype(id_dtype(num_experts)))

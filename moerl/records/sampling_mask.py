@@ -7,7 +7,6 @@ boundary rules differ between samplers, and one small update moves tokens to -in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -16,21 +15,23 @@ from moerl.types import Array
 
 
 def encode_rows(
-    rows: Sequence[Sequence[int]], sampled: Array, *, vocab_size: int
+    lengths: Array, kept: Array, sampled: Array, *, vocab_size: int
 ) -> tuple[Array, Array]:
     """Rows of kept ids -> CSR (offsets [n + 1] i64, ids [nnz] i32, sorted inside each row).
 
+    kept: the ids of all rows, in any order inside a row; lengths: of the rows.
     sampled [n] i32: the token each row's distribution produced.
     Raises RecordError: `mask_rows`, `mask_empty`, `mask_range`, `mask_duplicate`, `mask_sampled`.
     """
-    if len(rows) != len(sampled):
-        raise RecordError("mask_rows", f"{len(rows)} mask rows for {len(sampled)} sampled tokens")
-    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    if lengths.shape != sampled.shape or lengths.dtype.kind not in "iu":
+        raise RecordError("mask_rows", f"{lengths.shape} mask rows for {len(sampled)} tokens")
+    lengths, ids = lengths.astype(np.int64), kept.astype(np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    ids = np.fromiter(chain.from_iterable(rows), np.int64, int(offsets[-1]))
+    if lengths.min(initial=0) < 0 or ids.shape != (offsets[-1],) or kept.dtype.kind not in "iu":
+        raise RecordError("mask_rows", f"{ids.shape} kept ids, the rows have {offsets[-1]}")
     _check_range(ids, vocab_size)
     # One sort of (row, id) packed into 64 bits: a lexsort of the pair takes ten times as long.
-    keys = np.repeat(np.arange(len(rows), dtype=np.int64) << 32, lengths)
+    keys = np.repeat(np.arange(len(lengths), dtype=np.int64) << 32, lengths)
     keys |= ids
     keys.sort()
     ids = keys.astype(np.int32)  # the low half

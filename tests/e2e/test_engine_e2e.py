@@ -244,6 +244,36 @@ def test_abort_and_resume(world: World) -> None:
     assert finished[1].audit_rows is None
 
 
+def test_no_record_file_is_left(world: World) -> None:
+    """Not by the requests before this one, which ended and were aborted, nor by a call given up."""
+    long = SamplingParams(3000, top_p=0.9, top_k=40, ignore_eos=True)
+
+    server = world.host._server
+    assert server is not None
+    assert server.records is not None
+    records, sweep, removed = server.records, server.records.sweep, list[int]()
+
+    def counted() -> None:  # the host calls it every few seconds, too
+        removed.append(sweep())
+
+    async def scenario() -> None:
+        seen = prefills(world)
+        call = asyncio.create_task(world.host.generate([request("61.0", 30, long)]))
+        await prefilled(world, seen)
+        call.cancel()  # the server ends the request when it notices, and writes what it has
+        await asyncio.gather(call, return_exceptions=True)
+        while not any(removed):
+            await asyncio.sleep(0.05)
+            counted()
+
+    assert os.listdir(records._folder) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "sweep", counted)
+        world.run(scenario())
+    assert os.listdir(records._folder) == []
+    assert sum(removed) == 1
+
+
 def test_a_refused_request_does_not_sink_the_batch(world: World) -> None:
     asks = [request("ok.0", 5, TRUNCATED), request("toolong.0", 5000, TRUNCATED)]
     good, bad = world.run(world.host.generate(asks))

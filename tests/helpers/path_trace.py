@@ -38,6 +38,8 @@ TOKENS = {
     },
     "moerl.messages": {"Plan"},
     "moerl.engine.reply_parser": {"Reply"},
+    "moerl.engine.record_files": {"RecordReference", "StoredArray"},
+    "sglang.srt.managers.io_struct": {"BatchTokenIDOutput"},
     "moerl.controller.rollout_builder": {"PartialRollout"},
     "moerl.data.packing": {"Microbatch"},
     "moerl.scoring.worker": {"WorkerAnswer", "WorkerRequest"},

@@ -360,6 +360,33 @@ def test_gae_by_hand() -> None:
     assert whole[1] != advantage[1], "control: an episode ends where its length says"
 
 
+def _gae_token_by_token(
+    reward: list[float], value: list[float], length: list[int], gamma: float, lam: float
+) -> list[float]:
+    advantage, begin = [0.0] * len(reward), 0
+    for size in length:
+        running, ahead = 0.0, 0.0
+        for t in range(begin + size - 1, begin - 1, -1):
+            delta = reward[t] + gamma * ahead - value[t]
+            running = delta + gamma * lam * running
+            advantage[t], ahead = running, value[t]
+        begin += size
+    return advantage
+
+
+@pytest.mark.parametrize("length", [[], [0], [1], [7, 0, 300, 1, 299, 0], [64] * 9])
+def test_gae_equals_a_loop_over_tokens_bitwise(length: list[int]) -> None:
+    draw = torch.Generator().manual_seed(3)
+    reward, value = torch.randn(2, sum(length), generator=draw, dtype=torch.float64)
+    advantage, _ = gae(reward, value, torch.tensor(length, dtype=torch.int64), 0.99, 0.93)
+    assert advantage.tolist() == _gae_token_by_token(
+        reward.tolist(), value.tolist(), length, 0.99, 0.93
+    )
+    if len(length) > 1:
+        other, _ = gae(reward, value, torch.tensor(length[::-1]), 0.99, 0.93)
+        assert (other == advantage).all() == (length == length[::-1]), "control: other ends"
+
+
 def test_gae_of_a_plan_joins_the_turns_of_an_episode(tmp_path: Path) -> None:
     """Values of two turns are one sequence: the reward of the last token reaches the first turn."""
     store = BlobStore(tmp_path, "n")

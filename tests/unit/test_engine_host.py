@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
 import os
+import shutil
+import tempfile
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.data.batching import plan_batch
 from moerl.data.packing import pack_microbatch
+from moerl.engine import generation, reply_parser
 from moerl.engine import health as gate_module
 from moerl.engine import host as host_module
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.engine.mailbox import Mailbox
+from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
 from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
@@ -59,8 +63,11 @@ class ScriptedServer:
 
     def __init__(self, *_args: object, **_fields: object) -> None: ...
 
-    async def start(self, client: object) -> None:
+    async def start(self, client: Any) -> None:
         await asyncio.sleep(0.01)  # a real one takes longer
+        self.folder = Path(tempfile.mkdtemp())
+        self.records = RecordReader(self.folder)
+        client.writer = RecordWriter(self.folder, inline_bytes=0)
 
     def death(self) -> str | None:
         return self.cause
@@ -68,7 +75,8 @@ class ScriptedServer:
     def log_tail(self) -> str:
         return "--- end of log ---"
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        shutil.rmtree(self.folder)
 
 
 class ScriptedClient:
@@ -107,17 +115,21 @@ class ScriptedClient:
             await self.released.wait()
         start = body["routed_experts_start_len"]
         reason = {"type": "abort" if self.slow else "length"}
-        return [self._reply(ids, start, version, reason) for ids in body["input_ids"]]
+        replies = [self._reply(ids, start, version, reason) for ids in body["input_ids"]]
+        for name, reply in zip(body["rid"], replies, strict=True):
+            if isinstance(reply, dict) and "rows" in reply:
+                told = self.writer.write(name, {"routes": reply.pop("rows")})
+                reply["meta_info"]["finish_reason"][FIELD] = told
+        return replies
 
     def _reply(self, ids: list[int], start: int, version: str, reason: dict) -> dict[str, Any]:
         rows = np.broadcast_to(np.array([1, 3], "<i4"), (len(ids) - start, 2, 2))
         meta = {
-            "finish_reason": reason,
+            "finish_reason": dict(reason),
             "weight_versions": [{"version": version, "start": 0, "end": 1}],
             "output_token_logprobs": [[-1.0, 7, None]],
-            "routed_experts": base64.b64encode(rows.tobytes()).decode(),
         }
-        return {"output_ids": [7], "meta_info": meta}
+        return {"output_ids": [7], "meta_info": meta, "rows": rows}
 
     async def pulse(self) -> None:
         if self.hangs:
@@ -563,7 +575,7 @@ def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:
             client.replies += 1
             if client.replies == 3:
                 rows = np.broadcast_to(np.array([0, 3], "<i4"), (len(ids) - start, 2, 2))
-                answer["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+                answer["rows"] = rows
             return answer
 
         client.replies, client._reply = 0, other
@@ -623,6 +635,85 @@ def test_a_reply_that_is_none_is_refused_and_the_others_are_not(play: Any, answe
         assert isinstance(bad, RecordError)
         assert isinstance(good, Segment)
         assert (await host.status()).refused == {"reply": 1}
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("damage", ["gone", "altered", "no reference"])
+def test_a_record_file_that_is_none_costs_its_rollout(play: Any, damage: str) -> None:
+    async def scenario(host: EngineHost) -> None:
+        client, plain = script(host), script(host).all_replies
+
+        async def replies(body: dict[str, Any]) -> list[dict[str, Any]]:
+            found = await plain(body)
+            file = host._server.folder / name_of(body["rid"][0])
+            if damage == "gone":
+                file.unlink()
+            elif damage == "altered":
+                file.write_bytes(bytes(file.stat().st_size))
+            else:
+                del found[0]["meta_info"]["finish_reason"][FIELD]
+            return found
+
+        client.all_replies = replies
+        bad, good = await host.generate([ask("1.0"), ask("2.0")])
+        assert isinstance(bad, RecordError)
+        assert isinstance(good, Segment)
+        reason = "routing_rows" if damage == "no reference" else "record_file"
+        assert (await host.status()).refused == {reason: 1}
+        host._server.records.sweep()
+        assert os.listdir(host._server.folder) == []
+
+    play(scenario)
+
+
+def test_replies_are_decoded_off_the_event_loop(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply of many tokens takes seconds, and an update waits for no turn of the loop."""
+    begun, go_on, parse = threading.Event(), threading.Event(), reply_parser.parse
+
+    def slow(*args: Any, **fields: Any) -> Any:
+        begun.set()
+        assert go_on.wait(5)
+        return parse(*args, **fields)
+
+    async def scenario(host: EngineHost) -> None:
+        monkeypatch.setattr(generation, "_FEW_ROWS", 0)
+        monkeypatch.setattr(reply_parser, "parse", slow)
+        call = asyncio.create_task(host.generate([ask("1.0")]))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert (await host.status()).running == 1
+        go_on.set()
+        (segment,) = await call
+        assert isinstance(segment, Segment)
+
+    play(scenario)
+
+
+def test_a_call_that_is_cancelled_while_it_is_decoded_seals_nothing(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, parse = threading.Event(), threading.Event(), reply_parser.parse
+
+    def slow(*args: Any, **fields: Any) -> Any:
+        begun.set()
+        assert go_on.wait(5)
+        return parse(*args, **fields)
+
+    async def scenario(host: EngineHost) -> None:
+        monkeypatch.setattr(generation, "_FEW_ROWS", 0)
+        monkeypatch.setattr(reply_parser, "parse", slow)
+        call = asyncio.create_task(host.generate([ask("1.0"), ask("2.0")]))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        call.cancel()
+        go_on.set()
+        await asyncio.gather(call, return_exceptions=True)
+        host._server.records.sweep()
+        assert os.listdir(host._server.folder) == list(host._store.root.iterdir()) == []
+        monkeypatch.setattr(reply_parser, "parse", parse)
+        (segment,) = await host.generate([ask("3.0")])
+        assert isinstance(segment, Segment), "the next one is served"
 
     play(scenario)
 

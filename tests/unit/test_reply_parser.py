@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,8 +37,21 @@ def rows(count: int) -> np.ndarray:
     return np.stack([first, (first + 1) % 8], -1).astype("<i4")
 
 
-def payload(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode()
+def kept(*of_tokens: list[int]) -> dict[str, np.ndarray]:
+    lengths = [len(ids) for ids in of_tokens]
+    ids = [one for ids in of_tokens for one in ids]
+    return {"mask_lengths": np.array(lengths, np.int32), "mask_ids": np.array(ids, np.int32)}
+
+
+def records(**changes: Any) -> dict[str, np.ndarray]:
+    """What the file of `reply()` holds."""
+    fields = {
+        "routes": rows(4),
+        **kept([9, 7], [3]),
+        "mask_logprobs": np.array([-1.25, -0.25], np.float32),
+    }
+    found = {name: value for name, value in (fields | changes).items() if value is not None}
+    return {name: np.asarray(value) for name, value in found.items()}
 
 
 def reply(**meta: Any) -> dict[str, Any]:
@@ -49,17 +61,18 @@ def reply(**meta: Any) -> dict[str, Any]:
         "weight_versions": [{"version": "1.4", "start": 0, "end": 2}],
         "cached_tokens": 1,
         "output_token_logprobs": [[-1.5, 7, None], [-0.5, 3, None]],
-        "output_token_sampling_logprobs": [-1.25, -0.25],
-        "output_token_sampling_mask": [[9, 7], [3]],
-        "routed_experts": payload(rows(4)),
     }
     return {"output_ids": [7, 3], "meta_info": fields | meta}
 
 
 def parsed(
-    got: dict[str, Any], request: GenerateRequest | None = None, routing: bool = True
+    got: dict[str, Any],
+    request: GenerateRequest | None = None,
+    held: dict[str, np.ndarray] | None = None,
+    routing: bool = True,
 ) -> Any:
-    return parse(got, request or ask(), version=VERSION, shape=SHAPE, routing=routing)
+    held = records() if held is None else held
+    return parse(got, held, request or ask(), version=VERSION, shape=SHAPE, routing=routing)
 
 
 def test_truncated_reply() -> None:
@@ -82,12 +95,12 @@ def test_full_distribution_uses_the_plain_logprobs() -> None:
 
 
 def test_dense_model_needs_no_rows() -> None:
-    assert parsed(reply(routed_experts=None), routing=False).routing is None
+    assert parsed(reply(), held=records(routes=None), routing=False).routing is None
 
 
 def test_resumed_request_gets_new_rows_only() -> None:
     request = ask(num_sampled=1)  # row 2 is that of the last token of the partial
-    record = parsed(reply(routed_experts=payload(rows(4)[2:])), request)
+    record = parsed(reply(), request, records(routes=rows(4)[2:]))
     np.testing.assert_array_equal(record.routing[0], rows(4)[2:, 0])
     assert record.audit is None
 
@@ -99,7 +112,7 @@ def test_audit_splits_prefix_rows_from_new_ones() -> None:
 
 
 def test_rounding_above_zero_is_clamped() -> None:
-    record = parsed(reply(output_token_sampling_logprobs=[5e-7, -0.25]))
+    record = parsed(reply(), held=records(mask_logprobs=[5e-7, -0.25]))
     assert record.logprobs.tolist() == [0.0, -0.25]
 
 
@@ -117,16 +130,17 @@ ABORTED = {"type": "abort", "message": "Abort"}
     ],
 )
 def test_finish_of_an_abort(tokens: list[int], sampling: SamplingParams, finish: Finish) -> None:
-    got = reply(finish_reason=ABORTED, output_token_sampling_mask=[[7], [2, 3]])
+    got = reply(finish_reason=ABORTED)
     got["output_ids"] = tokens
-    assert parsed(got, ask(sampling)).finish is finish
+    assert parsed(got, ask(sampling), records(**kept([7], [2, 3]))).finish is finish
 
 
+@pytest.mark.parametrize("routing", [True, False])
 @pytest.mark.parametrize("tokens", [[], [7, 3]])
-def test_abort_without_records_counts_as_nothing(tokens: list[int]) -> None:
+def test_abort_without_records_counts_as_nothing(tokens: list[int], routing: bool) -> None:
     """In the queue, never started or retracted: the tokens come without their rows."""
     got = {"output_ids": tokens, "meta_info": {"finish_reason": ABORTED}}
-    record = parsed(got)
+    record = parsed(got, held={}, routing=routing)
     assert len(record.output_ids) == len(record.logprobs) == 0
     assert (record.routing, record.mask, record.finish) == (None, None, Finish.ABORT)
 
@@ -151,22 +165,6 @@ def blank() -> np.ndarray:
                 ]
             },
         ),
-        ("logprob_sign", {"output_token_sampling_logprobs": [1e-5, -0.25]}),
-        ("logprob_finite", {"output_token_sampling_logprobs": [None, -0.25]}),
-        ("logprob_finite", {"output_token_sampling_logprobs": [float("-inf"), -0.25]}),
-        ("length", {"output_token_sampling_logprobs": [-0.25]}),
-        ("length", {"output_token_sampling_logprobs": None}),
-        ("mask_rows", {"output_token_sampling_mask": None}),
-        ("mask_rows", {"output_token_sampling_mask": [[7]]}),
-        ("mask_empty", {"output_token_sampling_mask": [[7], []]}),
-        ("mask_sampled", {"output_token_sampling_mask": [[7], [4]]}),
-        ("mask_range", {"output_token_sampling_mask": [[7], [3, 50]]}),
-        ("mask_duplicate", {"output_token_sampling_mask": [[7, 7], [3]]}),
-        ("routing_rows", {"routed_experts": None}),
-        ("routing_rows", {"routed_experts": payload(rows(3))}),
-        ("routing_range", {"routed_experts": payload(rows(4) + 7)}),
-        ("routing_blank", {"routed_experts": payload(blank())}),
-        ("routing_payload", {"routed_experts": "?"}),
         ("nan", {"finish_reason": {"type": "stop", "matched": "NaN happened"}}),
         ("finish", {"finish_reason": {"type": "tired"}}),
         ("reply", {"finish_reason": {}}),
@@ -175,6 +173,38 @@ def blank() -> np.ndarray:
 def test_broken_replies_are_refused(reason: str, meta: dict[str, Any]) -> None:
     with pytest.raises(RecordError) as caught:
         parsed(reply(**meta))
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("logprob_sign", {"mask_logprobs": [1e-5, -0.25]}),
+        ("logprob_finite", {"mask_logprobs": [np.nan, -0.25]}),
+        ("logprob_finite", {"mask_logprobs": [-np.inf, -0.25]}),
+        ("length", {"mask_logprobs": [-0.25]}),
+        ("length", {"mask_logprobs": None}),
+        ("mask_rows", {"mask_lengths": None}),
+        ("mask_rows", {"mask_ids": None}),
+        ("mask_rows", {"mask_ids": [9, 7]}),  # one fewer than the lengths say
+        ("mask_rows", {"mask_lengths": [3, -1]}),
+        ("mask_rows", {"mask_lengths": [2.0, 1.0]}),
+        ("mask_rows", kept([7])),
+        ("mask_empty", kept([7], [])),
+        ("mask_sampled", kept([7], [4])),
+        ("mask_range", kept([7], [3, 50])),
+        ("mask_duplicate", kept([7, 7], [3])),
+        ("routing_rows", {"routes": None}),
+        ("routing_rows", {"routes": rows(3)}),
+        ("routing_rows", {"routes": rows(4).astype(np.float32)}),
+        ("routing_range", {"routes": rows(4) + 7}),
+        ("routing_range", {"routes": rows(4) - 1}),
+        ("routing_blank", {"routes": blank()}),
+    ],
+)
+def test_broken_records_are_refused(reason: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(RecordError) as caught:
+        parsed(reply(), held=records(**changes))
     assert caught.value.reason == reason
 
 
@@ -250,10 +280,12 @@ def spans(*ends: tuple[str, int]) -> list[dict[str, Any]]:
     return [{"version": v, "start": s, "end": e} for (v, e), s in zip(ends, begins, strict=False)]
 
 
-def in_flight(got: dict[str, Any], **fields: bool) -> list[Any]:
+def in_flight(
+    got: dict[str, Any], held: dict[str, np.ndarray] | None = None, **fields: bool
+) -> list[Any]:
     served = InFlight((VERSION, NEXT), **fields)
-    request = ask()
-    record = parse(got, request, version=VERSION, shape=SHAPE, routing=True, in_flight=served)
+    request, held = ask(), records() if held is None else held
+    record = parse(got, held, request, version=VERSION, shape=SHAPE, routing=True, in_flight=served)
     return cut(record, request)
 
 
@@ -274,11 +306,9 @@ def test_a_reply_of_two_versions_is_cut_where_an_abort_would_have() -> None:
 
 
 def test_rows_of_a_recomputed_prefix_follow() -> None:
-    got = reply(
-        weight_versions=spans(("1.4", 1), ("1.5", 2)),
-        routed_experts=payload(np.concatenate([rows(4), rows(6)[3:6]])),
-    )
-    (_, a), (_, b) = in_flight(got, returns_prefix=True)
+    got = reply(weight_versions=spans(("1.4", 1), ("1.5", 2)))
+    held = records(routes=np.concatenate([rows(4), rows(6)[3:6]]))
+    (_, a), (_, b) = in_flight(got, held, returns_prefix=True)
     assert a.audit is None
     np.testing.assert_array_equal(b.audit[0], rows(6)[3:6, 0])
 

@@ -1,0 +1,298 @@
+"""Records from a scheduler to its host: exact arrays, narrow files, and no file that is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moerl.engine import record_output
+from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
+from moerl.errors import RecordError
+
+NAME = "3.1:0.0.17."
+WRITER = partial(RecordWriter, inline_bytes=0)
+DRAW = np.random.default_rng(0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "records"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {
+        "routes": DRAW.integers(0, 256, (40, 3, 8), np.int32),
+        "positions": DRAW.integers(-1, 65534, (40, 2, 5), np.int32),
+        "mask_lengths": DRAW.integers(1, 9, 40, np.int32),
+        "mask_ids": DRAW.integers(0, 151936, 200, np.int32),
+        "mask_logprobs": -DRAW.random(40, np.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [
+        ([0, 255], 1),
+        ([0, 256], 2),
+        ([-1, 254], 1),
+        ([-1, 65534], 2),
+        ([-1, 65535], 4),
+        ([0, 2**31 - 1], 4),
+        ([-(2**31), 2**31 - 1], 4),
+        ([-1, 2**32 - 1], 8),
+        ([], 0),
+    ],
+)
+def test_integers_keep_their_values_in_the_narrowest_type(
+    folder: Path, values: list[int], stored: int
+) -> None:
+    array = np.array(values, np.int64 if values[-1:] == [2**32 - 1] else np.int32)
+    told = WRITER(folder).write(NAME, {"a": array})
+    assert (folder / name_of(NAME)).stat().st_size == stored * len(values)
+    assert RecordReader(folder).take(NAME, told)["a"].tolist() == values
+
+
+def test_a_record_is_read_once_and_equals_what_was_written(folder: Path) -> None:
+    wrote = arrays()
+    told = WRITER(folder).write(NAME, wrote)
+    path = folder / name_of(NAME)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size == 40 * 3 * 8 + 40 * 2 * 5 * 2 + 40 + 200 * 4 + 40 * 4
+    assert len(told) < 500
+    read = RecordReader(folder).take(NAME, told)
+    assert list(read) == list(wrote)
+    for name, array in wrote.items():
+        assert read[name].shape == array.shape
+        np.testing.assert_array_equal(read[name], array)
+    assert read["mask_logprobs"].dtype == np.float32
+    assert os.listdir(folder) == []
+    with pytest.raises(RecordError, match="No such file"):
+        RecordReader(folder).take(NAME, told)
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _alter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def _open_to_others(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def _give_anothers(path: Path) -> None:
+    (path.parent / name_of("other")).replace(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (Path.unlink, "No such file"),
+        (_shorten, "bytes, want"),
+        (_alter, "are not those that were written"),
+        (_open_to_others, "is not ours alone"),
+        (_link, "symbolic links"),
+        (_give_anothers, "are not those that were written"),
+    ],
+)
+def test_another_file_is_refused_and_removed(
+    folder: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    writer = WRITER(folder)
+    told = writer.write(NAME, arrays())
+    writer.write("other", arrays())
+    damage(folder / name_of(NAME))
+    with pytest.raises(RecordError, match=says) as caught:
+        RecordReader(folder).take(NAME, told)
+    assert caught.value.reason == "record_file"
+    assert not os.path.lexists(folder / name_of(NAME))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "",
+        "x",
+        7,
+        {},
+        "[]",
+        '{"parts": 3}',
+        '{"parts": [{"name": "a", "dtype": "object", "shape": [1]}]}',
+        '{"parts": [{"name": "a", "dtype": "uint8", "shape": [-1]}]}',
+        '{"parts": [{"name": "a", "dtype": "uint8", "shape": [1180591620717411303424]}]}',
+        '{"digest": "", "parts": []}',
+    ],
+)
+def test_a_reference_that_is_none_is_refused(folder: Path, told: object) -> None:
+    WRITER(folder).write(NAME, arrays())
+    with pytest.raises(RecordError, match="record_file"):
+        RecordReader(folder).take(NAME, told)
+    assert os.listdir(folder) == []
+
+
+def test_a_record_without_rows(folder: Path) -> None:
+    wrote = {"routes": np.zeros((0, 3, 8), np.int32), "mask_lengths": np.ones(1, np.int32)}
+    read = RecordReader(folder).take(NAME, WRITER(folder).write(NAME, wrote))
+    assert {name: array.shape for name, array in read.items()} == {
+        "routes": (0, 3, 8),
+        "mask_lengths": (1,),
+    }
+
+
+def test_a_small_record_needs_no_file(folder: Path) -> None:
+    writer, reader, wrote = RecordWriter(folder), RecordReader(folder), arrays()
+    told = writer.write(NAME, wrote)
+    assert os.listdir(folder) == []
+    for name, array in reader.take(NAME, told).items():
+        np.testing.assert_array_equal(array, wrote[name])
+    wrong = told.replace('"inline":"', '"inline":"AAAA')
+    for other in (wrong, told.replace('"digest":"', '"digest":"0')):
+        with pytest.raises(RecordError, match="are not those that were written"):
+            reader.take(NAME, other)
+    writer.write(NAME, {"routes": np.zeros(4097, np.int32)})
+    assert os.listdir(folder) == [name_of(NAME)], "control: another byte is too much"
+
+
+def test_a_reply_without_a_reference_has_no_records(folder: Path) -> None:
+    assert RecordReader(folder).take(NAME, None) == {}
+
+
+def test_unread_files_have_a_limit(folder: Path) -> None:
+    writer, reader = WRITER(folder, limit_bytes=250), RecordReader(folder)
+    hundred = {"a": np.arange(100)}
+    told = {name: writer.write(name, hundred) for name in ("a", "b", "c")}
+    assert len(os.listdir(folder)) == 2
+    with pytest.raises(RecordError, match="the host has not read 200 of 250 bytes allowed"):
+        reader.take("c", told["c"])
+    assert reader.take("a", told["a"])["a"].tolist() == list(range(100))
+    assert reader.take("d", writer.write("d", hundred))["a"].tolist() == list(range(100))
+
+
+def test_a_full_disk_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        told = WRITER(folder).write(NAME, arrays())
+    assert os.listdir(folder) == []
+    with pytest.raises(RecordError, match="No space left on device"):
+        RecordReader(folder).take(NAME, told)
+
+
+def test_what_nothing_waits_for_is_removed(folder: Path) -> None:
+    writer, reader = WRITER(folder), RecordReader(folder)
+    reader.expect(["a", "b"])
+    told = {name: writer.write(name, arrays()) for name in ("a", "b")}
+    reader.leave(["a"])  # its call was cancelled
+    writer.write("c", arrays())  # aborted before this host's server knew it
+    assert reader.sweep() == 2
+    assert os.listdir(folder) == [name_of("b")]
+    assert reader.take("b", told["b"])
+    folder.rmdir()
+    assert reader.sweep() == 0, "the server was stopped"
+
+
+# --- the scheduler's side -------------------------------------------------------------------------
+@dataclass
+class Chunk:
+    lengths: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass
+class Output:
+    """The fields of SGLang's BatchTokenIDOutput that are read."""
+
+    finished_reasons: list[dict[str, Any] | None]
+    routed_experts: list[Any] | None = None
+    indexer_topk: list[Any] | None = None
+    output_token_sampling_mask: list[Any] | None = None
+
+
+@dataclass
+class Req:
+    rid: str
+    output_ids: list[int] = field(default_factory=lambda: [7])
+
+
+@pytest.fixture
+def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    writer = WRITER(folder)
+    state = SimpleNamespace(reports=True, reader=RecordReader(folder), folder=folder)
+    monkeypatch.setattr(record_output, "_writer", lambda: writer)
+    monkeypatch.setattr(record_output, "_reports", lambda: state.reports)
+    return state
+
+
+def chunk(*rows: list[int]) -> Chunk:
+    lengths = np.array([len(row) for row in rows], np.int32)
+    ids = np.array([one for row in rows for one in row], np.int32)
+    return Chunk(lengths, ids, -ids[np.cumsum(lengths) - 1].astype(np.float32))
+
+
+def test_masks_of_all_outputs_are_written_when_the_request_ends(scheduler: Any) -> None:
+    """A streamed request sends its first token at once, and a short one beside it ends there."""
+    long, short = Req("long"), Req("short")
+    routes = torch.arange(12, dtype=torch.int32).reshape(2, 3, 2)
+    first = Output(
+        [None, {"type": "stop"}], [None, routes], None, [chunk([5, 6]), chunk([8], [9, 4])]
+    )
+    record_output.to_files(first, SimpleNamespace(output_reqs=[long, short]), dp_rank=None)
+    assert os.listdir(scheduler.folder) == [name_of("short")]
+    read = scheduler.reader.take("short", first.finished_reasons[1][FIELD])
+    np.testing.assert_array_equal(read["routes"], routes.numpy())
+    assert read["mask_lengths"].tolist() == [1, 2]
+    assert read["mask_ids"].tolist() == [8, 9, 4]
+    assert first.routed_experts == [None, None], "nothing of it is sent"
+    assert all(len(c.lengths) == 0 for c in first.output_token_sampling_mask)
+    last = Output([{"type": "abort"}], [routes], None, [chunk([1, 2, 3], [4])])
+    record_output.to_files(last, SimpleNamespace(output_reqs=[long]))
+    read = scheduler.reader.take("long", last.finished_reasons[0][FIELD])
+    assert read["mask_lengths"].tolist() == [2, 3, 1]
+    assert read["mask_ids"].tolist() == [5, 6, 1, 2, 3, 4]
+    assert read["mask_logprobs"].tolist() == [-6.0, -3.0, -4.0]
+
+
+@pytest.mark.parametrize("how", ["silent rank", "no token"])
+def test_no_file_is_written_without_a_reply_that_names_it(scheduler: Any, how: str) -> None:
+    scheduler.reports = how != "silent rank"
+    req = Req("a", [] if how == "no token" else [7])
+    output = Output([{"type": "abort"}], [torch.zeros(2, 3, 2, dtype=torch.int32)], None, None)
+    record_output.to_files(output, SimpleNamespace(output_reqs=[req]))
+    assert os.listdir(scheduler.folder) == []
+    assert output.finished_reasons == [{"type": "abort"}]
+    assert output.routed_experts == [None]
+
+
+def test_a_server_of_somebody_else_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_output.tempfile, "gettempdir", lambda: str(tmp_path))
+    record_output._writer.cache_clear()
+    rows = torch.zeros(2, 3, 2, dtype=torch.int32)
+    output = Output([{"type": "stop"}], [rows], None, None)
+    record_output.to_files(output, SimpleNamespace(output_reqs=[Req("a")]))
+    record_output._writer.cache_clear()
+    assert output.routed_experts[0] is rows
