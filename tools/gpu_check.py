@@ -229,12 +229,12 @@ def _case(node: xml.Element) -> Case:
         node.get("name") or "",
         float(node.get("time") or 0),
         tuple(figures),
-        _last_line(wrong[0].get("message") or wrong[0].text or "failed") if wrong else "",
+        _first_line(wrong[0].get("message") or wrong[0].text or "failed") if wrong else "",
         skipped[0] if skipped else "",
     )
 
 
-def _last_line(text: str) -> str:
+def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "failed")[:300]
 
 

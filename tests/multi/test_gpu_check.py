@@ -83,7 +83,7 @@ def test_a_failed_check_hides_no_other(
         if not node.endswith("test_delta"):
             (file,) = [word for word in command if word.startswith("--junitxml=")]
             Path(file.partition("=")[2]).write_text(RESULT)
-        return subprocess.CompletedProcess(command, 1, "collected", "CUDA error: misaligned\n")
+        return subprocess.CompletedProcess(command, 1, "collected\n", "CUDA error: misaligned\n")
 
     monkeypatch.setattr(gpu_check.subprocess, "run", stand_in)
     words = ["--only", "speed", "--only", "delta", "--only", "commit"]
