@@ -63,8 +63,7 @@ def test_step(replayed: str, tmp_path: Path, figure: Figure, tiny: bool) -> None
     figure("the same in a dry run", said.static / 1e9, "GB")
     figure("peak", peak / 1e9, "GB")
     figure("the same in a dry run, without the runtime", (said.total - said.runtime) / 1e9, "GB")
-    # a tiny model's norms and paddings count more
-    assert abs(static - said.static) <= (0.2 if tiny else 0.05) * said.static
+    assert abs(static - said.static) <= 0.05 * said.static
 
 
 def test_routes_of_other_tokens_change_the_step(

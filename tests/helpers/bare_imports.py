@@ -37,7 +37,8 @@ def hide_other_packages() -> None:
 
 def _modules() -> set[str]:
     """Top-level modules of installed packages that are neither packed nor needed by torch."""
-    kept = {_plain(name) for name in PACKED} | _with_requirements("torch")
+    kept = {_plain(name) for name in (*PACKED, "triton")}  # torch with CUDA brings triton
+    kept |= _with_requirements("torch")
     owners = importlib.metadata.packages_distributions()
     return {
         module

@@ -118,9 +118,8 @@ class OneRank:
             name
             for name, local in named.items()
             for tile in local.tiles
-            if not torch.equal(
-                self.served.tensors()[name][at(tile.box)].float(),
-                whole[tile.hf][at(tile.hf_box)].bfloat16().float(),
+            if not _equal(
+                self.served.tensors()[name][at(tile.box)], whole[tile.hf][at(tile.hf_box)]
             )
         ]
 
@@ -129,11 +128,17 @@ class OneRank:
         self.receiver.close()
 
 
+def _equal(served: Tensor, wanted: Tensor) -> bool:
+    """Bitwise after the cast to bf16; a stack of experts has one dimension more."""
+    return torch.equal(served.float(), wanted.bfloat16().float().view_as(served))
+
+
 def _joined(spec: ModelSpec, named: Named, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole Hugging Face tensors from a trainer's."""
     device = next(iter(live.values())).device
     whole = {name: torch.zeros(shape, device=device) for name, shape in hf_shapes(spec).items()}
     for name, local in named.items():
         for tile in local.tiles:
-            whole[tile.hf][at(tile.hf_box)] = live[name].detach()[at(tile.box)].float()
+            part = whole[tile.hf][at(tile.hf_box)]
+            part.copy_(live[name].detach()[at(tile.box)].view_as(part))
     return whole

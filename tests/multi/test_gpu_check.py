@@ -6,6 +6,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,19 @@ def test_names_and_tests_of_checks_exist() -> None:
     with pytest.raises(SystemExit, match="no check 'engine'; there are speed"):
         gpu_check.chosen(["engine"], bare=True)
     assert [check.name for check in gpu_check.chosen(["delta"], bare=True)] == ["delta"]
+
+
+def test_a_bare_check_sees_only_what_it_brings() -> None:
+    """Packages of this environment that are neither torch's nor packed are absent for it."""
+    code = (
+        "from importlib.util import find_spec as found\n"
+        "names = 'sglang', 'ray', 'transformers', 'aiohttp', 'megatron', 'msgspec', 'sympy'\n"
+        "before = [found(name) is not None for name in names]\n"
+        "from tests.helpers.bare_imports import hide_other_packages\n"
+        "hide_other_packages()\n"
+        "print(before, [name for name in names if found(name)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{[True] * 7} ['megatron', 'msgspec', 'sympy']\n"
