@@ -178,6 +178,7 @@ def _belongs(case: Case, wanted: set[str]) -> bool:
 def _environment(*, bare: bool) -> dict[str, str]:
     site = unpacked() if bare else None
     paths = [str(ROOT), *([str(site)] if site else [])]
+    sys.path += paths[1:]  # the table is printed with a packed package
     own = {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
