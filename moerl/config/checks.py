@@ -39,6 +39,14 @@ _SIZES = (
     "num_hidden_layers",
 )
 _ENGINE_MASK_CAP = 4096  # SGLang's default --sampling-mask-max-tokens
+_GRAPHS = "a captured router is replayed without asking for the rows of its microbatch"
+NOT_WITH_REPLAY = {  # fields of trainer.megatron; others are refused where megatron-core is loaded
+    "moe_router_fusion": "the fused router returns before replay is consulted",
+    "cuda_graph_impl": _GRAPHS,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+}
+_LEAST_CACHE = 64  # tokens of an engine's KV cache
 
 
 def check(config: Config, *, starts: bool = True) -> None:
@@ -186,6 +194,12 @@ def _check_sizes(config: Config) -> None:
             "engine.args.attn_dp_size",
             engine.args["attn_dp_size"],
             f"it must divide engine.tp = {engine.tp}",
+        )
+    if 0 < engine.max_total_tokens < _LEAST_CACHE:
+        raise ConfigError(
+            "engine.max_total_tokens",
+            engine.max_total_tokens,
+            f"use at least {_LEAST_CACHE}, or 0: as many as engine.mem_fraction_static leaves",
         )
     _check_nodes(config)
     if not each:
@@ -338,12 +352,12 @@ def _check_parallel(field: str, p: ParallelConfig) -> None:
 
 def _check_replay(config: Config) -> None:
     megatron = config.trainer.megatron
-    if config.replay.routing != "off" and megatron.get("moe_router_fusion"):
-        raise ConfigError(
-            "trainer.megatron.moe_router_fusion",
-            megatron["moe_router_fusion"],
-            "the fused router returns before replay is consulted; use false, or replay.routing=off",
-        )
+    for name, why in NOT_WITH_REPLAY.items():
+        value = megatron.get(name)
+        if config.replay.routing != "off" and value not in (None, False, "none"):
+            raise ConfigError(
+                f"trainer.megatron.{name}", value, f"{why}; leave it out, or replay.routing=off"
+            )
     if config.rollout.buffer_depth > 0 and config.rollout.max_lag == 0:
         raise ConfigError(
             "rollout.max_lag",

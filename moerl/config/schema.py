@@ -192,7 +192,8 @@ class EngineConfig:
     tp_each: list[int] = field(default_factory=list)  # tp of each engine, replaces tp
     nodes: Count = 1  # nodes that each engine spans; its ranks divide over them
     max_running_requests: Count = 256
-    max_total_tokens: Annotated[int, Meta(ge=64)] = 65536
+    # of the KV cache; 0 = as many as fit into mem_fraction_static, SGLang decides
+    max_total_tokens: Natural = 65536
     mem_fraction_static: Share = 0.2
     start_timeout_s: Positive = 300.0
     answer_timeout_s: Positive = 120.0  # a server that answers nothing for so long is restarted

@@ -2,7 +2,9 @@
 
 A feature is proven (a test compares its records with another implementation), refused while
 routing is recorded, or refused always because it changes what is sampled behind the record.
-A feature whose records were not compared is refused.
+A feature whose records were not compared is refused.  What SGLang does by default on CUDA cannot be
+compared without a GPU: each such row names the values that are let through and their comparison in
+tests/gpu, and every other value is refused with replay.
 
 `check` reads the table when a server's arguments are made; `tools/family_table.py` prints it in
 docs/replay-support.md, before the table of model families.  The table has the arguments that change
@@ -22,6 +24,7 @@ from moerl.errors import ConfigError
 
 class Verdict(StrEnum):
     PROVEN = "proven"
+    NOT_RUN = "allowed on CUDA, comparison not run"
     WITHOUT_REPLAY = "refused with replay"
     NEVER = "refused"
 
@@ -34,7 +37,7 @@ class Feature:
     verdict: Verdict
     why: str  # after "NAME: ", one clause
     args: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    proof: str = ""  # file::test of a proven feature
+    proof: str = ""  # file::test of a proven feature, or of one whose comparison has not run
 
 
 _RECORDS = "tests/e2e/test_engine_e2e.py::test_records_equal_transformers"
@@ -42,6 +45,8 @@ _REPLAY = "tests/e2e/test_replay_engine.py::"
 _DSA = "tests/e2e/test_model_dsa.py::"
 _MODES = "tests/e2e/test_modes.py::"
 _DP_ATTENTION = "tests/e2e/test_model_dp_attention.py::"
+_ON_CUDA = "tests/gpu/test_engine_gpu.py::"
+_ATTENTION = (None, "fa3", "flashinfer", "triton", "torch_native")
 _OFF: tuple[Any, ...] = (False,)
 _NONE: tuple[Any, ...] = (None,)
 _ONE: tuple[Any, ...] = (1,)
@@ -152,6 +157,64 @@ FEATURES = (
         Verdict.PROVEN,
         "with `rollout.in_flight_mode=retract`: the plug-in keeps the rows that SGLang overwrites",
         proof=_MODES + "test_segments_match_their_own_weights",
+    ),
+    Feature(
+        "CUDA graphs",
+        Verdict.NOT_RUN,
+        "SGLang's defaults: a captured router writes into a fixed buffer, which is read after each "
+        "replay; other forms of graphs were not looked at",
+        {
+            "cuda_graph_backend_decode": (None, "full", "disabled"),
+            "cuda_graph_backend_prefill": (None, "breakable", "disabled"),
+            "cuda_graph_config": _NONE,
+            "debug_cuda_graph": _OFF,
+        },
+        proof=_ON_CUDA + "test_graphs_record_what_eager_passes_record",
+    ),
+    Feature(
+        "CUDA graphs of prefill with data-parallel attention",
+        Verdict.WITHOUT_REPLAY,
+        "SGLang would read a rank's rows at an offset that is computed from decoding's batch "
+        "(`get_dp_local_slice_cpu`); these graphs are switched off there",
+        proof="tests/unit/test_engine_args.py::test_data_parallel_attention_has_no_prefill_graphs",
+    ),
+    Feature(
+        "attention backends",
+        Verdict.NOT_RUN,
+        "none = SGLang's choice for the GPU; they change rounding, and not how rows are recorded",
+        {
+            "attention_backend": _ATTENTION,
+            "prefill_attention_backend": _ATTENTION,
+            "decode_attention_backend": _ATTENTION,
+        },
+        proof=_ON_CUDA + "test_attention_backends_agree",
+    ),
+    Feature(
+        "fused top-k kernels",
+        Verdict.NOT_RUN,
+        "SGLang's kernels of scores, bias and top-k: rows are the ids that the experts get; those "
+        "that route inside of experts keep other weights and are refused always",
+        proof=_ON_CUDA + "test_routes_are_those_of_transformers",
+    ),
+    Feature(
+        "sampling backends",
+        Verdict.NEVER,
+        "`pytorch` is passed on every platform: its sampling mask is the array that was sampled "
+        "from; flashinfer draws in one kernel and rebuilds the set with others, whose comparison "
+        "(`tests/gpu/test_samplers_gpu.py`) has not run",
+        {"sampling_backend": ("pytorch",)},
+    ),
+    Feature(
+        "torch.compile",
+        Verdict.WITHOUT_REPLAY,
+        "a compiled router may break ties otherwise; its records were not compared",
+        {"enable_torch_compile": _OFF},
+    ),
+    Feature(
+        "fp32 head",
+        Verdict.WITHOUT_REPLAY,
+        "the trainer's head multiplies in the trainer's dtype, so one side alone would have it",
+        {"enable_fp32_lm_head": _OFF},
     ),
     Feature(
         "weights exchanged under a request in another mode",
@@ -357,10 +420,12 @@ def check(name: str, value: Any, *, replay: bool) -> None:
         if allowed is None or value in allowed or feature.verdict is Verdict.PROVEN:
             continue
         if replay or feature.verdict is Verdict.NEVER:
+            refused = Verdict.NEVER if feature.verdict is Verdict.NEVER else Verdict.WITHOUT_REPLAY
             raise ConfigError(
                 f"engine.args.{name}",
                 value,
-                f"{feature.name} is {feature.verdict}: {feature.why}; allowed: {allowed[0]!r}",
+                f"{feature.name} is {refused}: {feature.why}; allowed: "
+                + ", ".join(repr(one) for one in allowed),
             )
 
 
@@ -378,7 +443,9 @@ def markdown() -> str:
         "",
         "Made from `moerl/engine/feature_table.py` by `python tools/family_table.py`;",
         "a test keeps them equal. *Proven* means that a test compares the records with another",
-        "implementation; everything else is refused with one sentence before the engine starts.",
+        "implementation. *Allowed on CUDA, comparison not run* means that SGLang does it by",
+        "default on GPUs, that the test in the row compares it, and that no GPU has run that test.",
+        "Everything else is refused with one sentence before the engine starts.",
         "",
         "| feature | verdict | why | server arguments | test |",
         "|---|---|---|---|---|",

@@ -147,7 +147,6 @@ def arguments(
         "dtype": config.dtype,
         "tp_size": config.tp,
         "max_running_requests": config.max_running_requests,
-        "max_total_tokens": config.max_total_tokens,
         "mem_fraction_static": config.mem_fraction_static,
         "host": config.host,
         "port": port,
@@ -156,19 +155,41 @@ def arguments(
         "enable_return_routed_experts": routing,
         "skip_server_warmup": True,
         "skip_tokenizer_init": True,
+        "sampling_backend": "pytorch",  # its sampling mask is the array that was sampled from
     }
+    if config.max_total_tokens:  # else SGLang fills what mem_fraction_static leaves
+        args["max_total_tokens"] = config.max_total_tokens
     if routing and model_type in SPARSE:
         args["enable_return_indexer_topk"] = True
     if cuda:
         # SGLang's own choice by model and GPU would pack, swap or join expert weights
         # (arg_groups/model_overrides); `moerl.engine.weight_layout` has the proven layouts.
         args |= {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
+        if routing and config.attention_dp > 1:
+            args |= _without_prefill_graphs(config.args)
     else:
         args |= {
             "device": "cpu",
             "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
             "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
             **family_settings.arguments_of(model_type, config.args),
         }
     return args | config.args
+
+
+def _without_prefill_graphs(chosen: dict[str, Any]) -> dict[str, bool]:
+    """With data-parallel attention SGLang 0.5.23 reads a rank's rows, after a graph of prefill, at
+    the offset that they have in decoding.  chosen: `engine.args`.  Raises ConfigError.
+    """
+    for name, off in (
+        ("disable_prefill_cuda_graph", True),
+        ("cuda_graph_backend_prefill", "disabled"),
+    ):
+        if chosen.get(name, off) != off:
+            raise ConfigError(
+                f"engine.args.{name}",
+                chosen[name],
+                "with engine.args.attn_dp_size routes of prefill graphs would be those of other "
+                f"tokens; leave it out, or use {off!r}",
+            )
+    return {"disable_prefill_cuda_graph": True}

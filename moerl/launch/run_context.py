@@ -291,7 +291,6 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
             "GLOO_SOCKET_IFNAME": config.cluster.interface,
-            "TORCHDYNAMO_DISABLE": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",

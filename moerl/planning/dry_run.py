@@ -361,7 +361,12 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
     engine = size.memory
     group = placed.engines[0].node.group
     static = group.device_gb * config.engine.mem_fraction_static
-    tokens = f"{config.engine.max_total_tokens:,} tokens of {engine.kv_token:,} bytes"
+    asked = config.engine.max_total_tokens
+    if not asked:  # SGLang takes what the weights leave
+        engine = replace(engine, kv=max(0, round(static * _GB) - engine.weights))
+    tokens = f"{asked or engine.kv // engine.kv_token:,} tokens of {engine.kv_token:,} bytes"
+    if not asked:
+        tokens = f"SGLang decides: about {tokens}" if static else "SGLang decides"
     if size.engines.dp > 1:
         tokens += f", others on each of {size.engines.dp} attention ranks"
     line = (

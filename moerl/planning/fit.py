@@ -138,10 +138,11 @@ def _smallest_engine(
             weights = engine_bytes(spec, layout, _itemsize(config, shapes))
         except MoerlError:
             continue
-        for tokens in (config.engine.max_total_tokens, _TOKENS):
+        asked = config.engine.max_total_tokens  # 0: SGLang decides
+        for tokens in (asked or _TOKENS, _TOKENS):
             memory = engine_memory(spec, layout, weights, tokens, config.engine.dtype)
             if memory.total <= room:
-                return EngineFit(tp, ep, tokens)
+                return EngineFit(tp, ep, tokens if asked else 0)
     return None
 
 

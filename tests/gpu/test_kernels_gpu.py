@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 import torch
 
 from moerl.kernels.build import TARGETS
 from tests.helpers import device_checks as checks
+from tests.helpers.device_figures import Figure
 from tests.helpers.kernel_implementations import implementations
 
 IMPLEMENTATIONS = implementations("cuda") if torch.cuda.is_available() else ["torch", "built"]
@@ -55,6 +58,19 @@ def test_more_rows_than_the_largest_grid() -> None:
     sampled = torch.where(torch.arange(rows, device="cuda") % 2 == 0, 1, 3)
     case = checks.Case(logits, offsets, ids, sampled, torch.ones(rows, device="cuda"))
     checks.kernel_equals_fp64(case, "built")
+
+
+def test_speed_beside_a_dense_mask(figure: Figure, tiny: bool) -> None:
+    """At the vocabulary of Qwen3, forward and backward; the bench has memory too."""
+    from bench import masked_logprob as bench
+
+    record = bench.Record(8 if tiny else 4096, 64, "cuda")
+    logits = bench.make_logits(len(record.sampled), torch.bfloat16, "cuda")
+    names = ["dense", "torch", "built"]
+    bench.check(logits, record, names)
+    seconds = bench.measure_time(logits, record, names, 1 if tiny else 7)
+    for name in names:
+        figure(f"{name}, {len(record.sampled)} rows", 1e3 * median(seconds[name]), "ms")
 
 
 @each

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from tests.helpers import device_checks as checks
+from tests.helpers.device_figures import Figure
 
 
-def test_a_bf16_engine_and_an_fp32_trainer() -> None:
+def test_a_bf16_engine_and_an_fp32_trainer(figure: Figure) -> None:
     for name, (largest, k3) in checks.replay_closes_the_gap("cuda").items():
-        print(f"{name:16s} largest |d| {largest:8.4f}  k3 {k3:.3e}")
+        figure(f"{name}, largest abs(d)", largest, "nats")
+        figure(f"{name}, k3", k3, "nats")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

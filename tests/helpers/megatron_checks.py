@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from moerl.audit.score_job import VARIANTS, ScoreJob
 from moerl.records.blob_store import BlobStore
 from moerl.serialization import encode_value
+from moerl.types import Rollout
 from tests.helpers.trainer_support import LAYERS, make_model, make_plan, torchrun
 
 
@@ -49,3 +51,27 @@ def scores_of_a_record(folder: Path, platform: str) -> list[str]:
                 assert moved > 1e-2, lines[-1]
     assert 0 < float(np.abs(found["bf16/both"] - right).max()) < 0.3, lines
     return lines
+
+
+def gaps_of(
+    folder: Path,
+    rollouts: Sequence[Rollout],
+    model: Path,
+    blob_dir: Path,
+    variants: Sequence[str],
+) -> dict[str, np.ndarray]:
+    """Trainer in fp32 minus engine, log-probability of each sampled token, by variant."""
+    (folder / "rollouts").write_bytes(encode_value(list(rollouts)))
+    ScoreJob(
+        model=str(model),
+        rollouts=str(folder / "rollouts"),
+        blob_dir=str(blob_dir),
+        blob_node="node0",
+        out=str(folder / "found.npz"),
+        variants=list(variants),
+        dtypes=["fp32"],
+        platform="auto",
+    ).save(folder / "job.json")
+    torchrun(1, ["-m", "moerl.audit.score_ranks", "--job", str(folder / "job.json")], timeout_s=300)
+    found = dict(np.load(folder / "found.npz"))
+    return {name: found[f"fp32/{name}"] - found["engine"] for name in variants}

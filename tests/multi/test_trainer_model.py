@@ -17,9 +17,10 @@ from tests.helpers.trainer_support import ROOT
 PROGRAM = """
 import json, sys, warnings
 warnings.filterwarnings("ignore")
-from moerl.trainer.model.platform import prepare
+from moerl.trainer.model.platform import Platform, prepare
 place = prepare("cpu")
-from moerl.config.schema import ParallelConfig, TrainerConfig
+from moerl.config.schema import TinyModel, TrainerConfig
+from moerl.config.tiny_configs import tiny_config
 from moerl.errors import ConfigError
 from moerl.layout import model_spec
 from moerl.trainer.model.transformer import transformer_config
@@ -28,10 +29,12 @@ hf = dict(model_type="qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_laye
           num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=64,
           norm_topk_prob=True)
 answers = []
-for fields, replay in json.loads(sys.argv[1]):
+te = Platform("cuda", place.device, "nccl", "te")  # its fusions are refused where TE is missing
+for fields, replay, name, fused in json.loads(sys.argv[1]):
     try:
         config = transformer_config(
-            model_spec(hf), TrainerConfig(megatron=fields), place, with_replay=replay)
+            model_spec(hf if name == "qwen" else tiny_config(TinyModel(family=name), 128)),
+            TrainerConfig(megatron=fields), te if fused else place, with_replay=replay)
         answers.append({name: str(getattr(config, name)) for name in fields})
     except ConfigError as error:
         answers.append(str(error))
@@ -48,6 +51,8 @@ REFUSED = [
     ({"recompute_granularity": "partial"}, False, "megatron-core says"),
     ({"hidden_dropout": "a bit"}, False, "float is needed"),
     ({"moe_z_loss_coeff": 0.1}, False, "with replayed routes"),
+    ({"cuda_graph_impl": "local"}, True, "a captured router is replayed without asking"),
+    ({"enable_cuda_graph": True}, True, "not with routing replay"),
 ]
 RECOMPUTE = {
     "recompute_granularity": "full",
@@ -59,12 +64,24 @@ ACCEPTED = [
     ({"hidden_size": 32}, True),
     (RECOMPUTE, True),
     ({"moe_expert_capacity_factor": 1.0}, False),
+    ({"cuda_graph_impl": "none", "enable_cuda_graph": False}, True),
+]
+UNFUSED = {"apply_rope_fusion": False, "moe_permute_fusion": False}
+ON_CUDA = [  # fields, family, answer
+    ({"moe_permute_fusion": False}, "qwen", "apply_rope_fusion is not available"),
+    ({"apply_rope_fusion": False}, "qwen", "fused permutation is not available"),
+    (UNFUSED | {"bias_dropout_fusion": False}, "qwen", ""),
+    # the kernel for packed rows knows nothing of YaRN's factor
+    ({"apply_rope_fusion": True}, "gpt_oss", "it follows from the model"),
+    ({"moe_permute_fusion": False}, "gpt_oss", ""),
+    ({"moe_permute_fusion": False}, "deepseek_v3", ""),
 ]
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[object]:
-    cases = [case[:2] for case in REFUSED] + ACCEPTED
+    cases = [(*case[:2], "qwen", False) for case in [*REFUSED, *ACCEPTED]]
+    cases += [(fields, True, family, True) for fields, family, _ in ON_CUDA]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(cases)],
         cwd=ROOT,
@@ -87,5 +104,16 @@ def test_refused_in_one_sentence(index: int, answers: list[object]) -> None:
 
 
 def test_accepted(answers: list[object]) -> None:
-    for (fields, _), answer in zip(ACCEPTED, answers[len(REFUSED) :], strict=True):
+    found = answers[len(REFUSED) : len(REFUSED) + len(ACCEPTED)]
+    for (fields, _), answer in zip(ACCEPTED, found, strict=True):
         assert answer == {name: str(value) for name, value in fields.items()}
+
+
+def test_fusions_are_on_with_transformer_engine_and_each_can_be_set(answers: list[object]) -> None:
+    """Where it is missing megatron-core refuses the fusions that need it, one by one."""
+    for (fields, family, expected), answer in zip(ON_CUDA, answers[-len(ON_CUDA) :], strict=True):
+        if expected:
+            assert isinstance(answer, str), f"{family} {fields} was accepted"
+            assert expected in answer
+        else:
+            assert answer == {name: str(value) for name, value in fields.items()}, family

@@ -45,6 +45,8 @@ BAD = [
     ("trainer.dtype=fp8", "trainer.dtype = 'fp8'", "fp32 or bf16"),
     ("task.name=poetry", "task.name = 'poetry'", "sort_digits, reasoning_gym or jsonl"),
     ("trainer.megatron.moe_router_fusion=true", "moe_router_fusion = True", "before replay"),
+    ("trainer.megatron.cuda_graph_impl=local", "cuda_graph_impl = 'local'", "a captured router"),
+    ("trainer.megatron.enable_cuda_graph=true", "enable_cuda_graph = True", "a captured router"),
     ("rollout.max_lag=0", "rollout.max_lag = 0", "buffer_depth=0"),
     ("trainer.minibatches=3", "trainer.minibatches = 3", "divide rollout.groups_per_step = 32"),
     ("replay.rows=latest", "replay.rows = 'latest'", "newest segment"),

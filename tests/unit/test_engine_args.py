@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moerl.config import load_config
+from moerl.config.checks import check
 from moerl.config.schema import EngineConfig
 from moerl.engine import server_args
 from moerl.engine.sglang_server import cause_in, free_port
@@ -44,6 +45,44 @@ def test_cuda_arguments_keep_weights_as_loaded(monkeypatch: pytest.MonkeyPatch) 
     assert set(got) <= server_args.field_names()
 
 
+def test_both_platforms_sample_with_the_backend_whose_masks_are_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for platform in ("cpu", "cuda"):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        assert built(EngineConfig(platform=platform))["sampling_backend"] == "pytorch"
+        wanted = EngineConfig(platform=platform, args={"sampling_backend": "flashinfer"})
+        for routing in (True, False):  # sampling masks are recorded without routes too
+            with pytest.raises(ConfigError, match=r"sampling_backend = 'flashinfer'.*'pytorch'"):
+                built(wanted, routing=routing)
+
+
+def test_data_parallel_attention_has_no_prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With routes recorded; decoding keeps its graphs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    name = "disable_prefill_cuda_graph"
+
+    def asked(routing: bool = True, **args: Any) -> dict[str, Any]:
+        own = {"attn_dp_size": 2} | args
+        return built(EngineConfig(platform="cuda", tp=2, args=own), routing)
+
+    assert asked()[name] is True
+    assert "disable_decode_cuda_graph" not in asked()
+    assert name not in asked(routing=False)
+    assert name not in asked(attn_dp_size=1)
+    for wrong in ({name: False}, {"cuda_graph_backend_prefill": "breakable"}):
+        with pytest.raises(ConfigError, match="would be those of other tokens"):
+            asked(**wrong)
+        assert asked(attn_dp_size=1, **wrong)
+
+
+def test_sglang_may_size_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert built(EngineConfig())["max_total_tokens"] == 65536
+    assert "max_total_tokens" not in built(EngineConfig(max_total_tokens=0))
+    with pytest.raises(ConfigError, match=r"max_total_tokens = 63 is not usable: use at least 64"):
+        check(load_config("quickstart", ["engine.max_total_tokens=63"]))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_asks_for_what_a_start_allows(recipe: str) -> None:
     config = load_config(recipe)
@@ -58,8 +97,8 @@ def test_large_recipes_replay_the_routes_of_quantised_experts_on_many_ranks() ->
 
 
 def test_user_arguments_replace_defaults_we_do_not_own() -> None:
-    config = EngineConfig(platform="cpu", args={"attention_backend": "intel_amx"})
-    assert built(config)["attention_backend"] == "intel_amx"
+    config = EngineConfig(platform="cpu", args={"attention_backend": "triton"})
+    assert built(config)["attention_backend"] == "triton"
 
 
 def test_our_tables_name_existing_arguments() -> None:

@@ -129,6 +129,22 @@ def test_what_an_engine_would_refuse_after_its_start_a_dry_run_refuses(
     describe(resolve(load_config(recipe, settings[1:])), [])
 
 
+def test_a_cache_that_sglang_sizes_is_estimated() -> None:
+    """24 GB of 80 for weights and cache, bf16: what OLMoE's 13.8 GB leave, and no more."""
+    asked = ("engine.max_total_tokens=0", "engine.mem_fraction_static=0.3")
+    config = resolve(load_config("olmoe-1b-7b", asked))
+    lines = describe(config, []).splitlines()
+    (line,) = [line for line in lines if line.startswith("memory of an engine rank")]
+    found = re.search(r"weights ([\d.]+) GB, KV cache ([\d.]+) GB \(SGLang decides: about", line)
+    assert found, line
+    weights, cache = (float(number) for number in found.groups())
+    assert weights == pytest.approx(13.8, abs=0.1)
+    assert weights + cache == pytest.approx(24, abs=0.1)
+    assert "an engine rank DOES NOT FIT" not in "\n".join(lines)
+    small = replace(config, engine=replace(config.engine, mem_fraction_static=0.1))
+    assert "an engine rank DOES NOT FIT" in describe(small, [])
+
+
 def refused(model: dict[str, Any], **fields: Any) -> str:
     config = load_config("quickstart").engine
     with pytest.raises(ConfigError) as found:

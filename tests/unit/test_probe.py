@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.config.schema import Config, EngineConfig, ReplayConfig
+from moerl.config.schema import Config, EngineConfig, ReplayConfig, TrainerConfig
 from moerl.observe.console import alerts
 from moerl.trainer.passes.probe import Findings, exact_metrics, judge
 from moerl.trainer.passes.route_agreement import RouteAgreement
@@ -48,11 +48,23 @@ def test_each_question_has_its_alert() -> None:
     assert exact_metrics(sums(2e-3), fp8).keys() == {
         "probe/exact_tokens",
         "probe/exact_abs_dlogp_max",
+        "probe/exact_abs_dlogp_p99",
     }, "an engine of rounded weights has no limit"
     shifted = RouteAgreement(pairs=1000, agree=100, clean=200, roots=150)
     assert raised(routes=shifted) == ["alert/replay_routes"]
     assert raised(replayed=sums(0.4), live=sums(0.1)) == ["alert/replay_worth"]
     assert raised(replayed=sums(0.4, 20), live=sums(0.1, 20)) == []  # too few tokens for a mean
+
+
+def test_bf16_is_judged_by_most_tokens_and_fp32_by_each() -> None:
+    one_far = sums(0.02, 999) + sums(2.0, 1)
+    bf16 = Config(trainer=TrainerConfig(dtype="bf16"), engine=EngineConfig(dtype="bfloat16"))
+    one_side = Config(engine=EngineConfig(dtype="bfloat16"))
+    for rounded in (bf16, one_side):
+        assert exact_metrics(one_far, rounded)["alert/replay_exact"] == 0
+        wrong = sums(0.02, 980) + sums(0.4, 20)  # rows of other tokens in one rollout of fifty
+        assert exact_metrics(wrong, rounded)["alert/replay_exact"] == 1
+    assert exact_metrics(one_far, Config())["alert/replay_exact"] == 1
 
 
 def test_differences_are_counted_where_they_begin() -> None:

@@ -63,6 +63,7 @@ def test_ranks_inherit_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.items() <= found.items()
     assert found["SOMETHING_ELSE"] == "given"
     assert {"PATH", "HOME"} <= found.keys()
+    assert "TORCHDYNAMO_DISABLE" not in found, "ranks on GPUs compile; the platform decides"
 
 
 def test_a_job_whose_torchrun_is_dead_ends_whole(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ Rejected: a fork of megatron-core, `if cpu` at our own calls (the assumptions ar
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +42,10 @@ class Platform:
 def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec = "te") -> Platform:
     """Choose the platform and make megatron-core importable on it.
 
-    Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS,
-    GLOO_SOCKET_IFNAME and, on the CPU, TORCHDYNAMO_DISABLE (megatron would compile its expert-bias
-    update: a compiler and 20 s cold).  layers: on CUDA; the CPU has local ones.
+    Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS and
+    GLOO_SOCKET_IFNAME.  On the CPU nothing is compiled (megatron would compile its expert-bias
+    update: a compiler and 20 s cold); on CUDA its fusions are.  layers: on CUDA; the CPU has local
+    ones.
     Raises ConfigError for a platform this machine does not have, ModelError for a megatron-core
     version the patches were not tested with.
     """
@@ -66,5 +68,6 @@ def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec =
         raise ConfigError("trainer.platform", requested, "use auto, cpu or cuda")
     if has_cuda:
         raise ConfigError("trainer.platform", "cpu", "hide the GPUs first (CUDA_VISIBLE_DEVICES=)")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch reads it when megatron decorates
     cpu_patches.apply("cuda", "te")
     return Platform("cpu", torch.device("cpu"), "gloo", "local")

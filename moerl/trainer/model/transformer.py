@@ -17,6 +17,7 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from moerl.config.checks import NOT_WITH_REPLAY
 from moerl.config.schema import TrainerConfig
 from moerl.errors import ConfigError
 from moerl.layout.spec import ModelSpec
@@ -34,12 +35,13 @@ _REFUSED: dict[str, str] = {
 }
 # Fields whose values would bypass the replayed choice or drop a recorded row.
 _BREAKS_REPLAY: dict[str, str] = {
-    "moe_router_fusion": "the fused router returns before replay is consulted",
+    **NOT_WITH_REPLAY,
     "moe_expert_capacity_factor": "it drops tokens after the replayed choice",
     "moe_router_force_load_balancing": "it replaces the router's logits by noise",
     "moe_router_enable_expert_bias": "the bias would be updated from replayed counts",
     "overlap_moe_expert_parallel_comm": "it runs two microbatches at once",
 }
+_OFF = (None, False, 0, "none")
 
 
 def transformer_config(
@@ -55,11 +57,13 @@ def transformer_config(
         owned |= _local_fields(on_cpu=platform.name == "cpu")
         if spec.linear_layers:
             owned["deterministic_mode"] = True  # torch code in place of Triton kernels
+    elif not _has_fused_rope(spec):
+        owned["apply_rope_fusion"] = False
     user = trainer.megatron
     check_megatron_fields(user, owned, with_replay=with_replay)
     kind = MLATransformerConfig if spec.kv_lora else TransformerConfig
     try:
-        return kind(**(_defaults(platform) | user | owned))
+        return kind(**(_defaults(spec, platform) | user | owned))
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError("trainer.megatron", dict(user), f"megatron-core says: {error}") from error
 
@@ -94,7 +98,7 @@ def check_megatron_fields(
             raise ConfigError(
                 field, value, f"it follows from the model, layout or platform: {owned[name]}"
             )
-        if with_replay and value and name in _BREAKS_REPLAY:
+        if with_replay and value not in _OFF and name in _BREAKS_REPLAY:
             raise ConfigError(field, value, f"{_BREAKS_REPLAY[name]}; not with routing replay")
     _check_router_losses(user, with_replay=with_replay)
 
@@ -309,7 +313,27 @@ def _local_fields(*, on_cpu: bool) -> dict[str, Any]:
     return own | dict.fromkeys(fused, False)
 
 
-def _defaults(platform: Platform) -> dict[str, Any]:
+def _has_fused_rope(spec: ModelSpec) -> bool:
+    """Latent attention has a fused form with YaRN only; other YaRN has none for packed rows: the
+    kernel leaves out its factor, without an error (megatron-core 0.19.2, rope_utils.py).
+    """
+    if spec.index_topk:
+        return False
+    return bool(spec.yarn) == bool(spec.kv_lora)
+
+
+def fused_fields(spec: ModelSpec) -> dict[str, Any]:
+    """Fused kernels of Transformer Engine and torch.compile that are on by default."""
+    return {
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        # megatron-core calls the fused form of latent attention experimental
+        "apply_rope_fusion": _has_fused_rope(spec) and not spec.kv_lora,
+        "moe_permute_fusion": bool(spec.experts),
+    }
+
+
+def _defaults(spec: ModelSpec, platform: Platform) -> dict[str, Any]:
     """Starting values that `trainer.megatron` may change."""
     values: dict[str, Any] = {
         "moe_router_dtype": "fp32",
@@ -321,4 +345,5 @@ def _defaults(platform: Platform) -> dict[str, Any]:
     }
     if platform.layers == "te":
         values |= {"moe_grouped_gemm": True, "use_cpu_initialization": False}
+        values |= fused_fields(spec)
     return values

@@ -45,9 +45,11 @@ from moerl.trainer.passes.route_agreement import RouteAgreement
 from moerl.trainer.passes.schedule import Batches, ScheduledPass, score
 from moerl.types import BatchPlan
 
-# Nats.  fp32 on both sides measures 1e-5 and less, bf16 0.1 and less; missing rows show above 0.3.
+# Nats.  fp32 on both sides: the largest, which measures 1e-5 and less.  bf16 rounds, and of a
+# million tokens some differ by more than any limit, so 99 of 100 are judged: 0.03 and less are
+# measured with both replays on a tiny model, above 0.3 with rows of other tokens.
 # Weights that an engine rounded to fp8 blocks alone move tokens by more than that: no limit then.
-EXACT_FP32, EXACT_BF16 = 1e-3, 0.5
+EXACT_FP32, EXACT_BF16_P99 = 1e-3, 0.25
 # Share of tokens.  Right records: 0.98 and more at lag 0, 0.85 to 0.95 one large step later and
 # falling with age; rows of other tokens: near 0.
 AGREE_FRESH, AGREE_STALE = 0.8, 0.3
@@ -203,14 +205,15 @@ def exact_metrics(exact: MismatchSums, config: Config) -> dict[str, float]:
     if not values:
         return {}
     both_fp32 = config.trainer.dtype == "fp32" and config.engine.dtype == "float32"
-    largest = values["mismatch/abs_dlogp_max"]
+    largest, most = values["mismatch/abs_dlogp_max"], values["mismatch/abs_dlogp_p99"]
     metrics = {
         "probe/exact_tokens": values["mismatch/tokens"],
         "probe/exact_abs_dlogp_max": largest,
+        "probe/exact_abs_dlogp_p99": most,
     }
     if config.engine.args.get("quantization") is None:
-        limit = EXACT_FP32 if both_fp32 else EXACT_BF16
-        metrics["alert/replay_exact"] = float(largest > limit)
+        wrong = largest > EXACT_FP32 if both_fp32 else most > EXACT_BF16_P99
+        metrics["alert/replay_exact"] = float(wrong)
     return metrics
 
 

@@ -1,0 +1,105 @@
+"""A trainer's step on one GPU with megatron-core's local layers: replay, speed, memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.device_figures import Figure
+from tests.helpers.device_trainer import (
+    BOTH,
+    LARGE,
+    NONE,
+    TINY,
+    differs_by,
+    gradients_of,
+    make_learner,
+    make_plan,
+    planned,
+    seconds_of,
+)
+
+PRODUCT = 8192  # a square matrix product fills an H100
+
+
+def test_speed_of_the_device(figure: Figure, tiny: bool) -> None:
+    """What other figures are compared with: a bf16 product, and a copy in device memory."""
+    size = 64 if tiny else PRODUCT
+    a, b = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+    figure("bf16 product", 2 * size**3 / _seconds(lambda: a @ b) / 1e12, "TFLOP/s")
+    figure("copy, read and written", 4 * a.numel() / _seconds(lambda: b.copy_(a)) / 1e9, "GB/s")
+    host = torch.empty_like(a, device="cpu", pin_memory=True)
+    seconds = _seconds(lambda: host.copy_(a, non_blocking=True))
+    figure("copy to pinned memory", a.nbytes / seconds / 1e9, "GB/s")
+    assert torch.equal(host, a.cpu())
+
+
+@pytest.mark.parametrize("replayed", ["none", "both"])
+def test_step(replayed: str, tmp_path: Path, figure: Figure, tiny: bool) -> None:
+    """Tokens a second, share of a matrix product's speed, and memory beside the dry run's."""
+    size, replay = TINY if tiny else LARGE, NONE if replayed == "none" else BOTH
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    learner = make_learner(size, tmp_path, replay)
+    plan = make_plan(size, learner)
+    seconds_of(learner, plan, 1)  # makes the optimizer's state
+    static = torch.cuda.memory_allocated() - before
+    seconds, metrics = seconds_of(learner, plan, 1 if tiny else 3)
+    if replay is BOTH:
+        assert metrics["routing/replay_cover_frac"] == metrics["keep/cover_frac"] == 1.0
+    tokens = size.tokens * size.rollouts
+    product = _product_speed(64 if tiny else PRODUCT)
+    figure("tokens", tokens / seconds, "tokens/s")
+    share = size.flops() * tokens / seconds / product
+    figure("share of a bf16 product's speed", 100 * share, "%")
+    said, peak = planned(size), torch.cuda.max_memory_allocated() - before
+    figure("weights, gradients, optimizer", static / 1e9, "GB")
+    figure("the same in a dry run", said.static / 1e9, "GB")
+    figure("peak", peak / 1e9, "GB")
+    figure("the same in a dry run, without the runtime", (said.total - said.runtime) / 1e9, "GB")
+    assert abs(static - said.static) <= 0.05 * said.static
+
+
+def test_routes_of_other_tokens_change_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: each route moved by one token."""
+    from moerl.data.packing import Microbatch
+
+    learner = make_learner(TINY, tmp_path)
+    plan = make_plan(TINY, learner)
+    right = gradients_of(learner, plan)
+    assert differs_by(gradients_of(learner, plan), right) < 1e-2, (
+        "sums on a GPU have no fixed order"
+    )
+    routes = Microbatch.routes
+
+    def rotated(self: Microbatch, *args: object) -> dict[int, torch.Tensor]:
+        found = routes(self, *args)  # type: ignore[arg-type]
+        return {layer: rows.roll(1, 0) for layer, rows in found.items()}
+
+    monkeypatch.setattr(Microbatch, "routes", rotated)
+    assert differs_by(gradients_of(learner, plan), right) > 0.1
+
+
+def _product_speed(size: int) -> float:
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    return 2 * size**3 / _seconds(lambda: a @ a)
+
+
+def _seconds(work: object) -> float:
+    """Of one call, after a first one; mean of ten."""
+    assert callable(work)
+    work()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(10):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / 10

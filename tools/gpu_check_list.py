@@ -1,0 +1,83 @@
+"""The checks of tools/gpu-check, by name: which tests of tests/gpu each one runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FOLDER = "tests/gpu/"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Some tests, in a process of their own: a fault of one leaves no other without a device."""
+
+    name: str
+    about: str
+    file: str
+    tests: tuple[str, ...]  # functions, or one case of a function
+    bare: bool = True  # torch, megatron-core and a compiler are enough
+    on_double: tuple[str, ...] | None = None  # other cases on the double; () = it cannot
+    limit_s: int = 600
+
+    def nodes(self, *, double: bool = False) -> list[str]:
+        """For pytest."""
+        chosen = self.tests if not double or self.on_double is None else self.on_double
+        return [f"{_FOLDER}{self.file}::{name}" for name in chosen]
+
+
+CHECKS = (
+    Check("speed", "a bf16 product, copies: what other figures are compared with",
+          "test_trainer_gpu.py", ("test_speed_of_the_device",)),
+    Check("kernels", "masked log-softmax and its gradient against fp64; refusals; memory",
+          "test_kernels_gpu.py",
+          ("test_the_compiled_kernels_are_what_is_tested", "test_values_and_gradients",
+           "test_vocabulary_shards", "test_gradcheck_and_refusals", "test_full_entropy",
+           "test_more_rows_than_the_largest_grid", "test_another_stream",
+           "test_memory_beyond_the_gradient_is_small"),
+          on_double=("test_the_compiled_kernels_are_what_is_tested", "test_full_entropy")),
+    Check("kernel-speed", "masked log-softmax at Qwen3's vocabulary beside a dense mask",
+          "test_kernels_gpu.py", ("test_speed_beside_a_dense_mask",)),
+    Check("replay", "hooks on a bf16 engine and an fp32 trainer: none, routes, masks, both",
+          "test_replay_gpu.py",
+          ("test_a_bf16_engine_and_an_fp32_trainer", "test_only_chosen_experts_learn")),
+    Check("step", "a MoE of 1.8e9 parameters without replay: tokens/s, speed, memory",
+          "test_trainer_gpu.py", ("test_step[none]",)),
+    Check("step-replay", "the same with routes and sampling masks replayed",
+          "test_trainer_gpu.py", ("test_step[both]",)),
+    Check("step-control", "routes of other tokens change the step",
+          "test_trainer_gpu.py", ("test_routes_of_other_tokens_change_the_step",)),
+    Check("fusions", "each fusion against none; two of the four need Transformer Engine",
+          "test_fusions_gpu.py", ("test_fusion_agrees",),
+          on_double=("test_fusion_agrees[bias_activation_fusion]",
+                     "test_fusion_agrees[bias_dropout_fusion]")),
+    Check("snapshot", "weight snapshot on a side stream beside a step, then packed and sent",
+          "test_publish_gpu.py", ("test_snapshot_and_packing_beside_a_step",)),
+    Check("commit", "verify, and the pause in which served weights change",
+          "test_publish_gpu.py", ("test_commit",)),
+    Check("delta", "the next version as a delta of one step", "test_publish_gpu.py",
+          ("test_delta",)),
+    Check("cuda-ipc", "staging in GPU memory between two processes", "test_cuda_ipc_gpu.py",
+          ("test_bytes_cast_on_the_way_arrive",
+           "test_a_dead_receiver_is_an_error_and_a_stopped_one_is_not_needed",
+           "test_memory_is_given_back_after_the_last_mapping"), on_double=()),
+    Check("te-step", "a step with Transformer Engine against the CPU's",
+          "test_te_gpu.py", ("test_step_with_transformer_engine",), bare=False, on_double=()),
+    Check("te-replay", "a record through Megatron-core: executed experts, ablation, controls",
+          "test_replay_gpu.py", ("test_megatron_replays_a_record",), bare=False, on_double=()),
+    Check("samplers", "kept sets of the samplers pytorch and flashinfer, ties included",
+          "test_samplers_gpu.py", ("test_kept_sets_are_equal", "test_draws_are_kept"), bare=False,
+          on_double=()),
+    Check("engine", "start with CUDA graphs and capture; routes against transformers; backends",
+          "test_engine_gpu.py",
+          ("test_graphs_record_what_eager_passes_record", "test_routes_are_those_of_transformers",
+           "test_attention_backends_agree"), bare=False, on_double=(), limit_s=1800),
+    Check("transports", "a whole run over each transport of one node: seconds, pause",
+          "test_runs_gpu.py", ("test_publishes_over",), bare=False, on_double=(), limit_s=3600),
+    Check("two-engines", "two engines on GPUs of their own, one trainer: both are published to",
+          "test_runs_gpu.py", ("test_two_engines_on_one_node",), bare=False, on_double=(),
+          limit_s=1800),
+    Check("resume", "a run that continues from its checkpoint", "test_runs_gpu.py",
+          ("test_a_run_resumes",), bare=False, on_double=(), limit_s=1800),
+    Check("ablation", "moerl mismatch in bf16: none, routes, masks, both", "test_runs_gpu.py",
+          ("test_ablation",), bare=False, on_double=(), limit_s=1800),
+)  # fmt: skip
