@@ -48,7 +48,7 @@ def _reports() -> bool:
     from sglang.srt.runtime_context import get_parallel
 
     own = get_parallel()
-    return own.pp_rank == 0 and own.attn_tp_rank == 0 and own.attn_cp_rank == 0
+    return bool(own.pp_rank == own.attn_tp_rank == own.attn_cp_rank == 0)
 
 
 def _taken(output: Any, place: int, req: Any) -> dict[str, Array]:

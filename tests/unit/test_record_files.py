@@ -51,7 +51,6 @@ def arrays() -> dict[str, np.ndarray]:
         ([0, 2**31 - 1], 4),
         ([-(2**31), 2**31 - 1], 4),
         ([-1, 2**32 - 1], 8),
-        ([], 0),
     ],
 )
 def test_integers_keep_their_values_in_the_narrowest_type(
