@@ -304,7 +304,13 @@ class _Size:
         self.received = max(totals.received_bytes)
         tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
         self.memory = engine_memory(
-            spec, engines, self.received, tokens, dtype, bucket=config.sync.bucket_bytes
+            spec,
+            engines,
+            self.received,
+            tokens,
+            dtype,
+            bucket=config.sync.bucket_bytes,
+            stages_on_device=config.sync.transport == "cuda_ipc",
         )
 
 
@@ -377,6 +383,10 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
     if static:
         line += f"; mem_fraction_static leaves {static:.3g} GB of {group.device_gb:g}"
     line += _verdict("\nan engine rank", engine.total, static)
+    if config.sync.transport == "cuda_ipc":
+        return line + _verdict(
+            "\nan engine rank in a publish", engine.total + engine.update, static
+        )
     return line + _verdict("\na publish", engine.update, group.device_gb - static)
 
 

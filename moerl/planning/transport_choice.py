@@ -27,13 +27,10 @@ from moerl.config.transport_rules import (
     with_transport,
 )
 from moerl.errors import MoerlError
-from moerl.planning.memory import RUNTIME, engine_memory
+from moerl.planning.memory import engine_memory
 from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Links
 from moerl.planning.sync_forecast import planned_layouts
 from moerl.weight_sync.transfer_plan import TransferPlan
-
-CONTEXT = 500_000_000
-"""A CUDA context of a further process on a GPU; people report 0.3 to 0.5 GB, not measured here."""
 
 _RATES = {"shm": 5.3e9, "gloo": 1.8e9, "disk": 1.2e9}  # bytes/s, medians without a GPU
 _MOONCAKE_TCP = 1.6e9
@@ -67,26 +64,31 @@ def with_auto_transport(config: Config, choice: TransportChoice) -> Config:
 
 
 def _fits_gpu(config: Config, shapes: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether an engine's GPU holds a second copy of its weights, and a few words on it."""
+    """Whether SGLang's share of an engine's GPU holds a second copy of its weights.
+
+    The rest of the GPU is for activations, CUDA graphs and the contexts of trainer ranks.
+    """
     try:
         placed = placement(config)
-        need = max(_device_need(config, shapes, len(placed.trainers[0].ranks)))
+        room = placed.engines[0].node.group.device_gb * _GB * config.engine.mem_fraction_static
+        need = max(_device_need(config, shapes))
     except MoerlError as error:  # the checks of a start say it too
         return False, str(error)
-    room = placed.engines[0].node.group.device_gb * _GB
     if not room:
         return False, "cluster.nodes.*.device_gb is not given"
-    return need <= room, f"{need / _GB:.3g} of {room / _GB:.3g} GB"
+    if not config.engine.max_total_tokens:
+        return False, "with engine.max_total_tokens=0 the KV cache takes what the weights leave"
+    return need <= room, f"{need / _GB:.3g} of {room / _GB:.3g} GB (engine.mem_fraction_static)"
 
 
-def _device_need(config: Config, shapes: Mapping[str, Any], contexts: int) -> list[int]:
-    """Bytes of an engine's GPU with cuda_ipc, per size of engines.  contexts: of trainer ranks."""
+def _device_need(config: Config, shapes: Mapping[str, Any]) -> list[int]:
+    """Bytes of an engine's GPU with cuda_ipc, per size of engines: weights twice, KV cache."""
     needs = []
     for spec, trainer, engines, policy in planned_layouts(config, shapes):
         received = max(TransferPlan(spec, trainer, engines, 0, policy).totals().received_bytes)
         tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
-        memory = engine_memory(spec, engines, received, tokens, dtype)
-        needs.append(memory.weights + memory.kv + received + contexts * CONTEXT + RUNTIME)
+        memory = engine_memory(spec, engines, received, tokens, dtype, stages_on_device=True)
+        needs.append(memory.total + memory.update)
     return needs
 
 
