@@ -14,7 +14,7 @@ and only senders wait as threads (`wait`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,7 @@ class WeightSnapshot:
         }
 
     def _copy(
-        self, device: torch.device, targets: list[Tensor], sources: Sequence[Tensor]
+        self, device: torch.device, targets: list[Tensor], sources: list[Tensor]
     ) -> torch.cuda.Event:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
