@@ -208,14 +208,21 @@ def _pytest(
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return [], f"not done after {limit_s:.0f} s"
+        why = "" if done.returncode in (0, 1) else _why(done)  # 1: a test failed
         if not file.exists():
-            last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-            return [], f"exit status {done.returncode}: {''.join(last)[:300]}"
+            return [], why or _why(done)
         root = xml.parse(file).getroot()
     for found in root.iter("property"):
         if found.get("name") == "machine":
             report.machine = json.loads(found.get("value") or "{}")
-    return [_case(node) for node in root.iter("testcase")], ""
+    return [_case(node) for node in root.iter("testcase")], why
+
+
+def _why(done: subprocess.CompletedProcess[str]) -> str:
+    """The error that pytest stopped for, else its last line."""
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    told = [line for line in lines if line.startswith(("E  ", "ERROR"))] or lines[-1:]
+    return f"pytest ended with status {done.returncode}: {''.join(told[:1]).strip()[:300]}"
 
 
 def _case(node: xml.Element) -> Case:

@@ -38,14 +38,12 @@ def test_snapshot_and_packing_beside_a_step(world: World, figure: Figure) -> Non
     """The version is that of its moment, whatever the step changes after it."""
     ends = OneRank(world.size.spec(), "shm")
     alone, _ = seconds_of(world.learner, world.plan, 1)
-    before, side = world.copy(), torch.cuda.Stream()
+    before = world.copy()
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        ends.snapshot.store(world.live, V1)
+    ends.snapshot.store(world.live, V1)
     world.learner.gradients(world.plan)
-    torch.cuda.current_stream().wait_stream(side)  # the optimizer writes the weights
+    ends.snapshot.before_write()
     world.learner.optimizer.step()
     torch.cuda.synchronize()
     figure("a step alone", alone, "s")

@@ -18,8 +18,10 @@ from moerl.messages import Destination, PrepareUpdate, UpdatePrepared, UpdateVer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.receiver import Receiver, ReceiverContext
-from moerl.weight_sync.sender import WeightSender, WeightSnapshot
+from moerl.weight_sync.sender import WeightSender
+from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan
 from moerl.weight_sync.transports.factory import make
 
@@ -64,7 +66,9 @@ class OneRank:
         self._plan_id = plan.id
         self.snapshot, self.served = WeightSnapshot(), _PlainWeights(spec)
         self._sender = WeightSender(
-            plan.sender(0), self.snapshot, make(transport, address="127.0.0.1"), delta=delta
+            BucketPacker(plan.sender(0), self.snapshot),
+            make(transport, address="127.0.0.1"),
+            delta=delta,
         )
         self.receiver = Receiver(
             ReceiverContext(spec, engine, 0, ""),
