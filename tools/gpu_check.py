@@ -222,7 +222,7 @@ def _why(done: subprocess.CompletedProcess[str]) -> str:
     """The error that pytest stopped for, else its last line."""
     lines = (done.stdout + done.stderr).strip().splitlines()
     told = [line for line in lines if line.startswith(("E  ", "ERROR"))] or lines[-1:]
-    return f"pytest ended with status {done.returncode}: {''.join(told[:1]).strip()[:300]}"
+    return f"exit status {done.returncode}: {''.join(told[:1]).strip()[:300]}"
 
 
 def _case(node: xml.Element) -> Case:
