@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from moerl.errors import TransportError
-from moerl.weight_sync.transports import pair_lanes, process_group
+from moerl.weight_sync.transports import pair_pipes, process_group
 from moerl.weight_sync.transports.base import Transport
 from moerl.weight_sync.transports.factory import make
-from moerl.weight_sync.transports.pair_lanes import BUCKET_BYTES
+from moerl.weight_sync.transports.pair_pipes import BUCKET_BYTES
 from tests.double.watch import PAGEABLE, WAITS, memory, watch
 from tests.helpers.transport_peer import pattern
 from tests.multi import test_transports as cases
@@ -138,10 +138,10 @@ def test_host_memory_handed_to_nccl_is_found(
     """Negative control: the sender as it was, without device buckets."""
     endpoint = spawn().do("open", MIB)
 
-    def without_buckets(group: object, peer: int, *_: object) -> pair_lanes.HostLane:
-        return pair_lanes.HostLane(group, peer)
+    def without_buckets(group: object, peer: int, *_: object) -> pair_pipes.HostPipe:
+        return pair_pipes.HostPipe(group, peer)
 
-    monkeypatch.setattr(process_group, "DeviceLane", without_buckets)
+    monkeypatch.setattr(process_group, "DevicePipe", without_buckets)
     error = raised(lambda: transport.connect(endpoint, soon()))
     assert "No backend type associated with device type cpu" in error.detail
 
@@ -151,7 +151,7 @@ def test_a_failed_operation_aborts_its_communicator_alone(
 ) -> None:
     """And the group has no watchdog, which would end the process."""
     broken, other = connect(transport, spawn(), MIB), connect(transport, spawn(), MIB)
-    group = broken._lane._group  # type: ignore[attr-defined]
+    group = broken._pipe._group  # type: ignore[attr-defined]
     assert not group.has_watchdog
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     broken.put(0, pattern(MIB, 1), soon())
@@ -169,7 +169,7 @@ def test_a_peer_that_leaves_is_heard_before_the_deadline(
     """NCCL's own operation never ends: the control socket tells."""
     receiver = spawn()
     link = connect(transport, receiver, MIB)
-    group = link._lane._group  # type: ignore[attr-defined]
+    group = link._pipe._group  # type: ignore[attr-defined]
 
     class Endless:
         def is_completed(self) -> bool:
@@ -181,7 +181,7 @@ def test_a_peer_that_leaves_is_heard_before_the_deadline(
     assert raised(lambda: link.flush(begin + 0.5)).reason == "deadline"
     assert group._aborted
     late = connect(transport, spawn(), MIB)
-    other = late._lane._group  # type: ignore[attr-defined]
+    other = late._pipe._group  # type: ignore[attr-defined]
     monkeypatch.setattr(other, "send", lambda *_: Endless())
     late.put(0, pattern(MIB, 1), soon())
     late._channel.close()  # type: ignore[attr-defined]

@@ -69,13 +69,13 @@ def test_buckets_sent_again_do_not_overwrite_each_other(again: tuple[int, ...]) 
     region = Region(0, 0, pieces, buckets, 4 * size)
     packer = BucketPacker(SenderPlan("id", 0, (region,)), shard)
     packer.join()
-    lane = _RegionSender(region, 0, link, packer, delta=False)  # type: ignore[arg-type]
-    lane.send(range(4), V1, 0.0)
+    sender = _RegionSender(region, 0, link, packer, delta=False)  # type: ignore[arg-type]
+    sender.send(range(4), V1, 0.0)
     whole = link.memory.clone()
     assert whole.view(torch.float32)[::8].tolist() == [1.0, 2.0, 3.0, 4.0]
     for number in again:
         link.memory[size * number : size * (number + 1)] = 255  # damaged on its way
-    lane.send(again, V1, 0.0, again=True)
+    sender.send(again, V1, 0.0, again=True)
     assert torch.equal(link.memory, whole)
 
 

@@ -9,7 +9,7 @@ it too, so no store with its own port is open to unauthenticated readers.  The d
 and NCCL have no token: they bind to the address of the private interface, and only there (gloo),
 or where NCCL_SOCKET_IFNAME says (NCCL).
 
-One code path serves both, and the pair's lane (`pair_lanes`) knows what the backend sends.
+One code path serves both, and the pair's pipe (`pair_pipes`) knows what the backend sends.
 Staging is host memory with both, page-locked where CUDA is there.  NCCL ran on the device double
 only, whose groups are gloo's: what its guarantees promise is by design.
 
@@ -41,11 +41,11 @@ from moerl.distributed.token_server import (
 )
 from moerl.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
-from moerl.weight_sync.transports.pair_lanes import (
+from moerl.weight_sync.transports.pair_pipes import (
     DeviceBuckets,
-    DeviceLane,
-    HostLane,
-    Lane,
+    DevicePipe,
+    HostPipe,
+    Pipe,
     meet,
     nccl_group,
 )
@@ -126,23 +126,23 @@ class GroupStaging:
         """Serve one sender until it leaves, violates the protocol or dies; ends this pair only."""
         deadline = time.monotonic() + _RENDEZVOUS_S
         pair = _Pair(channel, _RECEIVER, self._backend, self._address, deadline)
-        lane = pair.lane(self._buckets.device, self._buckets)
+        pipe = pair.pipe(self._buckets.device, self._buckets)
         try:
             while True:
-                self._receive(channel, lane, *channel.receive(None))
+                self._receive(channel, pipe, *channel.receive(None))
         finally:
-            lane.close()
+            pipe.close()
 
-    def _receive(self, channel: Channel, lane: Lane, kind: int, payload: bytes) -> None:
+    def _receive(self, channel: Channel, pipe: Pipe, kind: int, payload: bytes) -> None:
         if kind == _FLUSH:
-            lane.settle(time.monotonic() + _RENDEZVOUS_S)
+            pipe.settle(time.monotonic() + _RENDEZVOUS_S)
             channel.send(_FLUSHED, payload, time.monotonic() + _RENDEZVOUS_S)
         elif kind == _PUT and len(payload) == _RANGE.size:
             offset, num_bytes, budget_s = _RANGE.unpack(payload)
             check_range(offset, num_bytes, self.buffer.numel())
-            check_range(0, num_bytes, lane.most)
+            check_range(0, num_bytes, pipe.most)
             deadline = time.monotonic() + min(max(budget_s, 0.001), 3600.0)
-            lane.receive(self.buffer[offset : offset + num_bytes], deadline)
+            pipe.receive(self.buffer[offset : offset + num_bytes], deadline)
         else:
             raise TransportError("refused", f"frame kind {kind} of {len(payload)} bytes is unknown")
 
@@ -159,24 +159,24 @@ class GroupLink:
         self._channel = open_channel(target.server_address, deadline)
         try:
             pair = _Pair(self._channel, _SENDER, target.backend, address, deadline)
-            self._lane = pair.lane(device)
+            self._pipe = pair.pipe(device)
         except BaseException:
             self._channel.close()
             raise
 
     def put(self, offset: int, data: Tensor, deadline: float) -> None:
         check_range(offset, data.numel(), self._size)
-        for first in range(0, data.numel(), self._lane.most):
-            part = data[first : first + self._lane.most]
+        for first in range(0, data.numel(), self._pipe.most):
+            part = data[first : first + self._pipe.most]
             frame = _RANGE.pack(offset + first, part.numel(), seconds_left(deadline))
             self._channel.send(_PUT, frame, deadline)
-            self._lane.send(part, deadline)
+            self._pipe.send(part, deadline)
 
     def view(self, offset: int, num_bytes: int) -> Tensor | None:
         return None
 
     def flush(self, deadline: float) -> None:
-        self._lane.settle(deadline)
+        self._pipe.settle(deadline)
         self._flushes += 1
         stamp = self._flushes.to_bytes(8, "little")
         self._channel.send(_FLUSH, stamp, deadline)
@@ -186,7 +186,7 @@ class GroupLink:
 
     def close(self) -> None:
         self._channel.close()
-        self._lane.close()
+        self._pipe.close()
 
 
 # --- the group ---------------------------------------------------------------------------------
@@ -235,16 +235,16 @@ class _Pair:
     address: str  # of this side's interface
     deadline: float
 
-    def lane(self, device: torch.device, buckets: DeviceBuckets | None = None) -> Lane:
+    def pipe(self, device: torch.device, buckets: DeviceBuckets | None = None) -> Pipe:
         """Meet the other side.  buckets: those of the receiving side.  Raises TransportError."""
         store = _PairStore(self.channel, self.deadline)
         try:
             if self.backend == "gloo":
-                return HostLane(self._gloo(store), 1 - self.rank)
+                return HostPipe(self._gloo(store), 1 - self.rank)
             group = nccl_group(store, self.rank, device)
-            lane = DeviceLane(group, 1 - self.rank, device, buckets, self.channel.check)
-            meet(lane, receives=self.rank == _RECEIVER, deadline=self.deadline)
-            return lane
+            pipe = DevicePipe(group, 1 - self.rank, device, buckets, self.channel.check)
+            meet(pipe, receives=self.rank == _RECEIVER, deadline=self.deadline)
+            return pipe
         except RuntimeError as error:
             raise failure(self.deadline, f"the pair could not be formed: {error}") from error
 

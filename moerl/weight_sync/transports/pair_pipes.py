@@ -1,16 +1,16 @@
 """How the two members of a pair move bytes: host memory as it lies, or through device buckets.
 
-gloo sends host memory.  NCCL sends device memory only, so its lane copies through buckets:
+gloo sends host memory.  NCCL sends device memory only, so its pipe copies through buckets:
 
     trainer rank                                        engine rank
     host memory -> bucket -> send  ===== NCCL =====>    recv -> bucket -> pinned host memory
 
-A sending lane has two buckets until it settles; the lanes of one staging share two.  So a publish
+A sending pipe has two buckets until it settles; the pipes of one staging share two.  So a publish
 takes four buckets per pair of an engine and a trainer rank at most, whatever the model's size.
 Each bucket works on a side stream: training and decoding never wait for it, and the copy out of one
 bucket runs while the other one is in transit.
 
-A group of NCCL has no deadline and does not hear of a peer's death in every case.  So the lane
+A group of NCCL has no deadline and does not hear of a peer's death in every case.  So the pipe
 polls the operation, the control socket and the deadline, and aborts the communicator itself.  The
 groups are made without torch's watchdog thread, which ends the whole process on a failed operation;
 with `TORCH_NCCL_BLOCKING_WAIT`, `wait` raises instead (read in torch's ProcessGroupNCCL).
@@ -42,12 +42,12 @@ _BUCKETS = 2
 _CHANNELS = 4  # of NCCL per pair: each takes a multiprocessor and buffers of the GPU
 _POLL_S = 0.0002
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
-_UNBOUNDED = timedelta(days=1)  # the lane aborts at its own deadline
+_UNBOUNDED = timedelta(days=1)  # the pipe aborts at its own deadline
 
 Check = Callable[[], None]  # raises TransportError when the other side is gone
 
 
-class Lane(Protocol):
+class Pipe(Protocol):
     """One direction of a pair; used by one thread."""
 
     most: int  # bytes of one send
@@ -69,7 +69,7 @@ class Lane(Protocol):
         ...
 
 
-class HostLane:
+class HostPipe:
     """Host memory, sent as it lies."""
 
     most = 2**62
@@ -106,7 +106,7 @@ class _DeviceBucket:
 
 
 class DeviceBuckets:
-    """Two buckets, lent to lanes; allocated when the first is asked for."""
+    """Two buckets, lent to pipes; allocated when the first is asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -115,7 +115,7 @@ class DeviceBuckets:
         self._made = False
 
     def take(self, check: Check, deadline: float) -> _DeviceBucket:
-        """Wait for a bucket that no lane uses.  Raises TransportError."""
+        """Wait for a bucket that no pipe uses.  Raises TransportError."""
         self._make()
         while True:
             try:
@@ -140,11 +140,11 @@ class DeviceBuckets:
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Shared by all lanes: no operation of NCCL is ever waited for on them, only by the host."""
+    """Shared by all pipes: no operation of NCCL is ever waited for on them, only by the host."""
     return tuple(torch.cuda.Stream(device) for _ in range(_BUCKETS))
 
 
-class DeviceLane:
+class DevicePipe:
     """Any memory, through device buckets."""
 
     most = BUCKET_BYTES
@@ -268,14 +268,14 @@ def nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
                 os.environ[_BLOCKING] = before
 
 
-def meet(lane: Lane, *, receives: bool, deadline: float) -> None:
+def meet(pipe: Pipe, *, receives: bool, deadline: float) -> None:
     """Move one byte, so that NCCL forms its communicator within the rendezvous.
 
     Raises TransportError.
     """
     byte = torch.zeros(1, dtype=torch.uint8)
     if receives:
-        lane.receive(byte, deadline)
+        pipe.receive(byte, deadline)
     else:
-        lane.send(byte, deadline)
-    lane.settle(deadline)
+        pipe.send(byte, deadline)
+    pipe.settle(deadline)
