@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moerl.weight_sync.transports.factory import make
-from moerl.weight_sync.transports.pair_lanes import BUCKET_BYTES
+from moerl.weight_sync.transports.pair_pipes import BUCKET_BYTES
 from tests.helpers.transport_peer import pattern
 from tests.multi.test_transports import MIB, PeerProcess, connect, raised, soon
 
