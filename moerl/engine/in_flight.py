@@ -3,11 +3,11 @@
 `exchange` runs between two forward passes and writes the new weights; the mode decides what happens
 to running requests:
 
-    interrupt   the host has aborted all requests before; the prefix cache is emptied
+    interrupt   the host has aborted all requests before; one that still runs is retracted
     in_place    requests continue with the KV cache of the older weights
     retract     SGLang frees every request's KV cache and prefills it again under the new weights
 
-SGLang 0.5.23 has three gaps, which this module closes.
+SGLang 0.5.23 has four gaps, which this module closes.
 
 1. Version spans.  SGLang attributes a token to the new weights although its forward pass is already
    in the overlap queue.  `_mark` counts these tokens.  A request whose prompt is half prefilled
@@ -23,6 +23,10 @@ SGLang 0.5.23 has three gaps, which this module closes.
    returns none where the two differ, and the host refuses the record.
 3. Prefix cache.  It cannot be emptied under running requests, so a new request would read prefixes
    of older weights.  `name_prefix` adds the version to every cache key.
+
+4. Answered requests.  A request is answered while its last batch is still the scheduler's, so an
+   update that follows the answer at once finds SGLang busy, and the cache is not emptied.  The
+   pause of a retraction drops this batch, so every mode that empties the cache begins with it.
 
 All ranks of the engine execute the same steps.  Read at 0.5.23: srt/managers/scheduler.py,
 schedule_batch.py, scheduler_components/batch_result_processor.py, srt/utils/weight_versions.py.
@@ -61,8 +65,8 @@ def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -
     """
     global _namespace, _audit
     scheduler, recomputed = manager.scheduler, 0
-    retracts, _audit = mode in (RETRACT, RETRACT_AUDIT), mode == RETRACT_AUDIT
-    if retracts:
+    _audit = mode == RETRACT_AUDIT
+    if mode != IN_PLACE:
         recomputed = _retract(scheduler)
     _wait_for_device(scheduler)
     write()
@@ -77,8 +81,7 @@ def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -
             name_prefix(scheduler, req)
         return Exchanged(True)
     flushed = bool(scheduler.flush_cache())
-    if retracts:
-        _go_on(scheduler)
+    _go_on(scheduler)
     return Exchanged(flushed, recomputed)
 
 

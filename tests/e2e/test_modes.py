@@ -10,6 +10,7 @@ agrees.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -34,6 +35,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 MAX_GAP, MEAN_GAP = 5e-5, 5e-6  # nats, fp32
 CONTROL = 1e-3  # nats: what every wrong assignment exceeds
+LATE = "late"  # file that holds the scheduler up, in the folder of the world
+HOOK = Path(__file__).parents[1] / "helpers" / "late_scheduler"
 VERSIONS = [PolicyVersion(0, step) for step in range(16)]
 MODES = {
     "drain": "",
@@ -52,6 +55,7 @@ class Played:
     closed: dict[str, list[UpdateClosed]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     half_prefilled: Rollout | None = None
+    held_up: int = 0  # how often the scheduler still had a request that it had answered
     scores: Scoring | None = None
 
 
@@ -76,6 +80,7 @@ class Stage:
             await self.publish(mode)
             await self.mode(mode)
         await self.prefixes()
+        await self.right_after_an_answer()
         await self.between_chunks()
         return self.played
 
@@ -138,6 +143,22 @@ class Stage:
             assert isinstance(segment, Segment), segment
             self.played.cached[tag] = segment.cached_tokens
 
+    async def right_after_an_answer(self) -> None:
+        """An update that no request hinders, while SGLang still computes for one it has ended."""
+        version, updates = VERSIONS[self._next], self.world.host._updates
+        self._next += 1
+        await self.publisher.stage(version)
+        seen, mode, updates.mode = self.world.prefills(), updates.mode, ""
+        running = asyncio.create_task(self.world.call([start("answered", tokens(30, 30), LONG)]))
+        await self.decode_a_while(seen)
+        switch = self.world.root / LATE
+        switch.touch()
+        await self.cut(running)
+        await self.publisher.commit(version)
+        updates.mode = mode
+        self.played.held_up = len(switch.read_text().splitlines())
+        switch.unlink()
+
     async def between_chunks(self) -> None:
         """An update in place that meets a request whose prompt is half prefilled.
 
@@ -161,11 +182,15 @@ class Stage:
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     root = tmp_path_factory.mktemp("modes")
     args = {"chunked_prefill_size": CHUNK}
+    path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH", "")]))
     world = World(root, EngineConfig(args=args, max_total_tokens=16384))
     weights = [world.folders[version] for version in (A, B, C)]
     world.folders = {version: weights[version.step % 3] for version in VERSIONS}
     try:
-        world.run(world.host.start(A), 240.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", path)
+            patch.setenv("MOERL_TEST_LATE", str(root / LATE))
+            world.run(world.host.start(A), 240.0)
         played = world.run(Stage(world).play(), 400.0)
     finally:
         world.run(world.host.stop())
@@ -307,6 +332,11 @@ def test_no_prefix_of_older_weights_is_read(played: Played) -> None:
     assert cached["again"] > 90, "control: the prefix cache works"
     assert cached["new"] == 0
     assert cached["again_new"] > 90
+
+
+def test_an_update_right_after_an_answer_empties_the_cache(played: Played) -> None:
+    """Its commit succeeded, or nothing here would run; control: SGLang was in that state."""
+    assert played.held_up > 0
 
 
 def test_cost_of_an_update(played: Played) -> None:
