@@ -106,10 +106,9 @@ def score(
     )
     job.save(folder / "job.json")
     log = folder / "score.log"
-    log.unlink(missing_ok=True)  # the folder may hold an earlier one
     ranks = TorchrunJob(scoring_command(plan, folder / "job.json"), trainer_environment(plan), log)
     if ranks.wait():
-        raise TrainerError(f"scoring failed: {ranks.first_cause()}")
+        raise TrainerError(f"scoring failed: {ranks.cause()}")
     return job
 
 

@@ -43,7 +43,7 @@ def sft(config: Config) -> RunDir:
                 file.write(line)
     writer.close()
     if job.wait():
-        raise TrainerError(f"supervised training failed: {job.first_cause()}")
+        raise TrainerError(f"supervised training failed: {job.cause()}")
     return run
 
 

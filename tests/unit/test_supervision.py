@@ -14,7 +14,7 @@ import pytest
 
 from moerl.errors import ConfigError
 from moerl.launch import prepare
-from moerl.launch.nodes.process_tree import first_error, last_error, serving
+from moerl.launch.nodes.process_tree import error_in, serving
 from moerl.launch.supervision.actors import RemoteScorer
 from moerl.stack_dump import stacks
 from moerl.types import Episode, Prompt, Score
@@ -88,22 +88,21 @@ def test_a_scorer_that_was_replaced_is_counted() -> None:
 
 
 def test_the_error_that_a_log_is_read_for(tmp_path: Path) -> None:
-    """Of a job: the first line with one; of ranks, which fail after one another: the last cause."""
+    """Ranks fail after one another: the first that reports has the cause."""
     log = tmp_path / "a.log"
-    assert last_error(log) == f"nothing in {log}"
+    assert error_in(log) == f"nothing in {log}"
     log.write_text("all is well\n")
-    assert first_error(log) == f"see {log}"
-    assert last_error(log) == "all is well"
-    lines = (
-        "x",
-        "[rank0]: ValueError: one",
-        "at KeyError: two",
-        "moerl.errors.TrainerError: 3",
-        "y",
-    )
+    assert error_in(log) == "all is well"
+    lines = ["x", "[rank0]: ValueError: one", "at KeyError: two", "moerl.errors.RpcError: 3", "y"]
     log.write_text("\n".join(lines))
-    assert first_error(log) == "[rank0]: ValueError: one"
-    assert last_error(log) == "moerl.errors.TrainerError: 3"
+    assert error_in(log) == "moerl.errors.RpcError: 3"
+    lines += ["TrainerError: trainer rank 0: no engine", "TrainerError: trainer rank 1: gloo", "z"]
+    log.write_text("\n".join(lines))
+    assert error_in(log) == "TrainerError: trainer rank 0: no engine"
+    begin = log.stat().st_size
+    with log.open("a") as file:
+        file.write("\nTrainerError: of a later start\n")
+    assert error_in(log, begin) == "TrainerError: of a later start"
 
 
 def test_stacks_are_read_from_the_logs_that_processes_write(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ code = job.wait(60)
 before = len(psutil.Process().children(recursive=True))
 job.end(grace_s=0.2)
 alive = [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
-print(code, before, len(alive), job.last_cause(code), job.first_cause(), sep="|")
+print(code, before, len(alive), job.ending(code), job.cause(), sep="|")
 """
 
 

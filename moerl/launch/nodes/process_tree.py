@@ -27,6 +27,8 @@ from types import FrameType
 
 import psutil
 
+from moerl import errors
+
 STOP_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for a root's descendants
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -156,18 +158,17 @@ def ending_of(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
-def last_error(path: Path) -> str:
-    """The last error in a trainer's log, else its last line."""
-    lines = path.read_text(errors="replace", encoding="utf-8").splitlines() if path.exists() else []
-    lines = [line.strip() for line in lines if line.strip()]
+def error_in(log: Path, begin: int = 0) -> str:
+    """What a job's log says of its end, from byte `begin` on.
+
+    The first error that a rank reported in one sentence: the others fail because that one did.
+    Else the last error, else the last line.
+    """
+    text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reported = [line for line in lines if line.partition(": ")[0] in vars(errors)]
     causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
-    return (causes or lines or [f"nothing in {path}"])[-1]
-
-
-def first_error(log: Path) -> str:
-    """The first line with an error in a job's log, else the log's path."""
-    lines = log.read_text(errors="replace", encoding="utf-8").splitlines()
-    return next((line for line in lines if "Error: " in line), f"see {log}")
+    return [*reported[:1], *causes[-1:], *lines[-1:], f"nothing in {log}"][0]
 
 
 def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:

@@ -17,8 +17,7 @@ from moerl.launch.nodes.process_tree import (
     die_with_parent,
     end_descendants,
     ending_of,
-    first_error,
-    last_error,
+    error_in,
 )
 from moerl.launch.run_context import TRAINER_JOB
 
@@ -43,6 +42,7 @@ class TorchrunJob:
         """
         self.log = log
         self._mark = environment.get(TRAINER_JOB, "")
+        self._begin = log.stat().st_size if log.exists() else 0
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command,
@@ -86,10 +86,10 @@ class TorchrunJob:
         """(pid, rank) of the living ranks."""
         return children_with(self._process.pid, "RANK")
 
-    def last_cause(self, code: int) -> str:
-        """How it ended, with the last error in its log: of a job that is started again."""
-        return f"{ending_of(code)}: {last_error(self.log)}"
+    def cause(self) -> str:
+        """What its log says of its end, in one sentence."""
+        return error_in(self.log, self._begin)
 
-    def first_cause(self) -> str:
-        """The first error in its log."""
-        return first_error(self.log)
+    def ending(self, code: int) -> str:
+        """Its exit status and the cause."""
+        return f"{ending_of(code)}: {self.cause()}"

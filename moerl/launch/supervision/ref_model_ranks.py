@@ -46,4 +46,4 @@ class RefModelRanks:
         if self._job is None or not code:
             return None
         self._is_dead = True
-        return TrainerError(f"the reference ranks ended with {self._job.last_cause(code)}")
+        return TrainerError(f"the reference ranks ended with {self._job.ending(code)}")

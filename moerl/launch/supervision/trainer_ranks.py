@@ -60,7 +60,7 @@ class TrainerRanks:
         """Forget the ended trainer; returns the error with its cause."""
         assert self._job is not None, "it has ended"
         given_up = self._given_up and f"{ending_of(code)}: {self._given_up}"
-        cause, self._job = given_up or self._job.last_cause(code), None
+        cause, self._job = given_up or self._job.ending(code), None
         return TrainerError(f"the trainer ended with {cause}")
 
     def ranks(self) -> list[tuple[int, Path]]:
