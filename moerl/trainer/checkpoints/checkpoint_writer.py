@@ -40,6 +40,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo, _write_item
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -54,13 +58,15 @@ from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints.checkpoint_files import SummedStream, Sums
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
+from moerl.trainer.checkpoints.optimizer_shards import FORM
 from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.transports.pinned_memory import host_tensors
 
 log = logging.getLogger(__name__)
 
 BACKEND, FORMAT = "torch_dist", 1
 METADATA = {  # the optimizer state is cut independently of the layout; megatron adds to copies
-    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_sharding_type": FORM,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -242,10 +248,13 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     def copy_from(self, state: dict[str, Any], folder: Path, *, with_check: bool) -> None:
         """Do what `dist_checkpointing.save` does before its first write.
 
-        That write, of the common part, would make the other ranks wait for this one.
+        That write, of the common part, would make the other ranks wait for this one, and its check
+        would gather descriptions of all tensors over the default group, on the device.
         """
         state["content_metadata"] = dict(METADATA)
-        sharded, common = save_preprocess(state, with_check)
+        sharded, common = save_preprocess(state, False)
+        if with_check:
+            validate_sharding_integrity(determine_global_metadata(sharded, self._group)[1])
         if dist.get_rank(self._group) == 0:
             stream = io.BytesIO()
             torch.save(common, stream)
@@ -281,24 +290,20 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Take the copy: objects are pickled, tensors are copied to host buffers."""
         self._name = f"{plan.storage_data.prefix}0.distcp"
-        self._copied = []
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            self._copied.append(
-                (item, self._copy(item, data) if isinstance(data, Tensor) else data)
-            )
+        found = [(item, planner.resolve_data(item)) for item in plan.items]
+        live = {item.index: data.detach() for item, data in found if isinstance(data, Tensor)}
+        self._fit(live)
+        for index, tensor in live.items():
+            self._buffers[index].copy_(tensor, non_blocking=True)
+        self._copied = [(item, self._buffers.get(item.index, data)) for item, data in found]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies to pinned memory are asynchronous
 
-    def _copy(self, item: WriteItem, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        buffer = self._buffers.get(item.index)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available()
-            )
-            self._buffers[item.index] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
+    def _fit(self, live: Mapping[MetadataIndex, Tensor]) -> None:
+        """Have a buffer for each tensor; those of the last checkpoint, unless the state is new."""
+        if _form(self._buffers) != _form(live):
+            self._buffers.clear()  # first: both would not fit
+            self._buffers.update(zip(live, host_tensors(list(live.values())), strict=True))
 
     def write(self) -> list[WriteResult]:
         """Write the copy.  Raises OSError, for a full disk for example."""
@@ -317,3 +322,9 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             os.fsync(stream.fileno())
         self.sums = {self._name: summed.sum()}
         return results
+
+
+def _form(
+    tensors: Mapping[MetadataIndex, Tensor],
+) -> dict[MetadataIndex, tuple[torch.Size, torch.dtype]]:
+    return {index: (tensor.shape, tensor.dtype) for index, tensor in tensors.items()}
