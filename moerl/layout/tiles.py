@@ -80,7 +80,7 @@ def full_box(shape: Sequence[int]) -> Box:
     return tuple(range(n) for n in shape)
 
 
-def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Cut elements start to stop - 1, counted in row-major order, into boxes, in that order.
 
     At most 2 d - 1 boxes for d dims: parts of a first and a last row in each dim, and whole rows.
@@ -103,7 +103,7 @@ def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
-    for box in run_boxes(shape[1:], start, stop):
+    for box in flat_boxes(shape[1:], start, stop):
         yield (range(row, row + 1), *box)
 
 

@@ -1,4 +1,4 @@
-"""The trainer on the device double: a step equal to the CPU's, waits, blunders, offload, resumes."""
+"""The trainer on the device double: a step equal to the CPU's, waits, offload, checkpoints."""
 
 from __future__ import annotations
 

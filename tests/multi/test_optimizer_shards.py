@@ -1,4 +1,4 @@
-"""Runs of elements as boxes, and the places of a parameter's parts in it."""
+"""Ranges of elements as boxes, and the places of a parameter's parts in it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch.nn import Parameter
 
 from moerl.errors import TrainerError
-from moerl.layout.tiles import at, run_boxes
+from moerl.layout.tiles import at, flat_boxes
 from moerl.trainer.checkpoints.optimizer_shards import _leaves
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 3), (3, 1), (1, 5), (2, 3, 4), (2, 1, 3, 2)])
-def test_boxes_are_the_elements_of_a_run_in_its_order(shape: tuple[int, ...]) -> None:
+def test_boxes_are_the_elements_of_a_range_in_its_order(shape: tuple[int, ...]) -> None:
     num = math.prod(shape)
     places = torch.arange(num).view(shape)
     for start, stop in itertools.combinations_with_replacement(range(num + 1), 2):
-        boxes = list(run_boxes(shape, start, stop))
+        boxes = list(flat_boxes(shape, start, stop))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         found = [places[at(box)].flatten() for box in boxes]
         assert torch.cat([torch.arange(0), *found]).tolist() == list(range(start, stop))
@@ -59,5 +59,5 @@ def test_parts_along_the_columns_are_refused() -> None:
     stored = _whole((2, 6))
     assert stored.data is not None
     split = _split_tensor_factory(stored, [2, 4], ["a", "b"], 1)
-    with pytest.raises(TrainerError, match=r"w\.a: stored in parts that are no runs"):
+    with pytest.raises(TrainerError, match=r"w\.a: stored in parts that are no ranges"):
         list(_leaves(split, Parameter(stored.data)))

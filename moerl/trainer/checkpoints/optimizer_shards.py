@@ -1,16 +1,16 @@
 """State of Megatron's distributed optimizer in checkpoints: each rank writes and reads its shard.
 
-The optimizer of a rank updates a run of every gradient buffer, so of a parameter it has nothing or
-a run of elements in row-major order.  Such a run is a few boxes, and torch_dist stores any box:
+The optimizer of a rank updates a range of each gradient bucket, so of a parameter it has nothing or
+a range of elements in row-major order.  Such a range is a few boxes, and torch_dist stores any box:
 
-    parameter [4, 3], elements 2 to 9        boxes [0:1, 2:3], [1:3, 0:3]
+    parameter [4, 3], elements 2 to 8        boxes [0:1, 2:3], [1:3, 0:3]
     . . #
     # # #
     # # #
     . . .
 
 So no rank gathers the state of others, on the device or on the host, and a resume reads the boxes
-of its own runs, whichever layout wrote them.  Tensors have the names and coordinates of
+of its own ranges, whichever layout wrote them.  Tensors have the names and coordinates of
 megatron-core's `fully_reshardable` form, which gathers each bucket and writes whole parameters:
 this module and megatron-core read each other's folders.
 
@@ -36,7 +36,7 @@ from torch.nn import Parameter
 
 from moerl.errors import TrainerError
 from moerl.layout import Box, num_elements
-from moerl.layout.tiles import run_boxes
+from moerl.layout.tiles import flat_boxes
 
 FORM = "fully_reshardable"
 _STATE = "param_state"
@@ -109,7 +109,7 @@ def _owned(one: DistributedOptimizer) -> Iterator[_Owned]:
 def _values(
     one: DistributedOptimizer, owned: _Owned, *, is_loading: bool
 ) -> dict[str, Tensor | None]:
-    """fp32 weights and moments of a run; None to be read."""
+    """fp32 weights and moments of a range; None to be read."""
     names = ("param", *one.optimizer_state_keys)
     if is_loading:
         return dict.fromkeys(names)
@@ -128,11 +128,11 @@ def _as_saved(one: DistributedOptimizer, values: Tensor) -> Tensor:
 def _boxes(
     one: DistributedOptimizer, name: str, values: Tensor | None, owned: _Owned, stored: Stored
 ) -> Iterator[ShardedTensor]:
-    """The parts of a run as they are stored, in its order."""
+    """The parts of a range as they are stored, in its order."""
     for first, leaf in _leaves(stored, owned.parameter):
         shape, num = leaf.local_shape, math.prod(leaf.local_shape)
         start, stop = (min(max(at - first, 0), num) for at in (owned.start, owned.stop))
-        for box in run_boxes(shape, start, stop):
+        for box in flat_boxes(shape, start, stop):
             size = num_elements(box)
             begin = first + start - owned.start
             part = None if values is None else values[begin : begin + size]
@@ -150,12 +150,12 @@ def _leaves(stored: Stored, parameter: Parameter) -> Iterator[tuple[int, Sharded
         if data.untyped_storage()._cdata != whole.untyped_storage()._cdata or (
             not data.is_contiguous()
         ):
-            raise TrainerError(f"{leaf.key}: stored in parts that are no runs of its elements")
+            raise TrainerError(f"{leaf.key}: stored in parts that are no ranges of its elements")
         yield data.storage_offset(), leaf
 
 
 def _replica(one: DistributedOptimizer, leaf: ShardedTensor) -> tuple[int, ...]:
-    """That of the parameter, but no data-parallel rank has another's run."""
+    """That of the parameter, but data-parallel ranks have different ranges of it."""
     return (*leaf.replica_id[:2], one.distributed_optimizer_instance_id)
 
 
