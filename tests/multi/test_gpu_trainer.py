@@ -1,4 +1,4 @@
-"""The trainer on the device double: a step equal to the CPU's, waits, offload, checkpoints."""
+"""The trainer on the device double: a step equal to the CPU's, its waits, blunders, offload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from tests.double.process import Module
 
 TRAINER = Module("on_trainer.py")
 OFFLOAD = Module("on_offload.py")
-CHECKPOINT = Module("on_checkpoint.py")
 
 
 @pytest.mark.parametrize("name", TRAINER.names())
@@ -19,8 +18,3 @@ def test_the_trainer(name: str) -> None:
 @pytest.mark.parametrize("name", OFFLOAD.names())
 def test_an_offloaded_optimizer(name: str) -> None:
     OFFLOAD.passed(name)
-
-
-@pytest.mark.parametrize("name", CHECKPOINT.names())
-def test_a_checkpoint(name: str) -> None:
-    CHECKPOINT.passed(name)
