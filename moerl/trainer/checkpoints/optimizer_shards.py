@@ -79,13 +79,13 @@ def _by_parameter(model: State) -> dict[int, Stored]:
 def _one_state(
     one: DistributedOptimizer, stored: Mapping[int, Stored], *, is_loading: bool
 ) -> State:
-    shard = {
-        number: {
-            name: dict(enumerate(_boxes(one, name, values, owned, stored[id(owned.parameter)])))
+    shard: dict[int, dict[str, dict[int, ShardedTensor]]] = {}
+    for number, owned in enumerate(_owned(one)):
+        parts = list(_parts(owned, stored[id(owned.parameter)]))
+        shard[number] = {
+            name: {place: _box(one, name, part, values) for place, part in enumerate(parts)}
             for name, values in _values(one, owned, is_loading=is_loading).items()
         }
-        for number, owned in enumerate(_owned(one))
-    }
     state: State = one.state_dict()
     return state | {_STATE: shard, "param_state_sharding_type": FORM}
 
@@ -125,57 +125,59 @@ def _as_saved(one: DistributedOptimizer, values: Tensor) -> Tensor:
     return values.float()
 
 
-def _boxes(
-    one: DistributedOptimizer, name: str, values: Tensor | None, owned: _Owned, stored: Stored
-) -> Iterator[ShardedTensor]:
-    """The parts of a range as they are stored, in its order."""
+class _Part(NamedTuple):
+    """A box of a stored tensor; its elements begin at `begin` of the range that is owned."""
+
+    leaf: ShardedTensor
+    box: Box
+    begin: int
+
+
+def _parts(owned: _Owned, stored: Stored) -> Iterator[_Part]:
+    """The boxes of a range, in its order."""
+    begin = 0
     for first, leaf in _leaves(stored, owned.parameter):
-        shape, num = leaf.local_shape, math.prod(leaf.local_shape)
+        num = math.prod(leaf.local_shape)
         start, stop = (min(max(at - first, 0), num) for at in (owned.start, owned.stop))
-        for box in flat_boxes(shape, start, stop):
-            size = num_elements(box)
-            begin = first + start - owned.start
-            part = None if values is None else values[begin : begin + size]
-            yield _box(leaf, box, part, f"optimizer.state.{name}.{leaf.key}", _replica(one, leaf))
-            start += size
+        for box in flat_boxes(leaf.local_shape, start, stop):
+            yield _Part(leaf, box, begin)
+            begin += num_elements(box)
 
 
 def _leaves(stored: Stored, parameter: Parameter) -> Iterator[tuple[int, ShardedTensor]]:
-    """The tensors that a parameter is stored as, each with its first element's place in it."""
+    """The tensors that a parameter is stored as, in its order, and where each begins in it."""
     whole = torch.empty_like(parameter, device="meta")  # views of it tell their places
     built = replace(stored, data=whole)
     leaves = nested_values(built.build()) if isinstance(built, ShardedTensorFactory) else [built]
+    end = 0
     for leaf in leaves:
-        data = leaf.data
-        if data.untyped_storage()._cdata != whole.untyped_storage()._cdata or (
-            not data.is_contiguous()
-        ):
+        if not _follows(leaf.data, whole, end):
             raise TrainerError(f"{leaf.key}: stored in parts that are no ranges of its elements")
-        yield data.storage_offset(), leaf
+        yield end, leaf
+        end += leaf.data.numel()
 
 
-def _replica(one: DistributedOptimizer, leaf: ShardedTensor) -> tuple[int, ...]:
-    """That of the parameter, but data-parallel ranks have different ranges of it."""
-    return (*leaf.replica_id[:2], one.distributed_optimizer_instance_id)
+def _follows(part: Tensor, whole: Tensor, start: int) -> bool:
+    is_view = part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return is_view and part.is_contiguous() and part.storage_offset() == start
 
 
-def _box(
-    leaf: ShardedTensor, box: Box, values: Tensor | None, key: str, replica: tuple[int, ...]
-) -> ShardedTensor:
-    """A box of a stored tensor; its dims include those that Megatron puts before the parameter's,
-    which are 1."""
-    lead = leaf.prepend_axis_num
-    shape = (*[1] * lead, *map(len, box))
-    inside = (*[0] * lead, *(part.start for part in box))
+def _box(one: DistributedOptimizer, name: str, part: _Part, values: Tensor | None) -> ShardedTensor:
+    """values: of the whole range.  Megatron may store a tensor behind further dims, which are 1."""
+    leaf, lead = part.leaf, part.leaf.prepend_axis_num
+    shape = (*[1] * lead, *map(len, part.box))
+    inside = (*[0] * lead, *(side.start for side in part.box))
+    end = part.begin + num_elements(part.box)
     return ShardedTensor(
-        key=key,
-        data=None if values is None else values.view(shape),
+        key=f"optimizer.state.{name}.{leaf.key}",
+        data=None if values is None else values[part.begin : end].view(shape),
         dtype=torch.float32,
         local_shape=shape,
         global_shape=leaf.global_shape,
         global_offset=tuple(map(sum, zip(leaf.global_offset, inside, strict=True))),
         axis_fragmentations=None,  # boxes of a tensor differ in size
-        replica_id=replica,
+        # the parameter's, but data-parallel ranks have different ranges of it
+        replica_id=(*leaf.replica_id[:2], one.distributed_optimizer_instance_id),
         allow_shape_mismatch=leaf.allow_shape_mismatch,
     )
 
@@ -189,6 +191,9 @@ def _fill(
             name: torch.cat([box.flatten() for box in boxes.values()])
             for name, boxes in shard[number].items()
         }
+        live = one._get_main_param_and_optimizer_states(owned.parameter)
+        if "step" in live:  # torch's Adam has one per parameter, restored with the groups
+            values["step"] = live["step"]
         one._set_main_param_and_optimizer_states(owned.parameter, values)
     if isinstance(one.optimizer, HybridDeviceOptimizer):
         one.optimizer._sync_hdo_state_to_sub_optimizers()
