@@ -80,24 +80,24 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
     if phase["load"]:
         path = Path(phase["load"])
         step = checkpoint.load(path, learner, ranks, reset_optimizer=phase["reset"]).version.step
+    writer = begin(Path(phase["save"]), ranks) if phase["save"] else None
     metrics: dict[str, float] = {}
     for index in range(step, phase["until"]):
         metrics = learner.step(make_plan(store, seed=index, step=index, dp_size=ranks.dp_size))
+        if writer is not None and index == step:  # the one that counts has its plan and buffers
+            early = checkpoint.Progress(PolicyVersion(0, index + 1), ())
+            checkpoint.save(writer, learner, early, ranks)
     gather = HfGather(
         lambda: model.tensors, model.spec, ranks.sizes, ranks.rank, "local", ranks.control
     )
-    if phase["save"]:
-        run = RunDir(Path(phase["save"]))
-        if ranks.is_first:
-            run.create()
+    if writer is not None:
         progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), ((1, 3),))
         if phase["gathered"]:
             save_gathered(phase["save"], learner, progress, ranks)
-        writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
         checkpoint.save(writer, learner, progress, ranks)
         weights = gather.gather()
         if ranks.is_first:
-            torch.save(weights, run.root / "weights.pt")
+            torch.save(weights, Path(phase["save"]) / "weights.pt")
         learner.step(make_plan(store, seed=9, step=9, dp_size=ranks.dp_size))  # while it is written
         writer.finish()
     weights = gather.gather() if phase["out"] else None
@@ -107,6 +107,13 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
         groups = learner.optimizer.param_groups
         found["adam"] = [(*group["betas"], group["eps"]) for group in groups]
         torch.save(found | {"weights": weights}, phase["out"])
+
+
+def begin(root: Path, ranks: parallel.Parallel) -> CheckpointWriter:
+    run = RunDir(root)
+    if ranks.is_first:
+        run.create()
+    return CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
 
 
 def save_gathered(

@@ -91,7 +91,7 @@ class CheckpointWriter:
         self._ended: dict[str, float] = {}  # metrics of the last finished write
         self._error = ""  # error of that write
         self._failed = 0
-        self._is_checked = False
+        self._plan: _Plan | None = None  # of the last checkpoint
         if parallel.is_first:
             self._store.clean()
 
@@ -111,10 +111,8 @@ class CheckpointWriter:
             except OSError as error:  # the other ranks learn it when the write ends
                 failed = cause_of(error)
         dist.barrier(self._group)
-        strategy = _StateCopy(self._group, self._buffers)
-        # the structure of the state never changes: its integrity is checked once
-        strategy.copy_from(state, hidden, with_check=not self._is_checked)
-        self._is_checked = True
+        strategy = _StateCopy(self._group, self._buffers, self._plan)
+        self._plan = strategy.copy_from(state, hidden)
         copied = time.time()
         self._tracer.add("checkpoint copy", begin, copied, step=step)
         self._thread = threading.Thread(
@@ -235,17 +233,29 @@ class _WrittenItem:
         return WriteResult(index, self.num_bytes, _StorageInfo(self.file, self.start, self.length))
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where the parts of a state are written.  All checkpoints of a trainer have one plan: to join
+    those of all ranks and to check them takes rank 0 the square of a tensor's parts."""
+
+    local: SavePlan
+    central: SavePlan
+    metadata: Metadata | None  # of all ranks, on rank 0
+
+
 class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     """Megatron's strategy with our writer: plans over our group and copies, without writing."""
 
-    def __init__(self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor], known: _Plan | None
+    ) -> None:
         super().__init__(BACKEND, FORMAT, thread_count=1)
-        self._group, self._buffers = group, buffers
+        self._group, self._buffers, self._known = group, buffers, known
         self.metadata: Metadata | None = None  # metadata of all ranks, on rank 0
         self.common = b""  # state without model tensors, as torch.save writes it, on rank 0
         self.writer: _Writer
 
-    def copy_from(self, state: dict[str, Any], folder: Path, *, with_check: bool) -> None:
+    def copy_from(self, state: dict[str, Any], folder: Path) -> _Plan:
         """Do what `dist_checkpointing.save` does before its first write.
 
         That write, of the common part, would make the other ranks wait for this one, and its check
@@ -253,24 +263,36 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
         """
         state["content_metadata"] = dict(METADATA)
         sharded, common = save_preprocess(state, False)
-        if with_check:
-            validate_sharding_integrity(determine_global_metadata(sharded, self._group)[1])
         if dist.get_rank(self._group) == 0:
             stream = io.BytesIO()
             torch.save(common, stream)
             self.common = stream.getvalue()
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(
+        parts, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded, self.keep_only_main_replica
         )
+        source = mcore_to_pyt_state_dict(parts, False)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planner.set_up_planner(source)
+        known = self._known if self._is_known(planner.create_local_plan()) else None
+        if known is None:
+            validate_sharding_integrity(determine_global_metadata(sharded, self._group)[1])
         self.writer = _Writer(str(folder), self._buffers)
-        planned = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(state, False),
+        (_, metadata, _), central, local, *_ = save_state_dict_async_plan(
+            source,
             self.writer,
             self._group,
             0,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            planner=planner,
+            cached_ckpt_structure=(known.central, known.local, True) if known else None,
         )
-        self.metadata = planned[0][1]
+        plan = known or _Plan(local, central, metadata)
+        self.metadata = plan.metadata
+        return plan
+
+    def _is_known(self, local: SavePlan) -> bool:
+        """The plan of every rank is that of the last checkpoint."""
+        is_same = self._known is not None and self._known.local.items == local.items
+        return all(all_gather_values(is_same, bool, self._group))
 
 
 class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
