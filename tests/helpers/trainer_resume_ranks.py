@@ -8,8 +8,8 @@ A phase builds the trainer anew: {"parallel": {...}, "distributed": false, "load
 "optimizer": {...}, "ddp": {...}}.  It trains the steps from where it stands up to `until`;
 weights.pt of `save` gets the weights that it saves, `out` loss, gradient norm and rates of the last
 step and the weights after it.  Weights are in Hugging Face coordinates.  gathered: also save as
-megatron-core does, which gathers the optimizer's state, in two folders beside `save`: -cut as it
-is, -gathered with the padding of its buckets counted.
+megatron-core does, which gathers the optimizer's state, in two folders named after `save`: -cut as
+it is, -gathered with the padding of its buckets counted.
 """
 
 from __future__ import annotations

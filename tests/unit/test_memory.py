@@ -125,7 +125,7 @@ def test_bytes_of_the_optimizer(
 
 
 def test_a_checkpoint_is_copied_by_shard() -> None:
-    """What a rank writes besides weights gets less with every data-parallel rank."""
+    """With more data-parallel ranks each writes less of the optimizer."""
     spec = spec_of("qwen3-30b-a3b")
     for dp in (2, 4):
         (rank,) = trainer_memory(spec, ParallelConfig(dp=dp), Training())

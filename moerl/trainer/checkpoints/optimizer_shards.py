@@ -1,7 +1,7 @@
 """State of Megatron's distributed optimizer in checkpoints: each rank writes and reads its shard.
 
 The optimizer of a rank updates a range of each gradient bucket, so of a parameter it has nothing or
-a range of elements in row-major order.  Such a range is a few boxes, and torch_dist stores any box:
+a range of elements in row-major order.  This range is a few boxes, and torch_dist stores any box:
 
     parameter [4, 3], elements 2 to 8        boxes [0:1, 2:3], [1:3, 0:3]
     . . #
