@@ -76,7 +76,7 @@ def run(folder: Path, repeats: int, spec: ModelSpec) -> None:
     writes: list[float] = []
     synchronous: list[float] = []
     for step in range(repeats + 1):
-        progress = checkpoint.Progress(PolicyVersion(0, step), tuple(range(1000)))
+        progress = checkpoint.Progress(PolicyVersion(0, step), ((0, 1000),))
         begin = time.perf_counter()
         checkpoint.save(writer, learner, progress, ranks)
         pauses.append(time.perf_counter() - begin)

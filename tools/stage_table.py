@@ -57,6 +57,7 @@ _LAYOUTS = (
 _TRAINER = (
     "tests/multi/test_checkpoint_writer.py",
     "tests/multi/test_critic.py",
+    "tests/multi/test_gpu_checkpoint.py",
     "tests/multi/test_ref_model_ranks.py",
     "tests/multi/test_minibatch_training.py",
     "tests/multi/test_mismatch_dump.py",

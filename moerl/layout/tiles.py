@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +78,33 @@ def at(box: Box) -> tuple[slice, ...]:
 
 def full_box(shape: Sequence[int]) -> Box:
     return tuple(range(n) for n in shape)
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut elements start to stop - 1, counted in row-major order, into boxes, in that order.
+
+    At most 2 d - 1 boxes for d dims: parts of a first and a last row in each dim, and whole rows.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    if start % row:
+        yield from _in_row(shape, first - 1, start % row, row)
+    if first < last:
+        yield (range(first, last), *full_box(shape[1:]))
+    yield from _in_row(shape, last, 0, stop % row)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in flat_boxes(shape[1:], start, stop):
+        yield (range(row, row + 1), *box)
 
 
 def check_covers(named: Named, live: Mapping[str, Sequence[int]]) -> None:

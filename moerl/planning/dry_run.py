@@ -404,7 +404,7 @@ def _host_lines(
     sizes: Sequence[_Size],
     routes: int,
 ) -> str:
-    """Host memory per node: snapshot, offloaded optimizer, staging, records of the trainer."""
+    """Host memory per node: the trainer's copies and offloaded optimizer, staging, records."""
     rollout = config.rollout
     tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
@@ -416,6 +416,7 @@ def _host_lines(
     trainer = f"  trainer: weight snapshot of a publish {_gb(each * rank.snapshot)}"
     if rank.offloaded:
         trainer += f", optimizer {_gb(each * rank.offloaded)}"
+    trainer += f", copy of a checkpoint {_gb(each * rank.checkpoint)}"
     staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}
     records = waiting / max(1, len(engine_nodes))
     needs = {node.name: staged.get(node.name, 0.0) for node in placed.nodes}

@@ -20,8 +20,10 @@ Legend (of one rank; bytes unless stated otherwise)
     buckets      a publish: two on the trainer's device, two on the engine's
     runtime      a constant for CUDA, NCCL and allocator waste; not measured here
 
-Host memory: the trainer's weight snapshot, b (P + X), and its offloaded optimizer; the engine's
-staging, as many bytes as its rank's weights.
+Host memory: the trainer's weight snapshot, b (P + X), its offloaded optimizer, and what the rank
+copies for a checkpoint: b (P + X) on the first data-parallel rank, and fp32 weights and moments of
+the shard, 12 (P / shard + X / expert shard); the engine's staging, as many bytes as its rank's
+weights.
 
 Experts are assumed to be equally popular: s K rows arrive at each rank.  The most popular rank of a
 batch may need several times as much; the rest of the GPU is for it.  `tests/unit/test_memory.py`
@@ -58,6 +60,7 @@ class OptimizerBytes:
 
     device: int = 12  # bf16: fp32 copy and two moments
     host: int = 0
+    saved: int = 12  # host memory of a checkpoint's copy, which is in fp32
 
 
 def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
@@ -65,18 +68,20 @@ def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
 
     Offloaded are fp32 copy, two moments and a pinned copy of the fp32 gradient.  The
     precision-aware optimizer keeps the 16 bits of the fp32 copy that the bf16 weight lacks, unless
-    told otherwise.
+    told otherwise; a checkpoint unscales its moments into a second copy.
     """
     args = optimizer_args(trainer)
     if args.get("optimizer_cpu_offload"):
         return OptimizerBytes(0, 16)
     if not args.get("use_precision_aware_optimizer"):
-        return OptimizerBytes(12 if trainer.dtype == "bf16" else 8)
+        if trainer.dtype == "bf16":
+            return OptimizerBytes()
+        return OptimizerBytes(8, saved=12 if trainer.optimizer.distributed else 8)
     copy = _BYTES[args.get("main_params_dtype", "fp32")]
     if copy == 4 and args.get("store_param_remainders", True):
         copy = 2
     moments = [_BYTES[args.get(name, "fp32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-    return OptimizerBytes(copy + sum(moments))
+    return OptimizerBytes(copy + sum(moments), saved=24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,7 @@ class TrainerMemory:
     runtime: int
     snapshot: int  # host memory: weights of a publish
     offloaded: int  # host memory: optimizer
+    checkpoint: int  # host memory: copy of the state that is written
 
     @property
     def total(self) -> int:
@@ -118,7 +124,7 @@ class TrainerMemory:
 
     @property
     def host(self) -> int:
-        return self.snapshot + self.offloaded
+        return self.snapshot + self.offloaded + self.checkpoint
 
     @property
     def static(self) -> int:
@@ -168,6 +174,7 @@ def trainer_memory(
             rank,
             others=sum(other[p].weights for other in beside) + (rank.static if critic else 0),
             offloaded=rank.offloaded * (2 if critic else 1),
+            checkpoint=rank.checkpoint * (2 if critic else 1),
         )
         for p, rank in enumerate(ranks)
     )
@@ -192,6 +199,7 @@ def ref_model_memory(
             buckets=0,
             snapshot=0,
             offloaded=0,
+            checkpoint=0,
         )
         for rank, inside in zip(alone, one, strict=True)
     )
@@ -238,6 +246,7 @@ def _stage(
         runtime=RUNTIME if training.gpu else 0,
         snapshot=width * (dense + expert),
         offloaded=held.host * own,
+        checkpoint=width * (dense + expert) + held.saved * own,
     )
 
 

@@ -3,16 +3,19 @@
     torchrun ... trainer_parity_ranks.py --model DIR --work DIR --out FILE [--dp 2] [--ep 2] ...
 
 Saved, in Hugging Face coordinates: logits of a fixed batch, log-probabilities of every sampled
-token, gradients and weights of one step, loss and gradient norm.  A large Adam epsilon keeps the
-step proportional to the gradient (otherwise the first step shows its sign only).
+token, gradients and weights of one step, loss and gradient norm; with --overlap also the weights
+before the last gather.  A large Adam epsilon keeps the step proportional to the gradient (otherwise
+the first step shows its sign only).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from moerl.trainer.model import platform
 
@@ -20,11 +23,13 @@ PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.learner import step  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
@@ -69,7 +74,9 @@ def main() -> None:
         found[name] = _logprobs(learner, records, mode, shift)
     if options.overlap:  # gradients are sent during a backward pass from the second one on
         learner.gradients(replan(plan, sizes.dp))
-    metrics = learner.step(replan(plan, sizes.dp))
+    with _before_the_gather(learner) as early:
+        metrics = learner.step(replan(plan, sizes.dp))
+    found |= {"early": early[0]} if options.overlap else {}
     found |= {"loss": metrics["loss/pg"], "grad_norm": metrics["loss/grad_norm"]}
     found["weights"] = _gather(learner, lambda param: param.detach())
     if not options.distributed_optimizer:  # there, a rank holds the sum of its own shard only
@@ -77,6 +84,20 @@ def main() -> None:
     if ranks.is_first:
         torch.save(found, options.out)
     dist.barrier()
+
+
+@contextlib.contextmanager
+def _before_the_gather(learner: Learner) -> Iterator[list[dict[str, torch.Tensor] | None]]:
+    """Gets the weights of a step as they would be if it ended without a gather."""
+    found: list[dict[str, torch.Tensor] | None] = []
+    plain = step.gather_parameters
+
+    def gather(ddp: Sequence[DistributedDataParallel]) -> None:
+        found.append(_gather(learner, lambda param: param.detach()))
+        plain(ddp)
+
+    with mock.patch.object(step, "gather_parameters", gather):
+        yield found
 
 
 @torch.no_grad()

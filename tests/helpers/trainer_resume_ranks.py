@@ -4,10 +4,12 @@ file.
     torchrun ... trainer_resume_ranks.py --model DIR --work DIR --phases FILE
 
 A phase builds the trainer anew: {"parallel": {...}, "distributed": false, "load": FOLDER or "",
-"reset": false, "until": 2, "save": true, "out": FILE or "", "optimizer": {...}, "ddp": {...}}.  It
-trains the steps from where it stands up to `until`; weights.pt of `save` gets the weights that it
-saves, `out` loss, gradient norm and rates of the last step and the weights after it.  Weights are
-in Hugging Face coordinates.
+"reset": false, "until": 2, "save": FOLDER or "", "gathered": false, "out": FILE or "",
+"optimizer": {...}, "ddp": {...}}.  It trains the steps from where it stands up to `until`;
+weights.pt of `save` gets the weights that it saves, `out` loss, gradient norm and rates of the last
+step and the weights after it.  Weights are in Hugging Face coordinates.  gathered: also save as
+megatron-core does, which gathers the optimizer's state, in two folders named after `save`: -cut as
+it is, -gathered with the padding of its buckets counted.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from moerl.trainer.model import platform
 
@@ -44,6 +47,7 @@ from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
+from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 
@@ -76,22 +80,24 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
     if phase["load"]:
         path = Path(phase["load"])
         step = checkpoint.load(path, learner, ranks, reset_optimizer=phase["reset"]).version.step
+    writer = begin(Path(phase["save"]), ranks) if phase["save"] else None
     metrics: dict[str, float] = {}
     for index in range(step, phase["until"]):
         metrics = learner.step(make_plan(store, seed=index, step=index, dp_size=ranks.dp_size))
+        if writer is not None and index == step:  # the one that counts has its plan and buffers
+            early = checkpoint.Progress(PolicyVersion(0, index + 1), ())
+            checkpoint.save(writer, learner, early, ranks)
     gather = HfGather(
         lambda: model.tensors, model.spec, ranks.sizes, ranks.rank, "local", ranks.control
     )
-    if phase["save"]:
-        run = RunDir(Path(phase["save"]))
-        if ranks.is_first:
-            run.create()
-        writer = CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
+    if writer is not None:
         progress = checkpoint.Progress(PolicyVersion(0, phase["until"]), ((1, 3),))
+        if phase["gathered"]:
+            save_gathered(phase["save"], learner, progress, ranks)
         checkpoint.save(writer, learner, progress, ranks)
         weights = gather.gather()
         if ranks.is_first:
-            torch.save(weights, run.root / "weights.pt")
+            torch.save(weights, Path(phase["save"]) / "weights.pt")
         learner.step(make_plan(store, seed=9, step=9, dp_size=ranks.dp_size))  # while it is written
         writer.finish()
     weights = gather.gather() if phase["out"] else None
@@ -101,6 +107,28 @@ def run_phase(options: argparse.Namespace, phase: dict[str, Any], ranks: paralle
         groups = learner.optimizer.param_groups
         found["adam"] = [(*group["betas"], group["eps"]) for group in groups]
         torch.save(found | {"weights": weights}, phase["out"])
+
+
+def begin(root: Path, ranks: parallel.Parallel) -> CheckpointWriter:
+    run = RunDir(root)
+    if ranks.is_first:
+        run.create()
+    return CheckpointWriter(run, CheckpointConfig(), ranks, Tracer(run.trace, "trainer"), 0)
+
+
+def save_gathered(
+    root: str, learner: Learner, progress: checkpoint.Progress, ranks: parallel.Parallel
+) -> None:
+    """megatron-core 0.19.2 joins buckets without the padding at their ends, and then cuts
+    parameters at places that count it."""
+    with mock.patch.object(checkpoint, "is_sharded", return_value=False):
+        save_whole(Path(f"{root}-cut"), learner, progress, ranks)
+        for ddp in learner.ddp:
+            for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+                buffer.numel_unpadded = buffer.numel
+                for bucket in buffer.buckets:
+                    bucket.numel_unpadded = bucket.grad_data.numel()
+        save_whole(Path(f"{root}-gathered"), learner, progress, ranks)
 
 
 if __name__ == "__main__":

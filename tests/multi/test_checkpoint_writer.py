@@ -130,6 +130,21 @@ def test_a_full_disk_costs_one_checkpoint(run: RunDir, monkeypatch: pytest.Monke
     assert run.latest_checkpoint() == (3, run.checkpoint(3))
 
 
+def test_a_state_is_planned_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later checkpoints use that plan, unless the state has other tensors."""
+    checked: list[Any] = []
+    monkeypatch.setattr(checkpoint_writer, "validate_sharding_integrity", checked.append)
+    writer = _writer(run, keep=3)
+    for step, size in ((1, 1000), (2, 1000), (3, 500)):
+        writer.save(step, _state(torch.full((size,), float(step)), step), {})
+        writer.finish()
+        assert len(checked) == {1: 1, 2: 1, 3: 2}[step]
+    assert _load(run, 1)[0].unique().tolist() == [1.0]
+    assert _load(run, 2)[0].unique().tolist() == [2.0]
+    smaller = dist_checkpointing.load(_state(torch.zeros(500), 0), str(run.checkpoint(3)))
+    assert smaller["weights"].unique().tolist() == [3.0]
+
+
 class _Full(io.RawIOBase):
     """A file on a disk that fills while it is written."""
 

@@ -1,7 +1,8 @@
 """A checkpoint continues on another parallel layout exactly as on its own.
 
 Two steps on layout A, a checkpoint written while a third step trains, then step 3 on layout B from
-it, against step 3 on A without any checkpoint.  Control: fresh optimizer state must differ.
+it, against step 3 on A without any checkpoint.  Controls: fresh optimizer state must differ, and
+so must the state that megatron-core itself saves of buckets with padding.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def _phase(layout: str, work: Path, **fields: Any) -> dict[str, Any]:
     plain = {"distributed": False, "load": "", "reset": False, "until": 3, "save": "", "out": ""}
-    plain["optimizer"] = {}
+    plain |= {"optimizer": {}, "gathered": False}
     phase = plain | {"parallel": LAYOUTS[layout]} | fields
     phase["ddp"] = OVERLAPPED if phase["distributed"] else {}
     for name in ("save", "out"):
@@ -95,15 +96,19 @@ def _work(
     plans: tuple[Plan, ...],
     resets: dict[str, str],
     changes: dict[str, dict[str, Any]] | None = None,
+    *,
+    gathered: bool = False,
 ) -> Path:
     """Run all phases; resets: layouts that continue from dp2 with fresh optimizer state; changes:
-    settings of the optimizer under which dp2 continues."""
+    settings of the optimizer under which dp2 continues; gathered: dp2 continues from what
+    megatron-core saves, too."""
     model = make_model(work / "model")
     two: list[dict[str, Any]] = []
     four: list[dict[str, Any]] = []
     for side, kind, others, wider in plans:
         save, distributed = f"{side}-{kind}", kind == "distributed"
-        two.append(_phase(side, work, distributed=distributed, until=2, save=save))
+        saving = _phase(side, work, distributed=distributed, until=2, save=save)
+        two.append(saving | {"gathered": gathered and not two})
         two.append(_phase(side, work, distributed=distributed, out=f"{save}.whole.pt"))
         for group, phases in ((others, two), (wider, four)):
             phases += [
@@ -117,6 +122,9 @@ def _work(
     for name, settings in (changes or {}).items():
         phase = _phase("dp2", work, load=source, distributed=distributed, out=f"{name}.pt")
         two.append(phase | {"optimizer": settings})
+    for form in ("cut", "gathered") if gathered else ():
+        load, out = f"{source}-{form}", f"{form}.pt"
+        two.append(_phase("dp2", work, load=load, distributed=distributed, out=out))
     _run(model, work, 2, two)
     if four:
         _run(model, work, 4, four)
@@ -125,7 +133,8 @@ def _work(
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _work(tmp_path_factory.mktemp("short"), SHORT, {"across": "ep2"}, CHANGES)
+    work = tmp_path_factory.mktemp("short")
+    return _work(work, SHORT, {"across": "ep2"}, CHANGES, gathered=True)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +173,16 @@ def test_another_layout_continues_exactly(short: Path, saved: str, layout: str) 
 
 def test_fresh_optimizer_state_crosses_the_boundary_and_moves_elsewhere(short: Path) -> None:
     _check_reset(short, "across", "dp2-distributed")
+
+
+def test_the_form_of_megatron_core_is_read_and_its_own_is_wrong_behind_padding(short: Path) -> None:
+    """Checkpoints of earlier versions are in that form, with the padding counted."""
+    whole, gathered, cut = (
+        torch.load(short / f"{name}.pt") for name in ("dp2-distributed.whole", "gathered", "cut")
+    )
+    assert _gap(gathered["weights"], whole["weights"]) == 0.0
+    assert cut["loss"] != whole["loss"], "fp32 weights are part of that state"
+    assert _gap(cut["weights"], whole["weights"]) > 100 * LIMIT
 
 
 @pytest.mark.full

@@ -70,6 +70,8 @@ def test_layout_trains_like_one_rank(
             torch.testing.assert_close(
                 found["gradients"][name], want, rtol=LIMIT, atol=LIMIT * scale
             )
+    if "--overlap" in LAYOUTS[layout]:  # control: before the gather a rank has its own shard only
+        assert _gap(found["early"], one_rank["weights"]) > 100 * LIMIT
 
 
 def test_logits_are_those_of_transformers(model: Path, one_rank: Found) -> None:

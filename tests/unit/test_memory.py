@@ -100,25 +100,40 @@ PRECISE = {"use_precision_aware_optimizer": True}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "args", "device", "host"),
+    ("dtype", "args", "device", "host", "saved"),
     [
-        ("fp32", {}, 8, 0),
-        ("bf16", {}, 12, 0),
-        ("bf16", OFFLOAD, 0, 16),
-        ("bf16", PRECISE, 2 + 8, 0),
-        ("bf16", PRECISE | {"store_param_remainders": False}, 12, 0),
-        ("bf16", PRECISE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}, 2 + 2 + 1, 0),
-        ("bf16", PRECISE | {"main_params_dtype": "fp16"}, 2 + 8, 0),
+        ("fp32", {}, 8, 0, 8),
+        ("bf16", {}, 12, 0, 12),
+        ("bf16", OFFLOAD, 0, 16, 12),
+        ("bf16", PRECISE, 2 + 8, 0, 24),
+        ("bf16", PRECISE | {"store_param_remainders": False}, 12, 0, 24),
+        ("bf16", PRECISE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}, 2 + 2 + 1, 0, 24),
+        ("bf16", PRECISE | {"main_params_dtype": "fp16"}, 2 + 8, 0, 24),
     ],
     ids=str,
 )
-def test_bytes_of_the_optimizer(dtype: Any, args: dict[str, Any], device: int, host: int) -> None:
+def test_bytes_of_the_optimizer(
+    dtype: Any, args: dict[str, Any], device: int, host: int, saved: int
+) -> None:
     held = optimizer_bytes(TrainerConfig(dtype=dtype, optimizer_args=args))
-    assert (held.device, held.host) == (device, host)
+    assert (held.device, held.host, held.saved) == (device, host, saved)
     spec, layout = spec_of("qwen3-30b-a3b"), ParallelConfig(tp=4, ep=4)
     (rank,) = trainer_memory(spec, layout, Training(dtype=dtype, optimizer=held))
     assert rank.optimizer == device * rank.parameters
     assert rank.offloaded == host * rank.parameters
+    assert rank.checkpoint == rank.weights + saved * rank.parameters
+
+
+def test_a_checkpoint_is_copied_by_shard() -> None:
+    """With more data-parallel ranks each writes less of the optimizer."""
+    spec = spec_of("qwen3-30b-a3b")
+    for dp in (2, 4):
+        (rank,) = trainer_memory(spec, ParallelConfig(dp=dp), Training())
+        assert rank.checkpoint == rank.weights + 12 * rank.parameters // dp
+        (whole,) = trainer_memory(
+            spec, ParallelConfig(dp=dp), Training(distributed_optimizer=False)
+        )
+        assert whole.checkpoint == whole.weights + 12 * whole.parameters
 
 
 def test_a_publish_takes_two_buckets_on_either_side_and_a_version_of_the_host() -> None:
@@ -126,7 +141,7 @@ def test_a_publish_takes_two_buckets_on_either_side_and_a_version_of_the_host() 
     (rank,) = trainer_memory(spec, layout, Training(bucket=1000))
     (without,) = trainer_memory(spec, layout, Training())
     assert rank.total == without.total + 2000
-    assert rank.snapshot == rank.host == rank.weights
+    assert rank.snapshot == rank.host - rank.checkpoint == rank.weights
     engine = engine_memory(spec, EngineLayout(2, 2), 5e9, 0, "bfloat16", bucket=1000)
     assert (engine.update, engine.host) == (2000, 5e9)
     staged = engine_memory(

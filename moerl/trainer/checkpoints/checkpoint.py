@@ -41,6 +41,7 @@ from moerl.id_sets import IdSet, Ranges, ranges
 from moerl.run_dir import RunDir, read_manifest
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
+from moerl.trainer.checkpoints.optimizer_shards import is_sharded, load_state, sharded_state
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel
 from moerl.types import PolicyVersion
@@ -152,7 +153,7 @@ def load(
         log.warning("%s has layout %s: random states stay as seeded", path, saved["parallel"])
     if reset_optimizer:
         log.warning("%s: fresh optimizer state, the saved moments are not used", path)
-    state = dist_checkpointing.load(wanted, str(path))
+    state = dist_checkpointing.load(wanted, str(path), process_group=parallel.control)
     _restore(learner, state, reset_optimizer=reset_optimizer)
     if same:
         _restore_random(state["random"])
@@ -184,7 +185,10 @@ def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) 
         else:
             configured, saved = _settings(optimizer), state[role + "optimizer"]
             _name_groups_by(saved, optimizer)
-            optimizer.load_state_dict(saved)
+            if is_sharded(optimizer):
+                load_state(optimizer, saved)
+            else:
+                optimizer.load_state_dict(saved)
             _unshare_adam_steps(optimizer)
             for group, own in zip(optimizer.param_groups, configured, strict=True):
                 group |= own
@@ -241,13 +245,11 @@ def _state(
 def _optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    metadata: dict[str, Any] = dict(METADATA)
-    if optimizer.chained_optimizers[0].config.optimizer_cpu_offload:
-        # gathered where it is: NCCL would need a whole gradient buffer in fp32 on the device, twice
-        metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
-    state: dict[str, Any] = optimizer.sharded_state_dict(
-        model, is_loading=is_loading, metadata=metadata
-    )
+    state: dict[str, Any]
+    if is_sharded(optimizer):
+        state = sharded_state(optimizer, model, is_loading=is_loading)
+    else:
+        state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(METADATA))
     for group in _saved_groups(state):
         if "cpu_optimizer_cls" in group:
             for name in _HOW:

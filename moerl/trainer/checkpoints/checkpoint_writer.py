@@ -40,6 +40,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo, _write_item
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -54,13 +58,15 @@ from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints.checkpoint_files import SummedStream, Sums
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
+from moerl.trainer.checkpoints.optimizer_shards import FORM
 from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.transports.pinned_memory import host_tensors
 
 log = logging.getLogger(__name__)
 
 BACKEND, FORMAT = "torch_dist", 1
 METADATA = {  # the optimizer state is cut independently of the layout; megatron adds to copies
-    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_sharding_type": FORM,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -85,7 +91,7 @@ class CheckpointWriter:
         self._ended: dict[str, float] = {}  # metrics of the last finished write
         self._error = ""  # error of that write
         self._failed = 0
-        self._is_checked = False
+        self._plan: _Plan | None = None  # of the last checkpoint
         if parallel.is_first:
             self._store.clean()
 
@@ -105,10 +111,8 @@ class CheckpointWriter:
             except OSError as error:  # the other ranks learn it when the write ends
                 failed = cause_of(error)
         dist.barrier(self._group)
-        strategy = _StateCopy(self._group, self._buffers)
-        # the structure of the state never changes: its integrity is checked once
-        strategy.copy_from(state, hidden, with_check=not self._is_checked)
-        self._is_checked = True
+        strategy = _StateCopy(self._group, self._buffers, self._plan)
+        self._plan = strategy.copy_from(state, hidden)
         copied = time.time()
         self._tracer.add("checkpoint copy", begin, copied, step=step)
         self._thread = threading.Thread(
@@ -229,39 +233,66 @@ class _WrittenItem:
         return WriteResult(index, self.num_bytes, _StorageInfo(self.file, self.start, self.length))
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where the parts of a state are written.  All checkpoints of a trainer have one plan: to join
+    those of all ranks and to check them takes rank 0 the square of a tensor's parts."""
+
+    local: SavePlan
+    central: SavePlan
+    metadata: Metadata | None  # of all ranks, on rank 0
+
+
 class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     """Megatron's strategy with our writer: plans over our group and copies, without writing."""
 
-    def __init__(self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor], known: _Plan | None
+    ) -> None:
         super().__init__(BACKEND, FORMAT, thread_count=1)
-        self._group, self._buffers = group, buffers
+        self._group, self._buffers, self._known = group, buffers, known
         self.metadata: Metadata | None = None  # metadata of all ranks, on rank 0
         self.common = b""  # state without model tensors, as torch.save writes it, on rank 0
         self.writer: _Writer
 
-    def copy_from(self, state: dict[str, Any], folder: Path, *, with_check: bool) -> None:
+    def copy_from(self, state: dict[str, Any], folder: Path) -> _Plan:
         """Do what `dist_checkpointing.save` does before its first write.
 
-        That write, of the common part, would make the other ranks wait for this one.
+        That write, of the common part, would make the other ranks wait for this one, and its check
+        would gather descriptions of all tensors over the default group, on the device.
         """
         state["content_metadata"] = dict(METADATA)
-        sharded, common = save_preprocess(state, with_check)
+        sharded, common = save_preprocess(state, False)
         if dist.get_rank(self._group) == 0:
             stream = io.BytesIO()
             torch.save(common, stream)
             self.common = stream.getvalue()
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(
+        parts, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded, self.keep_only_main_replica
         )
+        source = mcore_to_pyt_state_dict(parts, False)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planner.set_up_planner(source)
+        known = self._known if self._is_known(planner.create_local_plan()) else None
+        if known is None:
+            validate_sharding_integrity(determine_global_metadata(sharded, self._group)[1])
         self.writer = _Writer(str(folder), self._buffers)
-        planned = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(state, False),
+        (_, metadata, _), central, local, *_ = save_state_dict_async_plan(
+            source,
             self.writer,
             self._group,
             0,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            planner=planner,
+            cached_ckpt_structure=(known.central, known.local, True) if known else None,
         )
-        self.metadata = planned[0][1]
+        plan = known or _Plan(local, central, metadata)
+        self.metadata = plan.metadata
+        return plan
+
+    def _is_known(self, local: SavePlan) -> bool:
+        """The plan of every rank is that of the last checkpoint."""
+        is_same = self._known is not None and self._known.local.items == local.items
+        return all(all_gather_values(is_same, bool, self._group))
 
 
 class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
@@ -281,24 +312,20 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Take the copy: objects are pickled, tensors are copied to host buffers."""
         self._name = f"{plan.storage_data.prefix}0.distcp"
-        self._copied = []
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            self._copied.append(
-                (item, self._copy(item, data) if isinstance(data, Tensor) else data)
-            )
+        found = [(item, planner.resolve_data(item)) for item in plan.items]
+        live = {item.index: data.detach() for item, data in found if isinstance(data, Tensor)}
+        self._fit(live)
+        for index, tensor in live.items():
+            self._buffers[index].copy_(tensor, non_blocking=True)
+        self._copied = [(item, self._buffers.get(item.index, data)) for item, data in found]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies to pinned memory are asynchronous
 
-    def _copy(self, item: WriteItem, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        buffer = self._buffers.get(item.index)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available()
-            )
-            self._buffers[item.index] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
+    def _fit(self, live: Mapping[MetadataIndex, Tensor]) -> None:
+        """Have a buffer for each tensor; those of the last checkpoint, unless the state is new."""
+        if _form(self._buffers) != _form(live):
+            self._buffers.clear()  # first: both would not fit
+            self._buffers.update(zip(live, host_tensors(list(live.values())), strict=True))
 
     def write(self) -> list[WriteResult]:
         """Write the copy.  Raises OSError, for a full disk for example."""
@@ -317,3 +344,9 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             os.fsync(stream.fileno())
         self.sums = {self._name: summed.sum()}
         return results
+
+
+def _form(
+    tensors: Mapping[MetadataIndex, Tensor],
+) -> dict[MetadataIndex, tuple[torch.Size, torch.dtype]]:
+    return {index: (tensor.shape, tensor.dtype) for index, tensor in tensors.items()}

@@ -225,22 +225,6 @@ def _patch_uneven_collectives() -> None:
     mappings._reduce_scatter_along_first_dim = scatter
 
 
-def _patch_adam_step() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def load(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Any:
-        group, index = self.model_param_group_index_map[model_param]
-        live = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        if "step" in live and "step" not in tensors:
-            # restored through the parameter groups; the loader copies the live one onto itself
-            tensors = tensors | {"step": live["step"]}
-        return original(self, model_param, tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = load
-
-
 def _patch_local_spec() -> None:
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
@@ -326,15 +310,6 @@ PATCHES = (
             "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
             "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
         ),
-    ),
-    Patch(
-        _patch_adam_step,
-        "torch Adam keeps `step` per parameter, which a resharded optimizer checkpoint lacks",
-        (
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
-            "._set_main_param_and_optimizer_states",
-        ),
-        without="te",
     ),
     Patch(
         _patch_local_spec,

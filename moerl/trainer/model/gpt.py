@@ -237,7 +237,7 @@ def check_family(
 def wrap(model: Model, trainer: TrainerConfig, platform: Platform) -> list[DistributedDataParallel]:
     """Gradient buffers per chunk and their reduction over data-parallel ranks, as fp32 sums."""
     args = ddp_args(trainer, cuda=platform.name == "cuda")
-    wrapped = [
+    return [
         DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -250,19 +250,3 @@ def wrap(model: Model, trainer: TrainerConfig, platform: Platform) -> list[Distr
         )
         for chunk in model.chunks
     ]
-    for ddp in wrapped:
-        _save_padding_too(ddp)
-    return wrapped
-
-
-def _save_padding_too(ddp: DistributedDataParallel) -> None:
-    """Make the distributed optimizer's checkpoints right for several buckets.
-
-    Its `fully_reshardable` form joins the buckets without the padding at their ends, and then cuts
-    parameters at their places in the padded buffer: behind a padded bucket it saves other
-    parameters' moments, and zeros (megatron-core 0.19.2, a warning at the end of the buffer).
-    """
-    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()

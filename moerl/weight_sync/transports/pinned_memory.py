@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +17,33 @@ from torch import Tensor
 from moerl.errors import TransportError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
+_ALIGN = 64  # bytes
 
 
 def host_buffer(num_bytes: int) -> Tensor:
     """Zeroed flat uint8 memory.  Raises TransportError (room)."""
-    try:
-        return tensor_over(mmap.mmap(-1, max(1, num_bytes)), num_bytes, page_locked=True)
-    except OSError as error:
-        raise TransportError("room", f"no host memory of {num_bytes} bytes: {error}") from None
+    return tensor_over(_anonymous(num_bytes), num_bytes, page_locked=True)
+
+
+def host_tensors(like: Sequence[Tensor]) -> list[Tensor]:
+    """Zeroed tensors of these shapes and dtypes in one piece of memory.  Raises TransportError
+    (room).
+
+    Each has a storage of its own size: torch saves a tensor with its whole storage.
+    """
+    starts, end = [], 0
+    for tensor in like:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    block = _block(_anonymous(end), page_locked=True)
+    return [
+        torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(
+            tensor.shape
+        )
+        if tensor.numel()
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for tensor, start in zip(like, starts, strict=True)
+    ]
 
 
 def tensor_over(mapping: mmap.mmap, num_bytes: int, *, page_locked: bool) -> Tensor:
@@ -31,10 +51,21 @@ def tensor_over(mapping: mmap.mmap, num_bytes: int, *, page_locked: bool) -> Ten
 
     page_locked: where CUDA is there.  Raises TransportError (room).
     """
+    return torch.frombuffer(_block(mapping, page_locked=page_locked), dtype=torch.uint8)[:num_bytes]
+
+
+def _anonymous(num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, max(1, num_bytes))
+    except OSError as error:
+        raise TransportError("room", f"no host memory of {num_bytes} bytes: {error}") from None
+
+
+def _block(mapping: mmap.mmap, *, page_locked: bool) -> ctypes.Array[ctypes.c_uint8]:
     block = (ctypes.c_uint8 * len(mapping)).from_buffer(mapping)
     if page_locked and torch.cuda.is_available():
         _register(block)
-    return torch.frombuffer(block, dtype=torch.uint8)[:num_bytes]
+    return block
 
 
 def _register(block: ctypes.Array[ctypes.c_uint8]) -> None:
