@@ -322,8 +322,9 @@ def _checked_steps(episode: Episode, length: int) -> Sequence[tuple[int, float]]
 
 def _penalty(config: AlgorithmConfig, episode: Episode) -> float:
     """Penalty of the last turn: the limit is per response."""
-    last = episode.turns[-1].rollout
-    return overlong_penalty(last.num_sampled, last.sampling.max_new_tokens, config.overlong_buffer)
+    length, _ = episode.turn_lengths()[-1]
+    longest = episode.turns[-1].rollout.sampling.max_new_tokens
+    return overlong_penalty(length, longest, config.overlong_buffer)
 
 
 def _left_out(config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode]) -> Tensor:
@@ -331,7 +332,7 @@ def _left_out(config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode])
     return torch.tensor(
         [
             config.mask_truncated
-            and any(turn.rollout.finish == Finish.LENGTH for turn in episode.turns)
+            and any(finish == Finish.LENGTH for _, finish in episode.turn_lengths())
             for episode in episodes.values()
         ]
     )

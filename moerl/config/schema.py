@@ -153,6 +153,9 @@ class RolloutConfig:
     fixed_lag: Annotated[int, Meta(ge=-1)] = -1
     slice_tokens: Natural = 0  # most tokens of a rollout per engine call; 0 = up to its end
     group_quorum: Natural = 0  # a group closes when this many siblings are done; 0 = all
+    # Rows that train an episode (docs/tuning.md); join: one for all turns, split: a new one where
+    # the weights change, needs replay.audit, separate: one per turn
+    turn_rows: Literal["join", "split", "separate"] = "join"
     # Unfinished siblings then; carry: they finish and are trained in a later step
     late_siblings: Literal["drop", "carry"] = "drop"
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.audit.segment_split import split_segments
 from moerl.config.schema import EngineConfig
 from moerl.engine.feature_table import FEATURES
 from moerl.errors import RecordError
+from moerl.records.segment_split import split_segments
 from moerl.types import Rollout
 from tests.helpers.replay_scenario import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
 
