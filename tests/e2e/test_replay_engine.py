@@ -18,6 +18,7 @@ import pytest
 from moerl.config.schema import EngineConfig
 from moerl.engine.feature_table import FEATURES
 from moerl.errors import RecordError
+from moerl.records.blob_ranges import read_mask
 from moerl.records.segment_split import split_segments
 from moerl.types import Rollout
 from tests.helpers.replay_scenario import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
@@ -100,8 +101,22 @@ def routes_of_another_turn(scoring: Scoring) -> list[Rollout]:
 
 
 def mask_of_another_turn(scoring: Scoring) -> list[Rollout]:
+    """Control: kept sets of the other turn, to which the sampled token is added.
+
+    Without the token the record is refused.
+    """
     short, long = second_turns(scoring)
-    return [replace(short, sampling_mask=(short.sampling_mask[0], long.sampling_mask[1]))]
+    store, mask = scoring.world.store, short.sampling_mask[-1]
+    offsets, ids = read_mask(store, long.sampling_mask[-1:])
+    said = short.token_ids[short.loss_mask][mask.first :]
+    kept = [
+        np.union1d(row, [token]).astype(np.int32)
+        for row, token in zip(np.split(ids, offsets[1:-1]), said, strict=True)
+    ]
+    lengths = np.cumsum([0, *map(len, kept)]).astype(np.int64)
+    refs = store.seal("mask_of_another_turn", [lengths, np.concatenate(kept)])
+    wrong = replace(mask, offsets=refs[0], ids=refs[1])
+    return [replace(short, sampling_mask=(*short.sampling_mask[:-1], wrong))]
 
 
 def latest(rollout: Rollout) -> Rollout:
