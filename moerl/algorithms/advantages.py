@@ -188,11 +188,11 @@ def plan_gae(
 ) -> tuple[list[Array], list[Array]]:
     """GAE of each row of `plan.rows` and the returns that the critic learns, arrays per row.
 
-    values: of each row, the critic's value at each sampled token.  Turns of an episode follow one
-    another; the (shaped) reward is that of the episode's last token.  Advantages are whitened over
-    all sampled tokens of the step, as in verl; returns are not, and the critic also learns from
-    episodes that `mask_truncated` leaves out.  drift: as in `plan_advantages`.
-    Raises RecordError as it does.
+    values: of each row, the critic's value at each sampled token.  Rows of an episode follow one
+    another, as do the turns in one: the next token may be behind an environment's reply.  The
+    (shaped) reward is that of the episode's last token.  Advantages are whitened over all sampled
+    tokens of the step, as in verl; returns are not, and the critic also learns from episodes that
+    `mask_truncated` leaves out.  drift: as in `plan_advantages`.  Raises RecordError as it does.
     """
     episodes = _episodes(plan)
     outcomes = _outcomes(config, episodes, per_token=False)
@@ -237,7 +237,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 def plan_advantages(
     config: AlgorithmConfig, plan: BatchPlan, drift: Sequence[Array] | None = None
 ) -> list[float | Array]:
-    """Advantage of each row of `plan.rows`, in that order; turns of one episode share it.
+    """Advantage of each row of `plan.rows`, in that order; rows of one episode share it.
 
     A number for the whole row, or one per sampled token ([n] f64) with process rewards and with a
     KL inside the reward.  drift: for the latter, proximal - reference log-probabilities by row.

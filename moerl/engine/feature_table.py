@@ -124,7 +124,7 @@ FEATURES = (
     Feature(
         "several turns",
         Verdict.PROVEN,
-        "a turn asks for the rows that the turns before it have not delivered: one row of all turns",
+        "a turn asks for rows that the turns before it have not delivered: one row of all turns",
         proof=_REPLAY + "test_two_turns_are_one_row",
     ),
     Feature(
