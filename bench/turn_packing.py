@@ -58,8 +58,8 @@ SPEC = replace(SMALL_MOE, vocab_size=4096)
 SHAPE = ModelShape(
     SPEC.vocab_size, SPEC.layers, SPEC.moe_layers, SPEC.experts, SPEC.experts_per_token
 )
-PROMPT, REPLY, SAMPLED, EPISODES = 64, 16, 48, 2  # tokens; tokens; tokens of a turn; of a batch
-MICROBATCH = 2304  # tokens: one row of 32 turns
+PROMPT, REPLY, SAMPLED, EPISODES = 32, 8, 24, 2  # tokens; tokens; tokens of a turn; of a batch
+MICROBATCH = 1152  # tokens: one row of 32 turns
 START = PolicyVersion(0, 0)
 FORMS: tuple[TurnRows, TurnRows] = ("separate", "join")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,7 +26,7 @@ from moerl.messages import Plan
 from moerl.records.blob_ranges import read_logprobs, read_routes
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
-from moerl.serialization import decode, encode
+from moerl.serialization import decode, decode_value, encode, encode_value
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -224,6 +225,18 @@ def test_a_plan_travels_with_rows_of_several_turns(played: list[PartialEpisode])
         for a, b in zip(plan.rollouts(), received.plan.rollouts(), strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             assert (a.ends, a.joined_from) == (b.ends, b.joined_from)
+
+
+def test_records_of_a_row_per_turn_are_still_read(played: list[PartialEpisode]) -> None:
+    """A journal or kept records from before rows had several turns."""
+    rows = played[-1].rows("separate")
+    stored = msgspec.msgpack.decode(encode_value(rows))
+    for row in stored:
+        assert row.pop("turn_ends") == []
+    found = decode_value(msgspec.msgpack.encode(stored), list[Rollout])
+    assert [row.ends for row in found] == [row.ends for row in rows]
+    episode = Episode("0.0", tuple(map(Turn, found)))
+    assert [length for length, _ in episode.turn_lengths()] == [3, 5, 2]
 
 
 def test_split_needs_the_rows_that_were_prefilled_again() -> None:
