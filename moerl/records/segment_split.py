@@ -85,7 +85,8 @@ def _prefilled(
     parts: Sequence[Rows], audit: Sequence[Rows], begin: int, stop: int
 ) -> tuple[Rows, ...]:
     prefix = [part for part in audit if part.row_end == begin][-1:]
-    return (*prefix, *(part for part in parts if begin <= part.row_begin < stop))
+    own = [part for part in parts if begin <= part.row_begin < stop]
+    return tuple(prefix + own)
 
 
 def _check_audit(rollout: Rollout, begin: int, span: VersionSpan) -> None:
