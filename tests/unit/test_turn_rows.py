@@ -19,11 +19,12 @@ from moerl.config.schema import AlgorithmConfig
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.controller.turn_rows import SampledTurn, TurnRows, join, rows_of
 from moerl.data.batching import plan_batch
+from moerl.data.grid import Grid
 from moerl.data.packing import pack_microbatch
 from moerl.data.synthetic import RolloutSpec
 from moerl.errors import ConfigError, RecordError
 from moerl.messages import Plan
-from moerl.records.blob_ranges import read_logprobs, read_routes
+from moerl.records.blob_ranges import read_logprobs, read_mask, read_routes
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.serialization import decode, decode_value, encode, encode_value
@@ -78,7 +79,7 @@ def plan_of(played: Sequence[PartialEpisode], turn_rows: TurnRows) -> BatchPlan:
         turns = tuple(Turn(row, (idx - 1,) if idx else ()) for idx, row in enumerate(rows))
         episodes.append(Episode(partial.episode_id, turns, Score(len(episodes) % 3)))
     groups = [EpisodeGroup(i, PROMPT, tuple(episodes[2 * i : 2 * i + 2])) for i in range(2)]
-    return plan_batch(0, V0, groups, dp_size=1, max_tokens_per_microbatch=64)
+    return plan_batch(0, V0, groups, dp_size=1, max_tokens_per_microbatch=128)
 
 
 def by_token(plan: BatchPlan, values: Sequence[float | np.ndarray]) -> list[float]:
@@ -132,6 +133,37 @@ def test_join_keeps_the_rows_of_each_pass_and_marks_what_is_behind_an_update(
     )
     assert batch.joined.tolist() == [False] * 5 + [True] * 9
     assert batch.lag.tolist() == [2] * 5 + [1] * 3 + [0] * 6
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(packed=True), Grid(cp_rank=1, cp_size=2)])
+def test_records_are_beside_their_tokens_in_every_layout(
+    store: BlobStore, played: list[PartialEpisode], grid: Grid
+) -> None:
+    plan = plan_of(played, "join")
+    assert plan.num_microbatches == 1
+    batch = pack_microbatch(plan, 0, 0, store, grid=grid)
+    rows = batch.rollouts
+    said = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
+    assert batch.sampled.tolist() == said.tolist()
+    assert batch.labels.flatten()[batch.sampled_rows].tolist() == said[batch.held].tolist()
+    assert batch.old_logprob.tolist() == (
+        np.concatenate([read_logprobs(store, row) for row in rows]).tolist()
+    )
+    kept = []
+    for row in rows:
+        offsets, ids = read_mask(store, row.sampling_mask)
+        kept += [part.tolist() for part in np.split(ids, offsets[1:-1])]
+    assert batch.mask_offsets is not None
+    assert batch.mask_ids is not None
+    found = batch.mask_ids.split(batch.mask_offsets.diff().tolist())
+    assert [part.tolist() for part in found] == [kept[token] for token in batch.held.tolist()]
+    layer, slots = LAYERS[1], batch.tokens.shape[1]
+    routes = batch.routes(LAYERS)[layer].view(slots, len(batch.tokens), -1)
+    for idx, row in enumerate(rows):
+        want = read_routes(store, row.routing, layers=[layer])[layer]
+        for place, slot, begin, count in batch.pieces(idx, 0, slots):
+            got = routes[slot : slot + count, place]
+            assert got.tolist() == want[begin : begin + count].tolist()
 
 
 def test_split_begins_a_row_where_the_weights_change(store: BlobStore) -> None:
