@@ -16,7 +16,7 @@ import numpy as np
 
 from moerl.config import Config
 from moerl.messages import EngineStatus, UpdateClosed
-from moerl.types import EpisodeGroup, Finish, PolicyVersion
+from moerl.types import EpisodeGroup, Finish, PolicyVersion, Rollout
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
 _LAG_BINS = (
@@ -161,10 +161,20 @@ def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         "sample/truncated_frac": statistics.fmean(finish == Finish.LENGTH for finish in ends),
         "sample/turns_mean": statistics.fmean(len(lengths) for lengths in turns),
         "sample/rows_mean": len(rollouts) / len(turns),
+        "sample/shared_frac": 1.0 - sum(r.num_tokens - 1 for r in rollouts) / _fed_apart(rollouts),
         "async/segments_mean": statistics.fmean(segments),
         "async/segments_max": float(max(segments)),
         "async/partial_frac": statistics.fmean(count > 1 for count in segments),
     }
+
+
+def _fed_apart(rollouts: Sequence[Rollout]) -> int:
+    """Tokens that a row per turn would feed in: of each turn, all tokens before its last one."""
+    total = 0
+    for rollout in rollouts:
+        positions = np.flatnonzero(rollout.loss_mask)
+        total += sum(int(positions[end.end - 1]) for end in rollout.ends)
+    return total
 
 
 def _lags(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:

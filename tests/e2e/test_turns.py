@@ -13,6 +13,8 @@ from tests.helpers.warm_score import score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
+LAG_0 = "mismatch/abs_dlogp_max/lag_0"
+JOINED = "mismatch/abs_dlogp_max/joined_lag_"
 SETTINGS = [
     "run.steps=4",
     "rollout.groups_per_step=4",
@@ -45,6 +47,7 @@ def test_every_turn_is_trained_on_the_rows_of_its_weights(tmp_path: Path, turn_r
         "most answers of a random model are wrong: it is asked again"
     )
     check_rows(turn_rows, episodes, rows)
+    check_bins(turn_rows, run.rows())
     for version in sorted({span.version for row in rows for span in row.versions}):
         weights = run.dir.versions / str(version)
         found = {}
@@ -66,6 +69,23 @@ def test_every_turn_is_trained_on_the_rows_of_its_weights(tmp_path: Path, turn_r
         assert found["own/both"] <= 5e-5
         assert found["own/both_shifted"] > 1e-2, "control: rows of the token before"
         assert found["other/both"] > 1e-3, "control: weights of another version"
+
+
+def test_tails_of_an_update_in_place_are_in_bins_of_their_own(tmp_path: Path) -> None:
+    """Turns continue on the KV cache of the older weights; a later turn is prefilled anew."""
+    settings = [*SETTINGS, "rollout.in_flight_mode=in_place"]
+    run = start(tmp_path, "digits-in-turns", *settings, name="x")
+    assert run.finish() == 0, run.text()
+    check_bins("join", run.rows())
+
+
+def check_bins(turn_rows: str, steps: list[dict[str, float]]) -> None:
+    """Tokens behind an update are in bins of their own, so all others of lag 0 are exact."""
+    gaps = [step[LAG_0] for step in steps if LAG_0 in step]
+    assert gaps
+    assert max(gaps) <= 5e-5
+    behind = {name for step in steps for name in step if name.startswith(JOINED)}
+    assert bool(behind) == (turn_rows == "join")
 
 
 def check_rows(turn_rows: str, episodes: list[Episode], rows: list[Rollout]) -> None:

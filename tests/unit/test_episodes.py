@@ -172,6 +172,10 @@ def test_a_run_trains_every_turn_once(tmp_path: Path) -> None:
             assert found["sample/length_mean"] == sum(lengths) / len(lengths), "of turns"
             assert 2 <= found["sample/turns_mean"] <= 3
             assert found["sample/rows_mean"] == 1
+            rows = [row for group in plan.groups for row in group.rollouts()]
+            lasts = [np.flatnonzero(row.loss_mask)[[e.end - 1 for e in row.ends]] for row in rows]
+            saved = 1 - sum(row.num_tokens - 1 for row in rows) / np.concatenate(lasts).sum()
+            assert 0.3 < found["sample/shared_frac"] == pytest.approx(saved)
 
     asyncio.run(scenario())
 
