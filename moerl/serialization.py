@@ -43,11 +43,11 @@ def decode(data: bytes) -> Message:
 
 
 def _with_turns(group: EpisodeGroup, change: Callable[[Array, int, Array], Array]) -> EpisodeGroup:
-    """The group with other `token_ids`: change(own, full length, prefix of the turn)."""
+    """The group with other `token_ids`: change(own, full length, prefix of the row)."""
     prompt = np.asarray(group.prompt.token_ids, np.int32)
     episodes = []
     for episode in group.episodes:
-        whole: list[Array] = []  # of each turn, before `_cut` or after `_join`
+        whole: list[Array] = []  # of each row, before `_cut` or after `_join`
         turns = []
         for turn in episode.turns:
             rollout = turn.rollout
@@ -60,7 +60,7 @@ def _with_turns(group: EpisodeGroup, change: Callable[[Array, int, Array], Array
 
 
 def _cut(tokens: Array, _length: int, before: Array) -> Array:
-    """Drop the leading tokens that the prompt or the previous turn has."""
+    """Drop the leading tokens that the prompt or the row before has."""
     known = len(before)
     return tokens[known:] if np.array_equal(tokens[:known], before) else tokens
 
@@ -69,7 +69,7 @@ def _join(tokens: Array, length: int, before: Array) -> Array:
     """Raises ProtocolError when the missing tokens are not exactly the prefix."""
     missing = length - len(tokens)
     if missing not in (0, len(before)):
-        raise ProtocolError(f"a turn of {length} tokens has {len(tokens)} and {len(before)} before")
+        raise ProtocolError(f"a row of {length} tokens has {len(tokens)} and {len(before)} before")
     return np.concatenate([before, tokens]) if missing else tokens
 
 

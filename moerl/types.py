@@ -175,9 +175,25 @@ class VersionSpan:
     kept_kv: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """End of one turn inside a row that holds several.
+
+    ABORT: the turn continues in the episode's next row.
+    """
+
+    end: int  # sampled tokens of the row up to here
+    finish: Finish
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One sampled sequence as admitted: header fields inline, big arrays by blob reference.
+    """One row of training as admitted: header fields inline, big arrays by blob reference.
+
+    One turn, or a chain of turns (`rollout.turn_rows`): then `loss_mask` is True on the sampled
+    tokens of each, and the environment's tokens between them are context.  Example: prompt [5],
+    turns [7, 2] and [3], between them [9]: token_ids [5, 7, 2, 9, 3], loss_mask [0, 1, 1, 0, 1],
+    routing rows 0..1 of the first call and 2..3 of the second, turn_ends (2, stop), (3, stop).
 
     Set by the engine host, immutable afterwards.  `routing` tiles rows 0..T-2 without gap or
     overlap, from the pass that produced each token, and so does `indexer`, where the model's
@@ -202,6 +218,7 @@ class Rollout:
     sealed_logprobs: tuple[LogprobBlob, ...] = ()
     indexer: tuple[IndexerBlob, ...] = ()
     audit_indexer: tuple[IndexerBlob, ...] = ()  # positions of audit_rows
+    turn_ends: tuple[TurnEnd, ...] = ()  # empty = one turn
 
     @property
     def num_tokens(self) -> int:
@@ -219,6 +236,24 @@ class Rollout:
     @property
     def oldest(self) -> PolicyVersion:
         return min(span.version for span in self.versions)
+
+    @property
+    def ends(self) -> tuple[TurnEnd, ...]:
+        """The end of each turn, at least one."""
+        return self.turn_ends or (TurnEnd(self.num_sampled, self.finish),)
+
+    @property
+    def joined_from(self) -> int:
+        """First sampled token (0..S-1) behind a change of weights; S = there is none.
+
+        Rows of the tokens before it are those of other weights than its own, so no forward pass
+        reproduces the row from there on.
+        """
+        first, *later = self.versions
+        context = (part for part in self.routing if part.row_begin < self.prompt_len)
+        if first.kept_kv or any(part.version != first.version for part in context):
+            return 0
+        return later[0].first if later else self.num_sampled
 
     def version_of_tokens(self) -> list[PolicyVersion]:
         """Version of each sampled token, [S]."""
@@ -242,8 +277,8 @@ class GenerateRequest:
     tail_ids: Array  # i32: tokens after prompt_ids, sampled or not
     num_sampled: int  # sampled tokens at the end of token_ids
     sampling: SamplingParams  # max_new_tokens is the remaining number
-    audit: bool = False  # also return the rows of the re-prefilled prefix
-    rows_known: int = 0  # leading rows that an earlier turn recorded, under the same weights
+    audit: bool = False  # also return the rows of the prefix that earlier calls delivered
+    rows_known: int = 0  # leading rows that earlier turns delivered
     prompt_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # i32: leading tokens
 
     def __getstate__(self) -> list[Any]:
@@ -272,9 +307,9 @@ class GenerateRequest:
     def rows_from(self) -> int:
         """First fed-in token whose routing row is new.
 
-        A first call needs every row that no earlier turn delivered.  A partial of T' tokens already
-        delivered rows 0..T'-2: the row of its last token is produced by the resumed call, under the
-        resumed call's weights.
+        A first call needs every row that no earlier turn delivered, the one of the earlier turn's
+        last token included.  A partial of T' tokens already delivered rows 0..T'-2: the row of its
+        last token is produced by the resumed call, under the resumed call's weights.
         """
         return self.num_tokens - 1 if self.num_sampled else self.rows_known
 
@@ -333,19 +368,36 @@ class Score:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One node of an episode's graph: a policy turn holds one Rollout."""
+    """One node of an episode's graph: a row of training, with one turn or several of a chain."""
 
     rollout: Rollout
-    parents: tuple[int, ...] = ()  # indices of earlier turns of the same episode
+    parents: tuple[int, ...] = ()  # indices of earlier nodes of the same episode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """A directed graph of turns; a single-turn rollout is an episode of one turn."""
+    """A directed graph of rows; a single-turn rollout is an episode of one."""
 
     episode_id: str  # "{group_id}.{sibling}"
     turns: tuple[Turn, ...]
     score: Score | None = None
+
+    def turn_lengths(self) -> list[tuple[int, Finish]]:
+        """Sampled tokens of each turn of the policy and how it ended, over all rows."""
+        found: list[tuple[int, Finish]] = []
+        carried = 0  # of a turn that began in an earlier row
+        for end, length in ((end, n) for turn in self.turns for end, n in _lengths(turn.rollout)):
+            if end.finish == Finish.ABORT:
+                carried += length
+            else:
+                found.append((carried + length, end.finish))
+                carried = 0
+        return found
+
+
+def _lengths(rollout: Rollout) -> list[tuple[TurnEnd, int]]:
+    begins = (0, *(end.end for end in rollout.ends))
+    return [(end, end.end - begin) for end, begin in zip(rollout.ends, begins, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +423,7 @@ class ModelShape:
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a sequence unless sampling.ignore_eos
     index_layers: tuple[int, ...] = ()  # layers that choose positions; empty = attention is dense
     index_topk: int = 0  # positions per token
+    context_tokens: int = 0  # longest sequence that the engines take; 0 = not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -398,11 +451,11 @@ class EpisodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """Position of one turn of one episode in the batch."""
+    """Position of one row of one episode in the batch."""
 
     group: int  # index into BatchPlan.groups
     episode: int  # index into the group's episodes
-    turn: int
+    turn: int  # index into the episode's turns
     dp_rank: int
     microbatch: int
     row: int  # row inside the microbatch
@@ -422,7 +475,7 @@ class RefScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """One batch of rollouts: its groups, and the rank, microbatch and row of each turn.
+    """One batch of rollouts: its groups, and the rank, microbatch and row of each of them.
 
     Every data-parallel rank has the same number of microbatches, because an expert-parallel
     exchange needs all ranks; a rank without rows in a microbatch trains one row of padding.

@@ -188,11 +188,11 @@ def plan_gae(
 ) -> tuple[list[Array], list[Array]]:
     """GAE of each row of `plan.rows` and the returns that the critic learns, arrays per row.
 
-    values: of each row, the critic's value at each sampled token.  Turns of an episode follow one
-    another; the (shaped) reward is that of the episode's last token.  Advantages are whitened over
-    all sampled tokens of the step, as in verl; returns are not, and the critic also learns from
-    episodes that `mask_truncated` leaves out.  drift: as in `plan_advantages`.
-    Raises RecordError as it does.
+    values: of each row, the critic's value at each sampled token.  Rows of an episode follow one
+    another, as do the turns in one: the next token may be behind an environment's reply.  The
+    (shaped) reward is that of the episode's last token.  Advantages are whitened over all sampled
+    tokens of the step, as in verl; returns are not, and the critic also learns from episodes that
+    `mask_truncated` leaves out.  drift: as in `plan_advantages`.  Raises RecordError as it does.
     """
     episodes = _episodes(plan)
     outcomes = _outcomes(config, episodes, per_token=False)
@@ -237,7 +237,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 def plan_advantages(
     config: AlgorithmConfig, plan: BatchPlan, drift: Sequence[Array] | None = None
 ) -> list[float | Array]:
-    """Advantage of each row of `plan.rows`, in that order; turns of one episode share it.
+    """Advantage of each row of `plan.rows`, in that order; rows of one episode share it.
 
     A number for the whole row, or one per sampled token ([n] f64) with process rewards and with a
     KL inside the reward.  drift: for the latter, proximal - reference log-probabilities by row.
@@ -322,8 +322,9 @@ def _checked_steps(episode: Episode, length: int) -> Sequence[tuple[int, float]]
 
 def _penalty(config: AlgorithmConfig, episode: Episode) -> float:
     """Penalty of the last turn: the limit is per response."""
-    last = episode.turns[-1].rollout
-    return overlong_penalty(last.num_sampled, last.sampling.max_new_tokens, config.overlong_buffer)
+    length, _ = episode.turn_lengths()[-1]
+    longest = episode.turns[-1].rollout.sampling.max_new_tokens
+    return overlong_penalty(length, longest, config.overlong_buffer)
 
 
 def _left_out(config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode]) -> Tensor:
@@ -331,7 +332,7 @@ def _left_out(config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode])
     return torch.tensor(
         [
             config.mask_truncated
-            and any(turn.rollout.finish == Finish.LENGTH for turn in episode.turns)
+            and any(finish == Finish.LENGTH for _, finish in episode.turn_lengths())
             for episode in episodes.values()
         ]
     )

@@ -3,7 +3,9 @@
 d = trainer - engine, per sampled token; tokens are drawn by the engine, so mean(exp(d) - 1 - d)
 estimates KL(engine, trainer).  Everything is kept as sums, counts and a histogram with fixed
 edges, added over microbatches and ranks and divided once: a mean of means would depend on the
-split.  Binned by token lag: bin 0 is pure engine mismatch, the others add staleness.
+split.  Binned by token lag: bin 0 is pure engine mismatch, the others add staleness.  Tokens behind
+a change of weights inside their row have bins of their own, because the rows of their prefix are
+those of older weights and no forward pass reproduces them.
 
 Sums are taken of exp(d) - 1 rather than exp(d), so that a standard error of 1e-6 survives.
 Sequence statistics, W = exp(sum of d over a sequence), are sums over tokens of value / length; they
@@ -22,7 +24,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from moerl.algorithms.tokens import Sequences
 
-LAG_BINS = ("lag_0", "lag_1", "lag_2_3", "lag_4_7", "lag_8")
+_LAGS = ("lag_0", "lag_1", "lag_2_3", "lag_4_7", "lag_8")
+LAG_BINS = (*_LAGS, *(f"joined_{name}" for name in _LAGS))
 _LAG_EDGES = (1, 2, 4, 8)
 _FIELDS = (
     "tokens", "d", "abs_d", "dd", "k3", "k3_reverse", "u", "uu", "prob_error",
@@ -63,10 +66,11 @@ class MismatchSums:
         engine_N: Tensor,
         lag_N: Tensor,
         sequences: Sequences | None = None,
+        joined_N: Tensor | None = None,
     ) -> MismatchSums:
         """Sums of one microbatch.  All [N]; lag in versions, >= 0.
 
-        Without `sequences` the statistics of sequences stay absent.
+        Without `sequences` the statistics of sequences stay absent.  joined: bool, see above.
         """
         distance = logprob_N.detach().double() - engine_N.double()
         d = distance.cpu()
@@ -80,6 +84,8 @@ class MismatchSums:
             dim=1,
         )  # fmt: skip
         lag_bin = torch.bucketize(lag_N.cpu(), torch.tensor(_LAG_EDGES), right=True)
+        if joined_N is not None:
+            lag_bin = lag_bin + len(_LAGS) * joined_N.long()
         result = cls.zero()
         result.sums.index_add_(0, lag_bin, columns)
         sign_bin = (d > 0).long() * len(LAG_BINS) + lag_bin
@@ -115,7 +121,7 @@ class MismatchSums:
         return MismatchSums(sums, histogram, peak, seq_sums, seq_peak)
 
     def metrics(self) -> dict[str, float]:
-        """`mismatch/NAME` over all tokens and `mismatch/NAME/lag_*` per bin that has tokens.
+        """`mismatch/NAME` over all tokens and `mismatch/NAME/BIN` per bin that has tokens.
 
         A number that could not be computed (no token, one token for a standard error) is absent.
         """

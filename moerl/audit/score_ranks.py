@@ -43,7 +43,6 @@ import torch
 from torch import Tensor
 
 from moerl.audit.score_job import VARIANTS, ScoreJob, load_job
-from moerl.audit.segment_split import split_segments
 from moerl.config.schema import ParallelConfig, Precision, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
@@ -51,6 +50,7 @@ from moerl.distributed.object_collectives import gather_values
 from moerl.errors import MoerlError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
+from moerl.records.segment_split import split_segments
 from moerl.serialization import decode_value
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.platform import prepare
@@ -305,7 +305,7 @@ class _Scorer:
         if kind == "corrupted":
             return {layer: self._corrupted(ids, layer) for layer, ids in recorded.items()}
         assert kind == "prompt_live", kind
-        prompt = _prompt_rows(self.batch)[:, None]
+        prompt = _context_rows(self.batch)[:, None]
         return {
             layer: torch.where(prompt, self.live[layer], ids) for layer, ids in recorded.items()
         }
@@ -356,13 +356,12 @@ def _real_rows(batch: Microbatch) -> Tensor:
     return (torch.arange(length)[:, None] < fed[None]).reshape(-1)
 
 
-def _prompt_rows(batch: Microbatch) -> Tensor:
-    """[S * B] bool, router order: fed-in prompt tokens."""
-    length = batch.tokens.shape[1]
-    prompt = torch.zeros(len(batch.tokens), dtype=torch.long)
+def _context_rows(batch: Microbatch) -> Tensor:
+    """[S * B] bool, router order: fed-in tokens that the policy did not sample."""
+    context = torch.zeros(batch.tokens.shape[::-1], dtype=torch.bool)
     for row, rollout in enumerate(batch.rollouts):
-        prompt[row] = rollout.prompt_len
-    return (torch.arange(length)[:, None] < prompt[None]).reshape(-1)
+        context[: rollout.num_tokens - 1, row] = torch.from_numpy(~rollout.loss_mask[:-1])
+    return context.reshape(-1)
 
 
 def _write(

@@ -358,6 +358,12 @@ def _check_replay(config: Config) -> None:
             raise ConfigError(
                 f"trainer.megatron.{name}", value, f"{why}; leave it out, or replay.routing=off"
             )
+    if config.rollout.turn_rows == "split" and not config.replay.audit:
+        raise ConfigError(
+            "rollout.turn_rows",
+            "split",
+            "a row under new weights needs its prefix of them; set replay.audit, or use join",
+        )
     if config.rollout.buffer_depth > 0 and config.rollout.max_lag == 0:
         raise ConfigError(
             "rollout.max_lag",

@@ -153,6 +153,8 @@ class RolloutConfig:
     fixed_lag: Annotated[int, Meta(ge=-1)] = -1
     slice_tokens: Natural = 0  # most tokens of a rollout per engine call; 0 = up to its end
     group_quorum: Natural = 0  # a group closes when this many siblings are done; 0 = all
+    # Rows of an episode; join: one, split: another where the weights change, separate: one per turn
+    turn_rows: Literal["join", "split", "separate"] = "join"
     # Unfinished siblings then; carry: they finish and are trained in a later step
     late_siblings: Literal["drop", "carry"] = "drop"
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
@@ -165,9 +167,8 @@ class RolloutConfig:
     # Groups in generation with a token older than this many versions are cancelled and generated
     # again; -1 = max_lag, beyond which no group is trained
     cancel_lag: Annotated[int, Meta(ge=-1)] = -1
-    journal_dir: str = (
-        ""  # node-local folder of the controller's journal; empty = the run directory
-    )
+    # Node-local folder of the controller's journal; empty = the run directory
+    journal_dir: str = ""
     # Failures that the journal survives; node: loss of every process, shared: also loss of a node
     durability: Literal["node", "shared"] = "node"
 

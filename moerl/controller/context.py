@@ -78,7 +78,9 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
     return Context(
         config=config,
         services=replace(services, scorer=scorer),
-        environment=Environment(scorer, services.decode, services.encode),
+        environment=Environment(
+            scorer, services.decode, services.encode, services.model.context_tokens
+        ),
         pool=EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release),
         sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(

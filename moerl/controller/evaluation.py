@@ -24,7 +24,6 @@ from moerl.controller.rollout_builder import (
     blob_uris,
     generate,
     sampling_params,
-    text_of,
 )
 from moerl.errors import EngineError, RecordError, ScoreError
 from moerl.types import (
@@ -182,9 +181,10 @@ class Evaluator:
         rewards = []
         for begin in range(0, len(partials), samples):
             group = partials[begin : begin + samples]
-            rollouts = [partial.turns[-1].rollout() for partial in group]
-            episodes = [Episode(r.rollout_id, (Turn(r),)) for r in rollouts]
-            responses = [[text_of(turn.rollout(), self._decode) for turn in p.turns] for p in group]
+            episodes = [
+                Episode(p.episode_id, tuple(Turn(row) for row in p.rows("join"))) for p in group
+            ]
+            responses = [partial.texts(self._decode) for partial in group]
             scores = await self._scorer.score(group[0].prompt, episodes, responses)
             rewards += [score.reward for score in scores]
         return rewards

@@ -1,25 +1,25 @@
 """Builds rollouts and multi-turn episodes from the segments that engines return.
 
-`PartialRollout` joins the segments of one rollout.  A partial of T' tokens has routing rows
+`PartialRollout` joins the segments of one turn.  A partial of T' tokens has routing rows
 0..T'-2; the row of its last token is produced when that token is fed again, by the resumed call
 under its weights.  So concatenation is complete, and the row count T-1 is checked on admission.
 
-`PartialEpisode` joins turns with an environment's replies between them.  Each turn is a rollout
-whose prompt is the whole conversation so far, so interruptions work the same in every turn.  A turn
-refers to the previous turn's routing rows instead of recording them again, which is valid only
-under the same weights.  After an update the engine's reply is refused as `known_rows` and the turn
-is requested again with its own rows.
+`PartialEpisode` joins turns with an environment's replies between them.  The prompt of a turn is
+the whole conversation so far, so interruptions work the same in every turn.  A turn requests the
+rows from the last token of the turn before on, under any weights: `turn_rows` makes rows of
+training of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
 from moerl.config.schema import SamplingConfig
+from moerl.controller.turn_rows import SampledTurn, TurnRows, join, rows_of
 from moerl.errors import RecordError
 from moerl.messages import Scorer
 from moerl.types import (
@@ -38,10 +38,8 @@ from moerl.types import (
     RoutingBlob,
     SamplingParams,
     Segment,
-    VersionSpan,
 )
 
-Blob = TypeVar("Blob", MaskBlob, LogprobBlob)
 Replies = Sequence[Segment | RecordError]
 EngineCall = Callable[[Sequence[GenerateRequest]], Awaitable[Replies]]
 
@@ -56,13 +54,13 @@ class PartialRollout:
         sampling: SamplingParams,
         *,
         audit: bool,
-        known: tuple[RoutingBlob, ...] = (),
+        rows_known: int = 0,
         slice_tokens: int = 0,
         prompt_ids: Array | None = None,
     ) -> None:
         """prompt_ids: the prompt's tokens as an array that siblings share; None = make one.
 
-        known: rows of leading prompt tokens from an earlier turn, in order, of one version.
+        rows_known: leading rows that earlier turns have delivered.
 
         slice_tokens: most tokens that one call samples; 0 = only sampling's own limit.
         """
@@ -75,7 +73,7 @@ class PartialRollout:
         if prompt_ids is None:
             prompt_ids = np.asarray(prompt.token_ids, np.int32)
         self.prompt_ids = prompt_ids
-        self.known, self._slice = known, slice_tokens
+        self.rows_known, self._slice = rows_known, slice_tokens
         self._asked = 0  # max tokens of the last request
         self.segments: list[Segment] = []
         self._calls = 0
@@ -105,11 +103,11 @@ class PartialRollout:
         request = GenerateRequest(
             rollout_id=self.rollout_id,
             segment=self._calls,
-            tail_ids=self._sampled(),
+            tail_ids=self.output_ids,
             num_sampled=self.num_sampled,
             sampling=replace(self.sampling, max_new_tokens=self._asked),
             audit=self.audit,
-            rows_known=self.known[-1].row_end if self.known else 0,
+            rows_known=self.rows_known,
             prompt_ids=self.prompt_ids,
         )
         self._calls += 1
@@ -129,10 +127,7 @@ class PartialRollout:
     def add(self, segment: Segment) -> None:
         """Add one reply: one segment per weight version that sampled it.
 
-        A segment aborted before its first token adds nothing.
-
-        Raises RecordError `known_rows` when other weights prefilled the prompt, so that the earlier
-        turn's rows do not match the KV cache: request again without them.
+        A segment aborted before its first token adds nothing.  Raises RecordError.
         """
         for piece in segment.pieces:
             self._add(piece)
@@ -155,12 +150,6 @@ class PartialRollout:
     def _add(self, segment: Segment) -> None:
         if segment.rollout_id != self.rollout_id:
             raise RecordError("rollout_id", f"{segment.rollout_id} for {self.rollout_id}")
-        if not self.segments and any(part.version != segment.version for part in self.known):
-            raise RecordError(
-                "known_rows",
-                f"{self.rollout_id}: rows of {self.known[-1].version} for a turn of "
-                f"{segment.version}",
-            )
         if self.segments and segment.version < self.segments[-1].version:
             raise RecordError(
                 "versions",
@@ -176,58 +165,19 @@ class PartialRollout:
         """Every blob sealed so far, for deletion when the rollout is dropped."""
         return blob_uris(*self.segments)
 
-    def rollout(self) -> Rollout:
-        """The finished record; `moerl.records.header_check` validates it on admission."""
-        tokens = np.concatenate([self.prompt_ids, self._sampled()])
-        mask = np.zeros(len(tokens), np.bool_)
-        mask[len(self.prompt_ids) :] = True
-        return Rollout(
-            rollout_id=self.rollout_id,
-            token_ids=tokens,
-            loss_mask=mask,
-            logprobs=np.concatenate([s.logprobs for s in self.segments]).astype(np.float32),
-            versions=self._versions(),
-            routing=self.known
-            + tuple(
-                rows
-                for s in self.segments
-                for rows in (s.prompt_rows, s.routing)
-                if rows is not None
-            ),
-            sampling_mask=self._placed(lambda s: s.sampling_mask),
-            finish=self.segments[-1].finish,
-            sampling=self.sampling,
-            engine=self.segments[-1].engine,
-            audit_rows=tuple(s.audit_rows for s in self.segments if s.audit_rows is not None),
-            sealed_logprobs=self._placed(lambda s: s.sealed_logprobs),
-            indexer=tuple(s.indexer for s in self.segments if s.indexer is not None),
-            audit_indexer=tuple(
-                s.audit_indexer for s in self.segments if s.audit_indexer is not None
-            ),
-        )
-
-    def _sampled(self) -> Array:
+    @property
+    def output_ids(self) -> Array:
+        """Tokens sampled so far."""
         parts = [np.zeros(0, np.int32), *(s.output_ids for s in self.segments)]
         return np.concatenate(parts).astype(np.int32, copy=False)
 
-    def _versions(self) -> tuple[VersionSpan, ...]:
-        spans: list[VersionSpan] = []
-        at = 0
-        for segment in self.segments:
-            span = VersionSpan(at, segment.version, segment.kept_kv)
-            if len(segment.output_ids) and (not spans or replace(spans[-1], first=at) != span):
-                spans.append(span)
-            at += len(segment.output_ids)
-        return tuple(spans)
+    def turn(self) -> SampledTurn:
+        """What was sampled, for `turn_rows`."""
+        return SampledTurn(self.prompt_ids, tuple(self.segments), self.sampling)
 
-    def _placed(self, blob_of: Callable[[Segment], Blob | None]) -> tuple[Blob, ...]:
-        """Blobs of the segments that have one, with the index of their first sampled token."""
-        at, parts = 0, []
-        for segment in self.segments:
-            if (blob := blob_of(segment)) is not None:
-                parts.append(replace(blob, first=at))
-            at += len(segment.output_ids)
-        return tuple(parts)
+    def rollout(self) -> Rollout:
+        """The finished record of a first turn."""
+        return join(self.rollout_id, [self.turn()])
 
 
 class PartialEpisode:
@@ -260,7 +210,8 @@ class PartialEpisode:
                 prompt_ids=prompt_ids,
             )
         ]
-        self._wasted: set[str] = set()  # blobs of turns that were requested again
+        self.lacks_context = False  # the last reply of the environment was too long
+        self._wasted: set[str] = set()  # blobs of a refused try
         self._ended = max_turns == 1
 
     @property
@@ -291,20 +242,11 @@ class PartialEpisode:
 
     def add(self, segment: Segment) -> None:
         """Add a reply of the engine.  Raises RecordError."""
-        turn = self.turns[-1]
-        try:
-            turn.add(segment)
-        except RecordError as error:
-            if error.reason != "known_rows":
-                raise
-            self._wasted |= blob_uris(segment)
-            self.turns[-1] = PartialRollout(
-                f"{turn.rollout_id}.own",
-                turn.prompt,
-                turn.sampling,
-                audit=turn.audit,
-                slice_tokens=self._slice,
+        if segment.version < self.newest:
+            raise RecordError(
+                "versions", f"{self.episode_id}: {segment.version} after {self.newest}"
             )
+        self.turns[-1].add(segment)
 
     def recomputed(self, segment: Segment) -> int:
         """`PartialRollout.recomputed` of the current turn."""
@@ -315,32 +257,32 @@ class PartialEpisode:
         if not token_ids:
             self._ended = True
             return
-        before = self.turns[-1]
-        rollout, number = before.rollout(), len(self.turns)
-        prompt = Prompt(
-            self.prompt.index,
-            (*rollout.token_ids.tolist(), *token_ids),
-            self.prompt.text,
-            self.prompt.answer,
-            self.prompt.extra,
-        )
-        is_one = len(rollout.versions) == 1 and not rollout.versions[0].kept_kv
-        known: tuple[RoutingBlob, ...] = rollout.routing if is_one else ()
-        if any(part.version != rollout.versions[0].version for part in known):
-            known = ()
-        if rollout.indexer:  # the engine sends every row of positions
-            known = ()
+        before, number = self.turns[-1], len(self.turns)
+        said = [*before.prompt_ids.tolist(), *before.output_ids.tolist()]
+        prompt = replace(self.prompt, token_ids=(*said, *token_ids))
         self.turns.append(
             PartialRollout(
                 f"{self.episode_id}.t{number}",
                 prompt,
                 before.sampling,
                 audit=before.audit,
-                known=known,
+                rows_known=len(said) - 1,  # the last token is fed only now
                 slice_tokens=self._slice,
             )
         )
         self._ended = number + 1 == self.max_turns
+
+    def end_for_context(self) -> None:
+        """The context has no room for the environment's reply and a further turn."""
+        self.lacks_context = self._ended = True
+
+    def rows(self, turn_rows: TurnRows) -> list[Rollout]:
+        """The rows that train the finished episode.  Raises RecordError."""
+        return rows_of(self.episode_id, [turn.turn() for turn in self.turns], turn_rows)
+
+    def texts(self, decode: Callable[[Sequence[int]], str]) -> list[str]:
+        """Text of the policy in each turn."""
+        return [decode(turn.output_ids.tolist()) for turn in self.turns]
 
     def again(self, episode_id: str) -> PartialEpisode:
         """The episode from its beginning, under another name, after a record was refused.
@@ -394,19 +336,22 @@ class Environment:
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
         encode: Callable[[str], list[int]],
+        context_tokens: int = 0,
     ) -> None:
+        """context_tokens: longest sequence that the engines take; 0 = not known."""
         self._scorer, self._decode, self._encode = scorer, decode, encode
+        self._context = context_tokens
 
     async def answer(self, episode: PartialEpisode) -> None:
         """Add the reply or end the episode.  Raises ScoreError when it raises or times out."""
-        responses = [text_of(turn.rollout(), self._decode) for turn in episode.turns]
-        text = await self._scorer.reply(episode.prompt, responses)
-        episode.reply(self._encode(text) if text else ())
-
-
-def text_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
-    """Text of the policy in one turn."""
-    return decode(rollout.token_ids[rollout.prompt_len :].tolist())
+        text = await self._scorer.reply(episode.prompt, episode.texts(self._decode))
+        token_ids = self._encode(text) if text else []
+        turn = episode.turns[-1]
+        needed = turn.num_fed + len(token_ids) + turn.sampling.max_new_tokens
+        if token_ids and self._context and needed > self._context:
+            episode.end_for_context()
+        else:
+            episode.reply(token_ids)
 
 
 class Partial(Protocol):

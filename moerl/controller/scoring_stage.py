@@ -21,7 +21,6 @@ from moerl.controller.rollout_builder import (
     PartialEpisode,
     blob_uris,
     group_uris,
-    text_of,
     wasted_uris,
 )
 from moerl.controller.write_retry import WriteRetry
@@ -140,8 +139,9 @@ class ScoringStage:
             self.refuse(group_id, partials, error)
             return
         prompt = partials[0].prompt
+        self._step_metrics.context_ends += sum(partial.lacks_context for partial in partials)
         self._ref_counts.release(wasted_uris(partials))
-        responses = [[text_of(turn.rollout, self._decode) for turn in e.turns] for e in episodes]
+        responses = [partial.texts(self._decode) for partial in partials]
         try:
             scores = await self._scorer.score(prompt, episodes, responses)
         except ScoreError as error:
@@ -153,8 +153,8 @@ class ScoringStage:
             self._discard(group_id, partials)
             return
         scored = [
-            replace(episode, score=place_steps(score, episode, self._decode))
-            for episode, score in zip(episodes, scores, strict=True)
+            replace(episode, score=place_steps(score, _outputs(partial), self._decode))
+            for episode, partial, score in zip(episodes, partials, scores, strict=True)
         ]
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
         try:
@@ -210,11 +210,11 @@ class ScoringStage:
         return True
 
     def _checked(self, partial: PartialEpisode) -> tuple[Turn, ...]:
-        """Check that each turn continues the one before.  Raises RecordError."""
-        rollouts = [turn.rollout() for turn in partial.turns]
-        for rollout in rollouts:
-            self._check(rollout)
-        return tuple(Turn(r, (i - 1,) if i else ()) for i, r in enumerate(rollouts))
+        """The rows of an episode, each of which continues the one before.  Raises RecordError."""
+        rows = partial.rows(self._config.rollout.turn_rows)
+        for row in rows:
+            self._check(row)
+        return tuple(Turn(row, (i - 1,) if i else ()) for i, row in enumerate(rows))
 
     def _check(self, rollout: Rollout) -> None:
         check(rollout, self._model, routing=self._config.replay.routing == "R3")
@@ -293,23 +293,28 @@ class ScoringStage:
         self._ref_counts.release(uri for partial in partials for uri in partial.blob_uris())
 
 
-def place_steps(score: Score, episode: Episode, decode: Callable[[Sequence[int]], str]) -> Score:
+def place_steps(
+    score: Score, turns: Sequence[list[int]], decode: Callable[[Sequence[int]], str]
+) -> Score:
     """Process rewards at sampled tokens instead of turns and characters of the last response.
 
-    A turn's reward is at its last token, a step's at the token with its last character; rewards at
-    one token are added.
+    turns: the tokens that the policy sampled in each.  A turn's reward is at its last token, a
+    step's at the token with its last character; rewards at one token are added.
     """
     if not score.text_steps and not score.turns:
         return score
-    *before, last = (turn.rollout for turn in episode.turns)
-    begin, rollout = sum(turn.num_sampled for turn in before), last
-    ids = rollout.token_ids[rollout.prompt_len :].tolist()
+    *before, ids = turns
+    begin = sum(len(turn) for turn in before)
     found: dict[int, float] = {}
     end = -1
-    for turn, reward in zip((*before, last) if score.turns else (), score.turns, strict=True):
-        end += turn.num_sampled
+    for turn, reward in zip(turns if score.turns else (), score.turns, strict=True):
+        end += len(turn)
         found[end] = reward
     for end, reward in score.text_steps:
         token = bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
         found[begin + token] = found.get(begin + token, 0.0) + reward
     return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())
+
+
+def _outputs(partial: PartialEpisode) -> list[list[int]]:
+    return [turn.output_ids.tolist() for turn in partial.turns]

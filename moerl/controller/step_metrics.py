@@ -16,7 +16,7 @@ import numpy as np
 
 from moerl.config import Config
 from moerl.messages import EngineStatus, UpdateClosed
-from moerl.types import EpisodeGroup, Finish, PolicyVersion
+from moerl.types import EpisodeGroup, Finish, PolicyVersion, Rollout
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
 _LAG_BINS = (
@@ -66,6 +66,7 @@ class StepMetrics:
         self.cancelled_groups = 0
         self.cancelled_tokens = 0
         self.stalled_requests = 0
+        self.context_ends = 0
 
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
@@ -98,6 +99,7 @@ class StepMetrics:
             "async/cancelled_groups": float(self.cancelled_groups),
             "async/cancelled_tokens": float(self.cancelled_tokens),
             "async/stalled_requests": float(self.stalled_requests),
+            "sample/context_ends": float(self.context_ends),
             "scorer/failed": float(self.score_failures),
             "async/engines_suspended": float(self.engines_suspended),
             "journal/adopted_groups": float(self.journal_adopted),
@@ -146,7 +148,9 @@ def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     rollouts = [r for group in groups for r in group.rollouts()]
     rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
     flat = [reward for group in rewards for reward in group]
-    lengths = [r.num_sampled for r in rollouts]
+    turns = [episode.turn_lengths() for group in groups for episode in group.episodes]
+    lengths = [length for lengths in turns for length, _ in lengths]
+    ends = [finish for lengths in turns for _, finish in lengths]
     segments = [len(r.versions) for r in rollouts]
     return {
         "reward/mean": statistics.fmean(flat),
@@ -154,11 +158,23 @@ def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         "reward/zero_var_frac": statistics.fmean(len(set(group)) == 1 for group in rewards),
         "sample/length_mean": statistics.fmean(lengths),
         "sample/length_max": float(max(lengths)),
-        "sample/truncated_frac": statistics.fmean(r.finish == Finish.LENGTH for r in rollouts),
+        "sample/truncated_frac": statistics.fmean(finish == Finish.LENGTH for finish in ends),
+        "sample/turns_mean": statistics.fmean(len(lengths) for lengths in turns),
+        "sample/rows_mean": len(rollouts) / len(turns),
+        "sample/shared_frac": 1.0 - sum(r.num_tokens - 1 for r in rollouts) / _fed_apart(rollouts),
         "async/segments_mean": statistics.fmean(segments),
         "async/segments_max": float(max(segments)),
         "async/partial_frac": statistics.fmean(count > 1 for count in segments),
     }
+
+
+def _fed_apart(rollouts: Sequence[Rollout]) -> int:
+    """Tokens that a row per turn would feed in: of each turn, all tokens before its last one."""
+    total = 0
+    for rollout in rollouts:
+        positions = np.flatnonzero(rollout.loss_mask)
+        total += sum(int(positions[end.end - 1]) for end in rollout.ends)
+    return total
 
 
 def _lags(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
@@ -207,7 +223,7 @@ def samples_of(
             "version": str(rollout.versions[-1].version),
             "lag": step - rollout.oldest.step,
             "prompt": group.prompt.text,
-            "response": decode(rollout.token_ids[rollout.prompt_len :].tolist()),
+            "response": decode(rollout.token_ids[len(group.prompt.token_ids) :].tolist()),
             "reward": episode.score.reward if episode.score else None,
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])

@@ -1,6 +1,6 @@
-"""Placement of turns in microbatches and ranks: one plan per optimizer step, by the controller.
+"""Placement of rows in microbatches and ranks: one plan per optimizer step, by the controller.
 
-Right-padded, a microbatch costs rows x its longest row; packed, the sum of its rows.  Turns sorted
+Right-padded, a microbatch costs rows x its longest row; packed, the sum of its rows.  Rows sorted
 by length are cut into consecutive bins: neighbours have similar lengths, which keeps padding small.
 There are as many bins as data-parallel ranks x microbatches; the largest bin is as small as
 possible, and bins of one microbatch have similar cost, because ranks of an expert-parallel exchange
@@ -41,10 +41,10 @@ def plan_batch(
     max_tokens_per_microbatch: int,
     packed: bool = False,
 ) -> BatchPlan:
-    """Place every turn of every group exactly once.  Deterministic.
+    """Place every row of every group exactly once.  Deterministic.
 
     max_tokens_per_microbatch bounds rows x longest row of one rank, packed: their sum; a single
-    turn above the bound gets its own microbatch.  A rank may have no rows in a microbatch.
+    row above the bound gets its own microbatch.  A rank may have no rows in a microbatch.
     """
     items = [
         (turn.rollout.num_tokens - 1, (group_idx, episode_idx, turn_idx))
@@ -52,7 +52,7 @@ def plan_batch(
         for episode_idx, episode in enumerate(group.episodes)
         for turn_idx, turn in enumerate(episode.turns)
     ]
-    assert items, f"step {step} has no turn to train"
+    assert items, f"step {step} has no row to train"
     items.sort(key=lambda item: (-item[0], item[1]))
     num_microbatches = -(-len(_cut(items, max_tokens_per_microbatch, packed)) // dp_size)
     bins = _smallest(items, num_microbatches * dp_size, max_tokens_per_microbatch, packed)

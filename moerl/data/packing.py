@@ -69,6 +69,7 @@ class Microbatch:
     advantage: Tensor  # [N] f32
     weight: Tensor  # [N] f32, global aggregation weight
     lag: Tensor  # [N] i64, versions
+    joined: Tensor  # [N] bool: behind a change of weights in its row
     temperature: Tensor  # [N] f32
     seq: Tensor  # [N] i64, index into rollouts of each token
     mask_offsets: Tensor | None  # [M + 1] i64; None without truncated sampling or when not read
@@ -220,6 +221,7 @@ def pack_microbatch(
         advantage=_spread(order, counts, loss.advantages if loss else None),
         weight=_spread(order, counts, loss.weights if loss else None),
         lag=_tensor([_lags(r, plan.version) for r in rollouts], np.int64),
+        joined=_tensor([np.arange(r.num_sampled) >= r.joined_from for r in rollouts], np.bool_),
         temperature=torch.from_numpy(np.repeat(temperatures, counts)),
         seq=torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
         mask_offsets=None if mask is None else torch.from_numpy(mask[0]),

@@ -16,6 +16,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.types import (
     Array,
     Finish,
+    GenerateRequest,
     LogprobBlob,
     MaskBlob,
     ModelShape,
@@ -23,6 +24,7 @@ from moerl.types import (
     Rollout,
     RoutingBlob,
     SamplingParams,
+    Segment,
     VersionSpan,
 )
 
@@ -70,6 +72,45 @@ def random_rollout(
         finish=Finish.LENGTH,
         sampling=spec.sampling,
         engine=0,
+    )
+
+
+def random_reply(
+    store: BlobStore,
+    rng: np.random.Generator,
+    request: GenerateRequest,
+    spec: RolloutSpec,
+    finish: Finish = Finish.STOP,
+) -> Segment:
+    """An engine's answer to `request`: random tokens of the first version, with its new rows."""
+    shape, version, num_new = spec.shape, spec.versions[0], spec.num_sampled
+    output = rng.integers(0, shape.vocab_size, num_new).astype(np.int32)
+    begin, end = request.rows_from, request.num_tokens + num_new - 1
+    arrays = [_routes(rng, spec, end - begin), (-3 * rng.random(num_new)).astype(np.float32)]
+    arrays += [_routes(rng, spec, begin)] if request.audit and begin else []
+    arrays += _kept(rng, spec, output) if spec.sampling.truncates else []
+    refs = iter(store.seal(request.name, arrays))
+    layers, experts = shape.moe_layers, shape.num_experts
+    routing = RoutingBlob(next(refs), begin, end, version, layers, experts)
+    logprobs, audit, mask = LogprobBlob(next(refs), 0, num_new), None, None
+    if request.audit and begin:
+        audit = RoutingBlob(next(refs), 0, begin, version, layers, experts)
+    if spec.sampling.truncates:
+        mask = MaskBlob(next(refs), next(refs), 0, num_new)
+    return Segment(
+        rollout_id=request.rollout_id,
+        output_ids=output,
+        logprobs=np.zeros(0, np.float32),
+        version=version,
+        finish=finish,
+        routing=routing,
+        sampling_mask=mask,
+        audit_rows=audit,
+        engine=0,
+        cached_tokens=0,
+        start_s=0.0,
+        end_s=0.0,
+        sealed_logprobs=logprobs,
     )
 
 

@@ -124,8 +124,8 @@ FEATURES = (
     Feature(
         "several turns",
         Verdict.PROVEN,
-        "a turn under the same weights asks for new rows only, another one for all",
-        proof=_REPLAY + "test_a_second_turn_continues_the_rows_of_the_first",
+        "a turn asks for rows that the turns before it have not delivered: one row of all turns",
+        proof=_REPLAY + "test_two_turns_are_one_row",
     ),
     Feature(
         "siblings of one prompt",

@@ -127,7 +127,7 @@ def _prompt_key(request: GenerateRequest) -> _PromptKey:
 
 def first_row(request: GenerateRequest) -> int:
     """First routing row to request from the engine."""
-    return 0 if request.audit and request.num_sampled else request.rows_from
+    return 0 if request.audit else request.rows_from
 
 
 def parse(
@@ -368,7 +368,7 @@ def _indexer(
     )
     split = request.rows_from
     own = encode(rows[split:], split)
-    return own, encode(rows[:split], 0) if request.audit and request.num_sampled else None
+    return own, encode(rows[:split], 0) if request.audit and split else None
 
 
 def _mask(records: Records, output: Array, shape: ModelShape) -> tuple[Array, Array]:

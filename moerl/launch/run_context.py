@@ -121,6 +121,7 @@ class RunContext:
             eos_token_ids=self.eos_token_ids(),
             index_layers=spec.index_layers,
             index_topk=spec.index_topk,
+            context_tokens=int(self.config.engine.args.get("context_length") or spec.max_positions),
         )
 
     def engine_host(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from moerl.config.schema import Config
 
-_BIN = "lag_0"  # no stale token, unless an update interrupted the rollout (`_is_pure`)
+_BIN = "lag_0"  # no stale token, and none behind an update of its row
 _SE = 4.0
 _SE_FLOOR = 1e-5  # a standard error of fp32 on both sides is smaller than rounding
 _EXTREME_FRAC, _EXTREME_TOKENS = 3e-4, 3  # the second: one token of a small batch is no alert
@@ -67,7 +67,7 @@ def _replayed(row: Mapping[str, float]) -> dict[str, bool]:
         cover = row["routing/replay_cover_frac"]
         found["replay_cover"] = cover != 1.0 or row.get("routing/fallback_rows", 0.0) > 0
         tokens = row.get(f"mismatch/tokens/{_BIN}", 0.0)
-        if tokens and _is_pure(row):
+        if tokens:
             extreme = row[f"mismatch/extreme_frac_2/{_BIN}"]
             found["replay_extreme"] = (
                 extreme > _EXTREME_FRAC and extreme * tokens >= _EXTREME_TOKENS
@@ -80,17 +80,9 @@ def _replayed(row: Mapping[str, float]) -> dict[str, bool]:
 def _policies(row: Mapping[str, float]) -> dict[str, bool]:
     """Alerts on the distance of the two policies: is the engine's sample usable for training?"""
     found = {}
-    if f"mismatch/ratio_se/{_BIN}" in row and _is_pure(row):
+    if f"mismatch/ratio_se/{_BIN}" in row:
         gap = abs(row[f"mismatch/ratio_mean/{_BIN}"] - 1.0)
         found["sampling_mask"] = gap > max(_SE * row[f"mismatch/ratio_se/{_BIN}"], _SE_FLOOR)
     if "mismatch/ess_seq_frac" in row:
         found["collapse"] = row["mismatch/ess_seq_frac"] < _ESS_FRAC
     return found
-
-
-def _is_pure(row: Mapping[str, float]) -> bool:
-    """True if bin 0 holds only the engine's mismatch: no rollout of the step was interrupted.
-
-    A resumed rollout has prefix rows of older weights, so its newest tokens must differ.
-    """
-    return row.get("async/partial_frac", 0.0) == 0.0

@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.audit.segment_split import split_segments
 from moerl.config.json_files import read_model_config
 from moerl.config.schema import EngineConfig, TinyModel
 from moerl.data.tiny_model import make_tiny_model
 from moerl.layout import model_spec
+from moerl.records.segment_split import split_segments
 from moerl.types import ModelShape, PolicyVersion
 from tests.helpers import sync_world
 from tests.helpers.replay_scenario import CHUNK, TRUNCATED, A, B, C, Scoring, World, start, tokens

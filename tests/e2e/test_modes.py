@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.audit.segment_split import split_segments
 from moerl.config.schema import EngineConfig
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.engine import in_flight
 from moerl.messages import UpdateClosed
 from moerl.records.blob_ranges import read_logprobs
+from moerl.records.segment_split import split_segments
 from moerl.types import PolicyVersion, Rollout, Segment, VersionSpan
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.replay_scenario import CHUNK, FULL, LONG, A, B, C, Scoring, World, start, tokens

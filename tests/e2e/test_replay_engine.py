@@ -1,8 +1,9 @@
 """Engine-side replay on real SGLang: every record, scored by Megatron-core, matches its weights.
 
 What is claimed: prompt rows, chunked prefill, prefix-cache hits, overlap scheduling, siblings that
-share stored prompt rows, a second turn that continues the rows of the first, and two interruptions
-with weight updates in between.  Each claim has a control that the same gate must reject.
+share stored prompt rows, second turns in one row with the first (under its weights and under
+others), and two interruptions with weight updates in between.  Each claim has a control that the
+same gate must reject.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.audit.segment_split import split_segments
 from moerl.config.schema import EngineConfig
 from moerl.engine.feature_table import FEATURES
 from moerl.errors import RecordError
+from moerl.records.blob_ranges import read_mask
+from moerl.records.segment_split import split_segments
 from moerl.types import Rollout
 from tests.helpers.replay_scenario import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
 
@@ -61,6 +63,9 @@ def add_jobs(scoring: Scoring) -> Scoring:
         swapped = [part for r in seams(scoring) for part in rows_of_other_segments(r)]
         swapped = [part for part in swapped if part.versions[0].version == version]
         scoring.add(f"swapped{version.step}", swapped, version)
+    for name, wrong in (("routes", routes_of_another_turn), ("mask", mask_of_another_turn)):
+        scoring.add(f"other_{name}", wrong(scoring), A)
+    scoring.add("joined", [r for n, r in scoring.world.rollouts.items() if n[:4] == "late"], C)
     scoring.add("sampled", seams(scoring), C)
     scoring.add("latest", [latest(rollout) for rollout in seams(scoring)], C)
     scoring.run()
@@ -79,6 +84,39 @@ def rows_of_other_segments(rollout: Rollout) -> list[Rollout]:
     for idx, part in enumerate(parts[1:], 1):
         wrong.append(replace(part, routing=rollout.routing[: idx + 1]))
     return wrong
+
+
+def second_turns(scoring: Scoring) -> tuple[Rollout, Rollout]:
+    """Rows of two turns with second ones of equal length."""
+    short, long = (scoring.world.rollouts[f"turn.{length}"] for length in (5, 200))
+    assert short.num_sampled == long.num_sampled
+    return short, long
+
+
+def routes_of_another_turn(scoring: Scoring) -> list[Rollout]:
+    """Control: the second turn has the rows of another episode's second turn."""
+    short, long = second_turns(scoring)
+    wrong = replace(short.routing[-1], ids=long.routing[-1].ids)
+    return [replace(short, routing=(*short.routing[:-1], wrong))]
+
+
+def mask_of_another_turn(scoring: Scoring) -> list[Rollout]:
+    """Control: kept sets of the other turn, to which the sampled token is added.
+
+    Without the token the record is refused.
+    """
+    short, long = second_turns(scoring)
+    store, mask = scoring.world.store, short.sampling_mask[-1]
+    offsets, ids = read_mask(store, long.sampling_mask[-1:])
+    said = short.token_ids[short.loss_mask][mask.first :]
+    kept = [
+        np.union1d(row, [token]).astype(np.int32)
+        for row, token in zip(np.split(ids, offsets[1:-1]), said, strict=True)
+    ]
+    lengths = np.cumsum([0, *map(len, kept)]).astype(np.int64)
+    refs = store.seal("mask_of_another_turn", [lengths, np.concatenate(kept)])
+    wrong = replace(mask, offsets=refs[0], ids=refs[1])
+    return [replace(short, sampling_mask=(*short.sampling_mask[:-1], wrong))]
 
 
 def latest(rollout: Rollout) -> Rollout:
@@ -158,24 +196,42 @@ def test_siblings_store_their_prompt_rows_once(scored: Scoring) -> None:
     assert len(own) == 4
 
 
-def test_a_second_turn_continues_the_rows_of_the_first(scored: Scoring) -> None:
-    """Cached prefix: the first turn's rows are named, and only new ones were asked for."""
+def test_two_turns_are_one_row(scored: Scoring) -> None:
+    """Cached prefix: only new rows were asked for, and every token of both turns is exact."""
     for length in (5, 200):
         first = scored.world.rollouts[f"plain.trunc.{length}"]
-        second = scored.world.rollouts[f"turn.{length}"]
-        known, own = second.routing[:-1], second.routing[-1]
-        assert known == first.routing
-        assert own.row_begin == first.num_tokens - 1
+        row = scored.world.rollouts[f"turn.{length}"]
+        assert row.routing[:-1] == first.routing
+        assert row.routing[-1].row_begin == first.num_tokens - 1
+        assert row.num_sampled == 2 * first.num_sampled
+        assert row.joined_from == row.num_sampled
         assert scored.world.cached[f"turn.{length}@0.0"] == first.num_tokens - 1
-        gaps = scored.gaps("own0")
-        check(gaps[f"turn.{length}/0"])
+        check(scored.gaps("own0")[f"turn.{length}/0"])
 
 
-def test_a_turn_after_an_update_needs_rows_of_its_own(scored: Scoring) -> None:
-    assert refused(scored.world.stale_turn) == "known_rows"
-    late = scored.world.rollouts["late.200"]
-    assert [(part.row_begin, part.version) for part in late.routing] == [(0, C)]
-    check(scored.gaps("own2")["late.200/0"])
+def test_records_of_another_turn_fail(scored: Scoring) -> None:
+    first = second_turns(scored)[0].ends[0].end
+    for name in ("other_routes", "other_mask"):
+        (gap,) = scored.gaps(name).values()
+        check(gap[:first])
+        assert np.abs(gap[first:]).max() > 100 * MAX_GAP
+
+
+def test_a_turn_after_an_update_is_exact_in_a_row_of_its_own(scored: Scoring) -> None:
+    """Joined, it has the prefix rows of the turn before; apart, those that its call prefilled."""
+    joined = scored.gaps("joined")
+    for length in (5, 200):
+        row = scored.world.rollouts[f"late.{length}"]
+        assert [part.version for part in row.routing][-1] == C
+        assert [span.version for span in row.versions] == [A, C]
+        assert row.joined_from == row.ends[0].end
+        check(scored.gaps("own0")[f"late.{length}/0"])
+        check(scored.gaps("own2")[f"late.{length}/1"])
+        assert np.abs(joined[f"late.{length}"][row.joined_from :]).max() < 1.0
+    behind = [
+        joined[f"late.{n}"][scored.world.rollouts[f"late.{n}"].joined_from :] for n in (5, 200)
+    ]
+    assert np.abs(np.concatenate(behind)).mean() > 2 * MEAN_GAP, "control: some rows are of A"
 
 
 def test_weights_exchanged_under_a_request_are_refused(scored: Scoring) -> None:

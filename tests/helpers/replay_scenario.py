@@ -1,10 +1,10 @@
 """One scenario on a real SGLang server, and the trainer's verdict on everything it recorded.
 
-Three weight versions, one server: complete rollouts under A, prefix-cache hits, a second turn that
-reuses the rows of the first, siblings of one prompt, long prompts in chunks; long requests that are
-aborted under A, resumed under B, aborted again and resumed under C.  B and C are A with a little
-noise, as after an optimizer step: enough to move some routes, so that rows of a wrong version
-can be told from the right ones.
+Three weight versions, one server: complete rollouts under A, prefix-cache hits, second turns under
+the weights of the first and under others, siblings of one prompt, long prompts in chunks; long
+requests that are aborted under A, resumed under B, aborted again and resumed under C.  B and C are
+A with a little noise, as after an optimizer step: enough to move some routes, so that rows of a
+wrong version can be told from the right ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from moerl.audit.score_job import ScoreJob
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import PartialRollout
+from moerl.controller.turn_rows import SampledTurn, join
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import RecordError
 from moerl.records.blob_store import BlobStore
@@ -36,7 +37,6 @@ from moerl.types import (
     PolicyVersion,
     Prompt,
     Rollout,
-    RoutingBlob,
     SamplingParams,
     Segment,
 )
@@ -66,11 +66,12 @@ class World:
     model: Path | None = None  # the one version: another model than Qwen3-MoE, of this shape
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
+    before: dict[str, SampledTurn] = field(default_factory=dict)  # the turn that a turn continues
     cached: dict[str, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
     paused: dict[str, list[object]] = field(default_factory=dict)  # replies, by mode of the pause
     settings: dict[str, Any] = field(default_factory=dict)  # of the server, as it reports them
     pace_s: float = 0.5  # how long this machine takes for some two dozen tokens
-    stale_turn: object = None  # a second turn that names rows of other weights
+    turns: dict[str, SampledTurn] = field(default_factory=dict)  # of complete rollouts
     folders: dict[PolicyVersion, Path] = field(default_factory=dict)
     shape: ModelShape = tiny.SHAPE
 
@@ -138,10 +139,7 @@ class World:
         for seam in seams:  # a little more, then the natural end
             seam.sampling = replace(seam.sampling, max_new_tokens=seam.num_sampled + 24)
         await self.complete(seams)
-        await self.complete([self.turn("late", "plain.trunc.200", known=False)])
-        stale = self.turn("stale", "plain.trunc.200")
-        (reply,) = await self.host.generate([stale.request()])
-        self.stale_turn = _outcome(lambda: stale.add(reply))
+        await self.complete([self.turn("late", f"plain.trunc.{n}") for n in (5, 200)])
         for mode in ("retract", "in_place"):
             await self.load(A)
             self.paused[mode] = await self.swap_weights(mode)
@@ -160,12 +158,13 @@ class World:
     async def long_prompts(self) -> None:
         await self.complete([start(f"long.{n}", tokens(150, seed=n), TRUNCATED) for n in range(24)])
 
-    def turn(self, kind: str, first: str, *, known: bool = True) -> PartialRollout:
-        """The next turn after rollout `first`: its tokens, twelve new ones, and its own rows."""
+    def turn(self, kind: str, first: str) -> PartialRollout:
+        """The next turn after rollout `first`: its tokens and twelve new ones."""
         before = self.rollouts[first]
         prompt = (*before.token_ids.tolist(), *tokens(12, seed=before.num_tokens))
-        rows = before.routing if known and not before.indexer else ()
-        return start(f"{kind}.{before.prompt_len}", prompt, TRUNCATED, rows)
+        name = f"{kind}.{before.prompt_len}"
+        self.before[name] = self.turns[first]
+        return start(name, prompt, before.sampling, before.num_tokens - 1)
 
     async def swap_weights(self, mode: str) -> list[object]:
         """What the host makes of requests whose weights are exchanged under them."""
@@ -190,9 +189,11 @@ class World:
         await self.call(partials)
         for partial in partials:
             assert partial.finished
-            rollout = partial.rollout()
+            name, turn = partial.rollout_id, partial.turn()
+            chain = [self.before[name], turn] if name in self.before else [turn]
+            rollout = join(name, chain)
             check(rollout, self.shape)
-            self.rollouts[partial.rollout_id] = rollout
+            self.rollouts[name], self.turns[name] = rollout, turn
 
     async def call(self, partials: Sequence[PartialRollout]) -> None:
         replies = await self.host.generate([partial.request() for partial in partials])
@@ -266,16 +267,10 @@ def start(
     name: str,
     prompt: tuple[int, ...],
     sampling: SamplingParams,
-    known: tuple[RoutingBlob, ...] = (),
+    rows_known: int = 0,
 ) -> PartialRollout:
-    return PartialRollout(name, Prompt(0, prompt, "", None, {}), sampling, audit=True, known=known)
-
-
-def _outcome(work: Callable[[], None]) -> object:
-    try:
-        return work()
-    except RecordError as error:
-        return error
+    text = Prompt(0, prompt, "", None, {})
+    return PartialRollout(name, text, sampling, audit=True, rows_known=rows_known)
 
 
 @dataclass

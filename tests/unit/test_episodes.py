@@ -14,9 +14,10 @@ import pytest
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.controller.rollout_builder import PartialEpisode, wasted_uris
+from moerl.controller.rollout_builder import Environment, PartialEpisode, wasted_uris
+from moerl.controller.step_metrics import batch_metrics
 from moerl.data.environments import check_digits, make_environment
-from moerl.errors import ConfigError, ScoreError
+from moerl.errors import ConfigError, RecordError, ScoreError
 from moerl.records.header_check import check as check_record
 from moerl.types import (
     BlobRef,
@@ -33,6 +34,7 @@ from tests.unit.test_controller import CONFIG, StubEngine, StubScorer, make, run
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 PROMPT = Prompt(7, (1, 2), "p", "34", {})
+SHAPE = ModelShape(10, 2, (0, 1), num_experts=4, top_k=2)
 TASK = TaskConfig(environment="check_digits", max_turns=3)
 
 
@@ -72,7 +74,7 @@ def answered(
     return request
 
 
-def test_a_turn_is_fed_all_that_was_said_and_names_its_rows() -> None:
+def test_a_turn_is_fed_all_that_was_said_and_both_are_one_row() -> None:
     episode = PartialEpisode("7.0", PROMPT, SamplingParams(4), audit=False, max_turns=3)
     answered(episode, V0)
     assert episode.listens
@@ -82,39 +84,64 @@ def test_a_turn_is_fed_all_that_was_said_and_names_its_rows() -> None:
     assert (second.num_sampled, second.rows_known, second.rows_from) == (0, 4, 4)
     episode.reply([])
     assert episode.finished
-    first, last = (turn.rollout() for turn in episode.turns)
-    assert last.token_ids.tolist() == [1, 2, 3, 3, 3, 8, 9, 3, 3, 3]
-    assert last.loss_mask.tolist() == [False] * 7 + [True] * 3
-    assert last.routing[0] == first.routing[0], "rows are named, not recorded again"
-    for rollout in (first, last):
-        check_record(rollout, ModelShape(10, 2, (0, 1), num_experts=4, top_k=2))
+    (row,) = episode.rows("join")
+    assert row.token_ids.tolist() == [1, 2, 3, 3, 3, 8, 9, 3, 3, 3]
+    assert row.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 3
+    assert [(part.row_begin, part.row_end) for part in row.routing] == [(0, 4), (4, 9)]
+    check_record(row, SHAPE)
 
 
-def test_rows_of_other_weights_are_not_named() -> None:
-    """An update between two turns: the reply is put aside and the turn gets rows of its own."""
+def test_rows_of_other_weights_are_joined_and_nothing_is_sampled_again() -> None:
+    """An update between two turns: the next call delivers the new rows, under its weights."""
     episode = PartialEpisode("7.0", PROMPT, SamplingParams(4), audit=False, max_turns=2)
     answered(episode, V0)
     episode.reply([8])
     assert answered(episode, V1).rows_known == 4
-    assert not episode.finished
-    assert wasted_uris([episode]) == {"blob://n/7.0.t1"}
-    assert answered(episode, V1).rows_known == 0
     assert episode.finished, "the last turn that is allowed"
-    last = episode.turns[-1].rollout()
-    assert [(part.row_begin, part.version) for part in last.routing] == [(0, V1)]
-    assert episode.blob_uris() == {f"blob://n/7.0{x}" for x in ("", ".t1", ".t1.own")}
+    (row,) = episode.rows("join")
+    assert [(part.row_begin, part.version) for part in row.routing] == [(0, V0), (4, V1)]
+    assert [(span.first, span.version) for span in row.versions] == [(0, V0), (3, V1)]
+    assert row.joined_from == 3
+    assert episode.blob_uris() == {"blob://n/7.0", "blob://n/7.0.t1"}
+    assert not wasted_uris([episode])
+    check_record(row, SHAPE)
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_rows_of_a_turn_that_met_an_update_are_not_named(kept: bool) -> None:
+def test_a_turn_behind_one_that_met_an_update_asks_for_new_rows_only(kept: bool) -> None:
     episode = PartialEpisode("7.0", PROMPT, SamplingParams(6), audit=False, max_turns=2)
     if kept:
         answered(episode, V1, kept_kv=True)
     else:
         answered(episode, V0, finish=Finish.ABORT)
         answered(episode, V1)
+    before = episode.num_sampled
     episode.reply([8])
-    assert episode.request().rows_known == 0
+    assert episode.request().rows_known == len(PROMPT.token_ids) + before - 1
+
+
+def test_an_engine_with_older_weights_cannot_continue_an_episode() -> None:
+    episode = PartialEpisode("7.0", PROMPT, SamplingParams(4), audit=False, max_turns=2)
+    answered(episode, V1)
+    episode.reply([8])
+    with pytest.raises(RecordError, match=r"0\.0 after 0\.1"):
+        answered(episode, V0)
+
+
+def test_a_reply_without_room_for_a_further_turn_ends_the_episode() -> None:
+    """Prompt 2, sampled 3, reply 2, the next turn up to 4: 11 tokens."""
+
+    async def turns(context_tokens: int) -> PartialEpisode:
+        episode = PartialEpisode("8.0", PROMPT, SamplingParams(4), audit=False, max_turns=3)
+        answered(episode, V0)
+        scorer, words = Asking(), lambda text: [int(word) for word in text.split()]
+        await Environment(scorer, lambda ids: "", words, context_tokens).answer(episode)
+        return episode
+
+    for context_tokens, ends in ((0, False), (11, False), (10, True)):
+        episode = asyncio.run(turns(context_tokens))
+        assert (episode.finished, episode.lacks_context) == (ends, ends)
+        assert len(episode.turns) == 2 - ends
 
 
 def test_a_run_trains_every_turn_once(tmp_path: Path) -> None:
@@ -134,10 +161,21 @@ def test_a_run_trains_every_turn_once(tmp_path: Path) -> None:
             for group in plan.groups:
                 want = 3 if group.group_id % 2 else 2
                 for episode in group.episodes:
-                    assert len(episode.turns) == want
-                    assert [turn.parents for turn in episode.turns] == [(), (0,), (1,)][:want]
-                    before, after = (t.rollout.token_ids.tolist() for t in episode.turns[:2])
-                    assert after[: len(before) + 2] == [*before, 5, 6]
+                    assert [turn.parents for turn in episode.turns] == [()], "one row"
+                    row = episode.turns[0].rollout
+                    assert len(row.ends) == want
+                    between = row.token_ids[~row.loss_mask][len(group.prompt.token_ids) :]
+                    assert between.tolist() == [5, 6] * (want - 1)
+                    assert len(episode.turn_lengths()) == want
+            found = batch_metrics(plan.groups, plan.step)
+            lengths = [n for g in plan.groups for e in g.episodes for n, _ in e.turn_lengths()]
+            assert found["sample/length_mean"] == sum(lengths) / len(lengths), "of turns"
+            assert 2 <= found["sample/turns_mean"] <= 3
+            assert found["sample/rows_mean"] == 1
+            rows = [row for group in plan.groups for row in group.rollouts()]
+            lasts = [np.flatnonzero(row.loss_mask)[[e.end - 1 for e in row.ends]] for row in rows]
+            saved = 1 - sum(row.num_tokens - 1 for row in rows) / np.concatenate(lasts).sum()
+            assert 0.3 < found["sample/shared_frac"] == pytest.approx(saved)
 
     asyncio.run(scenario())
 

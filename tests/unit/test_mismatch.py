@@ -56,6 +56,20 @@ def test_every_metric_equals_its_formula_overall_and_per_bin() -> None:
             assert abs(got - want) <= 0.08 * abs(want) + 1e-6, (name, suffix, got, want)
 
 
+def test_tokens_behind_a_change_of_weights_have_bins_of_their_own() -> None:
+    rng = np.random.default_rng(2)
+    d, lag, joined = rng.normal(0, 0.1, 900), rng.integers(0, 3, 900), rng.random(900) < 0.3
+    engine = -torch.ones(900, dtype=torch.float64)
+    logprob = engine + torch.from_numpy(d)
+    metrics = MismatchSums.of(
+        logprob, engine, torch.from_numpy(lag), joined_N=torch.from_numpy(joined)
+    ).metrics()
+    for prefix, chosen in (("", ~joined), ("joined_", joined)):
+        for name, value in reference(d[chosen & (lag == 1)]).items():
+            assert abs(metrics[f"mismatch/{name}/{prefix}lag_1"] - value) < 1e-9, name
+    assert metrics["mismatch/tokens"] == 900, "the plain name covers all of them"
+
+
 def test_parts_add_up_to_the_whole_however_they_are_cut() -> None:
     rng = np.random.default_rng(1)
     d, lag = rng.normal(0, 0.1, 999), rng.integers(0, 9, 999)

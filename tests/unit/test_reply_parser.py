@@ -105,6 +105,15 @@ def test_resumed_request_gets_new_rows_only() -> None:
     assert record.audit is None
 
 
+def test_a_later_turn_gets_the_rows_behind_those_of_the_turns_before() -> None:
+    record = parsed(reply(), ask(rows_known=2), records(routes=rows(4)[2:]))
+    np.testing.assert_array_equal(record.routing[0], rows(4)[2:, 0])
+    assert record.audit is None
+    record = parsed(reply(), ask(rows_known=2, audit=True))
+    np.testing.assert_array_equal(record.audit[0], rows(4)[:2, 0])
+    np.testing.assert_array_equal(record.routing[0], rows(4)[2:, 0])
+
+
 def test_audit_splits_prefix_rows_from_new_ones() -> None:
     record = parsed(reply(), ask(num_sampled=1, audit=True))
     np.testing.assert_array_equal(record.audit[1], rows(4)[:2, 2])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
+from moerl.controller.turn_rows import join
 from moerl.errors import RecordError
 from moerl.records.header_check import check
 from moerl.types import (
@@ -163,18 +164,17 @@ def test_a_missing_mask_is_refused() -> None:
 def test_a_later_turn_continues_the_rows_of_an_earlier_one() -> None:
     first = PartialRollout("1.0", PROMPT, SAMPLING, audit=False)
     first.add(reply(first.request(), [1, 2, 3], 4, Finish.STOP))
-    known = first.rollout().routing
     prompt = Prompt(3, (*PROMPT.token_ids, 1, 2, 3, 20, 21), "p", None, {})
-    second = PartialRollout("1.0.t1", prompt, SAMPLING, audit=False, known=known)
+    second = PartialRollout("1.0.t1", prompt, SAMPLING, audit=False, rows_known=5)
     request = second.request()
-    assert request.rows_from == known[-1].row_end == 5
-    second.add(reply(request, [4, 5], 4, Finish.STOP))
-    accept(second)
-    assert [part.row_begin for part in second.rollout().routing] == [0, 5]
-    # Control: other weights prefilled the prompt again, so the earlier rows are not theirs.
-    late = PartialRollout("1.0.t2", prompt, SAMPLING, audit=False, known=known)
-    with pytest.raises(RecordError, match="known_rows"):
-        late.add(reply(late.request(), [4, 5], 5, Finish.STOP))
+    assert request.rows_from == 5
+    second.add(reply(request, [4, 5], 5, Finish.STOP))
+    row = join("1.0", [first.turn(), second.turn()])
+    check(row, SHAPE)
+    assert [part.row_begin for part in row.routing] == [0, 5]
+    with pytest.raises(RecordError) as refused:  # control: alone it lacks the rows before
+        accept(second)
+    assert refused.value.reason == "routing_rows"
 
 
 # --- slices ---------------------------------------------------------------------------------------

@@ -6,21 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from moerl.controller.scoring_stage import place_steps
 from moerl.records.blob_store import BlobStore
 from moerl.types import (
     Episode,
-    Finish,
-    PolicyVersion,
     Prompt,
-    Rollout,
-    SamplingParams,
     Score,
-    Turn,
-    VersionSpan,
 )
 from tests.helpers.random_rollouts import group, make_rollout
 from tests.unit.test_controller import StubEngine, StubScorer, make, running, train, with_rollout
@@ -30,25 +23,6 @@ WORDS = {3: "ab", 4: "c", 5: ""}  # 5 is special: it ends a sequence and has no 
 
 def decode(ids: Sequence[int]) -> str:
     return "".join(WORDS[i] for i in ids)
-
-
-def episode(*turns: Sequence[int]) -> Episode:
-    rollouts = [
-        Rollout(
-            rollout_id="0.0",
-            token_ids=np.array([1, *ids], np.int32),
-            loss_mask=np.array([False, *[True] * len(ids)]),
-            logprobs=np.zeros(len(ids), np.float32),
-            versions=(VersionSpan(0, PolicyVersion(0, 0)),),
-            routing=(),
-            sampling_mask=(),
-            finish=Finish.STOP,
-            sampling=SamplingParams(8),
-            engine=0,
-        )
-        for ids in turns
-    ]
-    return Episode("0.0", tuple(Turn(rollout) for rollout in rollouts))
 
 
 @pytest.mark.parametrize(
@@ -61,17 +35,17 @@ def episode(*turns: Sequence[int]) -> Episode:
     ],
 )
 def test_a_step_ends_with_the_token_of_its_last_character(text_steps: tuple, steps: tuple) -> None:
-    one = episode([3, 4, 3, 5])  # "ab" "c" "ab" ""
+    one = [[3, 4, 3, 5]]  # "ab" "c" "ab" ""
     assert place_steps(Score(1.0, text_steps=text_steps), one, decode).steps == steps
 
 
 def test_steps_belong_to_the_last_turn() -> None:
-    placed = place_steps(Score(1.0, text_steps=((3, 1.0),)), episode([3, 4], [3, 4, 5]), decode)
+    placed = place_steps(Score(1.0, text_steps=((3, 1.0),)), [[3, 4], [3, 4, 5]], decode)
     assert placed.steps == ((3, 1.0),)
 
 
 def test_a_turn_ends_with_its_last_token() -> None:
-    two = episode([3, 4], [3, 4, 5])
+    two = [[3, 4], [3, 4, 5]]
     assert place_steps(Score(1.0, turns=(0.5, -1.0)), two, decode).steps == ((1, 0.5), (4, -1.0))
     both = Score(1.0, turns=(0.5, -1.0), text_steps=((1, 2.0), (5, 4.0)))
     assert place_steps(both, two, decode).steps == ((1, 0.5), (2, 2.0), (4, 3.0))

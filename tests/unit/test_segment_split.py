@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.audit.segment_split import split_segments
 from moerl.data.packing import pack_microbatch
 from moerl.errors import RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
+from moerl.records.segment_split import split_segments
 from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, RoutingBlob
 from tests.helpers.random_rollouts import EXPERTS, LAYERS, SHAPE, TOP_K, group, make_rollout
 
@@ -59,7 +59,10 @@ def test_without_audit_rows_there_is_nothing_to_cut(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="audit_rows"):
         split_segments(replace(rollout, audit_rows=()))
     with pytest.raises(RecordError, match="audit_rows"):
-        split_segments(replace(rollout, audit_rows=rollout.audit_rows[::-1]))
+        split_segments(replace(rollout, audit_rows=rollout.audit_rows[:1]))
+    later = replace(rollout.audit_rows[1], version=VERSIONS[1])  # of other weights
+    with pytest.raises(RecordError, match="audit_rows"):
+        split_segments(replace(rollout, audit_rows=(rollout.audit_rows[0], later)))
 
 
 def test_a_rollout_that_was_not_interrupted_is_its_own_segment(tmp_path: Path) -> None:

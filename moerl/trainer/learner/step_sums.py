@@ -143,7 +143,9 @@ class StepSums:
         for scored in self.scored:
             batch, proximal_N = scored.batch, scored.proximal.get()
             sequences = Sequences(batch.seq, max(len(batch.rollouts), 1))
-            self.mismatch += MismatchSums.of(proximal_N, batch.old_logprob, batch.lag, sequences)
+            self.mismatch += MismatchSums.of(
+                proximal_N, batch.old_logprob, batch.lag, sequences, batch.joined
+            )
             self.exact += exact_sums(batch, proximal_N)
             self._count_sampled(batch, scored)
         self.scored.clear()

@@ -1,8 +1,8 @@
 """The consistency probe: checks on a sample, during training, that records and model agree.
 
-1. exact, in every step without another forward: tokens at lag 0 of rollouts that no update
-interrupted must have the engine's log-probability up to rounding (a resumed rollout carries prefix
-rows of older weights, so its newest tokens differ legitimately).
+1. exact, in every step without another forward: tokens at lag 0 before any change of weights in
+their row must have the engine's log-probability up to rounding (behind one, the prefix rows are of
+older weights, so these tokens differ legitimately).
 
 Every `replay.probe` steps, before the step trains, one microbatch goes through the model twice
 without gradients: once with its recorded routes, once with the live router.
@@ -181,12 +181,9 @@ def _sums(logprob: Tensor, batch: Microbatch) -> MismatchSums:
 
 
 def fresh_tokens(batch: Microbatch) -> Tensor:
-    """[N] bool: sampled by the weights of this step, in a rollout that no update interrupted."""
-    whole = torch.zeros(max(len(batch.rollouts), 1), dtype=torch.bool)
-    for row, rollout in enumerate(batch.rollouts):
-        one_version = len({part.version for part in rollout.routing}) == 1
-        whole[row] = one_version and not any(span.kept_kv for span in rollout.versions)
-    return (batch.lag == 0) & whole[batch.seq]
+    """[N] bool: sampled by the weights of this step, before any update in the row; with routes."""
+    routed = torch.tensor([bool(rollout.routing) for rollout in batch.rollouts] or [False])
+    return (batch.lag == 0) & ~batch.joined & routed[batch.seq]
 
 
 def exact_sums(batch: Microbatch, logprob_N: Tensor) -> MismatchSums:

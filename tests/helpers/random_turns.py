@@ -1,0 +1,48 @@
+"""Episodes of several turns with random replies of an engine, sealed in a real blob store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moerl.controller.rollout_builder import PartialEpisode
+from moerl.data.synthetic import RolloutSpec, random_reply
+from moerl.records.blob_store import BlobStore
+from moerl.types import Finish, PolicyVersion, Prompt
+
+V0 = PolicyVersion(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One engine call: tokens sampled under a version; a call that is aborted is resumed."""
+
+    num_sampled: int
+    version: PolicyVersion = V0
+    aborted: bool = False
+
+
+def random_episode(
+    store: BlobStore,
+    name: str,
+    prompt: Prompt,
+    turns: Sequence[Sequence[Call]],
+    spec: RolloutSpec,
+    *,
+    audit: bool = False,
+    num_reply: int = 3,
+) -> PartialEpisode:
+    """A finished episode; the environment says `num_reply` tokens between turns."""
+    rng = np.random.default_rng([len(name), *name.encode()])
+    episode = PartialEpisode(name, prompt, spec.sampling, audit=audit, max_turns=len(turns))
+    for number, calls in enumerate(turns):
+        if number:
+            episode.reply(rng.integers(0, spec.shape.vocab_size, num_reply).tolist())
+        for call in calls:
+            own = replace(spec, num_sampled=call.num_sampled, versions=(call.version,))
+            finish = Finish.ABORT if call.aborted else Finish.STOP
+            episode.add(random_reply(store, rng, episode.request(), own, finish))
+    assert episode.finished
+    return episode
