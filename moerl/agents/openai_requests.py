@@ -24,6 +24,13 @@ _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=16)]
 
 
+class _ToolFunction(msgspec.Struct, frozen=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
 class _Ending(msgspec.Struct, frozen=True, kw_only=True):
     """Where a turn ends, and in which form it is answered."""
 
@@ -117,12 +124,12 @@ def read_request(
             raise ApiError(400, "invalid_request", "the body must be a JSON object")
         _check_fields(body)
         request = msgspec.convert(body, form)
+        if isinstance(request, ChatRequest):
+            _check_chat(request)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "invalid_request", "the body is nested too deeply") from error
-    if isinstance(request, ChatRequest):
-        _check_chat(request)
     counts.update(_not_taken(body, form, sampling))
     return request
 
@@ -162,12 +169,12 @@ def _check_chat(request: ChatRequest) -> None:
                 retry=False,
             )
     for place, tool in enumerate(request.tools or ()):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        if tool.get("type") != "function":
+            kind = tool.get("type")
             raise ApiError(
-                400, "invalid_request", f"tools[{place}]: must be a function with a name"
+                400, "invalid_request", f"tools[{place}]: type {kind!r}; allowed is function"
             )
+        msgspec.convert(tool.get("function"), _ToolFunction)
 
 
 def _not_taken(body: Json, form: type[Known], sampling: SamplingParams) -> list[str]:
