@@ -33,7 +33,6 @@ from moerl.agents.openai_requests import (
     CompletionRequest,
     Known,
     TokenRequest,
-    offered_tools,
     read_request,
 )
 from moerl.agents.turn_forest import RecordedTurn
@@ -139,7 +138,13 @@ class Gateway:
         episode = self._episode(request)
         asked = await self._read(request, ChatRequest, episode)
         self._check_logprobs(asked.logprobs)
-        turns = episode.chat(asked.messages, offered_tools(asked), asked.ends, asked.n or 1)
+        turns = episode.chat(
+            asked.messages,
+            asked.tools or [],
+            asked.ends,
+            asked.n or 1,
+            calls=asked.tool_choice != "none",
+        )
         reply = self._reply(turns, logprobs=bool(asked.logprobs))
         if not asked.stream:
             return _json((await reply).chat())

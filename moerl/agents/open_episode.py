@@ -88,7 +88,7 @@ class _Plan:
     prompt: PromptIds
     sampling: SamplingParams
     stops: Stops
-    tools: Sequence[Json]
+    tools: Sequence[Json]  # calls of these are parsed
     is_chat: bool
 
 
@@ -112,31 +112,40 @@ class OpenEpisode:
         return sum(turn.rollout.num_sampled for turn in self.forest.turns)
 
     async def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Json], ends: Ends, n: int = 1
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Json],
+        ends: Ends,
+        n: int = 1,
+        *,
+        calls: bool = True,
     ) -> list[Answer]:
-        """The next turn of a conversation; n of them are siblings.  Raises ApiError."""
+        """The next turn of a conversation; n of them are siblings.  Raises ApiError.
+
+        calls: False shows calls as text; the prompt has the tools in any case.
+        """
         stops = await self._stops(ends.stop)
         self._check_open(n)
         request = self.forest.match(messages, tools)
         prompt = self._chat_prompt(request, messages, tools)
         sampling = self._sampling(prompt, ends, stops, n)
-        requests = [request, *(self.forest.match(messages, tools) for _ in range(1, n))]
-        return await self._siblings(requests, _Plan(prompt, sampling, stops, tools, True))
+        plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True)
+        return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def complete(self, prompt: str | Sequence[int], ends: Ends, n: int = 1) -> list[Answer]:
         """Continue a text, or tokens, without a template.  Raises ApiError."""
         stops = await self._stops(ends.stop)
         self._check_open(n)
         if isinstance(prompt, str):
-            requests = [self.forest.match_text(prompt) for _ in range(n)]
-            found = self._text_prompt(requests[0], prompt)
+            request = self.forest.match_text(prompt)
+            found = self._text_prompt(request, prompt)
         else:
             ids = self._known_ids(prompt)
-            requests = [self.forest.match_tokens(ids) for _ in range(n)]
-            parent = requests[0].parent
-            found = PromptIds(ids, parent.rollout.num_tokens if parent else 0)
+            request = self.forest.match_tokens(ids)
+            found = PromptIds(ids, request.parent.rollout.num_tokens if request.parent else 0)
         sampling = self._sampling(found, ends, stops, n)
-        return await self._siblings(requests, _Plan(found, sampling, stops, (), False))
+        plan = _Plan(found, sampling, stops, (), is_chat=False)
+        return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def end(self) -> None:
         """Refuse further turns, and drop those that run."""

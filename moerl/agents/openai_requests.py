@@ -134,10 +134,6 @@ def read_request(
     return request
 
 
-def offered_tools(request: ChatRequest) -> list[Json]:
-    return [] if request.tool_choice == "none" else request.tools or []
-
-
 def _check_fields(body: Json) -> None:
     for name, neutral in _REFUSED.items():
         if body.get(name) is not None and body[name] not in neutral:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 
@@ -76,7 +76,7 @@ class TurnForest:
         self._continued: Counter[int] = Counter()  # requests that continue a turn
 
     def match(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> Request:
-        """Recognise a request, and count it: an equal one that follows is `repeated`."""
+        """Recognise a request."""
         begins = blake2b(tools_key(tools), digest_size=16).digest(), b""
         chains = [_chain(begin, messages) for begin in begins]
         whole, plain = chains
@@ -89,7 +89,7 @@ class TurnForest:
             origin = Origin.REWRITTEN
         else:
             origin = self._place_of(parent)
-        return self._counted(Request(parent, covered, origin, (whole[-1], plain[-1])))
+        return Request(parent, covered, origin, (whole[-1], plain[-1]))
 
     def match_text(self, prompt: str) -> Request:
         """The deepest turn whose prompt and answer begin this text."""
@@ -97,15 +97,23 @@ class TurnForest:
         parent = max(fits, key=lambda turn: (len(turn.text), turn.index), default=None)
         covered = len(parent.text) if parent else 0
         digest = _next(b"text", prompt.encode(errors="surrogatepass"))
-        request = Request(parent, covered, self._place_of(parent), (digest, digest), prompt)
-        return self._counted(request)
+        return Request(parent, covered, self._place_of(parent), (digest, digest), prompt)
 
     def match_tokens(self, ids: Array) -> Request:
         """The deepest turn whose tokens begin these."""
         fits = [turn for turn in self.turns if _begins(ids, turn.rollout.token_ids)]
         parent = max(fits, key=lambda turn: (turn.rollout.num_tokens, turn.index), default=None)
         digest = _next(b"tokens", np.asarray(ids, np.int32).tobytes())
-        return self._counted(Request(parent, 0, self._place_of(parent), (digest, digest)))
+        return Request(parent, 0, self._place_of(parent), (digest, digest))
+
+    def begin(self, request: Request) -> Request:
+        """A turn of this request is asked for; an equal one that follows is `repeated`."""
+        if request.parent is not None:
+            self._continued[request.parent.index] += 1
+        if request.digests[0] in self._seen:
+            return replace(request, origin=Origin.REPEATED)
+        self._seen.add(request.digests[0])
+        return request
 
     def add(
         self, request: Request, answer: ChatMessage | str, rollout: Rollout, inherited: int
@@ -143,17 +151,6 @@ class TurnForest:
         if parent is None:
             return Origin.NEW if self._seen else Origin.FIRST
         return Origin.BRANCHED if self._continued[parent.index] else Origin.CONTINUED
-
-    def _counted(self, request: Request) -> Request:
-        if request.parent is not None:
-            self._continued[request.parent.index] += 1
-        digest = request.digests[0]
-        if digest in self._seen:
-            return Request(
-                request.parent, request.covered, Origin.REPEATED, request.digests, request.text
-            )
-        self._seen.add(digest)
-        return request
 
 
 def _chain(begin: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:

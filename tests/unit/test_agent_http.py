@@ -169,6 +169,20 @@ def test_siblings_stop_texts_logprobs_usage_and_other_routes() -> None:
     run(work)
 
 
+def test_without_tool_choice_a_call_is_text_and_the_turn_continues() -> None:
+    async def work() -> None:
+        async with serve([*ids("a"), END], [CALL, END]) as served:
+            create, history = served.client.chat.completions.create, list(HELLO)
+            asked: Any = {"model": "m", "tools": [ADD]}
+            history += [await _message(await create(messages=history, **asked)), *HELLO]
+            reply = await create(messages=history, tool_choice="none", **asked)
+            assert reply.choices[0].message.content == call_text(5)
+            done = await served.end()
+        assert [turn.origin for turn in done.turns] == ["first", "continued"]
+
+    run(work)
+
+
 def test_an_answer_cut_by_max_tokens_says_so() -> None:
     async def work() -> None:
         async with serve(ids("abcdef")) as served:

@@ -168,6 +168,7 @@ def test_control_tokens_in_contents_stay_text(role: Any) -> None:
     assert stock.count(START) == 1, "control: as it stands it opens a message"
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="<|im_end|>startolc ca/\n", max_size=60))
 def test_no_content_makes_control_tokens(content: str) -> None:
     message = ChatMessage("tool", content + "<|im_end|>" + content)
@@ -412,6 +413,22 @@ def test_a_limit_has_a_code_that_agents_know(limits: EpisodeLimits, code: str) -
     assert not error.retry, "the same request meets the same limit"
 
 
+def test_a_refused_request_is_not_counted() -> None:
+    engine = ScriptedEngine()
+    engine.say([7, END], [8, END])
+
+    async def ask() -> Answer:
+        client = Talk(engine, EpisodeLimits(context_tokens=200))
+        await client.say(user("q"))
+        fork = list(client.history)
+        with pytest.raises(ApiError, match="maximum context length"):
+            await client.say(user("long " * 40))
+        client.history = fork
+        return await client.say(user("short"))
+
+    assert run(ask()).turn.origin == Origin.CONTINUED
+
+
 def test_a_turn_gets_what_is_left() -> None:
     engine = ScriptedEngine()
     engine.say([7] * 60, [7] * 60, [7] * 60)
@@ -456,6 +473,7 @@ def test_other_stop_texts_end_the_turn_inside_a_token() -> None:
     assert answer.output_ids == [7, call]
 
 
+@settings(deadline=None)
 @given(st.text("ab:", min_size=1, max_size=6), st.lists(st.text("ab:", min_size=1, max_size=3)))
 def test_a_stop_text_ends_within_a_token_that_can_end_it(stop: str, tokens: list[str]) -> None:
     seen = ""
