@@ -140,7 +140,8 @@ async def play(world: World, parser: SglangAnswers) -> Played:
     history = await agent.loop(begin, 3)
     pace_s = asyncio.get_running_loop().time() - started
     one = await agent.loop(begin, 1)  # the same request once more: a sibling
-    shown = await agent.ask([*one[:3], {"role": "user", "content": "again"}], logprobs=True)
+    again = {"role": "user", "content": "again"}
+    shown = await agent.ask([*one[:3], again], logprobs=True)
     values = [entry.logprob for entry in shown.choices[0].logprobs.content]
     siblings = asyncio.ensure_future(agent.ask(history, n=6, max_tokens=500))
     await update(world, pace_s / 6)  # some 20 tokens
@@ -286,11 +287,9 @@ def test_the_episode_took_every_path(played: Played) -> None:
 
 
 def test_the_client_sees_the_recorded_log_probabilities(played: Played) -> None:
-    (recorded,) = [
-        read_logprobs(played.scoring.world.store, turn.rollout)
-        for turn in played.done.turns
-        if turn.origin == "branched" and turn.rollout.oldest == A
-    ]
+    turn = played.done.turns[4]  # three of the loop, and a sibling of the first, came before
+    assert (turn.parent, turn.origin) == (3, "continued")
+    recorded = read_logprobs(played.scoring.world.store, turn.rollout)
     np.testing.assert_allclose(played.logprobs, recorded, rtol=0, atol=1e-7)
 
 
