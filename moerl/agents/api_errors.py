@@ -1,4 +1,4 @@
-"""What a client is told when a request is not served, in OpenAI's form."""
+"""Errors of the gateway in OpenAI's form: a status, a code and one sentence."""
 
 from __future__ import annotations
 

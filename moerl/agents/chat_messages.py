@@ -2,8 +2,8 @@
 
 The key of a message holds what clients give back unchanged: role, text, calls and ids.  It leaves
 out reasoning, because most clients drop it.  Arguments of calls are compared as JSON, because many
-clients write them anew.  Nothing else is normalised: a client that trims or repairs an answer has
-written another message.
+clients spell them in another way.  Nothing else is normalised: a client that trims or repairs an
+answer has written another message.
 """
 
 from __future__ import annotations
@@ -54,16 +54,24 @@ class ChatMessage(msgspec.Struct, frozen=True):
             (call.id, call.function.name, _canonical(call.function.arguments))
             for call in self.tool_calls or ()
         ]
-        role = "system" if self.role == "developer" else self.role
-        fields = [role, self.text, calls, self.tool_call_id or "", self.name or ""]
+        fields = [self.shown_role, self.text, calls, self.tool_call_id or "", self.name or ""]
         return msgspec.json.encode(fields)
 
-    def for_template(self) -> Json:
-        """As chat templates take it: text in one piece, arguments as an object where they are."""
-        role = "system" if self.role == "developer" else self.role
-        found: Json = {"role": role, "content": self.text}
+    @property
+    def shown_role(self) -> str:
+        """Templates have no developer."""
+        return "system" if self.role == "developer" else self.role
+
+    def for_template(self, *, text_arguments: bool) -> Json:
+        """As chat templates take it: text in one piece, arguments as an object where they are one.
+
+        text_arguments: the template takes them as text only.
+        """
+        found: Json = {"role": self.shown_role, "content": self.text}
         if self.tool_calls:
-            found["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+            found["tool_calls"] = [
+                _call_for_template(call, text_arguments=text_arguments) for call in self.tool_calls
+            ]
         if self.tool_call_id is not None:
             found["tool_call_id"] = self.tool_call_id
         if self.name is not None:
@@ -92,9 +100,13 @@ def _parsed(arguments: str | Json) -> object:
         return None
 
 
-def _call_for_template(call: MessageCall) -> Json:
-    parsed = _parsed(call.function.arguments)
-    arguments = parsed if isinstance(parsed, dict) else call.function.arguments
+def _call_for_template(call: MessageCall, *, text_arguments: bool) -> Json:
+    arguments = call.function.arguments
+    parsed = _parsed(arguments)
+    if text_arguments and not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
+    elif isinstance(parsed, dict) and not text_arguments:
+        arguments = parsed
     return {
         "type": "function",
         "id": call.id,

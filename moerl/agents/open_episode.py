@@ -148,7 +148,7 @@ class OpenEpisode:
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def end(self) -> None:
-        """Refuse further turns, and drop those that run."""
+        """Refuse further turns, and drop the running ones."""
         self._ended = True
         for task in self._running:
             task.cancel()
@@ -343,6 +343,6 @@ def _gone(message: str) -> ApiError:
 
 
 def _is_cancelled() -> bool:
-    """Whether the task that asks is cancelled, and not only the one that it waits for."""
+    """Whether the calling task itself is cancelled, not only the task that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

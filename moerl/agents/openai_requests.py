@@ -166,9 +166,9 @@ def _check_chat(request: ChatRequest) -> None:
             )
     for place, tool in enumerate(request.tools or ()):
         if tool.get("type") != "function":
-            kind = tool.get("type")
+            found = tool.get("type")
             raise ApiError(
-                400, "invalid_request", f"tools[{place}]: type {kind!r}; allowed is function"
+                400, "invalid_request", f"tools[{place}]: type {found!r}; allowed is function"
             )
         msgspec.convert(tool.get("function"), _ToolFunction)
 

@@ -7,6 +7,10 @@ messages, and the suffix is the text after MARK.  It begins with what closes an 
 policy has sampled that token, it is not written a second time; when the answer was cut by its
 length, it is written for the policy, as context.
 
+Not every template can be used so: some leave out a tool result behind an answer without its call,
+or write it in another way.  Each role is tried when the template is loaded, and messages of a role
+that fails are refused there.
+
 Text of a client must not become control tokens: a tool result that holds `<|im_end|>` would end its
 own message.  Such text is cut inside each control token, and the pieces are tokenised apart.
 
@@ -21,12 +25,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jinja2
 import numpy as np
 
-from moerl.agents.chat_messages import ChatMessage, Json
+from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.errors import ConfigError, MoerlError
 from moerl.types import Array, Finish, Rollout
 
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
 # No client can guess them, and no template changes letters and digits.
 _MARK = "answer" + secrets.token_hex(12)
 _CUT = "cut" + secrets.token_hex(12)
+_PROBE = "probe" + secrets.token_hex(12)
+_CALL = MessageCall(Function("f", "{}"), "c1")
+_TOOL: Json = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
 
 class TemplateError(MoerlError):
@@ -62,10 +69,19 @@ class PromptTokens:
         added = tokenizer.added_tokens_decoder.values()
         self._special = _one_of([token.content for token in added if token.special])
         self._added = _one_of([token.content for token in added])
-        try:
-            self._suffix_text([ChatMessage("user", "?")], ())
-        except TemplateError as error:
-            raise ConfigError("model.path", tokenizer.name_or_path, str(error)) from error
+        call = ChatMessage("assistant", "", [_CALL])
+        self._text_arguments = False
+        self._text_arguments = not self._takes([ChatMessage("user", "?"), call])
+        self._roles = frozenset(
+            role for role in ("user", "tool", "system") if self._writes_behind_answers(role)
+        )
+        if "user" not in self._roles:
+            raise ConfigError(
+                "model.path",
+                tokenizer.name_or_path,
+                "its chat template does not write the text of an answer and of a user's message "
+                "behind it",
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -119,7 +135,35 @@ class PromptTokens:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def _takes(self, messages: Sequence[ChatMessage]) -> bool:
+        try:
+            self._render(messages, [_TOOL])
+        except TemplateError:
+            return False
+        return True
+
+    def _writes_behind_answers(self, role: Literal["user", "tool", "system"]) -> bool:
+        """Whether the suffix for a message of this role is what the template itself writes."""
+        call = [_CALL] if role == "tool" else None
+        probe = ChatMessage(role, _PROBE, tool_call_id=_CALL.id if call else None)
+        answer = ChatMessage("assistant", "" if call else "!", call)
+        try:
+            suffix = self._rest([probe], [_TOOL])
+            whole = self._render([ChatMessage("user", "?"), answer, probe], [_TOOL])
+        except TemplateError:
+            return False
+        return _PROBE in suffix and whole.endswith(suffix)
+
     def _suffix_text(self, new: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
+        known = {"assistant", *self._roles}
+        role = next((one.role for one in new if one.shown_role not in known), None)
+        if role is not None:
+            raise TemplateError(
+                f"the model's chat template cannot write a message of role {role} behind an answer"
+            )
+        return self._rest(new, tools)
+
+    def _rest(self, new: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
         begin = [ChatMessage("user", "?"), ChatMessage("assistant", _MARK)]
         _, mark, suffix = self._render([*begin, *new], tools).rpartition(_MARK)
         if not mark:
@@ -130,14 +174,15 @@ class PromptTokens:
         """Text of a conversation, with _CUT inside the control tokens of contents."""
         shown = [
             _map_texts(
-                message.for_template(),
+                message.for_template(text_arguments=self._text_arguments),
                 self._cut_added if message.role == "tool" else self._cut_special,
             )
             for message in messages
         ]
         described = [_map_texts(tool, self._cut_special) for tool in tools]
+        render: Callable[..., object] = self._tokenizer.apply_chat_template
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = render(
                 shown, tools=described or None, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
@@ -170,7 +215,7 @@ def _one_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _cut(text: str, tokens: re.Pattern[str] | None) -> str:
-    """Until no piece holds a token: what is left of one may hold another."""
+    """Until no piece holds a token: the rest of one may hold another."""
     while tokens is not None and (found := tokens.search(text)):
         token = found.group()
         text = text.replace(token, token[0] + _CUT + token[1:])

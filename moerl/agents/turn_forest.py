@@ -107,7 +107,7 @@ class TurnForest:
         return Request(parent, 0, self._place_of(parent), (digest, digest))
 
     def begin(self, request: Request) -> Request:
-        """A turn of this request is asked for; an equal one that follows is `repeated`."""
+        """A turn of this request begins; an equal request after it is `repeated`."""
         if request.parent is not None:
             self._continued[request.parent.index] += 1
         if request.digests[0] in self._seen:

@@ -94,7 +94,7 @@ class TurnSampler:
     async def _withdraw(
         self, request: GenerateRequest, call: asyncio.Future[Sequence[Segment | RecordError]]
     ) -> None:
-        """End a request that nobody waits for."""
+        """End a request whose client is gone."""
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_WITHDRAW_S):
                 while not call.done():

@@ -1,4 +1,4 @@
-"""An engine that answers with the tokens it is told: what a gateway does, without a model.
+"""An engine that answers with given tokens, for tests of the gateway without a model.
 
 Records have no routes and no masks; log-probabilities stand in the reply.
 """

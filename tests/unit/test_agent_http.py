@@ -266,7 +266,7 @@ def test_a_bad_request_is_one_clear_error(body: dict[str, Any], status: int, cod
             assert (found, reply["error"]["code"]) == (status, code)
             assert reply["error"].keys() == {"message", "type", "param", "code"}
             found, _, _ = await served.post(json={"messages": HELLO})
-            assert found == 200, "and the episode goes on"
+            assert found == 200, "and the episode continues"
 
     run(work)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, MessageCall
 from moerl.agents.open_episode import Answer, Ends, EpisodeLimits, OpenEpisode, Policy
-from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
@@ -200,6 +200,52 @@ def test_a_template_without_answers_is_refused_at_the_start() -> None:
     broken.chat_template = None
     with pytest.raises(ConfigError, match="has no template"):
         PromptTokens(broken)
+
+
+BODY = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+LOSES = f"{{% for m in messages if m.role != 'tool' %}}{BODY}{{% endfor %}}{ASK}"
+# The result of a tool is written behind its call only, as Gemma 4 and gpt-oss do.
+NEEDS_CALL = f"""{{% for m in messages %}}{{% if m.role == 'tool' %}}
+{{{{- messages[loop.index0 - 1].tool_calls[0].function.name + m.content }}}}
+{{%- else %}}{BODY}{{% endif %}}{{% endfor %}}{ASK}"""
+# An answer is closed by what opens the next message, as in GLM-4.5.
+OPENS = """{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' if
+m.role == 'tool' else '' }}{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [LOSES, NEEDS_CALL])
+def test_a_message_that_the_template_would_lose_is_refused(template: str) -> None:
+    other = chat_tokenizer()
+    other.chat_template = template
+    tokens, parent = PromptTokens(other), talk([7, END])[1][0].turn.rollout
+    assert text(tokens.continued(parent, frozenset({END}), [user("next")], ()).ids).count("next")
+    with pytest.raises(TemplateError, match="role tool behind an answer"):
+        tokens.continued(parent, frozenset({END}), [ChatMessage("tool", "11")], ())
+
+
+def test_the_stop_token_may_open_the_next_message() -> None:
+    other = chat_tokenizer()
+    other.chat_template = OPENS
+    tokens, parent = PromptTokens(other), talk([7, END])[1][0].turn.rollout
+    stops = frozenset({START, END})
+    as_sampled = tokens.continued(parent, stops, [ChatMessage("tool", "11")], ())
+    assert text(as_sampled.ids).endswith(text([7, END]) + "11")
+    assert as_sampled.inherited == parent.num_tokens
+    other_one = tokens.continued(parent, stops, [user("q")], ())
+    assert text(other_one.ids).endswith(text([7, START]) + "q")
+    assert other_one.inherited == parent.num_tokens - 1
+
+
+def test_arguments_are_text_where_the_template_wants_text() -> None:
+    other = chat_tokenizer()
+    other.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    call = MessageCall(Function("add", {"a": 1}), "c")
+    ids = PromptTokens(other).whole([user("?"), ChatMessage("assistant", "", [call])], ()).ids
+    assert text(ids) == '?add{"a":1}'
 
 
 # --- recognition ---------------------------------------------------------------------------------
