@@ -108,7 +108,7 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _IGNORED = {
-    "model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction",
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction",
     "reasoning_effort", "verbosity", "top_logprobs", "safety_identifier", "prompt_cache_key",
     "skip_special_tokens",
 }  # fmt: skip
@@ -175,11 +175,12 @@ def _check_chat(request: ChatRequest) -> None:
 
 def _not_taken(body: Json, form: type[Known], sampling: SamplingParams) -> list[str]:
     found = []
+    taken = {"model", *form.__struct_fields__, *_REFUSED}  # any name of a model is the policy
     for name, value in body.items():
         if name in _SAMPLING:
             if value is not None and value != getattr(sampling, name):
                 found.append(f"not_taken/{name}")
-        elif name not in form.__struct_fields__ and name not in _REFUSED and value is not None:
+        elif name not in taken and value is not None:
             # Other names come from outside and would grow without bound.
             found.append(f"not_taken/{name if name in _IGNORED else 'other'}")
     return found

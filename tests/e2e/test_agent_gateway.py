@@ -148,10 +148,22 @@ async def play(world: World, parser: SglangAnswers) -> Played:
     last = (await siblings).choices[0].message
     await agent.loop([*history, *_after(last, "11")], 2)
     await agent.loop(one, 1)  # its parent was sampled under the old weights
+    await hang_up(agent, world, begin)
     await client.close()
     done = await gateway.end_episode("7.0")
     await gateway.stop()
     return Played(Scoring(world, world.root), tap, tokens, done, agent.texts, values)
+
+
+async def hang_up(agent: Agent, world: World, history: list[Any]) -> None:
+    """A client that leaves while its turn is sampled; the engine must become idle."""
+    seen = world.prefills()
+    asking = asyncio.ensure_future(agent.ask(history, n=2, max_tokens=500))
+    while world.prefills() <= seen:
+        await asyncio.sleep(0.02)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await asyncio.wait_for(world.host._health.idle.wait(), 30.0)
 
 
 async def update(world: World, wait_s: float) -> None:
@@ -282,6 +294,10 @@ def test_the_episode_took_every_path(played: Played) -> None:
     assert counts["resumed"] >= 1, "the update has interrupted a turn"
     assert counts["asked_again"] >= 1, "a turn under new weights has rows of its own"
     assert counts["control_tokens_in_contents"] >= 2
+    assert counts["cancelled"] == 2, "a client has left two turns"
+    names = {path.name for path in played.scoring.world.store.root.iterdir()}
+    wasted = {uri.rpartition("/")[2] for uri in played.done.wasted}
+    assert wasted <= names, "what these and refused turns sealed is there to be deleted"
     versions = {span.version for rollout in played.rollouts for span in rollout.versions}
     assert versions == {A, B}
 
