@@ -23,7 +23,7 @@ from moerl.agents.turn_forest import RecordedTurn, Request, TurnForest
 from moerl.agents.turn_sampler import TurnEngine, TurnSampler, known_rows
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.errors import EngineError, RecordError
-from moerl.types import Array, Finish, Prompt, Rollout, RoutingBlob, SamplingParams
+from moerl.types import Array, Prompt, Rollout, RoutingBlob, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,9 @@ class OpenEpisode:
         return [task.result() for task in turns]
 
     async def _turn(self, name: str, request: Request, plan: _Plan) -> Answer:
-        known = known_rows(request.parent.rollout) if request.parent else ()
+        known: tuple[RoutingBlob, ...] = ()
+        if request.parent is not None:
+            known = known_rows(request.parent.rollout, len(plan.prompt.ids))
         try:
             try:
                 rollout = await self._run(self._partial(name, plan, known), plan.stops)
@@ -323,7 +325,8 @@ class OpenEpisode:
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, rollout, plan.prompt.inherited)
         self.counts[f"origin/{turn.origin}"] += 1
-        reason = "stop" if is_stopped or rollout.finish is Finish.STOP else "length"
+        is_stopped |= ends_with_stop(rollout, self._policy.stop_ids)
+        reason = "stop" if is_stopped else "length"
         return Answer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
 
     def _text_of(self, rollout: Rollout) -> str:

@@ -32,7 +32,7 @@ import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.errors import ConfigError, MoerlError
-from moerl.types import Array, Finish, Rollout
+from moerl.types import Array, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -42,7 +42,11 @@ _MARK = "answer" + secrets.token_hex(12)
 _CUT = "cut" + secrets.token_hex(12)
 _PROBE = "probe" + secrets.token_hex(12)
 _CALL = MessageCall(Function("f", "{}"), "c1")
-_TOOL: Json = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+_PARAMETERS: Json = {"type": "object", "properties": {}}
+_TOOL: Json = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": _PARAMETERS},
+}
 
 
 class TemplateError(MoerlError):
@@ -69,9 +73,9 @@ class PromptTokens:
         added = tokenizer.added_tokens_decoder.values()
         self._special = _one_of([token.content for token in added if token.special])
         self._added = _one_of([token.content for token in added])
-        call = ChatMessage("assistant", "", [_CALL])
         self._text_arguments = False
-        self._text_arguments = not self._takes([ChatMessage("user", "?"), call])
+        self._text_arguments = not self._takes_calls()
+        self._text_arguments &= self._takes_calls()
         self._roles = frozenset(
             role for role in ("user", "tool", "system") if self._writes_behind_answers(role)
         )
@@ -135,9 +139,9 @@ class PromptTokens:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def _takes(self, messages: Sequence[ChatMessage]) -> bool:
+    def _takes_calls(self) -> bool:
         try:
-            self._render(messages, [_TOOL])
+            self._render([ChatMessage("user", "?"), ChatMessage("assistant", "", [_CALL])], [_TOOL])
         except TemplateError:
             return False
         return True
@@ -204,8 +208,11 @@ class PromptTokens:
 
 
 def ends_with_stop(rollout: Rollout, stop_ids: frozenset[int]) -> bool:
-    """Whether the policy ended its answer with a stop token."""
-    return rollout.finish is Finish.STOP and int(rollout.token_ids[-1]) in stop_ids
+    """Whether the policy ended its answer with a stop token.
+
+    Its finish does not tell: the engine looks at the length first.
+    """
+    return int(rollout.token_ids[-1]) in stop_ids
 
 
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str] | None:

@@ -105,12 +105,15 @@ class TurnSampler:
             self._waste(uri for reply in await call for uri in blob_uris(reply))
 
 
-def known_rows(parent: Rollout) -> tuple[RoutingBlob, ...]:
+def known_rows(parent: Rollout, num_prompt: int) -> tuple[RoutingBlob, ...]:
     """Routing rows of a turn that the next one need not deliver again.
 
     They must be of one version, whose KV cache the engine may still hold.  With sparse attention
-    the engine sends every row of positions, and of routes.
+    the engine sends every row of positions, and of routes.  The row of the last prompt token is
+    always the next turn's own.
+    num_prompt: tokens of its prompt.
     """
     is_one = len(parent.versions) == 1 and not parent.versions[0].kept_kv
     same = all(part.version == parent.versions[0].version for part in parent.routing)
-    return parent.routing if is_one and same and not parent.indexer else ()
+    fits = parent.num_tokens <= num_prompt
+    return parent.routing if is_one and same and fits and not parent.indexer else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -20,8 +21,16 @@ from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
+from moerl.agents.turn_sampler import known_rows
 from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.types import Finish, SamplingParams
+from moerl.types import (
+    BlobRef,
+    Finish,
+    PolicyVersion,
+    RoutingBlob,
+    SamplingParams,
+    VersionSpan,
+)
 from tests.helpers.chat_tokenizer import END, SIZE, START, call_text, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -95,6 +104,22 @@ def test_an_answer_cut_by_its_length_is_closed_as_context() -> None:
     rollout, begin = second.turn.rollout, first.turn.rollout.num_tokens
     assert text(rollout.token_ids[begin:]).startswith("<|im_end|>\n<|im_start|>user\nq1")
     assert rollout.num_sampled == 2, "only this turn's own tokens are sampled"
+
+
+def test_a_stop_token_at_the_limit_closes_the_answer() -> None:
+    """The engine reports the length, because it looks at that first."""
+    engine = ScriptedEngine()
+    engine.say([7, 8, END], [9, END])
+
+    async def turns() -> list[Answer]:
+        client = Talk(engine)
+        return [await client.say(user("q"), ends=Ends(max_tokens=3)), await client.say(user("r"))]
+
+    first, second = run(turns())
+    assert first.turn.rollout.finish is Finish.LENGTH
+    assert (first.text, first.finish_reason) == (text([7, 8]), "stop")
+    new = second.turn.rollout.token_ids[first.turn.rollout.num_tokens :]
+    assert text(new).startswith("\n<|im_start|>user")
 
 
 def test_a_stop_token_that_the_template_does_not_write_is_replaced() -> None:
@@ -354,6 +379,17 @@ def test_text_and_tokens_are_continued_too() -> None:
     np.testing.assert_array_equal(second[: len(first) - 1], first[:-1])
     assert text(second[len(first) - 1 :]).startswith(" more")
     np.testing.assert_array_equal(third[: len(second)], second)
+
+
+def test_rows_are_known_up_to_the_last_prompt_token_only() -> None:
+    part = RoutingBlob(
+        BlobRef("blob://n/x", 0, "uint8", (1, 1, 1), ""), 0, 1, PolicyVersion(0, 0), (0,), 8
+    )
+    parent = replace(talk([7, END])[1][0].turn.rollout, routing=(part,))
+    assert known_rows(parent, parent.num_tokens) == (part,)
+    assert known_rows(parent, parent.num_tokens - 1) == ()
+    two = (*parent.versions, VersionSpan(1, PolicyVersion(0, 1)))
+    assert known_rows(replace(parent, versions=two), 1000) == ()
 
 
 # --- the engine ----------------------------------------------------------------------------------
