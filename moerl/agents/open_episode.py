@@ -26,6 +26,9 @@ from moerl.errors import EngineError, RecordError
 from moerl.types import Array, Prompt, Rollout, RoutingBlob, SamplingParams
 
 
+_MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
     """What one episode may use."""
@@ -242,7 +245,15 @@ class OpenEpisode:
         sampling = self._policy.sampling
         if sampling.ignore_eos:
             raise ApiError(400, "unsupported_parameter", "stop: this run ignores stop tokens")
-        return await asyncio.to_thread(self._policy.finder.find, texts, sampling.stop_token_ids)
+        found = await asyncio.to_thread(self._policy.finder.find, texts, sampling.stop_token_ids)
+        if len(found.ids) > _MOST_STOPS:
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                f"stop: {len(found.ids)} tokens can end {list(texts)}; {_MOST_STOPS} are allowed",
+                retry=False,
+            )
+        return found
 
     # --- sampling ---------------------------------------------------------------------------------
     async def _siblings(self, requests: Sequence[Request], plan: _Plan) -> list[Answer]:
@@ -316,6 +327,9 @@ class OpenEpisode:
         if self._ended:
             self.wasted |= blob_uris(rollout)
             raise _gone("the episode has ended")
+        # Tokens of stop texts say where this turn ends, not how it is sampled.
+        stop_ids = self._policy.sampling.stop_token_ids
+        rollout = replace(rollout, sampling=replace(plan.sampling, stop_token_ids=stop_ids))
         whole = self._text_of(rollout)
         text, is_stopped = plan.stops.cut(whole)
         reasoning, calls = "", tuple[MessageCall, ...]()

@@ -24,7 +24,6 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import jinja2
@@ -91,9 +90,8 @@ class PromptTokens:
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    @cached_property
     def token_texts(self) -> list[str]:
-        """Text of each token of the vocabulary; some seconds for 150,000 of them."""
+        """Text of each token of the vocabulary."""
         raw = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
         texts = self._tokenizer.batch_decode([[index] for index in range(self.vocab_size)])
         return [

@@ -31,14 +31,15 @@ class StopFinder:
     """Remembers the last few sets of stop texts: a client sends the same ones in each turn."""
 
     def __init__(self, tokens: PromptTokens) -> None:
-        self._tokens = tokens
+        """It reads the whole vocabulary: seconds for a large one."""
+        self._tokens, self._texts = tokens, tokens.token_texts()
         self.find = lru_cache(64)(self._find)
 
     def _find(self, texts: tuple[str, ...], ends: tuple[int, ...]) -> Stops:
         """ends: stop tokens, which end a turn whatever its text."""
         ids = [
             index
-            for index, token in enumerate(self._tokens.token_texts)
+            for index, token in enumerate(self._texts)
             if any(can_end(token, text) for text in texts)
         ]
         return Stops(texts, frozenset(ids) - set(ends))
