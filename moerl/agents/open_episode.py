@@ -25,7 +25,6 @@ from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.errors import EngineError, RecordError
 from moerl.types import Array, Prompt, Rollout, RoutingBlob, SamplingParams
 
-
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
 

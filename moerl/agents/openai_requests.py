@@ -173,9 +173,10 @@ def _check_chat(request: ChatRequest) -> None:
         msgspec.convert(tool.get("function"), _ToolFunction)
 
 
-def _not_taken(body: Json, form: type[Known], sampling: SamplingParams) -> list[str]:
+def _not_taken(body: Json, form: type[msgspec.Struct], sampling: SamplingParams) -> list[str]:
     found = []
-    taken = {"model", *form.__struct_fields__, *_REFUSED}  # any name of a model is the policy
+    known: set[str] = {field.name for field in msgspec.structs.fields(form)}
+    taken = {"model", *known, *_REFUSED}  # any name of a model is the policy
     for name, value in body.items():
         if name in _SAMPLING:
             if value is not None and value != getattr(sampling, name):
