@@ -1,0 +1,1 @@
+"""Agents: programs that talk to the policy over HTTP, recorded token by token."""

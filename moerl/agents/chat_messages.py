@@ -1,0 +1,114 @@
+"""Chat messages as clients send them: their form, and the key by which they are recognised.
+
+The key of a message holds what clients give back unchanged: role, text, calls and ids.  It leaves
+out reasoning, because most clients drop it.  Arguments of calls are compared as JSON, because many
+clients spell them in another way.  Nothing else is normalised: a client that trims or repairs an
+answer has written another message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Json = dict[str, object]
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | Json = ""
+
+
+class MessageCall(msgspec.Struct, frozen=True):
+    """A call of a tool in an assistant's message."""
+
+    function: Function
+    id: str = ""
+    type: str = "function"
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str = ""
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Parts are joined; parts of other types than text are refused when a request is read."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def key(self) -> bytes:
+        calls = [
+            (call.id, call.function.name, _canonical(call.function.arguments))
+            for call in self.tool_calls or ()
+        ]
+        fields = [self.shown_role, self.text, calls, self.tool_call_id or "", self.name or ""]
+        return msgspec.json.encode(fields)
+
+    @property
+    def shown_role(self) -> str:
+        """Templates have no developer."""
+        return "system" if self.role == "developer" else self.role
+
+    def for_template(self, *, text_arguments: bool) -> Json:
+        """As chat templates take it: text in one piece, arguments as an object where they are one.
+
+        text_arguments: the template takes them as text only.
+        """
+        found: Json = {"role": self.shown_role, "content": self.text}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                _call_for_template(call, text_arguments=text_arguments) for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            found["name"] = self.name
+        return found
+
+
+def tools_key(tools: Sequence[Json]) -> bytes:
+    return msgspec.json.encode(list(tools))
+
+
+def _canonical(arguments: str | Json) -> object:
+    """One spelling of equal JSON; text that is no JSON stays text."""
+    parsed = _parsed(arguments)
+    if parsed is None:
+        return arguments
+    return msgspec.json.encode(parsed, order="sorted").decode()
+
+
+def _parsed(arguments: str | Json) -> object:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _call_for_template(call: MessageCall, *, text_arguments: bool) -> Json:
+    arguments = call.function.arguments
+    parsed = _parsed(arguments)
+    if text_arguments and not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
+    elif isinstance(parsed, dict) and not text_arguments:
+        arguments = parsed
+    return {
+        "type": "function",
+        "id": call.id,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }

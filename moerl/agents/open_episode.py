@@ -1,0 +1,364 @@
+"""One open episode: its key, its limits, and the turns that a client asks for.
+
+It answers in the terms of a turn; the forms of HTTP are in `openai_form`.  Sampling belongs to the
+recipe: a client says where a turn ends, never from which distribution it is drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moerl.agents.api_errors import ApiError
+from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
+from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError, ends_with_stop
+from moerl.agents.stop_texts import StopFinder, Stops
+from moerl.agents.tool_calls import AnswerParser
+from moerl.agents.turn_forest import RecordedTurn, Request, TurnForest
+from moerl.agents.turn_sampler import TurnEngine, TurnSampler, known_rows
+from moerl.controller.rollout_builder import PartialRollout, blob_uris
+from moerl.errors import EngineError, RecordError
+from moerl.types import Array, Prompt, Rollout, RoutingBlob, SamplingParams
+
+_MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What one episode may use."""
+
+    context_tokens: int  # of prompt and answer; at most the engine's context
+    turns: int = 64
+    sampled_tokens: int = 65536
+    wall_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The policy as episodes see it: shared by all of them."""
+
+    engine: TurnEngine
+    tokens: PromptTokens
+    finder: StopFinder
+    parser: AnswerParser
+    sampling: SamplingParams  # of the recipe; max_new_tokens: most tokens of a turn
+    audit: bool = False  # see GenerateRequest
+    logprobs: Callable[[Rollout], Array] | None = None  # of a finished rollout, from its records
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(self.sampling.stop_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a client wants a turn to end."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """A finished turn, as it is shown to the client."""
+
+    turn: RecordedTurn
+    text: str
+    finish_reason: str  # stop | length | tool_calls
+    reasoning: str = ""
+    calls: tuple[MessageCall, ...] = ()
+
+    @property
+    def prompt_len(self) -> int:
+        return self.turn.rollout.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        ids: list[int] = self.turn.rollout.token_ids[self.prompt_len :].tolist()
+        return ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What the siblings of one request share."""
+
+    prompt: PromptIds
+    sampling: SamplingParams
+    stops: Stops
+    tools: Sequence[Json]  # calls of these are parsed
+    is_chat: bool
+
+
+class OpenEpisode:
+    """Used from one event loop."""
+
+    def __init__(self, name: str, policy: Policy, limits: EpisodeLimits) -> None:
+        self.name, self.limits, self._policy = name, limits, policy
+        self.key = secrets.token_urlsafe(24)
+        self.forest = TurnForest()
+        self.counts: Counter[str] = Counter()
+        self.wasted: set[str] = set()  # blobs of turns that were not recorded
+        self._sampler = TurnSampler(policy.engine, policy.finder, self.wasted.update)
+        self._started, self._reserved = 0, 0  # turns; tokens that running turns may sample
+        self._running: set[asyncio.Task[Rollout]] = set()
+        self._ended = False
+        self._deadline = asyncio.get_running_loop().time() + limits.wall_s
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(turn.rollout.num_sampled for turn in self.forest.turns)
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Json],
+        ends: Ends,
+        n: int = 1,
+        *,
+        calls: bool = True,
+    ) -> list[Answer]:
+        """The next turn of a conversation; n of them are siblings.  Raises ApiError.
+
+        calls: False shows calls as text; the prompt has the tools in any case.
+        """
+        stops = await self._stops(ends.stop)
+        self._check_open(n)
+        request = self.forest.match(messages, tools)
+        prompt = self._chat_prompt(request, messages, tools)
+        sampling = self._sampling(prompt, ends, stops, n)
+        plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True)
+        return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
+
+    async def complete(self, prompt: str | Sequence[int], ends: Ends, n: int = 1) -> list[Answer]:
+        """Continue a text, or tokens, without a template.  Raises ApiError."""
+        stops = await self._stops(ends.stop)
+        self._check_open(n)
+        if isinstance(prompt, str):
+            request = self.forest.match_text(prompt)
+            found = self._text_prompt(request, prompt)
+        else:
+            ids = self._known_ids(prompt)
+            request = self.forest.match_tokens(ids)
+            found = PromptIds(ids, request.parent.rollout.num_tokens if request.parent else 0)
+        sampling = self._sampling(found, ends, stops, n)
+        plan = _Plan(found, sampling, stops, (), is_chat=False)
+        return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
+
+    async def end(self) -> None:
+        """Refuse further turns, and drop the running ones."""
+        self._ended = True
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._sampler.close()
+        self.counts["resumed"] = self._sampler.resumed
+        self.wasted -= {uri for turn in self.forest.turns for uri in blob_uris(turn.rollout)}
+
+    # --- prompts ----------------------------------------------------------------------------------
+    def _chat_prompt(
+        self, request: Request, messages: Sequence[ChatMessage], tools: Sequence[Json]
+    ) -> PromptIds:
+        tokens, parent = self._policy.tokens, request.parent
+        try:
+            if parent is None:
+                found = tokens.whole(messages, tools)
+            else:
+                new = messages[request.covered :]
+                found = tokens.continued(parent.rollout, self._policy.stop_ids, new, tools)
+        except TemplateError as error:
+            raise ApiError(400, "invalid_messages", str(error)) from error
+        self.counts["control_tokens_in_contents"] += found.cuts
+        return found
+
+    def _text_prompt(self, request: Request, prompt: str) -> PromptIds:
+        tokens, parent = self._policy.tokens, request.parent
+        if parent is None:
+            return PromptIds(tokens.encode(prompt))
+        rest = prompt[request.covered :]
+        return tokens.continued_text(parent.rollout, self._policy.stop_ids, rest)
+
+    def _known_ids(self, prompt: Sequence[int]) -> Array:
+        size = self._policy.tokens.vocab_size
+        wrong = next((token for token in prompt if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ApiError(400, "invalid_prompt", f"token id {wrong} is not in 0..{size - 1}")
+        return np.asarray(prompt, np.int32)
+
+    # --- limits -----------------------------------------------------------------------------------
+    def _check_open(self, n: int) -> None:
+        if self._ended:
+            raise _gone("the episode has ended")
+        if asyncio.get_running_loop().time() >= self._deadline:
+            raise _gone(f"the episode has used its {self.limits.wall_s:g} s")
+        left = self.limits.turns - self._started
+        if n > left:
+            raise ApiError(
+                400,
+                "turn_limit_exceeded",
+                f"the episode has {left} of its {self.limits.turns} turns left; the request is "
+                f"for {n}",
+                retry=False,
+            )
+
+    def _sampling(self, prompt: PromptIds, ends: Ends, stops: Stops, n: int) -> SamplingParams:
+        sampling = self._policy.sampling
+        return replace(
+            sampling,
+            max_new_tokens=self._room(prompt, ends, n),
+            stop_token_ids=(*sampling.stop_token_ids, *sorted(stops.ids)),
+        )
+
+    def _room(self, prompt: PromptIds, ends: Ends, n: int) -> int:
+        """Most tokens that each of n turns may sample.  Raises ApiError when there are none."""
+        context, used = self.limits.context_tokens, len(prompt.ids)
+        room = context - used - 1  # the engine keeps one position free
+        if not used:
+            raise ApiError(400, "invalid_prompt", "the prompt has no token")
+        if room < 1:
+            raise ApiError(
+                400,
+                "context_length_exceeded",
+                f"This model's maximum context length is {context} tokens. However, your messages "
+                f"resulted in {used} tokens.",
+                retry=False,
+            )
+        left = (self.limits.sampled_tokens - self.num_sampled - self._reserved) // n
+        if left < 1:
+            raise ApiError(
+                400,
+                "token_limit_exceeded",
+                f"the episode has none of its {self.limits.sampled_tokens} sampled tokens left",
+                retry=False,
+            )
+        most = self._policy.sampling.max_new_tokens
+        return min(room, left, most, ends.max_tokens or most)
+
+    async def _stops(self, texts: tuple[str, ...]) -> Stops:
+        if not texts:
+            return Stops()
+        sampling = self._policy.sampling
+        if sampling.ignore_eos:
+            raise ApiError(400, "unsupported_parameter", "stop: this run ignores stop tokens")
+        found = await asyncio.to_thread(self._policy.finder.find, texts, sampling.stop_token_ids)
+        if len(found.ids) > _MOST_STOPS:
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                f"stop: {len(found.ids)} tokens can end {list(texts)}; {_MOST_STOPS} are allowed",
+                retry=False,
+            )
+        return found
+
+    # --- sampling ---------------------------------------------------------------------------------
+    async def _siblings(self, requests: Sequence[Request], plan: _Plan) -> list[Answer]:
+        names = [f"{self.name}.t{self._started + place}" for place in range(len(requests))]
+        self._started += len(requests)
+        tokens = plan.sampling.max_new_tokens * len(requests)
+        self._reserved += tokens
+        try:
+            async with asyncio.TaskGroup() as group:
+                turns = [
+                    group.create_task(self._turn(name, request, plan))
+                    for name, request in zip(names, requests, strict=True)
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._reserved -= tokens
+        return [task.result() for task in turns]
+
+    async def _turn(self, name: str, request: Request, plan: _Plan) -> Answer:
+        known: tuple[RoutingBlob, ...] = ()
+        if request.parent is not None:
+            known = known_rows(request.parent.rollout, len(plan.prompt.ids))
+        try:
+            try:
+                rollout = await self._run(self._partial(name, plan, known), plan.stops)
+            except RecordError as error:
+                if error.reason != "known_rows":
+                    raise
+                # Other weights prefilled the prompt: this turn needs rows of its own.
+                self.counts["asked_again"] += 1
+                rollout = await self._run(self._partial(f"{name}.own", plan), plan.stops)
+        except RecordError as error:
+            self.counts[f"refused/{error.reason}"] += 1
+            raise ApiError(502, "record_refused", "the engine's record was refused") from error
+        return self._recorded(request, plan, rollout)
+
+    def _partial(
+        self, name: str, plan: _Plan, known: tuple[RoutingBlob, ...] = ()
+    ) -> PartialRollout:
+        return PartialRollout(
+            name,
+            Prompt(0, (), "", None, {}),
+            plan.sampling,
+            audit=self._policy.audit,
+            known=known,
+            prompt_ids=plan.prompt.ids,
+        )
+
+    async def _run(self, partial: PartialRollout, stops: Stops) -> Rollout:
+        """Raises RecordError; ApiError when the episode ends before the turn does."""
+        work = asyncio.create_task(self._sampler.sample(partial, stops))
+        self._running.add(work)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await work
+        except TimeoutError as error:
+            raise _gone(f"the episode has used its {self.limits.wall_s:g} s") from error
+        except EngineError as error:
+            raise ApiError(503, "engine_unavailable", "the engine failed: ask again") from error
+        except asyncio.CancelledError:
+            self.counts["cancelled"] += 1
+            if self._ended and not _is_cancelled():
+                raise _gone("the episode has ended") from None
+            raise
+        finally:
+            self._running.discard(work)
+
+    # --- records ----------------------------------------------------------------------------------
+    def _recorded(self, request: Request, plan: _Plan, rollout: Rollout) -> Answer:
+        if self._ended:
+            self.wasted |= blob_uris(rollout)
+            raise _gone("the episode has ended")
+        # Tokens of stop texts say where this turn ends, not how it is sampled.
+        stop_ids = self._policy.sampling.stop_token_ids
+        rollout = replace(rollout, sampling=replace(plan.sampling, stop_token_ids=stop_ids))
+        whole = self._text_of(rollout)
+        text, is_stopped = plan.stops.cut(whole)
+        reasoning, calls = "", tuple[MessageCall, ...]()
+        if plan.is_chat:
+            reasoning, text, found = self._policy.parser.parse(text, plan.tools)
+            calls = tuple(_named(name, arguments) for name, arguments in found)
+        answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
+        turn = self.forest.add(request, answer, rollout, plan.prompt.inherited)
+        self.counts[f"origin/{turn.origin}"] += 1
+        is_stopped |= ends_with_stop(rollout, self._policy.stop_ids)
+        reason = "stop" if is_stopped else "length"
+        return Answer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
+
+    def _text_of(self, rollout: Rollout) -> str:
+        """Of its answer, without the token that ends it."""
+        ids = rollout.token_ids[rollout.prompt_len :].tolist()
+        is_closed = ends_with_stop(rollout, self._policy.stop_ids)
+        return self._policy.tokens.decode(ids[:-1] if is_closed else ids)
+
+
+def _named(name: str, arguments: str) -> MessageCall:
+    """A call with an id of its own: clients give it back, so it tells equal answers apart."""
+    return MessageCall(Function(name, arguments), f"call_{secrets.token_hex(12)}")
+
+
+def _gone(message: str) -> ApiError:
+    return ApiError(410, "episode_ended", message, retry=False)
+
+
+def _is_cancelled() -> bool:
+    """Whether the calling task itself is cancelled, not only the task that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

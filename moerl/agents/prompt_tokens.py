@@ -1,0 +1,238 @@
+"""From messages to tokens: only what the policy has not sampled is ever tokenised.
+
+The prompt of a turn without a parent is the conversation as the model's chat template writes it.
+The prompt of any other turn is the tokens of its parent and a suffix.  The suffix is found without
+knowledge of the template: it writes a conversation of a question, an answer MARK and the new
+messages, and the suffix is the text after MARK.  It begins with what closes an answer.  When the
+policy has sampled that token, it is not written a second time; when the answer was cut by its
+length, it is written for the policy, as context.
+
+Not every template can be used so: some leave out a tool result behind an answer without its call,
+or write it in another way.  Each role is tried when the template is loaded, and messages of a role
+that fails are refused there.
+
+Text of a client must not become control tokens: a tool result that holds `<|im_end|>` would end its
+own message.  Such text is cut inside each control token, and the pieces are tokenised apart.
+
+The idea to render a dummy conversation and keep its end is that of miles' and slime's token-in,
+token-out sessions; there it takes code for each family.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import jinja2
+import numpy as np
+
+from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
+from moerl.errors import ConfigError, MoerlError
+from moerl.types import Array, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+# No client can guess them, and no template changes letters and digits.
+_MARK = "answer" + secrets.token_hex(12)
+_CUT = "cut" + secrets.token_hex(12)
+_PROBE = "probe" + secrets.token_hex(12)
+_CALL = MessageCall(Function("f", "{}"), "c1")
+_PARAMETERS: Json = {"type": "object", "properties": {}}
+_TOOL: Json = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": _PARAMETERS},
+}
+
+
+class TemplateError(MoerlError):
+    """Messages that the model's chat template does not take."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptIds:
+    """inherited: leading tokens that are the parent's; cuts: control tokens in contents."""
+
+    ids: Array  # i32
+    inherited: int = 0
+    cuts: int = 0
+
+
+class PromptTokens:
+    """Tokenizer and chat template of the policy."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError when the template cannot be used for turns that follow another."""
+        self._tokenizer = tokenizer
+        if not tokenizer.chat_template:
+            raise ConfigError("model.path", tokenizer.name_or_path, "its tokenizer has no template")
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = _one_of([token.content for token in added if token.special])
+        self._added = _one_of([token.content for token in added])
+        self._text_arguments = False
+        self._text_arguments = not self._takes_calls()
+        self._text_arguments &= self._takes_calls()
+        self._roles = frozenset(
+            role for role in ("user", "tool", "system") if self._writes_behind_answers(role)
+        )
+        if "user" not in self._roles:
+            raise ConfigError(
+                "model.path",
+                tokenizer.name_or_path,
+                "its chat template does not write the text of an answer and of a user's message "
+                "behind it",
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def token_texts(self) -> list[str]:
+        """Text of each token of the vocabulary."""
+        raw = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
+        texts = self._tokenizer.batch_decode([[index] for index in range(self.vocab_size)])
+        return [
+            " " + text if str(token).startswith("\u2581") else str(text)
+            for token, text in zip(raw, texts, strict=True)
+        ]
+
+    def whole(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> PromptIds:
+        """Prompt of a turn without a parent.  Raises TemplateError."""
+        return self._encoded(self._render(messages, tools))
+
+    def continued(
+        self,
+        parent: Rollout,
+        stop_ids: frozenset[int],
+        new: Sequence[ChatMessage],
+        tools: Sequence[Json],
+    ) -> PromptIds:
+        """Prompt of a turn after `parent`.  stop_ids: tokens that end an answer.
+
+        Raises TemplateError.
+        """
+        suffix = self._encoded(self._suffix_text(new, tools))
+        ids, rest = parent.token_ids, suffix.ids
+        if ends_with_stop(parent, stop_ids):
+            if len(rest) and rest[0] == ids[-1]:
+                rest = rest[1:]
+            else:  # the template closes answers with another token
+                ids = ids[:-1]
+        return PromptIds(np.concatenate([ids, rest]), len(ids), suffix.cuts)
+
+    def continued_text(self, parent: Rollout, stop_ids: frozenset[int], text: str) -> PromptIds:
+        """Prompt of a turn that continues `parent` with text, without a template."""
+        ids = parent.token_ids
+        if ends_with_stop(parent, stop_ids):
+            ids = ids[:-1]
+        return PromptIds(np.concatenate([ids, self.encode(text)]), len(ids))
+
+    def encode(self, text: str) -> Array:
+        """Control tokens in the text are control tokens."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _takes_calls(self) -> bool:
+        try:
+            self._render([ChatMessage("user", "?"), ChatMessage("assistant", "", [_CALL])], [_TOOL])
+        except TemplateError:
+            return False
+        return True
+
+    def _writes_behind_answers(self, role: Literal["user", "tool", "system"]) -> bool:
+        """Whether the suffix for a message of this role is what the template itself writes."""
+        call = [_CALL] if role == "tool" else None
+        probe = ChatMessage(role, _PROBE, tool_call_id=_CALL.id if call else None)
+        answer = ChatMessage("assistant", "" if call else "!", call)
+        try:
+            suffix = self._rest([probe], [_TOOL])
+            whole = self._render([ChatMessage("user", "?"), answer, probe], [_TOOL])
+        except TemplateError:
+            return False
+        return _PROBE in suffix and whole.endswith(suffix)
+
+    def _suffix_text(self, new: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
+        known = {"assistant", *self._roles}
+        role = next((one.role for one in new if one.shown_role not in known), None)
+        if role is not None:
+            raise TemplateError(
+                f"the model's chat template cannot write a message of role {role} behind an answer"
+            )
+        return self._rest(new, tools)
+
+    def _rest(self, new: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
+        begin = [ChatMessage("user", "?"), ChatMessage("assistant", _MARK)]
+        _, mark, suffix = self._render([*begin, *new], tools).rpartition(_MARK)
+        if not mark:
+            raise TemplateError("the model's chat template does not write the text of an answer")
+        return suffix
+
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
+        """Text of a conversation, with _CUT inside the control tokens of contents."""
+        shown = [
+            _map_texts(
+                message.for_template(text_arguments=self._text_arguments),
+                self._cut_added if message.role == "tool" else self._cut_special,
+            )
+            for message in messages
+        ]
+        described = [_map_texts(tool, self._cut_special) for tool in tools]
+        render: Callable[..., object] = self._tokenizer.apply_chat_template
+        try:
+            text = render(
+                shown, tools=described or None, tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise TemplateError(f"the model's chat template refuses these messages: {error}") from (
+                error
+            )
+        return str(text)
+
+    def _encoded(self, text: str) -> PromptIds:
+        pieces = [self.encode(piece) for piece in text.split(_CUT)]
+        return PromptIds(np.concatenate(pieces), cuts=len(pieces) - 1)
+
+    def _cut_special(self, text: str) -> str:
+        return _cut(text, self._special)
+
+    def _cut_added(self, text: str) -> str:
+        """Tool results: marks that are no control tokens, such as `<tool_call>`, are cut, too."""
+        return _cut(text, self._added)
+
+
+def ends_with_stop(rollout: Rollout, stop_ids: frozenset[int]) -> bool:
+    """Whether the policy ended its answer with a stop token.
+
+    Its finish does not tell: the engine looks at the length first.
+    """
+    return int(rollout.token_ids[-1]) in stop_ids
+
+
+def _one_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """A single letter has no other spelling, and some vocabularies add runs of spaces."""
+    longest_first = sorted((t for t in tokens if len(t.strip()) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _cut(text: str, tokens: re.Pattern[str] | None) -> str:
+    """Until no piece holds a token: the rest of one may hold another."""
+    while tokens is not None and (found := tokens.search(text)):
+        token = found.group()
+        text = text.replace(token, token[0] + _CUT + token[1:])
+    return text
+
+
+def _map_texts(value: object, change: Callable[[str], str]) -> object:
+    """Every text inside a JSON value changed, keys of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_texts(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(key): _map_texts(item, change) for key, item in value.items()}
+    return value

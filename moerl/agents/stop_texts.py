@@ -1,0 +1,59 @@
+"""Texts that end a turn, for engines that stop at tokens only.
+
+The engine stops at each token that can be the last one of a stop text.  The text so far decides
+whether the turn ends there or continues.  So no token is sampled behind a stop text, and none that
+was sampled is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moerl.agents.prompt_tokens import PromptTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Texts that end a turn, and the tokens with which one of them can end."""
+
+    texts: tuple[str, ...] = ()
+    ids: frozenset[int] = frozenset()
+
+    def cut(self, text: str) -> tuple[str, bool]:
+        """The text up to the first of these texts, and whether it holds one."""
+        places = [place for stop in self.texts if (place := text.find(stop)) >= 0]
+        return (text[: min(places)], True) if places else (text, False)
+
+
+class StopFinder:
+    """Remembers the last few sets of stop texts: a client sends the same ones in each turn."""
+
+    def __init__(self, tokens: PromptTokens) -> None:
+        """It reads the whole vocabulary: seconds for a large one."""
+        self._tokens, self._texts = tokens, tokens.token_texts()
+        self.find = lru_cache(64)(self._find)
+
+    def _find(self, texts: tuple[str, ...], ends: tuple[int, ...]) -> Stops:
+        """ends: stop tokens, which end a turn whatever its text."""
+        ids = [
+            index
+            for index, token in enumerate(self._texts)
+            if any(can_end(token, text) for text in texts)
+        ]
+        return Stops(texts, frozenset(ids) - set(ends))
+
+    def ends(self, output_ids: Sequence[int], stops: Stops) -> bool:
+        """Whether an answer that the engine stopped has ended, at a stop token or text."""
+        return output_ids[-1] not in stops.ids or stops.cut(self._tokens.decode(output_ids))[1]
+
+
+def can_end(token: str, stop: str) -> bool:
+    """Whether a text can end with `stop` within this token.
+
+    A token that is a part of a character has no text of its own, and may end any.
+    """
+    if "\ufffd" in token or stop in token:
+        return True
+    return any(token.startswith(stop[place:]) for place in range(1, len(stop)))

@@ -1,0 +1,28 @@
+"""Parsing of answers: an interface that `moerl.engine` implements with SGLang's parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moerl.agents.chat_messages import Json
+
+
+class AnswerParser(Protocol):
+    def parse(
+        self, text: str, tools: Sequence[Json]
+    ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        """Reasoning, text and calls of an answer; a call is a name and its arguments as text.
+
+        Text that looks like a call and cannot be parsed stays text, as it was sampled.
+        """
+        ...
+
+
+class PlainAnswers:
+    """For models without a format of calls: an answer is text."""
+
+    def parse(
+        self, text: str, tools: Sequence[Json]
+    ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        return "", text, ()

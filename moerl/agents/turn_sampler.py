@@ -1,0 +1,119 @@
+"""Samples one turn on an engine: one call of a client, however often the engine is interrupted.
+
+A weight update ends the engine's request with its tokens so far; the rest is asked for under the
+new weights, and the client sees nothing of it.  When the client leaves, the request is ended and
+what it sealed is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from moerl.agents.stop_texts import StopFinder, Stops
+from moerl.controller.rollout_builder import PartialRollout, blob_uris
+from moerl.errors import EngineError, RecordError
+from moerl.types import Finish, GenerateRequest, Rollout, RoutingBlob, Segment
+
+_WITHDRAW_S = 60.0  # seconds in which an ended request must come back
+_AGAIN_S = 0.2  # between two orders to end it: it may not have arrived at the first
+
+
+class TurnEngine(Protocol):
+    """What generates: `moerl.engine.host.EngineHost`, or a pool of them."""
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest]
+    ) -> Sequence[Segment | RecordError]:
+        """Replies to all requests, in order.  Raises EngineError when one fails."""
+        ...
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """End these requests: `generate` returns their tokens so far."""
+        ...
+
+
+class TurnSampler:
+    """The requests of one episode."""
+
+    def __init__(
+        self, engine: TurnEngine, finder: StopFinder, waste: Callable[[Iterable[str]], None]
+    ) -> None:
+        """waste: told blobs to which no turn of this call refers."""
+        self._engine, self._finder, self._waste = engine, finder, waste
+        self._withdrawn: set[asyncio.Task[None]] = set()
+        self.resumed = 0  # requests for the rest of an interrupted turn
+
+    async def sample(self, partial: PartialRollout, stops: Stops) -> Rollout:
+        """Raises RecordError, EngineError; then, and when it is cancelled, nothing is kept."""
+        try:
+            while not partial.finished:
+                await self._extend(partial, stops)
+            return partial.rollout()
+        except BaseException:
+            self._waste(partial.blob_uris())
+            raise
+
+    async def close(self) -> None:
+        """Wait for requests that are being ended."""
+        await asyncio.gather(*self._withdrawn, return_exceptions=True)
+
+    async def _extend(self, partial: PartialRollout, stops: Stops) -> None:
+        reply = await self._ask(partial.request())
+        try:
+            partial.add(reply)
+        except RecordError:
+            self._waste(blob_uris(reply))
+            raise
+        self.resumed += not partial.finished
+        last = partial.segments[-1] if partial.finished else None
+        if last is None or last.finish is not Finish.STOP or not stops.texts:
+            return
+        ids = [int(token) for segment in partial.segments for token in segment.output_ids]
+        if not self._finder.ends(ids, stops):
+            full = partial.num_sampled == partial.sampling.max_new_tokens
+            finish = Finish.LENGTH if full else Finish.ABORT
+            partial.segments[-1] = replace(last, finish=finish)
+
+    async def _ask(self, request: GenerateRequest) -> Segment:
+        call = asyncio.ensure_future(self._engine.generate([request]))
+        try:
+            (reply,) = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._withdraw(request, call))
+            self._withdrawn.add(task)
+            task.add_done_callback(self._withdrawn.discard)
+            raise
+        if isinstance(reply, RecordError):
+            raise reply
+        return reply
+
+    async def _withdraw(
+        self, request: GenerateRequest, call: asyncio.Future[Sequence[Segment | RecordError]]
+    ) -> None:
+        """End a request whose client is gone."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_WITHDRAW_S):
+                while not call.done():
+                    await self._engine.abort([request.name])
+                    await asyncio.wait([call], timeout=_AGAIN_S)
+        call.cancel()
+        with contextlib.suppress(EngineError, asyncio.CancelledError):
+            self._waste(uri for reply in await call for uri in blob_uris(reply))
+
+
+def known_rows(parent: Rollout, num_prompt: int) -> tuple[RoutingBlob, ...]:
+    """Routing rows of a turn that the next one need not deliver again.
+
+    They must be of one version, whose KV cache the engine may still hold.  With sparse attention
+    the engine sends every row of positions, and of routes.  The row of the last prompt token is
+    always the next turn's own.
+    num_prompt: tokens of its prompt.
+    """
+    is_one = len(parent.versions) == 1 and not parent.versions[0].kept_kv
+    same = all(part.version == parent.versions[0].version for part in parent.routing)
+    fits = parent.num_tokens <= num_prompt
+    return parent.routing if is_one and same and fits and not parent.indexer else ()
