@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from moerl.config.schema import OptimizerConfig, ParallelConfig, Precision, TinyModel, TrainerConfig
-from moerl.config.tiny_configs import tiny_config
-from moerl.layout import ModelSpec, model_spec
+from moerl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    TinyModel,
+    TrainerConfig,
+)
 from tests.helpers.trainer_support import EXPERTS, LAYERS, TOP_K
 
 RANKS = 2
@@ -22,7 +30,7 @@ SCALED = TinyModel(
     num_experts=EXPERTS,
     experts_per_token=TOP_K,
 )
-VOCAB = 2374  # 151,936 / 64: not a multiple of what it is padded to
+SCALED_MODEL = "scaled"
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,15 @@ class Layout:
     parallel: ParallelConfig
     distributed: bool = False  # the optimizer, over data-parallel ranks
 
-    def trainer(self, dtype: Precision) -> TrainerConfig:
+    def config(self, model: Path, dtype: Precision, algorithm: AlgorithmConfig) -> Config:
         optimizer = OptimizerConfig(lr=1e-3, distributed=self.distributed)
-        return TrainerConfig(parallel=self.parallel, dtype=dtype, optimizer=optimizer)
+        trainer = TrainerConfig(
+            parallel=self.parallel,
+            dtype=dtype,
+            optimizer=optimizer,
+            megatron={"perform_initialization": False},  # weights are loaded
+        )
+        return Config(model=ModelConfig(path=str(model)), trainer=trainer, algorithm=algorithm)
 
 
 LAYOUTS = {
@@ -41,7 +55,3 @@ LAYOUTS = {
     "stages": Layout(ParallelConfig(pp=2)),
     "data": Layout(ParallelConfig(dp=2), distributed=True),
 }
-
-
-def scaled_spec() -> ModelSpec:
-    return model_spec(tiny_config(SCALED, VOCAB))

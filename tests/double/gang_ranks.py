@@ -2,8 +2,9 @@
 
     gang_ranks.py PLATFORM FOLDER LAYOUT...
 
-FOLDER: with the model of `train_once`; each rank writes a file of `Numbers` there for each layout.
-On the double they include waits, controls, and what the device holds of the scaled model.
+FOLDER: with the models of `train_once` and the scaled one.  Each rank writes a file of `Numbers`
+there for each layout; on the double they include waits, controls, and what the device holds of
+scaled models.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ PLACE = platform.prepare(NAME, local_rank=RANK, layers="local")
 import torch  # noqa: E402
 
 from moerl.algorithms import masked_logprob  # noqa: E402
-from moerl.config.schema import Config, ModelConfig  # noqa: E402
+from moerl.config.schema import AlgorithmConfig, Config  # noqa: E402
 from moerl.data.packing import Microbatch  # noqa: E402
 from moerl.kernels.library import library  # noqa: E402
-from moerl.layout import ModelSpec  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.learner import step  # noqa: E402
+from moerl.trainer.learner import critic, step  # noqa: E402
 from moerl.trainer.model import gpt, parallel  # noqa: E402
 from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.weight_sync.snapshot import WeightSnapshot  # noqa: E402
-from tests.double import attention  # noqa: E402
-from tests.double.gang import LAYOUTS, Layout, scaled_spec  # noqa: E402
+from tests.double import attention, other_models  # noqa: E402
+from tests.double.gang import LAYOUTS, SCALED_MODEL  # noqa: E402
 from tests.double.train_once import (  # noqa: E402
     MODEL,
+    REFERENCE,
+    TEACHER,
     Numbers,
     Tensors,
     Trained,
@@ -60,31 +62,34 @@ def main() -> None:
         vars(masked_logprob)["library"] = lambda _target: library("cpu")
     else:
         attention.replace(everywhere=True)
-    plan = make_plan(STORE, groups=4)
+    plan = make_plan(STORE)
     for number, name in enumerate(NAMES):
         meet_apart(number)
         layout = LAYOUTS[name]
         ranks = parallel.start(layout.parallel, PLACE, timeout_s=60)
-        config = Config(model=ModelConfig(path=str(FOLDER / MODEL)), trainer=layout.trainer("fp32"))
         own = replan(plan, ranks.dp_size, MAX_TOKENS)
+        config = layout.config(FOLDER / MODEL, "fp32", algorithm(REFERENCE, TEACHER))
         found = numbers(Trained(learner(config, ranks), own))
         if ON_DOUBLE:
-            found["bytes"] = held_bytes(layout, ranks, own)
+            config = layout.config(FOLDER / SCALED_MODEL, "bf16", algorithm(*[SCALED_MODEL] * 2))
+            found["bytes"] = held_bytes(config, ranks, own)
         torch.save(found, FOLDER / f"{NAME}-{name}-{RANK}.pt")
         parallel.stop()
 
 
-def learner(
-    config: Config, ranks: parallel.Parallel, scaled: ModelSpec | None = None
-) -> step.Learner:
-    """scaled: shape of a model with random weights; None = the folder's model."""
-    if scaled is None:
-        source = HfFolder(config.model.path)
-        model = gpt.build(source.spec, config.trainer, ranks, with_replay=True)
-        load_hf(model.tensors, model.tiles, source)
-    else:
-        model = gpt.build(scaled, config.trainer, ranks, with_replay=True)
-    return step.Learner(model, ranks, config, STORE)
+def algorithm(reference: str, teacher: str) -> AlgorithmConfig:
+    """One that needs all models that there are."""
+    settings = other_models.ref_settings(FOLDER / reference, FOLDER / teacher)
+    return other_models.critic_settings(settings)
+
+
+def learner(config: Config, ranks: parallel.Parallel) -> step.Learner:
+    source = HfFolder(config.model.path)
+    model = gpt.build(source.spec, config.trainer, ranks, with_replay=True)
+    load_hf(model.tensors, model.tiles, source)
+    made = critic.Critic(config, ranks, STORE)
+    other_models.fill_head(made)
+    return step.Learner(model, ranks, config, STORE, made)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -95,21 +100,29 @@ def numbers(trained: Trained) -> Numbers:
         right = found["gradients"]
         found["other routes"] = largest_difference(with_other_routes(trained), right)
         found["unfinished"] = unfinished(trained, right)
-    found["metrics"] = without_times(trained.learner.step(trained.plan))
-    found["weights"] = trained.weights()
-    if ON_DOUBLE:
-        found["waits"], found["pageable"] = waits(trained)
-        found["microbatches"] = trained.plan.num_microbatches
+    valued = other_models.critic_of(trained)
+    found["values"] = other_models.by_row(valued.values(trained.plan))
+    with watched(found):
+        found["metrics"] = without_times(trained.learner.step(trained.plan))
+    found["weights"] = trained.weights() | {
+        f"critic.{name}": parameter.detach().cpu().clone()
+        for name, parameter in valued.model.gpt.named_parameters()
+    }
+    found["microbatches"] = trained.plan.num_microbatches
     return found
 
 
-def waits(trained: Trained) -> tuple[dict[str, int], dict[str, int]]:
-    """Of a step: waits of our lines by file, copies from pageable memory by line."""
+@contextmanager
+def watched(found: Numbers) -> Iterator[None]:
+    """Of a step on the double: waits of our lines by file, copies from pageable memory by line."""
+    if not ON_DOUBLE:
+        yield
+        return
     from tests.double.watch import PAGEABLE, WAITS, watch
 
     with watch() as seen:
-        trained.learner.step(trained.plan)
-    return dict(seen.own_files(*WAITS)), dict(seen.own_lines(PAGEABLE))
+        yield
+    found["waits"], found["pageable"] = dict(seen.own_files(*WAITS)), dict(seen.own_lines(PAGEABLE))
 
 
 def with_other_routes(trained: Trained) -> Tensors:
@@ -143,16 +156,18 @@ def unfinished(trained: Trained, right: Tensors) -> str:
 
 
 # --- bytes ----------------------------------------------------------------------------------------
-def held_bytes(layout: Layout, ranks: parallel.Parallel, plan: BatchPlan) -> dict[str, int]:
-    """Of the scaled model after a step, by purpose; and of a snapshot of it, in host memory."""
+def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dict[str, int]:
+    """Of the scaled models after a step, by purpose; and of a snapshot, in host memory."""
     from tests.double.watch import OPS, memory
 
     gc.collect()
     before = {name: memory(name, RANK).live for name in ("", *PURPOSES)}
     with by_purpose():
-        made = learner(Config(trainer=layout.trainer("bf16")), ranks, scaled_spec())
+        made = learner(config, ranks)
         made.step(plan)
-    made.optimizer.zero_grad()
+    for one in (made, made.critic):
+        assert one is not None
+        one.optimizer.zero_grad()
     gc.collect()
     held = {name: memory(name, RANK).live - live for name, live in before.items()}
     buffers = [b for ddp in made.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
@@ -166,7 +181,8 @@ def held_bytes(layout: Layout, ranks: parallel.Parallel, plan: BatchPlan) -> dic
         "weights": held["weights"] + held["buffers"] - gradients,
         "gradients": gradients,
         "optimizer": held["optimizer"],
-        "static": held[""],
+        "others": held["others"],
+        "all": held[""],
         "snapshot": sum(snapshot[name].nbytes for name in made.model.tensors),
         "snapshot on the device": memory(device=RANK).peak - peak,
     }
@@ -176,6 +192,7 @@ PURPOSES = {
     "weights": [(gpt, "build")],
     "buffers": [(step, "wrap")],
     "optimizer": [(step, "make_optimizer"), (step, "take_step")],
+    "others": [(step, "open_ref_models"), (critic, "Critic"), (critic, "take_step")],
 }
 
 

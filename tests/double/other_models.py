@@ -30,14 +30,18 @@ SOUND_VARIANTS = ("none", "routing", "mask", "both")
 
 
 # --- reference and teacher ------------------------------------------------------------------------
-def with_ref_models(first: Trained, folder: Path) -> Trained:
-    algorithm = AlgorithmConfig(
+def ref_settings(reference: Path, teacher: Path) -> AlgorithmConfig:
+    return AlgorithmConfig(
         kl="unbiased",
         kl_coef=0.5,
-        reference=str(folder / REFERENCE),
+        reference=str(reference),
         distill_coef=1.0,
-        teacher=str(folder / TEACHER),
+        teacher=str(teacher),
     )
+
+
+def with_ref_models(first: Trained, folder: Path) -> Trained:
+    algorithm = ref_settings(folder / REFERENCE, folder / TEACHER)
     return another(first, replace(first.learner.config, algorithm=algorithm))
 
 
@@ -59,15 +63,25 @@ def scores(trained: Trained, plan: BatchPlan | None = None) -> Tensors:
 
 
 # --- the critic -----------------------------------------------------------------------------------
+def critic_settings(algorithm: AlgorithmConfig, rate: float = 5e-3) -> AlgorithmConfig:
+    return replace(algorithm, advantage="gae", gae_lambda=0.9, critic_lr=rate)
+
+
 def with_critic(first: Trained, rate: float = 5e-3) -> Trained:
-    """With a head of random numbers: below zeros nothing would get a gradient."""
-    algorithm = AlgorithmConfig(advantage="gae", gae_lambda=0.9, critic_lr=rate)
+    algorithm = critic_settings(AlgorithmConfig(), rate)
     made = another(first, replace(first.learner.config, algorithm=algorithm), with_critic=True)
-    head = critic_of(made).model.gpt.output_layer.weight
-    noise = np.random.default_rng(0).normal(0, 0.3, tuple(head.shape))
-    with torch.no_grad():
-        head.copy_(torch.from_numpy(noise))
+    fill_head(critic_of(made))
     return made
+
+
+def fill_head(critic: Critic) -> None:
+    """With random numbers: below zeros nothing would get a gradient."""
+    for chunk in critic.model.chunks:
+        if chunk.has_loss:
+            head = chunk.gpt.output_layer.weight
+            noise = np.random.default_rng(0).normal(0, 0.3, tuple(head.shape))
+            with torch.no_grad():
+                head.copy_(torch.from_numpy(noise))
 
 
 def critic_of(trained: Trained) -> Critic:
