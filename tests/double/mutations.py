@@ -174,6 +174,11 @@ VALUE_BLUNDERS = (
 )  # fmt: skip
 CRITIC_BLUNDERS = (
     Blunder(
+        "scores of a whole batch fetched one by one",
+        "moerl.trainer.passes.proximal", "_by_row", "to_host(known.logprobs[role])",
+        "{n: t.cpu() for n, t in known.logprobs[role].items()}",
+    ),
+    Blunder(
         "a loss read in each microbatch",
         CRITIC, "_Sums.add", "[tokens, loss.detach(),", "[tokens, tokens * loss.item() / tokens,",
     ),

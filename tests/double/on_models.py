@@ -36,7 +36,8 @@ pytest_plugins = ("tests.double.trainer_fixtures",)
 
 MASKED = "moerl/algorithms/masked_logprob.py"  # the status of the compiled masked head
 COPIES = "moerl/algorithms/device_copies.py"  # numbers of a whole pass, to the host
-CRITIC = "moerl/trainer/learner/critic.py"  # the sums of a step
+CRITIC = "moerl/trainer/learner/critic.py"  # the critic's sums of a step
+STEP_SUMS = "moerl/trainer/learner/step_sums.py"  # the policy's
 FEW_TOKENS = 24  # in a microbatch: the first group takes several
 
 
@@ -153,6 +154,16 @@ def test_a_critic_waits_once_per_pass(valued: Trained) -> None:
     check_waits(seen, {CRITIC: 1})
 
 
+def test_scores_of_a_whole_batch_wait_once_for_each_use(valued: Trained) -> None:
+    """Three passes (proximal, reference, training); to the host: M2PO's gaps, both sides of the KL
+    in the reward, values of the critic, scores of the step.
+    """
+    plan = valued.plan
+    with watch() as seen:
+        valued.learner.gradients(plan)
+    check_waits(seen, {MASKED: 3 * plan.num_microbatches, COPIES: 5, STEP_SUMS: 1})
+
+
 # --- seeded blunders ------------------------------------------------------------------------------
 @pytest.fixture(autouse=True)
 def _streams() -> Iterator[None]:
@@ -201,9 +212,9 @@ def test_blunders_of_a_critic_are_caught(
 ) -> None:
     made = other_models.with_critic(trained, rate=0.0)  # steps leave the weights as they are
     critic, plan = other_models.critic_of(made), small_plan(trained, FEW_TOKENS)
-    critic.advantages(plan)
 
     def train() -> Tensors:
+        made.learner.gradients(plan)
         critic.update([Minibatch.whole(plan)])
         named = critic.model.gpt.named_parameters()
         return {name: p.main_grad.cpu().clone() for name, p in named}

@@ -68,8 +68,14 @@ def critic_settings(algorithm: AlgorithmConfig, rate: float = 5e-3) -> Algorithm
 
 
 def with_critic(first: Trained, rate: float = 5e-3) -> Trained:
-    algorithm = critic_settings(AlgorithmConfig(), rate)
-    made = another(first, replace(first.learner.config, algorithm=algorithm), with_critic=True)
+    """With what else needs scores on the host: a KL in the reward, and M2PO's bound."""
+    config = first.learner.config
+    reference = Path(config.model.path).with_name(REFERENCE)
+    algorithm = AlgorithmConfig(
+        reward_kl_coef=0.1, reference=str(reference), corrections=["m2"], m2_limit=1e-3
+    )
+    algorithm = critic_settings(algorithm, rate)
+    made = another(first, replace(config, algorithm=algorithm), with_critic=True)
     fill_head(critic_of(made))
     return made
 

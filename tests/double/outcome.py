@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,13 @@ class Outcome:
     def same_numbers(self, other: Outcome) -> bool:
         return largest_difference(self.numbers, other.numbers) == 0
 
+    def is_larger(self, other: Outcome) -> bool:
+        """Threads of autograd free their tensors at their own time: peaks vary by a quarter."""
+        return self.peak > 2 * other.peak
+
 
 def outcome(work: Work) -> Outcome:
+    gc.collect()  # of what is freed during the work, the peak would know nothing
     torch.cuda.synchronize()
     OPS.reset_peak(0)
     before = memory().live
@@ -41,6 +47,7 @@ def check_repeats(work: Work, sound: Outcome) -> None:
     again = outcome(work)
     assert again.same_numbers(sound)
     assert (again.waits, again.pageable) == (sound.waits, sound.pageable)
+    assert not again.is_larger(sound)
 
 
 def caught(work: Work, sound: Outcome) -> str:
@@ -49,14 +56,14 @@ def caught(work: Work, sound: Outcome) -> str:
         hurt = outcome(work)
     except Exception as error:
         return str(error).splitlines()[0]
-    if hurt.peak > 2 * sound.peak:
-        return f"peak {hurt.peak} bytes, {sound.peak} before"
     if not hurt.same_numbers(sound):
         return "other numbers"
     if hurt.pageable > sound.pageable:
         return f"{hurt.pageable} pageable copies, {sound.pageable} before"
     if hurt.waits > sound.waits:
         return f"{hurt.waits} waits, {sound.waits} before"
+    if hurt.is_larger(sound):
+        return f"peak {hurt.peak} bytes, {sound.peak} before"
     return ""
 
 

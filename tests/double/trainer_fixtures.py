@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -32,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained(folder: Path) -> Trained:
     with purpose("model"):
-        return prepare("cuda", folder)
+        made = prepare("cuda", folder)
+    gc.freeze()  # modules and this model: `outcome` collects often
+    return made
 
 
 @pytest.fixture(scope="session")
