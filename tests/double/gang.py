@@ -51,7 +51,7 @@ class Layout:
 
 LAYOUTS = {
     "tensor": Layout(ParallelConfig(tp=2, ep=2)),  # sequences are cut, too
-    "expert": Layout(ParallelConfig(dp=2, ep=2)),
+    "context": Layout(ParallelConfig(cp=2, ep=2)),
     "stages": Layout(ParallelConfig(pp=2)),
     "data": Layout(ParallelConfig(dp=2), distributed=True),
 }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from moerl.config.schema import AlgorithmConfig
+from moerl.config.schema import AlgorithmConfig, ReplayConfig
 from moerl.types import Array, BatchPlan
 from tests.double.train_once import (
     MODEL,
@@ -133,3 +133,43 @@ def audit(first: Trained, folder: Path, plan: BatchPlan | None = None) -> Number
         "pairs": {str(layer): torch.tensor(found) for layer, found in tally.layer_pairs.items()},
         "margins": torch.tensor(np.concatenate(tally.root_margin)),
     }
+
+
+# --- further settings -----------------------------------------------------------------------------
+_LOSSES = {
+    "moe_z_loss_coeff": 1e-3,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
+    "packed rows": {"packing": True},
+    "two optimizer steps": {"minibatches": 2},
+    "router losses": {"megatron": _LOSSES},
+    "recompute": {"megatron": _RECOMPUTE},
+}
+REPLAY_SETTINGS = {
+    "routes of the proximal policy": ReplayConfig(routing="R2"),
+    "live routes": ReplayConfig(routing="off"),
+    "whole vocabulary": ReplayConfig(sampling_mask=False),
+}
+SETTINGS = (*TRAINER_SETTINGS, *REPLAY_SETTINGS)
+
+
+def with_setting(first: Trained, name: str) -> Trained:
+    config = first.learner.config
+    trainer = replace(config.trainer, **TRAINER_SETTINGS.get(name, {}))
+    replay = REPLAY_SETTINGS.get(name, config.replay)
+    return another(first, replace(config, trainer=trainer, replay=replay))
+
+
+def probed(trained: Trained) -> dict[str, float]:
+    """The consistency probe of a step."""
+    from moerl.trainer.passes.probe import probe
+
+    learner = trained.learner
+    return probe(learner.model, trained.plan, learner.config, learner.parallel, learner.store)

@@ -181,6 +181,10 @@ def main() -> None:
     found["ref models"] = other_models.ref_numbers(other_models.with_ref_models(first, folder))
     found["critic"] = other_models.critic_numbers(other_models.with_critic(first))
     found["audit"] = other_models.audit(first, folder)
+    found["settings"] = {
+        name: numbers(other_models.with_setting(first, name)) for name in other_models.SETTINGS
+    }
+    found["probe"] = other_models.probed(other_models.with_setting(first, "recompute"))
     torch.save(found, folder / NUMBERS)
 
 

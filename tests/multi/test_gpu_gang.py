@@ -128,7 +128,8 @@ def test_bytes_are_those_of_the_dry_run(name: str, found: Found, folder: Path) -
         # controls: no critic; an optimizer that is cut where it is whole, or the reverse; one rank
         assert misses(held, told(layout, model, stage, critic=False)) == {"others", "all"}
         other = replace(layout, distributed=not layout.distributed)
-        wrong = {"optimizer", "others", "all"} if layout.parallel.dp > 1 else set()
+        shared = layout.parallel.dp * layout.parallel.cp > 1
+        wrong = {"optimizer", "others", "all"} if shared else set()
         assert misses(held, told(other, model, stage)) == wrong
         alone = replace(layout, parallel=ParallelConfig())
         assert misses(held, told(alone, model, 0)) >= {"optimizer", "others", "all"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.double.process import Module
 
-TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py"))
+TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py"))
 OFFLOAD = Module("on_offload.py")
 
 
