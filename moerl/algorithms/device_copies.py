@@ -7,6 +7,8 @@ the CPU nothing is copied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -41,3 +43,11 @@ class Download:
     def get(self) -> Tensor:
         """On the CPU; rubbish before the copy was waited for."""
         return self._host
+
+
+def to_host(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """All of them on the CPU, by the same numbers: one wait, for the last copy."""
+    copies = {number: Download(tensor) for number, tensor in tensors.items()}
+    for last in list(copies.values())[-1:]:
+        last.wait()
+    return {number: copy.get() for number, copy in copies.items()}

@@ -42,6 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moerl.algorithms.device_copies import to_host
 from moerl.audit.score_job import VARIANTS, ScoreJob, load_job
 from moerl.config.schema import ParallelConfig, Precision, TrainerConfig
 from moerl.data.batching import plan_batch
@@ -199,16 +200,17 @@ class _Scorer:
 
         self._load_positions("live")
         logits = forward.logits(self.model, self.model.module, self.batch, self.index, Mode.RECORD)
+        choices = {layer: self.replay.live(self.index, layer) for layer in self.replay.layers}
+        self.live = to_host({layer: choice.ids for layer, choice in choices.items()})
+        margins = to_host({layer: choice.margin.float() for layer, choice in choices.items()})
         differs = {}
-        for layer in self.replay.layers:
-            choice = self.replay.live(self.index, layer)
-            self.live[layer] = choice.ids.cpu()
-            live, recorded = self.live[layer].sort(1).values, self.recorded[layer].sort(1).values
+        for layer, ids in self.live.items():
+            live, recorded = ids.sort(1).values, self.recorded[layer].sort(1).values
             differs[layer] = (live != recorded).any(1) & self.real
         touched = downstream(differs, rows=len(self.batch.tokens))
         for layer, differ in differs.items():
             clean = self.real & ~touched[layer]
-            margin = self.replay.live(self.index, layer).margin.cpu().float()
+            margin = margins[layer]
             self.totals.root_margin.append(margin[differ & clean].numpy())
             self.totals.layer_margin[layer].append(margin[self.real].numpy())
             sets = (self.real, self.real & ~differ, clean, clean & differ)
@@ -260,8 +262,8 @@ class _Scorer:
             logits = forward.logits(
                 self.model, self.model.module, self.batch, self.index, Mode.REPLAY
             )
-        for layer, used in executed.items():
-            want = torch.zeros_like(used).scatter_(1, routes[layer].to(used.device), True)
+        for layer, used in to_host(executed).items():
+            want = torch.zeros_like(used).scatter_(1, routes[layer], True)
             wrong = (used != want).any(1)
             if bool(wrong.any()):
                 raise RecordError(
@@ -285,9 +287,10 @@ class _Scorer:
             batch = self.batch
             if not masked:
                 batch = replace(batch, mask_offsets=None, mask_ids=None)
-            logprob = forward.sampled_logprobs(self.model, logits, batch, self.ranks).logprob
+            scores = forward.sampled_logprobs(self.model, logits, batch, self.ranks)
+            logprob = scores.logprob.cpu()
             for row, rollout in enumerate(batch.rollouts):
-                values = logprob.cpu()[batch.seq == row].float().numpy()
+                values = logprob[batch.seq == row].float().numpy()
                 self.totals.logprobs[name][rollout.rollout_id] = values
 
     def _altered(self, kind: str) -> Routes:

@@ -242,12 +242,14 @@ def fed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
 
 
 def by_row(plan: BatchPlan, dp_rank: int, values: Mapping[int, Tensor]) -> dict[int, Array]:
-    """Values of sampled tokens, given by microbatch ([N] each), by index into plan.rows."""
+    """Values of sampled tokens, given by microbatch ([N] each, on the CPU), by index into
+    plan.rows.
+    """
     result: dict[int, Array] = {}
     for microbatch, value_N in values.items():
         rows = rows_in(plan, dp_rank, microbatch)
         counts = [rollout_at(plan, idx).num_sampled for idx in rows]
-        parts = value_N.detach().cpu().split(counts) if rows else ()
+        parts = value_N.detach().split(counts) if rows else ()
         result |= {idx: part.numpy() for idx, part in zip(rows, parts, strict=True)}
     return result
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from moerl.algorithms.device_copies import to_host
 from moerl.config.schema import Config
 from moerl.data.packing import by_row
 from moerl.data.ref_scores import basis_of, record_digest
@@ -70,7 +71,7 @@ class RefModelLoop:
         """Collective: one set of scores per row of the plan, on the first rank."""
         batches = Batches(plan, self.config, self.parallel, self.context.blobs)
         mine = {
-            role: by_row(plan, self.parallel.dp_rank, policy.logprobs(batches))
+            role: by_row(plan, self.parallel.dp_rank, to_host(policy.logprobs(batches)))
             for role, policy in self.policies.items()
         }
         every = gather_values(mine, dict[str, dict[int, Array]], self.parallel.control)

@@ -138,3 +138,62 @@ PUBLISH_BLUNDERS = (
         COMMIT, "CommitBuckets.__init__", "max(sizes, default=0)", "sum(sizes)",
     ),
 )  # fmt: skip
+REF_MODEL, SCHEDULE = "moerl.trainer.learner.ref_model", "moerl.trainer.passes.schedule"
+REF_BLUNDERS = (
+    Blunder(
+        "scores of a reference left on the host",
+        REF_MODEL, "RefModel.logprobs", "return score(self.model, batches, Mode.OFF)",
+        "return {n: t.cpu() for n, t in score(self.model, batches, Mode.OFF).items()}",
+    ),
+    Blunder(
+        "scores of separate ranks fetched one by one",
+        "moerl.trainer.ref_model_loop", "RefModelLoop.score", "to_host(policy.logprobs(batches))",
+        "{n: t.cpu() for n, t in policy.logprobs(batches).items()}",
+    ),
+    Blunder(
+        "scores of separate ranks from pageable memory",
+        SCHEDULE, "Batches.by_microbatch", "upload(value, self.parallel.device)",
+        "value.to(self.parallel.device)",
+    ),
+    Blunder(
+        "temperatures on the host",
+        "moerl.trainer.passes.forward", "sampled_logprobs",
+        "upload(batch.temperature[batch.held], device)", "batch.temperature[batch.held]",
+    ),
+)  # fmt: skip
+CRITIC = "moerl.trainer.learner.critic"
+VALUE_BLUNDERS = (
+    Blunder(
+        "values with their graph",
+        CRITIC, "Critic.values", "scoring(self.model)", "torch.enable_grad()",
+    ),
+    Blunder(
+        "values fetched one by one",
+        CRITIC, "Critic.values", "to_host(found)", "{n: t.cpu() for n, t in found.items()}",
+    ),
+)  # fmt: skip
+CRITIC_BLUNDERS = (
+    Blunder(
+        "scores of a whole batch fetched one by one",
+        "moerl.trainer.passes.proximal", "_by_row", "to_host(known.logprobs[role])",
+        "{n: t.cpu() for n, t in known.logprobs[role].items()}",
+    ),
+    Blunder(
+        "a loss read in each microbatch",
+        CRITIC, "_Sums.add", "[tokens, loss.detach(),", "[tokens, tokens * loss.item() / tokens,",
+    ),
+    Blunder(
+        "returns from pageable memory",
+        CRITIC, "Critic._loss", "upload(batch.advantage, device)", "batch.advantage.to(device)",
+    ),
+    Blunder(
+        "weights of the loss on the host",
+        CRITIC, "Critic._loss", "upload(batch.weight, device)", "batch.weight",
+    ),
+    Blunder(
+        "rows of the values found on the device",
+        CRITIC, "Critic._values_of", "upload(batch.sampled_rows, output_BS1.device)",
+        "upload(torch.zeros(output_BS1.numel()).index_fill(0, batch.sampled_rows, 1) > 0, "
+        "output_BS1.device)",
+    ),
+)  # fmt: skip

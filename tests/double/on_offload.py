@@ -19,6 +19,7 @@ from moerl.types import PolicyVersion
 from tests.double.train_once import (
     Tensors,
     Trained,
+    another,
     largest_difference,
     make_folder,
     prepare,
@@ -70,22 +71,9 @@ def fresh(first: Trained) -> Make:
     def make(trainer: TrainerConfig) -> Made:
         name = f"trainer {next(NUMBERS)}"
         with purpose(name):
-            return Made(another(first, trainer), name)
+            return Made(another(first, replace(first.learner.config, trainer=trainer)), name)
 
     return make
-
-
-def another(first: Trained, trainer: TrainerConfig) -> Trained:
-    from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
-    from moerl.trainer.learner.step import Learner
-    from moerl.trainer.model import gpt
-
-    learner = first.learner
-    config = replace(learner.config, trainer=trainer)
-    source = HfFolder(config.model.path)
-    model = gpt.build(source.spec, trainer, learner.parallel, with_replay=True)
-    load_hf(model.tensors, model.tiles, source)
-    return Trained(Learner(model, learner.parallel, config, learner.store), first.plan)
 
 
 def optimizer_state(learner: Learner) -> Tensors:

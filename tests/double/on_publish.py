@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moerl.layout import megatron_tiles, sglang_tiles
 from moerl.messages import Destination, PrepareUpdate, VerifyUpdate
+from moerl.planning.memory import engine_memory
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import Region
 from moerl.weight_sync.held_shards import EngineLayout
@@ -260,6 +261,8 @@ def test_an_engine_serves_the_version_and_holds_two_buckets_more(kind: str) -> N
     assert done.extra[0] == 0
     # two engine ranks share the device here; a forward pass leaves a few scalars
     assert done.extra[1] - staged <= (2 * TP * done.bucket if kind != "device" else 0) + 4096
+    assert done.extra[1] == pytest.approx(TP * told(done.bucket, kind), rel=0.05)
+    assert done.extra[1] != pytest.approx(TP * told(2 * done.bucket, kind), rel=0.05) or staged
     done.world.publish(V2)
     assert [engine.differs(V2) for engine in done.world.engines] == [[], []]
 
@@ -271,6 +274,16 @@ def test_deltas_are_applied_to_staging_on_either_side(kind: str) -> None:
     assert [engine.differs(V100) for engine in world.engines] == [[], []]
     assert world.publish(V101) < whole / 4
     assert [engine.differs(V101) for engine in world.engines] == [[], []]
+
+
+def told(bucket: int, kind: str) -> int:
+    """Bytes of a publish on an engine rank's device, by the dry run."""
+    received = sum(tensor.nbytes for tensor in engine_weights(0, V0).values())
+    staged = kind == "device"
+    of = engine_memory(
+        spec(), EngineLayout(tp=TP), received, 0, "bfloat16", bucket=bucket, stages_on_device=staged
+    )
+    return of.update
 
 
 def _waits(seen: Watch) -> dict[str, int]:

@@ -30,31 +30,33 @@ TIMEOUT_S = 240
 
 @dataclass(frozen=True)
 class Module:
-    """A file of tests in this folder."""
+    """A file of tests in this folder, and others whose tests run in the same process after it."""
 
     file: str
+    others: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         """Names of its tests, without importing it."""
-        tree = ast.parse((HERE / self.file).read_text())
-        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        trees = [ast.parse((HERE / file).read_text()) for file in (self.file, *self.others)]
+        functions = [n.name for tree in trees for n in tree.body if isinstance(n, ast.FunctionDef)]
         return [name for name in functions if name.startswith("test_")]
 
     def passed(self, name: str) -> None:
         """Assert that one of its tests passed, in the process that ran them all."""
-        failures = _run(self.file)
+        failures = _run(self.file, *self.others)
         assert name in failures, f"{self.file} has no result of {name}:\n{failures.get('', '')}"
         assert not failures[name], f"{self.file}::{name}\n{failures[name]}"
 
 
 @functools.cache
-def _run(file: str) -> dict[str, str]:
+def _run(*files: str) -> dict[str, str]:
     """Why each test failed, "" = it passed; under "" what the process printed last."""
     build()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-        command += ["-p", "tests.double.plugin", f"--junitxml={report}", str(HERE / file)]
+        command += ["-p", "tests.double.plugin", f"--junitxml={report}"]
+        command += [str(HERE / file) for file in files]
         done = subprocess.run(
             command, cwd=ROOT, env=_environment(), capture_output=True, text=True,
             timeout=TIMEOUT_S, check=False,

@@ -30,6 +30,7 @@ from moerl.distributed.token_store import VARIABLE, store_variable
 from tests.helpers.trainer_support import ROOT
 
 _PLACE = os.environ.get(VARIABLE, "")  # of the store; a trainer's start takes it
+_ON_CPU, _ON_DOUBLE = "tests.helpers.rank_server", "tests.double.rank_server"
 _GRACE_S = 5.0  # for the others of a failed rank to say what they saw
 
 
@@ -42,8 +43,13 @@ class Request:
 
 
 # --- the caller's side ---------------------------------------------------------------------------
-def run_ranks(ranks: int, arguments: list[str], *, timeout_s: float = 120.0) -> str:
-    """Run `python ARGUMENTS` on that many ranks; returns the output, raises with it on failure."""
+def run_ranks(
+    ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on_double: bool = False
+) -> str:
+    """Run `python ARGUMENTS` on that many ranks; returns the output, raises with it on failure.
+
+    on_double: with the device double loaded (tests/double).
+    """
     store = StoreServer("127.0.0.1", slots=1)
     shared = store_variable(store.server_address, 0) | {
         "WORLD_SIZE": str(ranks),
@@ -52,7 +58,8 @@ def run_ranks(ranks: int, arguments: list[str], *, timeout_s: float = 120.0) -> 
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        codes = _ask(Request(arguments, own, [str(log) for log in logs], timeout_s))
+        request = Request(arguments, own, [str(log) for log in logs], timeout_s)
+        codes = _ask(request, _server(_ON_DOUBLE) if on_double else _server())
         output = "".join(log.read_text() for log in logs)
     store.close()
     assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
@@ -64,8 +71,7 @@ def meet_apart(number: int) -> None:
     os.environ[VARIABLE] = json.dumps(json.loads(_PLACE) | {"round": number})
 
 
-def _ask(request: Request) -> list[int]:
-    server = _server()
+def _ask(request: Request, server: subprocess.Popen[str]) -> list[int]:
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(asdict(request)) + "\n")
@@ -77,7 +83,7 @@ def _ask(request: Request) -> list[int]:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(module: str = _ON_CPU) -> subprocess.Popen[str]:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -86,7 +92,7 @@ def _server() -> subprocess.Popen[str]:
         "PYTHONWARNINGS": "ignore",
     }
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.rank_server"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.PIPE,
@@ -106,8 +112,11 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 # --- the server ----------------------------------------------------------------------------------
 def main() -> int:
-    """Serve until standard input ends; a forked rank returns from here with its exit code."""
-    _load()
+    """Serve until standard input ends; a forked rank returns from here with its exit code.
+
+    sys.argv: the platform of the ranks, if it is not the CPU.
+    """
+    _load(*sys.argv[1:])
     while line := _request_line():
         request = Request(**json.loads(line))
         running: dict[int, int] = {}  # pid -> rank
@@ -120,11 +129,11 @@ def main() -> int:
     return 0
 
 
-def _load() -> None:
+def _load(name: str = "cpu") -> None:
     """What worker programs import, in their order; without threads, or forking is not safe."""
     from moerl.trainer.model import platform
 
-    platform.prepare("cpu")
+    platform.prepare(name, layers="local")
     import megatron.core
 
     from moerl.trainer.checkpoints import checkpoint  # noqa: F401

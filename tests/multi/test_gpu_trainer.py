@@ -1,4 +1,6 @@
-"""The trainer on the device double: a step equal to the CPU's, its waits, blunders, offload."""
+"""The trainer on the device double: policy, reference, teacher and critic equal to the CPU's, their
+waits, blunders, offload.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 
 from tests.double.process import Module
 
-TRAINER = Module("on_trainer.py")
+TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py"))
 OFFLOAD = Module("on_offload.py")
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moerl.algorithms.advantages import plan_gae
 from moerl.algorithms.aggregation import plan_weights
-from moerl.algorithms.device_copies import upload
+from moerl.algorithms.device_copies import to_host, upload
 from moerl.algorithms.value_loss import value_loss
 from moerl.config.schema import Config
 from moerl.data.batching import Minibatch
@@ -169,7 +169,7 @@ class Critic:
         with scoring(self.model):
             step = partial(self._forward_step, keep)
             run_pass(self.model, modules, batches, step, forward_only=True)
-        mine = by_row(plan, self.parallel.dp_rank, found) if self._counts else {}
+        mine = by_row(plan, self.parallel.dp_rank, to_host(found)) if self._counts else {}
         every = all_gather_values(mine, dict[int, Array], self.parallel.control)
         joined = {idx: value for part in every for idx, value in part.items()}
         return [joined[idx] for idx in range(len(plan.rows))]

@@ -101,7 +101,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
         if packed_seq_params is None:
             return self._attend(query, key, value).flatten(2)
         cp = 1 if self.cp_group is None else self.cp_group.size()
-        lengths = (packed_seq_params.cu_seqlens_q_padded.diff() // cp).tolist()
+        lengths = [length // cp for length in _lengths(packed_seq_params)]
         assert sum(lengths) == len(query), f"{sum(lengths)} packed tokens, {len(query)} queries"
         outputs, at = [], 0
         by_rank_k, by_rank_v = (x.unflatten(0, (cp, len(query))) for x in (key, value))
@@ -120,7 +120,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
         size = len(query) // 2
         order = [slot for r in range(cp) for slot in (r, 2 * cp - 1 - r)]  # piece in each half rank
         place = sorted(range(2 * cp), key=order.__getitem__)
-        key, value = (x.unflatten(0, (2 * cp, size))[place].flatten(0, 1) for x in (key, value))
+        # one by one: a list as an index would be copied to the device
+        key, value = (torch.cat([x.split(size)[piece] for piece in place]) for x in (key, value))
         halves = [
             self._sdpa(part, key[: (piece + 1) * size], value[: (piece + 1) * size])
             for part, piece in zip(query.split(size), (rank, 2 * cp - 1 - rank), strict=True)
@@ -136,7 +137,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
         for first in range(0, len(query), _QUERY_BLOCK):
             part = query[first : first + _QUERY_BLOCK]
             seen = before + first + len(part)
-            positions = torch.arange(seen)
+            positions = torch.arange(seen, device=query.device)
             mask = positions[None] <= positions[before + first :, None]
             outputs.append(self._fused(part, key[:seen], value[:seen], mask))
         return torch.cat(outputs)
@@ -152,3 +153,12 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return out_BHSD.permute(2, 0, 1, 3)
+
+
+def _lengths(packed: PackedSeqParams) -> list[int]:
+    """Of the packed rollouts, padding included; the first layer reads them and keeps them."""
+    kept = vars(packed)
+    if "lengths" not in kept:
+        kept["lengths"] = packed.cu_seqlens_q_padded.diff().tolist()
+    lengths: list[int] = kept["lengths"]
+    return lengths

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.corrections import m2_bound
+from moerl.algorithms.device_copies import to_host
 from moerl.config.algorithms import needed
 from moerl.config.schema import Config
 from moerl.data.batching import Minibatch
@@ -166,4 +167,4 @@ def over_reference(
 
 
 def _by_row(plan: BatchPlan, known: Known, role: str, parallel: Parallel) -> dict[int, np.ndarray]:
-    return by_row(plan, parallel.dp_rank, known.logprobs[role])
+    return by_row(plan, parallel.dp_rank, to_host(known.logprobs[role]))

@@ -1,0 +1,224 @@
+"""Worker of test_gpu_gang: a rank trains in each layout, on the double or on the CPU.
+
+    gang_ranks.py PLATFORM FOLDER LAYOUT...
+
+FOLDER: with the models of `train_once` and the scaled one.  Each rank writes a file of `Numbers`
+there for each layout; on the double they include waits, controls, and what the device holds of
+scaled models.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from moerl.trainer.model import platform
+
+NAME, WHERE, *NAMES = sys.argv[1:]
+RANK = int(os.environ["RANK"])
+PLACE = platform.prepare(NAME, local_rank=RANK, layers="local")
+
+import torch  # noqa: E402
+
+from moerl.algorithms import masked_logprob  # noqa: E402
+from moerl.config.schema import AlgorithmConfig, Config  # noqa: E402
+from moerl.data.packing import Microbatch  # noqa: E402
+from moerl.kernels.library import library  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.learner import critic, step  # noqa: E402
+from moerl.trainer.model import gpt, parallel  # noqa: E402
+from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
+from moerl.weight_sync.snapshot import WeightSnapshot  # noqa: E402
+from tests.double import attention, other_models  # noqa: E402
+from tests.double.gang import LAYOUTS, SCALED_MODEL  # noqa: E402
+from tests.double.train_once import (  # noqa: E402
+    MODEL,
+    REFERENCE,
+    TEACHER,
+    Numbers,
+    Tensors,
+    Trained,
+    largest_difference,
+    without_times,
+)
+from tests.helpers.rank_server import meet_apart  # noqa: E402
+from tests.helpers.trainer_support import make_plan, replan  # noqa: E402
+
+ON_DOUBLE = NAME == "cuda"
+FOLDER = Path(WHERE)
+STORE = BlobStore(FOLDER / f"blobs-{NAME}-{RANK}", "n0")
+MAX_TOKENS = 48
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def main() -> None:
+    if ON_DOUBLE:  # its pointers are the host's
+        vars(masked_logprob)["library"] = lambda _target: library("cpu")
+    else:
+        attention.replace(everywhere=True)
+    plan = make_plan(STORE)
+    for number, name in enumerate(NAMES):
+        meet_apart(number)
+        layout = LAYOUTS[name]
+        ranks = parallel.start(layout.parallel, PLACE, timeout_s=60)
+        own = replan(plan, ranks.dp_size, MAX_TOKENS)
+        config = layout.config(FOLDER / MODEL, "fp32", algorithm(REFERENCE, TEACHER))
+        found = numbers(Trained(learner(config, ranks), own))
+        if ON_DOUBLE:
+            config = layout.config(FOLDER / SCALED_MODEL, "bf16", algorithm(*[SCALED_MODEL] * 2))
+            found["bytes"] = held_bytes(config, ranks, own)
+        torch.save(found, FOLDER / f"{NAME}-{name}-{RANK}.pt")
+        parallel.stop()
+
+
+def algorithm(reference: str, teacher: str) -> AlgorithmConfig:
+    """One that needs all models that there are."""
+    settings = other_models.ref_settings(FOLDER / reference, FOLDER / teacher)
+    return other_models.critic_settings(settings)
+
+
+def learner(config: Config, ranks: parallel.Parallel) -> step.Learner:
+    source = HfFolder(config.model.path)
+    model = gpt.build(source.spec, config.trainer, ranks, with_replay=True)
+    load_hf(model.tensors, model.tiles, source)
+    made = critic.Critic(config, ranks, STORE)
+    other_models.fill_head(made)
+    return step.Learner(model, ranks, config, STORE, made)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+def numbers(trained: Trained) -> Numbers:
+    """Of this rank: gradients of the plan, then metrics and weights of its step."""
+    found: Numbers = {"gradients": trained.gradients()}
+    if ON_DOUBLE:
+        right = found["gradients"]
+        found["other routes"] = largest_difference(with_other_routes(trained), right)
+        found["unfinished"] = unfinished(trained, right)
+    valued = other_models.critic_of(trained)
+    found["values"] = other_models.by_row(valued.values(trained.plan))
+    with watched(found):
+        found["metrics"] = without_times(trained.learner.step(trained.plan))
+    found["weights"] = trained.weights() | {
+        f"critic.{name}": parameter.detach().cpu().clone()
+        for name, parameter in valued.model.gpt.named_parameters()
+    }
+    found["microbatches"] = trained.plan.num_microbatches
+    return found
+
+
+@contextmanager
+def watched(found: Numbers) -> Iterator[None]:
+    """Of a step on the double: waits of our lines by file, copies from pageable memory by line."""
+    if not ON_DOUBLE:
+        yield
+        return
+    from tests.double.watch import PAGEABLE, WAITS, watch
+
+    with watch() as seen:
+        yield
+    found["waits"], found["pageable"] = dict(seen.own_files(*WAITS)), dict(seen.own_lines(PAGEABLE))
+
+
+def with_other_routes(trained: Trained) -> Tensors:
+    """Negative control: on the second rank each route is moved by one token."""
+    routes = Microbatch.routes
+
+    def moved(self: Microbatch, *args: tuple[int, int]) -> dict[int, torch.Tensor]:
+        return {layer: rows.roll(1, 0) for layer, rows in routes(self, *args).items()}
+
+    setattr(Microbatch, "routes", moved if RANK == 1 else routes)  # noqa: B010
+    try:
+        return trained.gradients()
+    finally:
+        setattr(Microbatch, "routes", routes)  # noqa: B010
+
+
+def unfinished(trained: Trained, right: Tensors) -> str:
+    """Negative control: how gradients show that their reduction was not finished; "" = not."""
+    config = trained.learner.model.config
+    finish = config.finalize_model_grads_func
+    config.finalize_model_grads_func = lambda *_args, **_kwargs: None
+    try:
+        difference = largest_difference(trained.gradients(), right)
+        return f"{difference} of the largest" if difference > 1e-3 else ""
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        config.finalize_model_grads_func = finish
+        for ddp in trained.learner.ddp:
+            ddp.finish_grad_sync()
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dict[str, int]:
+    """Of the scaled models after a step, by purpose; and of a snapshot, in host memory."""
+    from tests.double.watch import OPS, memory
+
+    gc.collect()
+    before = {name: memory(name, RANK).live for name in ("", *PURPOSES)}
+    with by_purpose():
+        made = learner(config, ranks)
+        made.step(plan)
+    for one in (made, made.critic):
+        assert one is not None
+        one.optimizer.zero_grad()
+    gc.collect()
+    held = {name: memory(name, RANK).live - live for name, live in before.items()}
+    buffers = [b for ddp in made.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
+    gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+    OPS.reset_peak(RANK)
+    snapshot, peak = WeightSnapshot(), memory(device=RANK).live
+    snapshot.store(made.model.tensors, PolicyVersion(0, 1))
+    snapshot.wait()
+    return {
+        # the distributed optimizer moves weights into buffers like those of the gradients
+        "weights": held["weights"] + held["buffers"] - gradients,
+        "gradients": gradients,
+        "optimizer": held["optimizer"],
+        "others": held["others"],
+        "all": held[""],
+        "snapshot": sum(snapshot[name].nbytes for name in made.model.tensors),
+        "snapshot on the device": memory(device=RANK).peak - peak,
+    }
+
+
+PURPOSES = {
+    "weights": [(gpt, "build")],
+    "buffers": [(step, "wrap")],
+    "optimizer": [(step, "make_optimizer"), (step, "take_step")],
+    "others": [(step, "open_ref_models"), (critic, "Critic"), (critic, "take_step")],
+}
+
+
+@contextmanager
+def by_purpose() -> Iterator[None]:
+    """Book what these functions allocate under its purpose."""
+    places = [(name, *place) for name, found in PURPOSES.items() for place in found]
+    plain = [getattr(module, function) for _, module, function in places]
+    for (name, module, function), was in zip(places, plain, strict=True):
+        setattr(module, function, booked(name, was))
+    try:
+        yield
+    finally:
+        for (_, module, function), was in zip(places, plain, strict=True):
+            setattr(module, function, was)
+
+
+def booked(name: str, function: Callable[P, R]) -> Callable[P, R]:
+    from tests.double.watch import purpose
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with purpose(name):
+            return function(*args, **kwargs)
+
+    return call
+
+
+if __name__ == "__main__":
+    main()

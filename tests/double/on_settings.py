@@ -1,0 +1,131 @@
+"""Settings of a step, the probe and parts of the loss on the double: the CPU's numbers, waits."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moerl.algorithms.loss import policy_loss
+from moerl.algorithms.tokens import Sequences, Tokens
+from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
+from moerl.config.schema import AlgorithmConfig
+from tests.double.other_models import SETTINGS, probed, with_setting
+from tests.double.train_once import (
+    BOUNDS,
+    Numbers,
+    Trained,
+    largest_difference,
+    numbers,
+    other_metrics,
+)
+from tests.double.watch import PAGEABLE, WAITS, watch
+
+pytest_plugins = ("tests.double.trainer_fixtures",)
+
+MASKED = "moerl/algorithms/masked_logprob.py"
+# Waits in a step: (for each microbatch, once).  R2 has a pass more, whose routes go to the host.
+USUAL = {
+    MASKED: (1, 0),
+    "moerl/trainer/learner/step_sums.py": (0, 1),
+    "moerl/algorithms/device_copies.py": (0, 1),
+    "moerl/trainer/learner/optimizer.py": (0, 1),
+}
+MORE = {
+    # attention that stands in for Transformer Engine's, which takes lengths on the device
+    "packed rows": {"moerl/trainer/model/local_modules.py": (1, 0)},
+    "router losses": {"moerl/trainer/passes/router_losses.py": (0, 1)},
+    "routes of the proximal policy": {MASKED: (2, 0), "moerl/trainer/passes/proximal.py": (1, 0)},
+}
+# Both passes of the probe's microbatch; live ids of all layers, where they differ, both scores and
+# those at lag 0.
+PROBE = {MASKED: 2, "moerl/trainer/passes/probe.py": 5}
+TOKENS = 24
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_with_other_settings(name: str, trained: Trained, on_cpu: Numbers) -> None:
+    made, want = with_setting(trained, name), on_cpu["settings"][name]
+    found = numbers(made)
+    for part, bound in BOUNDS.items():
+        assert largest_difference(found[part], want[part]) <= bound, part
+    if made.learner.config.trainer.minibatches > 1:  # later steps start from other weights
+        assert found["metrics"] == pytest.approx(want["metrics"], rel=1e-3, abs=1e-5)
+    else:
+        assert other_metrics(found["metrics"], want["metrics"]) == []
+    assert found["metrics"] != on_cpu["metrics"], "control: the setting changes the step"
+    with watch() as seen:
+        made.learner.step(made.plan)
+    print("own:", seen.own_lines(*WAITS, PAGEABLE))
+    assert not seen.own_lines(PAGEABLE)
+    steps, num = made.learner.config.trainer.minibatches, made.plan.num_microbatches
+    for file, times in seen.own_files(*WAITS).items():
+        each, once = (USUAL | MORE.get(name, {})).get(file, (0, 0))
+        # minibatches have microbatches of their own
+        assert times <= each * num * steps + once * steps, f"{file}: {times}"
+
+
+def test_a_probe_is_that_of_the_cpu(trained: Trained, on_cpu: Numbers) -> None:
+    made = with_setting(trained, "recompute")
+    with watch() as seen:
+        found = probed(made)
+    assert found == on_cpu["probe"]
+    assert not seen.own_lines(PAGEABLE)
+    print("own:", seen.own_lines(*WAITS))
+    assert dict(seen.own_files(*WAITS)) == PROBE
+
+
+# --- parts of the loss ----------------------------------------------------------------------------
+def tokens_on(device: str) -> tuple[Tokens, Tensor, Tensor]:
+    """Tokens, their weights, and the log-probabilities that get the gradient."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random() -> Tensor:
+        return torch.randn(TOKENS, generator=generator)
+
+    logprob = (0.3 * random() - 1).to(device).requires_grad_()
+    near = {
+        name: (logprob.detach().cpu() + 0.2 * random()).to(device)
+        for name in ("engine", "proximal", "reference", "teacher")
+    }
+    tokens = Tokens(
+        logprob,
+        advantage=random().to(device),
+        sequences=Sequences((torch.arange(TOKENS) // 6).to(device), TOKENS // 6),
+        lag=(torch.arange(TOKENS) % 3).to(device),
+        entropy=random().abs().to(device),
+        m2_bound=0.1,
+        **near,
+    )
+    return tokens, torch.full((TOKENS,), 1 / TOKENS, device=device), logprob
+
+
+def losses() -> dict[str, AlgorithmConfig]:
+    """Every objective, correction and KL, each alone; the first with entropy and distillation."""
+    plain = AlgorithmConfig(lag_cap=1, entropy_coef=0.1, distill_coef=0.5)
+    found = {name: replace(plain, objective=name) for name in OBJECTIVES}
+    found |= {name: replace(plain, corrections=[name]) for name in CORRECTIONS}
+    return found | {name: replace(plain, kl=name, kl_coef=0.1) for name in KLS}
+
+
+@pytest.mark.parametrize("name", losses())
+def test_no_part_of_a_loss_waits(name: str) -> None:
+    config, results = losses()[name], []
+    for device in ("cpu", "cuda"):
+        tokens, weight, logprob = tokens_on(device)
+        with watch() as seen:
+            result = policy_loss(config, tokens, weight)
+            result.loss.backward()
+        assert seen.count(*WAITS, PAGEABLE) == 0, seen.seen
+        assert logprob.grad is not None
+        results.append((result.loss.detach().cpu(), result.sums.cpu(), logprob.grad.cpu()))
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-6, atol=1e-9)
+
+
+def test_every_field_of_the_tokens_is_on_the_device() -> None:
+    tokens, _, _ = tokens_on("cuda")
+    values = [getattr(tokens, field.name) for field in fields(tokens)]
+    assert all(value.is_cuda for value in values if isinstance(value, Tensor))
