@@ -82,6 +82,7 @@ _SYNC = (
 )
 _ENGINE = (
     "tests/e2e/test_engine_e2e.py",
+    "tests/e2e/test_long_answers_engine.py",
     "tests/e2e/test_model_dp_attention.py",
     "tests/e2e/test_modes.py",
     "tests/e2e/test_replay_engine.py",
