@@ -89,7 +89,7 @@ def _measured(model: Model, ddp: list[DistributedDataParallel]) -> Built:
     known = {name: local.shape for name, local in model.tiles.items()}
     return Built(
         parameters=sum(p.numel() for p in parameters),
-        weights=sum(p.nbytes for p in parameters),
+        weights=sum(tensor.nbytes for tensor in model.tensors.values()),
         gradients=gradients,
         updated=sum(_numel(b.params) // b.data_parallel_world_size for b in buffers),
         padding=sum(b.grad_data.nbytes for b in buffers) - gradients,

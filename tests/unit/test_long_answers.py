@@ -173,9 +173,7 @@ def test_no_call_is_lost(
     run_with_fake_clock(body(), monkeypatch)
 
 
-def test_no_call_of_a_large_recipe_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_call_of_a_large_recipe_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,024 answers a step, in slices, on an engine of the recipe's size; lag, timeouts and all
     else are the recipe's.
     """
