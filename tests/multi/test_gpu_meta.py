@@ -28,6 +28,7 @@ def test_a_rank_of_qwen3_30b_is_what_the_dry_run_says() -> None:
             check(found._replace(told=found.told | {name: found.told[name] + 1}))
 
 
+@pytest.mark.full
 def test_every_recipe_of_a_released_model_is_a_case() -> None:
     """Recipes with the model and the trainer of another one need no ranks of their own."""
 
