@@ -137,7 +137,7 @@ STAGES = (
     Stage("layouts", 800, "full", _LAYOUTS),
     Stage("trainer", 1500, "full", _TRAINER),
     Stage("sync", 600, "full", _SYNC),
-    Stage("engine", 1100, "full", _ENGINE),
+    Stage("engine", 1150, "full", _ENGINE),
     Stage("models", 1950, "full", _MODELS),
     Stage("recipes", 900, "full", _RECIPES),
     Stage("variants", 600, "full", _VARIANTS),
