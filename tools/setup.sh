@@ -3,6 +3,7 @@
 #
 # usage: tools/setup.sh          the CPU profile: requirements/cpu.lock and cpu-nodeps.lock, Python 3.11
 #        tools/setup.sh --gpu    the GPU profile: requirements/gpu.lock, Python 3.12
+#        tools/setup.sh --gpu FOLDER    the same in FOLDER in place of .venv; no GPU is needed
 #
 # Called by tools/quickstart and tools/test before they do anything; a good environment costs a few
 # file reads.  Without --gpu, a .venv with a CUDA build of torch is left as it is.
@@ -22,6 +23,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+venv=.venv
 profile=cpu
 version=3.11
 locks=(requirements/cpu.lock requirements/cpu-nodeps.lock)
@@ -29,13 +31,15 @@ if [[ ${1:-} == --gpu ]]; then
   profile=gpu
   version=3.12
   locks=(requirements/gpu.lock)
+  venv=${2:-$venv}
 elif (($#)); then
   echo "setup: unknown argument $1; use --gpu, or none for the CPU profile" >&2
   exit 2
 fi
-stamp=.venv/.moerl-stamp
+if [[ $venv != /* ]]; then venv=$PWD/$venv; fi
+stamp=$venv/.moerl-stamp
 log=build/setup.log
-site=.venv/lib/python$version/site-packages
+site=$venv/lib/python$version/site-packages
 source_package=transformer-engine-torch
 pip_pid=
 
@@ -53,38 +57,38 @@ main() {
 }
 
 fingerprint() {
-  echo "$profile $({ pwd -P; cat "${locks[@]}" pyproject.toml tools/setup.sh .venv/pyvenv.cfg; } |
+  echo "$profile $({ pwd -P; cat "${locks[@]}" pyproject.toml tools/setup.sh "$venv/pyvenv.cfg"; } |
     sha256sum)"
 }
 
 fresh() {
-  [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]
+  [[ -x "$venv/bin/python" && -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]
 }
 
 # An environment of the GPU profile, made by this script or by hand, is no CPU profile to repair.
 own_cuda_environment() {
   [[ $profile == cpu ]] && [[ ! -f $stamp || $(<"$stamp") == gpu\ * ]] &&
-    grep -qs "^cuda.* = '" .venv/lib/python3.*/site-packages/torch/version.py
+    grep -qs "^cuda.* = '" "$venv"/lib/python3.*/site-packages/torch/version.py
 }
 
 # Whether packages may be installed over what is there: right Python, whole, not moved here.
 reusable() {
-  [[ -x .venv/bin/python && -d $site ]] &&
+  [[ -x "$venv/bin/python" && -d $site ]] &&
     [[ ! -f $stamp || $(<"$stamp") != incomplete ]] &&
-    grep -qsF "$PWD/.venv" .venv/bin/activate
+    grep -qsF "$venv" "$venv/bin/activate"
 }
 
 install() {
   compiler_present
   if reusable; then
-    say "updating .venv (log: $log)"
+    say "updating ${venv#"$PWD/"} (log: $log)"
     echo incomplete >"$stamp"
   else
     local python
     python=$(find_python)
-    say "creating .venv with $python, about $([[ $profile == gpu ]] && echo 12 || echo 3) GB" \
+    say "creating ${venv#"$PWD/"} with $python, about $([[ $profile == gpu ]] && echo 12 || echo 3) GB" \
       "(log: $log)"
-    "$python" -m venv --clear .venv >>"$log" 2>&1 || fail "$python could not create .venv"
+    "$python" -m venv --clear "$venv" >>"$log" 2>&1 || fail "$python could not create $venv"
     echo incomplete >"$stamp"
   fi
   "packages_$profile"
@@ -103,7 +107,7 @@ finish_cpu() {
   # transformers imports torchvision, whose packaged build expects CUDA (moerl/engine/torchvision_fix.py)
   echo "import moerl.engine.torchvision_fix as fix; fix.arm()" >"$site/moerl-torchvision.pth"
   verify
-  .venv/bin/python -m moerl.kernels.build
+  "$venv/bin/python" -m moerl.kernels.build
 }
 
 packages_gpu() {
@@ -119,7 +123,7 @@ packages_gpu() {
     mkdir -p "$folder"
     say "compiling Transformer Engine for torch $(pinned torch), once (log: $log)"
     # without FORCE_BUILD its build asks a release page for a wheel of another torch
-    NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip wheel --no-deps \
+    NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch "$venv/bin/python" -m pip wheel --no-deps \
       --no-build-isolation --no-input --wheel-dir "$folder" \
       "$source_package==$(pinned "$source_package")" >>"$log" 2>&1 </dev/null || {
       tail -n 15 "$log" >&2
@@ -132,7 +136,7 @@ packages_gpu() {
 
 # The compiler, headers and libraries of the CUDA wheels, for Transformer Engine and our kernels.
 use_packaged_cuda() {
-  local packaged=$PWD/$site/nvidia part
+  local packaged=$site/nvidia part
   [[ -x $packaged/cu13/bin/nvcc ]] ||
     fail "$packaged/cu13/bin/nvcc is missing: requirements/gpu.lock needs nvidia-cuda-nvcc"
   export CUDA_HOME=$packaged/cu13 PATH=$packaged/cu13/bin:$PATH
@@ -157,8 +161,8 @@ compiled() {
 
 finish_gpu() {
   verify_gpu
-  .venv/bin/python -m moerl.kernels.build
-  .venv/bin/python - <<'PYTHON' || fail "our CUDA kernels were not built; see above"
+  "$venv/bin/python" -m moerl.kernels.build
+  "$venv/bin/python" - <<'PYTHON' || fail "our CUDA kernels were not built; see above"
 import sys
 from moerl.kernels.build import TARGETS
 
@@ -199,7 +203,7 @@ run_pip() {
   shift
   say "installing $what"
   # The wheel of megatron-core for Python 3.11 declares 3.12 and works on both.
-  .venv/bin/python -m pip install --no-deps --ignore-requires-python --no-input \
+  "$venv/bin/python" -m pip install --no-deps --ignore-requires-python --no-input \
     --progress-bar=off "$@" >>"$log" 2>&1 </dev/null &
   pip_pid=$!
   local ticks=0
@@ -229,7 +233,7 @@ progress() {
 }
 
 verify() {
-  .venv/bin/python - <<'PYTHON' || exit 1
+  "$venv/bin/python" - <<'PYTHON' || exit 1
 import importlib.metadata, sys
 import torch
 
@@ -244,13 +248,14 @@ PYTHON
 }
 
 verify_gpu() {
-  .venv/bin/python - <<'PYTHON' || exit 1
+  "$venv/bin/python" - <<'PYTHON' || exit 1
 import sys
 import torch
 
 if not (torch.version.cuda or "").startswith("13."):
     sys.exit(f"setup: torch {torch.__version__} is for CUDA {torch.version.cuda}, the GPU profile "
-             "needs one for CUDA 13: remove .venv and check which indexes pip is configured with")
+             "needs one for CUDA 13: remove its folder and check which indexes pip is configured "
+             "with")
 try:
     import megatron.core
     import transformer_engine.pytorch

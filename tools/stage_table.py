@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
 
-Kind = Literal["none", "default", "full", "gpu", "mooncake", "smollm2", "reference"]
+Kind = Literal["none", "default", "full", "gpu", "gpu_profile", "mooncake", "smollm2", "reference"]
 
+_PLAIN = "not gpu and not gpu_profile and not mooncake and not smollm2"
 # Which tests a kind has, as pytest's -m takes it; kind_of says the same of one test.
 EXPRESSIONS: Mapping[Kind, str] = {
-    "default": "not full and not gpu and not mooncake and not smollm2",
-    "full": "full and not gpu and not mooncake and not smollm2",
-    "mooncake": "mooncake and not gpu and not smollm2",
-    "smollm2": "smollm2 and not gpu",
+    "default": f"not full and {_PLAIN}",
+    "full": f"full and {_PLAIN}",
+    "mooncake": "mooncake and not gpu and not gpu_profile and not smollm2",
+    "smollm2": "smollm2 and not gpu and not gpu_profile",
+    "gpu_profile": "gpu_profile and not gpu",
     "gpu": "gpu",
     "reference": "",  # all of one folder, which only the stage's own environment collects
 }
@@ -39,7 +41,7 @@ class Stage:
     @property
     def optional(self) -> bool:
         """It may be unavailable on a machine, and the suite can be green without it."""
-        return self.kind in ("gpu", "mooncake", "smollm2", "reference")
+        return self.kind in ("gpu", "gpu_profile", "mooncake", "smollm2", "reference")
 
 
 _LAYOUTS = (
@@ -81,6 +83,7 @@ _SYNC = (
 )
 _ENGINE = (
     "tests/e2e/test_engine_e2e.py",
+    "tests/e2e/test_long_answers_engine.py",
     "tests/e2e/test_model_dp_attention.py",
     "tests/e2e/test_modes.py",
     "tests/e2e/test_replay_engine.py",
@@ -135,7 +138,7 @@ STAGES = (
     Stage("layouts", 800, "full", _LAYOUTS),
     Stage("trainer", 1500, "full", _TRAINER),
     Stage("sync", 600, "full", _SYNC),
-    Stage("engine", 1100, "full", _ENGINE),
+    Stage("engine", 1150, "full", _ENGINE),
     Stage("models", 1950, "full", _MODELS),
     Stage("recipes", 900, "full", _RECIPES),
     Stage("variants", 600, "full", _VARIANTS),
@@ -143,6 +146,7 @@ STAGES = (
     Stage("hosts", 1450, "full", _HOSTS),
     Stage("safe", 1800, "full", _SAFE),
     Stage("gpu", 300, "gpu", ("tests/gpu",)),
+    Stage("gpu-profile", 400, "gpu_profile", ("tests/multi",)),
     Stage("references", 120, "reference", ("tests/references",), environment="reference"),
     Stage("mooncake", 600, "mooncake", _SEVERAL_PROCESSES, environment="mooncake"),
     Stage("smollm2", 2300, "smollm2", ("tests/e2e",), environment="smollm2"),
@@ -173,7 +177,7 @@ AREAS = (
 def kind_of(marks: Iterable[str]) -> Kind:
     """The kind of a test with these marks."""
     marks = set(marks)
-    kinds: tuple[Kind, ...] = ("gpu", "smollm2", "mooncake", "full")
+    kinds: tuple[Kind, ...] = ("gpu", "gpu_profile", "smollm2", "mooncake", "full")
     return next((kind for kind in kinds if kind in marks), "default")
 
 

@@ -35,6 +35,7 @@ from tools.stage_table import AREAS, CORE, DEFAULT, EXPRESSIONS, STAGES, Stage, 
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = ROOT / ".venv/bin"
+GPU_PROFILE = ROOT / "build/gpu-profile"  # too large to be made for one stage
 PROMISE_S = 1500  # the default selection on two free cores; over it is said, not a failure
 DEFAULT_HANG_S = 4200.0  # a default selection that runs longer hangs
 STAGE_HANG_S = 7200.0  # so does a stage that takes three times its 40 minutes
@@ -142,6 +143,10 @@ def unavailable(stage: Stage) -> str:
         see = "import sys, torch; sys.exit(not torch.cuda.is_available())"
         seen = subprocess.run([str(BIN / "python"), "-c", see], check=False, capture_output=True)
         return "torch sees no CUDA device" if seen.returncode else ""
+    if stage.kind == "gpu_profile":
+        stamp = GPU_PROFILE / ".moerl-stamp"
+        whole = stamp.is_file() and stamp.read_text().startswith("gpu ")
+        return "" if whole else "tools/setup.sh --gpu build/gpu-profile makes what it needs: 12 GB"
     if not stage.environment:
         return ""
     made = subprocess.run(

@@ -2,10 +2,11 @@
 
 Legend (of one rank; bytes unless stated otherwise)
     P, X   parameters outside and inside of routed experts     t  tokens of a microbatch / cp
+    B      biases of the routers, fp32, that are not trained
     h, V   hidden size, vocabulary                              s  t / tp (sequence parallel)
     K, E   experts per token, experts                           F  intermediate size of an expert
 
-    weights      b (P + X)          b = 2 for bf16, 4 for fp32; without prediction layers, which
+    weights      b (P + X) + 4 B    b = 2 for bf16, 4 for fp32; without prediction layers, which
     are not trained
     gradients    4 (P + X)          Megatron's buffers, summed in fp32; reduced in place, so buckets
     of the reduction cost nothing
@@ -20,10 +21,10 @@ Legend (of one rank; bytes unless stated otherwise)
     buckets      a publish: two on the trainer's device, two on the engine's
     runtime      a constant for CUDA, NCCL and allocator waste; not measured here
 
-Host memory: the trainer's weight snapshot, b (P + X), its offloaded optimizer, and what the rank
-copies for a checkpoint: b (P + X) on the first data-parallel rank, and fp32 weights and moments of
-the shard, 12 (P / shard + X / expert shard); the engine's staging, as many bytes as its rank's
-weights.
+Host memory: the trainer's weight snapshot, as many bytes as its weights, its offloaded optimizer,
+and what the rank copies for a checkpoint: its weights on the first data-parallel rank, and fp32
+weights and moments of the shard, 12 (P / shard + X / expert shard); the engine's staging, as many
+bytes as its rank's weights.
 
 Experts are assumed to be equally popular: s K rows arrive at each rank.  The most popular rank of a
 batch may need several times as much; the rest of the GPU is for it.  `tests/unit/test_memory.py`
@@ -165,7 +166,14 @@ def trainer_memory(
     dense, expert = stage_bytes(spec, layout, "te" if training.gpu else "local")
     itemsize = ITEMSIZE.get(spec.dtype, 2)
     ranks = [
-        _stage(spec, layout, training, p, max(dense[p]) // itemsize, max(expert[p]) // itemsize)
+        _stage(
+            spec,
+            layout,
+            training,
+            p,
+            (max(dense[p]) - _router_biases(spec, layout, p)) // itemsize,
+            max(expert[p]) // itemsize,
+        )
         for p in range(layout.pp)
     ]
     beside = [ref_model_memory(other, layout, training) for other in ref_models]
@@ -225,29 +233,38 @@ def _stage(
     sharded = training.distributed_optimizer
     shard = layout.dp * layout.cp if sharded else 1
     expert_shard = layout.stage_size // (layout.ep * layout.etp) if sharded else 1
-    chunks = [chunk_layers(spec.layers, layout, stage, chunk) for chunk in range(layout.vpp)]
-    layers = [number for chunk in chunks for number in chunk]
     tokens = -(-training.tokens // layout.cp)
     last = stage == layout.pp - 1
     vocab = padded_vocab(spec, layout.tp, layout.vocab_divisible_by) // layout.tp
-    in_moe = [number for number in layers if number in set(spec.moe_layers)]
+    weights = width * (dense + expert) + _router_biases(spec, layout, stage)
     own = dense // shard + expert // expert_shard  # parameters that this rank's optimizer updates
     return TrainerMemory(
         stage=stage,
         parameters=dense + expert,
-        weights=width * (dense + expert),
+        weights=weights,
         gradients=4 * (dense + expert),
         optimizer=held.device * own,
         activations=_activations(spec, layout, training, stage),
         logits=(10 if half else 12) * tokens * vocab if last else 0,
-        replay=8 * (tokens // layout.tp) * spec.experts_per_token * len(in_moe),
+        replay=_num_routers(spec, layout, stage)
+        * (8 * (tokens // layout.tp) * spec.experts_per_token),
         others=0,
         buckets=2 * training.bucket if training.gpu else 0,
         runtime=RUNTIME if training.gpu else 0,
-        snapshot=width * (dense + expert),
+        snapshot=weights,
         offloaded=held.host * own,
-        checkpoint=width * (dense + expert) + held.saved * own,
+        checkpoint=weights + held.saved * own,
     )
+
+
+def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:
+    chunks = [chunk_layers(spec.layers, layout, stage, chunk) for chunk in range(layout.vpp)]
+    return len({number for chunk in chunks for number in chunk} & set(spec.moe_layers))
+
+
+def _router_biases(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:
+    """Bytes: buffers in fp32, without gradients and optimizer state."""
+    return 4 * spec.experts * _num_routers(spec, layout, stage) if spec.expert_bias else 0
 
 
 def _activations(spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int) -> int:

@@ -22,13 +22,13 @@ from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
 from moerl.agents.open_episode import EpisodeLimits, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.audit.segment_split import split_segments
 from moerl.config.schema import EngineConfig
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.errors import RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.header_check import check
 from moerl.records.sampling_mask import encode_rows
+from moerl.records.segment_split import split_segments
 from moerl.types import GenerateRequest, MaskBlob, Rollout, SamplingParams, Segment
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE

@@ -1,60 +1,58 @@
-"""The dry run counts what megatron-core builds: ranks of the recipes, on meta tensors."""
+"""The dry run counts what megatron-core builds: ranks of the recipes, on meta tensors.
+
+Layers are megatron-core's own; test_gpu_profile.py builds the same ranks with Transformer Engine.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
+import shlex
 
 import pytest
 
-from tests.helpers.trainer_support import ROOT
+from moerl.config import load_config, resolve
+from moerl.config.load import CONFIG_ROOT
+from moerl.config.schema import Config
+from moerl.planning.dry_run import model_shapes
+from moerl.planning.fit import what_fits
+from tests.helpers.meta_ranks import CASES, check, ranks
 
-OTHERS = (
-    "olmoe-1b-7b",
-    "qwen3-30b-a3b",
-    "glm-4.5-air",
-    "gpt-oss-120b",
-    "qwen3-235b-a22b",
-    "deepseek-v3",
-    "kimi-k2",
-)
-PADDING = 1e-4  # of the gradients: buffers begin parameters at multiples of 64, end buckets at 128
-
-
-def built(recipe: str, rank: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.meta_build", recipe, str(rank)],
-        cwd=ROOT,
-        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def check(recipe: str, rank: int) -> None:
-    found = built(recipe, rank)
-    print(found)
-    told, was = found["told"], found["built"]
-    for name in ("parameters", "weights", "gradients"):
-        assert told[name] == was[name], name
-    assert was["padding"] <= PADDING * was["gradients"]
-    updated = (told["optimizer"] + told["offloaded"]) / (16 if told["offloaded"] else 12)
-    assert was["shard"] == pytest.approx(updated, rel=PADDING)
+NODE8 = "cluster=node8"
 
 
 def test_a_rank_of_qwen3_30b_is_what_the_dry_run_says() -> None:
-    check("qwen3-30b-a3b-node8", 0)
+    """Control: a figure of the dry run that is off by one does not pass."""
+    (found,) = ranks("local", "qwen3-30b-a3b-node8", NODE8, numbers="0")
+    check(found)
+    for name in ("parameters", "weights", "gradients", "offloaded"):
+        with pytest.raises(AssertionError):
+            check(found._replace(told=found.told | {name: found.told[name] + 1}))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, -1])
-@pytest.mark.parametrize("recipe", OTHERS)
-def test_first_and_last_ranks_are_what_the_dry_run_says(recipe: str, rank: int) -> None:
-    check(recipe, rank)
+def test_every_recipe_of_a_released_model_is_a_case() -> None:
+    """Recipes with the model and the trainer of another one need no ranks of their own."""
+
+    def trains(config: Config) -> tuple[object, ...]:
+        return config.model.path, config.trainer.parallel, config.trainer.optimizer_args
+
+    built = [trains(load_config(recipe, words)) for recipe, words in CASES.items()]
+    recipes = [load_config(path.stem) for path in (CONFIG_ROOT / "recipes").glob("*.yaml")]
+    for_gpus = [config for config in recipes if config.trainer.platform == "cuda"]
+    assert len(for_gpus) > len(CASES)
+    assert [config.model.path for config in for_gpus if trains(config) not in built] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", CASES)
+def test_first_and_last_ranks_are_what_the_dry_run_says(recipe: str) -> None:
+    for found in ranks("local", recipe, *CASES[recipe]):
+        check(found)
+
+
+@pytest.mark.full
+def test_the_proposal_for_one_node_is_what_the_dry_run_says() -> None:
+    """Qwen3-30B-A3B on node8, as the refusal of its recipe proposes."""
+    config = load_config("qwen3-30b-a3b", (NODE8,))
+    proposal = what_fits(resolve(config), model_shapes(config)).partition("what would: ")[2]
+    for found in ranks("local", "qwen3-30b-a3b", NODE8, *shlex.split(proposal)):
+        check(found)

@@ -168,7 +168,8 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
     moe_layers = kwargs.get("moe_layers", 0)
     engines = dict(enumerate([engine, *kwargs.get("more_engines", ())]))
     services = Services(
-        model=ModelShape(10, moe_layers, tuple(range(moe_layers)), 4, top_k=2 * moe_layers),
+        model=kwargs.get("model")
+        or ModelShape(10, moe_layers, tuple(range(moe_layers)), 4, top_k=2 * moe_layers),
         engines=engines,
         sizes=dict.fromkeys(engines, 1),
         scorer=kwargs.get("scorer", StubScorer()),
@@ -231,12 +232,12 @@ async def publish(controller: Controller, version: PolicyVersion) -> None:
         await controller.handle(commit(version))
 
 
-async def running(controller: Controller, work):
+async def running(controller: Controller, work, timeout_s: float = 20):
     """Run `work` beside the controller; the controller's own failure wins."""
     tasks = asyncio.create_task(controller.run())
     try:
         job = asyncio.create_task(work)
-        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
         if tasks.done():
             job.cancel()
             return await tasks

@@ -22,13 +22,13 @@ TE = "transformer-engine-torch"
 
 STUB = r"""#!/bin/bash
 # Python 3.12, venv and pip in one; $STUB holds its behaviour and its diary.
-site=.venv/lib/python3.12/site-packages
+site=$4/lib/python3.12/site-packages
 case "$1 $2 $3" in
   "-c import sys"*) echo 3.12 ;;
   "-c import venv"*) ;;
   "-m venv"*)
     mkdir -p "$4/bin" "$4/lib/python3.12/site-packages"
-    echo "VIRTUAL_ENV=\"$PWD/$4\"" >"$4/bin/activate"
+    echo "VIRTUAL_ENV=\"$4\"" >"$4/bin/activate"
     echo "version = 3.12.1" >"$4/pyvenv.cfg"
     cat "$0" >"$4/bin/python"; chmod +x "$4/bin/python"
     mkdir -p "$site/torch"; echo "cuda: str = '13.0'" >"$site/torch/version.py"
@@ -125,6 +125,16 @@ def test_the_wheels_may_lie_elsewhere(project: Project, tmp_path: Path) -> None:
     code, error, _ = project.run("--gpu", MOERL_WHEELS=str(shared))
     assert (code, error) == (0, "")
     assert list(shared.glob(f"torch-{pins()['torch']}/*.whl"))
+
+
+def test_the_environment_may_be_another_folder(project: Project) -> None:
+    """For a machine without a GPU: .venv stays what it is."""
+    code, error, calls = project.run("--gpu", "build/gpu-profile")
+    assert (code, error) == (0, "")
+    home = project.root / "build/gpu-profile/lib/python3.12/site-packages/nvidia/cu13"
+    assert f"kernels with {home}/bin/nvcc" in calls
+    assert not (project.root / ".venv").exists()
+    assert project.run("--gpu", "build/gpu-profile") == (0, "", []), "a second call does nothing"
 
 
 def test_failures_name_their_cause(project: Project) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moerl.config import load_config
 from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
 from moerl.controller import controller as controller_module
 from moerl.controller.controller import Controller
 from moerl.errors import EngineError, ProtocolError
-from moerl.messages import Answers, Ok, Plan, StepDone, TakePlan
+from moerl.messages import Answers, Message, Ok, Plan, SessionMessage, StepDone, TakePlan
 from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment
 from tests.helpers.fake_clock import run_with_fake_clock
 from tests.unit.test_controller import StubEngine, hello, make, publish
 
 LENGTH = 1800  # tokens and seconds of an answer
 ROOM = 4  # answers that the engine decodes side by side; the others wait for room
+LARGE = load_config("qwen3-30b-a3b")
 CONFIG = Config(
     run=RunConfig(steps=4),
     rollout=RolloutConfig(groups_per_step=2, group_size=2, max_lag=2),
@@ -43,17 +46,33 @@ class SlowEngine(StubEngine):
         self.decoding, self.queue = list[Running](), list[Running]()
         self.sampled = self.returned = 0  # tokens
         self.stuck = self.deaf = False  # decodes nothing, does not hear aborts either
+        self.room = ROOM
         self.aborts: list[str] = []
-        self.most = 0
+        self.calls = self.most_calls = 0  # messages of the controller in progress
         self.clock: asyncio.Task[None] | None = None
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self.requests += requests
-        self.queue += [Running(request) for request in requests]
-        self.clock = self.clock or asyncio.create_task(self._tick())
+        with self._in_progress():
+            self.requests += requests
+            self.queue += [Running(request) for request in requests]
+            self.clock = self.clock or asyncio.create_task(self._tick())
 
     async def collect(self) -> Answers:
-        return await self.mailbox.collect()
+        with self._in_progress():
+            return await self.mailbox.collect()
+
+    async def session(self, message: SessionMessage) -> Message:
+        with self._in_progress():
+            return await super().session(message)
+
+    @contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        self.calls += 1
+        self.most_calls = max(self.most_calls, self.calls)
+        try:
+            yield
+        finally:
+            self.calls -= 1
 
     async def abort(self, names: Sequence[str]) -> None:
         self.aborts += names
@@ -70,7 +89,7 @@ class SlowEngine(StubEngine):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(10.0)
-            while self.queue and len(self.decoding) < ROOM:
+            while self.queue and len(self.decoding) < self.room:
                 self.decoding.append(self.queue.pop(0))
             if self.stuck or not self.decoding:
                 continue
@@ -150,6 +169,44 @@ def test_no_call_is_lost(
         assert not engine.aborts
         assert sum(report.metrics["async/stalled_requests"] for report in reports) == 0
         assert asyncio.get_running_loop().time() < 3.0 * LENGTH * len(rollouts) / ROOM
+
+    run_with_fake_clock(body(), monkeypatch)
+
+
+def test_no_call_of_a_large_recipe_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 answers a step, in slices, on an engine of the recipe's size; lag, timeouts and all
+    else are the recipe's.
+    """
+
+    async def body() -> None:
+        engine = SlowEngine()
+        engine.room = LARGE.engine.max_running_requests
+        config = replace(CONFIG, rollout=LARGE.rollout, run=RunConfig(steps=2))
+        controller, reports = make(tmp_path, engine, config)
+        plans = await train_patiently(controller, 2)
+        rollouts = [r for p in plans for g in p.groups for r in g.rollouts()]
+        assert len({r.rollout_id for r in rollouts}) == 2 * 64 * 16
+        assert {r.num_sampled for r in rollouts} == {LENGTH}
+        assert engine.returned == LENGTH * len(rollouts), "a token was lost or sampled twice"
+        assert sum(report.metrics["async/stalled_requests"] for report in reports) == 0
+
+    run_with_fake_clock(body(), monkeypatch)
+
+
+def test_messages_in_progress_do_not_grow_with_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an actor with bounded concurrency always has room for a publish or an abort."""
+
+    async def body() -> None:
+        engine = SlowEngine()
+        rollout = replace(CONFIG.rollout, groups_per_step=40, group_size=8)
+        sampling = replace(CONFIG.sampling, max_new_tokens=40)
+        config = replace(CONFIG, rollout=rollout, sampling=sampling, run=RunConfig(steps=2))
+        controller, _ = make(tmp_path, engine, config)
+        await train_patiently(controller, 2)
+        assert len(engine.requests) >= 2 * 40 * 8
+        assert 1 < engine.most_calls <= 3, "one submit, one collect, one of a publish"
 
     run_with_fake_clock(body(), monkeypatch)
 

@@ -23,7 +23,7 @@ from tools.stage_table import AREAS, EXPRESSIONS, STAGES, Stage, area_of, kind_o
 from tools.stages import Result, Results
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKS = ("full", "gpu", "mooncake", "smollm2")
+MARKS = ("full", "gpu", "gpu_profile", "mooncake", "smollm2")
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -281,6 +281,20 @@ def test_files_that_change_make_a_result_worthless(
     for now, state in (("t", "passed"), ("changed", "failed")):
         monkeypatch.setattr(stages, "tree_hash", lambda now=now: now)
         assert stages.run_stage(STAGES[0], Results("t", tmp_path)).state == state
+
+
+@pytest.mark.parametrize(("stamp", "there"), [("", False), ("incomplete", False), ("gpu 1a", True)])
+def test_the_gpu_profile_is_used_where_it_was_made(
+    stamp: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "GPU_PROFILE", tmp_path)
+    if stamp:
+        (tmp_path / ".moerl-stamp").write_text(stamp)
+    (stage,) = (one for one in STAGES if one.kind == "gpu_profile")
+    why = stages.unavailable(stage)
+    assert (why == "") == there
+    assert there or "tools/setup.sh --gpu build/gpu-profile" in why
+    assert stage.optional
 
 
 # --- what a stage's run says ---------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""What of the GPU profile works without a GPU: packages, modules, kernels, ranks on meta tensors.
+
+The environment is the one that `tools/setup.sh --gpu build/gpu-profile` makes; a driver that knows
+no device stands in for the driver's library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.helpers import stub_driver
+from tests.helpers.meta_ranks import CASES, check, ranks
+from tools.stages import GPU_PROFILE, ROOT
+
+pytestmark = [pytest.mark.gpu_profile, pytest.mark.timeout(600)]
+
+PYTHON = GPU_PROFILE / "bin/python"
+PACKAGES = ("torch", "transformer_engine.pytorch", "megatron.core", "ray", "sglang")
+PACKAGES += ("sglang.srt.entrypoints.engine", "sgl_kernel")
+DRIVEN = ("sgl_kernel/**/*.so", "transformer_engine/**/*.so", "torch/lib/*.so")
+
+
+def run(*words: str, **environment: str) -> str:
+    done = subprocess.run(
+        [PYTHON, *words],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def imported(*names: str, **environment: str) -> dict[str, Any]:
+    out = run("-m", "tests.helpers.import_all", *names, **environment)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables with which libraries find a driver."""
+    folder = tmp_path_factory.mktemp("driver")
+    (site,) = GPU_PROFILE.glob("lib/python3.*/site-packages")
+    libraries = [library for pattern in DRIVEN for library in site.glob(pattern)]
+    assert stub_driver.write(folder, libraries) > 10
+    return {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_packages_are_those_of_the_lock() -> None:
+    say = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version"
+    installed = json.loads(run("-c", f"{say} for d in m.distributions()}}))"))
+    have = {name.lower().replace("_", "-"): version for name, version in installed.items()}
+    lines = (ROOT / "requirements/gpu.lock").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert {name: have.get(name) for name in pins} == pins
+
+
+def test_packages_import_with_a_driver(driver: dict[str, str]) -> None:
+    """Control: SGLang's kernels link the driver, so that they do not load without one."""
+    assert imported(*PACKAGES, **driver)["failed"] == {}
+    failed = imported("sgl_kernel")["failed"]
+    assert "libcuda.so.1" in failed["sgl_kernel"]
+
+
+def test_every_module_of_ours_imports(driver: dict[str, str]) -> None:
+    found = imported("moerl.*", **driver)
+    assert found["failed"] == {}
+    assert found["imported"] > 200
+
+
+@pytest.mark.parametrize("recipe", CASES)
+def test_ranks_with_transformer_engine_are_what_the_dry_run_says(
+    recipe: str, driver: dict[str, str]
+) -> None:
+    """Numbers and names: those of the layout table of Transformer Engine's layers."""
+    found = ranks("te", recipe, *CASES[recipe], python=PYTHON, environment=driver)
+    for rank in found:
+        check(rank)
+        assert rank.built["fused"], "layers are not Transformer Engine's"
