@@ -16,14 +16,15 @@ import numpy as np
 
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
-from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError, ends_with_stop
+from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, Stops
 from moerl.agents.tool_calls import AnswerParser
 from moerl.agents.turn_forest import RecordedTurn, Request, TurnForest
-from moerl.agents.turn_sampler import TurnEngine, TurnSampler, known_rows
+from moerl.agents.turn_sampler import TurnEngine, TurnSampler
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
+from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
-from moerl.types import Array, Prompt, Rollout, RoutingBlob, SamplingParams
+from moerl.types import Array, Prompt, Rollout, SamplingParams
 
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
@@ -105,7 +106,7 @@ class OpenEpisode:
         self.wasted: set[str] = set()  # blobs of turns that were not recorded
         self._sampler = TurnSampler(policy.engine, policy.finder, self.wasted.update)
         self._started, self._reserved = 0, 0  # turns; tokens that running turns may sample
-        self._running: set[asyncio.Task[Rollout]] = set()
+        self._running: set[asyncio.Task[SampledTurn]] = set()
         self._ended = False
         self._deadline = asyncio.get_running_loop().time() + limits.wall_s
 
@@ -273,36 +274,25 @@ class OpenEpisode:
         return [task.result() for task in turns]
 
     async def _turn(self, name: str, request: Request, plan: _Plan) -> Answer:
-        known: tuple[RoutingBlob, ...] = ()
-        if request.parent is not None:
-            known = known_rows(request.parent.rollout, len(plan.prompt.ids))
         try:
-            try:
-                rollout = await self._run(self._partial(name, plan, known), plan.stops)
-            except RecordError as error:
-                if error.reason != "known_rows":
-                    raise
-                # Other weights prefilled the prompt: this turn needs rows of its own.
-                self.counts["asked_again"] += 1
-                rollout = await self._run(self._partial(f"{name}.own", plan), plan.stops)
+            sampled = await self._run(self._partial(name, request, plan), plan.stops)
         except RecordError as error:
             self.counts[f"refused/{error.reason}"] += 1
             raise ApiError(502, "record_refused", "the engine's record was refused") from error
-        return self._recorded(request, plan, rollout)
+        return self._recorded(name, request, plan, sampled)
 
-    def _partial(
-        self, name: str, plan: _Plan, known: tuple[RoutingBlob, ...] = ()
-    ) -> PartialRollout:
+    def _partial(self, name: str, request: Request, plan: _Plan) -> PartialRollout:
+        chain = self.forest.chain(request.parent, plan.prompt.inherited)
         return PartialRollout(
             name,
             Prompt(0, (), "", None, {}),
             plan.sampling,
             audit=self._policy.audit,
-            known=known,
+            rows_known=chain[-1].end - 1 if chain else 0,  # the last token is fed only now
             prompt_ids=plan.prompt.ids,
         )
 
-    async def _run(self, partial: PartialRollout, stops: Stops) -> Rollout:
+    async def _run(self, partial: PartialRollout, stops: Stops) -> SampledTurn:
         """Raises RecordError; ApiError when the episode ends before the turn does."""
         work = asyncio.create_task(self._sampler.sample(partial, stops))
         self._running.add(work)
@@ -322,31 +312,26 @@ class OpenEpisode:
             self._running.discard(work)
 
     # --- records ----------------------------------------------------------------------------------
-    def _recorded(self, request: Request, plan: _Plan, rollout: Rollout) -> Answer:
+    def _recorded(self, name: str, request: Request, plan: _Plan, sampled: SampledTurn) -> Answer:
         if self._ended:
-            self.wasted |= blob_uris(rollout)
+            self.wasted |= blob_uris(*sampled.segments)
             raise _gone("the episode has ended")
         # Tokens of stop texts say where this turn ends, not how it is sampled.
         stop_ids = self._policy.sampling.stop_token_ids
-        rollout = replace(rollout, sampling=replace(plan.sampling, stop_token_ids=stop_ids))
-        whole = self._text_of(rollout)
+        sampled = replace(sampled, sampling=replace(plan.sampling, stop_token_ids=stop_ids))
+        ids = sampled.output_ids.tolist()
+        is_closed = ids[-1] in self._policy.stop_ids  # its finish does not tell
+        whole = self._policy.tokens.decode(ids[:-1] if is_closed else ids)
         text, is_stopped = plan.stops.cut(whole)
         reasoning, calls = "", tuple[MessageCall, ...]()
         if plan.is_chat:
             reasoning, text, found = self._policy.parser.parse(text, plan.tools)
             calls = tuple(_named(name, arguments) for name, arguments in found)
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
-        turn = self.forest.add(request, answer, rollout, plan.prompt.inherited)
+        turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         self.counts[f"origin/{turn.origin}"] += 1
-        is_stopped |= ends_with_stop(rollout, self._policy.stop_ids)
-        reason = "stop" if is_stopped else "length"
+        reason = "stop" if is_stopped or is_closed else "length"
         return Answer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
-
-    def _text_of(self, rollout: Rollout) -> str:
-        """Of its answer, without the token that ends it."""
-        ids = rollout.token_ids[rollout.prompt_len :].tolist()
-        is_closed = ends_with_stop(rollout, self._policy.stop_ids)
-        return self._policy.tokens.decode(ids[:-1] if is_closed else ids)
 
 
 def _named(name: str, arguments: str) -> MessageCall:

@@ -19,6 +19,7 @@ from hashlib import blake2b
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Json, tools_key
+from moerl.controller.turn_rows import SampledTurn, join
 from moerl.types import Array, Episode, Rollout, Turn
 
 
@@ -39,13 +40,15 @@ class RecordedTurn:
     """A finished turn.  Its prompt begins with `inherited` tokens of its parent.
 
     These are all tokens of the parent, or all but its last one: a stop token that the template
-    replaces by another.
+    replaces by another.  sampled: what its own calls delivered; rollout: its row, with the rows of
+    the turns whose tokens it begins with.
     """
 
     index: int
     parent: int | None
     inherited: int
     origin: Origin
+    sampled: SampledTurn
     rollout: Rollout
     text: str = ""  # prompt and answer, of a turn that was asked for as text
 
@@ -115,10 +118,26 @@ class TurnForest:
         self._seen.add(request.digests[0])
         return request
 
+    def chain(self, parent: RecordedTurn | None, inherited: int) -> list[SampledTurn]:
+        """The turns whose routing rows a turn need not deliver again, oldest first, untrained.
+
+        None, where it does not begin with all tokens of its parent.
+        """
+        found: list[SampledTurn] = []
+        while parent is not None and inherited == parent.rollout.num_tokens:
+            found.append(replace(parent.sampled, trained=False))
+            inherited = parent.inherited
+            parent = None if parent.parent is None else self.turns[parent.parent]
+        return found[::-1]
+
     def add(
-        self, request: Request, answer: ChatMessage | str, rollout: Rollout, inherited: int
-    ) -> RecordedTurn:
-        """answer: as the client sees it; or text, where text was asked for."""
+        self, request: Request, answer: ChatMessage | str, name: str, sampled: SampledTurn,
+        inherited: int,
+    ) -> RecordedTurn:  # fmt: skip
+        """answer: as the client sees it; or text, where text was asked for.
+
+        Raises RecordError when the turn does not continue its parent.
+        """
         parent, text = request.parent, ""
         if isinstance(answer, str):
             text = request.text + answer if request.text else ""
@@ -127,7 +146,8 @@ class TurnForest:
             parent=None if parent is None else parent.index,
             inherited=inherited,
             origin=request.origin,
-            rollout=rollout,
+            sampled=sampled,
+            rollout=join(name, [*self.chain(parent, inherited), sampled]),
             text=text,
         )
         self.turns.append(turn)

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from moerl.agents.stop_texts import StopFinder, Stops
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
+from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
-from moerl.types import Finish, GenerateRequest, Rollout, RoutingBlob, Segment
+from moerl.types import Finish, GenerateRequest, Segment
 
 _WITHDRAW_S = 60.0  # seconds in which an ended request must come back
 _AGAIN_S = 0.2  # between two orders to end it: it may not have arrived at the first
@@ -47,12 +48,12 @@ class TurnSampler:
         self._withdrawn: set[asyncio.Task[None]] = set()
         self.resumed = 0  # requests for the rest of an interrupted turn
 
-    async def sample(self, partial: PartialRollout, stops: Stops) -> Rollout:
+    async def sample(self, partial: PartialRollout, stops: Stops) -> SampledTurn:
         """Raises RecordError, EngineError; then, and when it is cancelled, nothing is kept."""
         try:
             while not partial.finished:
                 await self._extend(partial, stops)
-            return partial.rollout()
+            return partial.turn()
         except BaseException:
             self._waste(partial.blob_uris())
             raise
@@ -72,8 +73,7 @@ class TurnSampler:
         last = partial.segments[-1] if partial.finished else None
         if last is None or last.finish is not Finish.STOP or not stops.texts:
             return
-        ids = [int(token) for segment in partial.segments for token in segment.output_ids]
-        if not self._finder.ends(ids, stops):
+        if not self._finder.ends(partial.output_ids.tolist(), stops):
             full = partial.num_sampled == partial.sampling.max_new_tokens
             finish = Finish.LENGTH if full else Finish.ABORT
             partial.segments[-1] = replace(last, finish=finish)
@@ -103,17 +103,3 @@ class TurnSampler:
         call.cancel()
         with contextlib.suppress(EngineError, asyncio.CancelledError):
             self._waste(uri for reply in await call for uri in blob_uris(reply))
-
-
-def known_rows(parent: Rollout, num_prompt: int) -> tuple[RoutingBlob, ...]:
-    """Routing rows of a turn that the next one need not deliver again.
-
-    They must be of one version, whose KV cache the engine may still hold.  With sparse attention
-    the engine sends every row of positions, and of routes.  The row of the last prompt token is
-    always the next turn's own.
-    num_prompt: tokens of its prompt.
-    """
-    is_one = len(parent.versions) == 1 and not parent.versions[0].kept_kv
-    same = all(part.version == parent.versions[0].version for part in parent.routing)
-    fits = parent.num_tokens <= num_prompt
-    return parent.routing if is_one and same and fits and not parent.indexer else ()

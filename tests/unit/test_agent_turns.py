@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -22,15 +21,10 @@ from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
-from moerl.agents.turn_sampler import known_rows
 from moerl.errors import ConfigError, EngineError, RecordError
 from moerl.types import (
-    BlobRef,
     Finish,
-    PolicyVersion,
-    RoutingBlob,
     SamplingParams,
-    VersionSpan,
 )
 from tests.helpers.chat_tokenizer import END, SIZE, START, call_text, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -382,15 +376,25 @@ def test_text_and_tokens_are_continued_too() -> None:
     np.testing.assert_array_equal(third[: len(second)], second)
 
 
-def test_rows_are_known_up_to_the_last_prompt_token_only() -> None:
-    part = RoutingBlob(
-        BlobRef("blob://n/x", 0, "uint8", (1, 1, 1), ""), 0, 1, PolicyVersion(0, 0), (0,), 8
+def test_a_turn_delivers_the_rows_that_its_parents_did_not() -> None:
+    engine = ScriptedEngine()
+    for said in ([7, END], [8, END], [9, END]):
+        engine.say(said)
+
+    async def ask() -> list[Answer]:
+        episode = OpenEpisode("e", policy(engine), LIMITS)
+        (first,) = await episode.complete([40, 41], Ends())
+        (second,) = await episode.complete([40, 41, 7, END, 50], Ends())
+        (other,) = await episode.complete("once", Ends())
+        return [first, second, other]
+
+    first, second, other = run(ask())
+    assert [request.rows_known for request in engine.requests] == [0, 3, 0]
+    assert second.turn.rollout.routing[: len(first.turn.rollout.routing)] == (
+        first.turn.rollout.routing
     )
-    parent = replace(talk([7, END])[1][0].turn.rollout, routing=(part,))
-    assert known_rows(parent, parent.num_tokens) == (part,)
-    assert known_rows(parent, parent.num_tokens - 1) == ()
-    two = (*parent.versions, VersionSpan(1, PolicyVersion(0, 1)))
-    assert known_rows(replace(parent, versions=two), 1000) == ()
+    assert second.turn.rollout.prompt_len == 5
+    assert other.turn.parent is None
 
 
 # --- the engine ----------------------------------------------------------------------------------
