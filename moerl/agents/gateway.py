@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
@@ -43,7 +44,8 @@ log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 10.0  # between two comments in a stream that waits
 _REMEMBERED = 10_000  # episodes that have ended
-_NAME = "must be letters, digits, `.`, `_` and `-`, and not open already"
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ALLOWED = "must be letters, digits, `.`, `_` and `-`, begin with one of the first two, and be new"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -102,13 +104,8 @@ class Gateway:
 
     def open_episode(self, name: str, limits: EpisodeLimits) -> OpenEpisode:
         """name: unique in a run; it names the rollouts and their blobs."""
-        plain = name.replace(".", "a").replace("_", "a").replace("-", "a")
-        if (
-            name in self._episodes
-            or name in self._ended
-            or not (plain.isascii() and plain.isalnum())
-        ):
-            raise ConfigError("episode", name, _NAME)
+        if name in self._episodes or name in self._ended or not _NAMES.fullmatch(name):
+            raise ConfigError("episode", name, _ALLOWED)
         self._episodes[name] = OpenEpisode(name, self._policy, limits)
         return self._episodes[name]
 

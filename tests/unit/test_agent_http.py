@@ -317,7 +317,7 @@ async def _status(url: str, key: str) -> int:
         return reply.status
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "\u00e4"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".x", "a b", "x\n", "\u00e4"])
 def test_names_of_episodes_are_plain(name: str) -> None:
     async def work() -> None:
         async with serve() as served:
