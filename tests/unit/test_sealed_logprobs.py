@@ -170,7 +170,7 @@ def test_a_plan_whose_tokens_do_not_add_up_is_refused(store: BlobStore) -> None:
     (group,) = plan.groups
     longer = replace(group.prompt, token_ids=(*group.prompt.token_ids, 1))
     data = encode(Plan(plan)).replace(encode_value(group.prompt), encode_value(longer))
-    with pytest.raises(ProtocolError, match="turn of 25 tokens has 20 and 6 before"):
+    with pytest.raises(ProtocolError, match="row of 25 tokens has 20 and 6 before"):
         decode(data)
 
 
