@@ -55,7 +55,6 @@ def test_a_step_with_other_settings(name: str, trained: Trained, on_cpu: Numbers
         assert found["metrics"] == pytest.approx(want["metrics"], rel=1e-3, abs=1e-5)
     else:
         assert other_metrics(found["metrics"], want["metrics"]) == []
-    assert found["metrics"] != on_cpu["metrics"], "control: the setting changes the step"
     with watch() as seen:
         made.learner.step(made.plan)
     print("own:", seen.own_lines(*WAITS, PAGEABLE))

@@ -20,6 +20,7 @@ from tests.double.train_once import (
     Trained,
     another,
     numbers,
+    small_plan,
     without_times,
 )
 
@@ -164,7 +165,8 @@ def with_setting(first: Trained, name: str) -> Trained:
     config = first.learner.config
     trainer = replace(config.trainer, **TRAINER_SETTINGS.get(name, {}))
     replay = REPLAY_SETTINGS.get(name, config.replay)
-    return another(first, replace(config, trainer=trainer, replay=replay))
+    made = another(first, replace(config, trainer=trainer, replay=replay))
+    return Trained(made.learner, small_plan(first, max_tokens=48, groups=2))
 
 
 def probed(trained: Trained) -> dict[str, float]:

@@ -133,13 +133,14 @@ def another(first: Trained, config: Config, *, with_critic: bool = False) -> Tra
     return Trained(Learner(model, parallel, config, store, critic), first.plan)
 
 
-def small_plan(trained: Trained, max_tokens: int = 1 << 12) -> BatchPlan:
-    """One microbatch of the same records, or more of fewer tokens."""
+def small_plan(trained: Trained, max_tokens: int = 1 << 12, groups: int = 1) -> BatchPlan:
+    """One microbatch of some of the records, or more of fewer tokens."""
     from moerl.data.batching import plan_batch
 
     plan = trained.plan
+    some = plan.groups[:groups]
     return plan_batch(
-        plan.step, plan.version, plan.groups[:1], dp_size=1, max_tokens_per_microbatch=max_tokens
+        plan.step, plan.version, some, dp_size=1, max_tokens_per_microbatch=max_tokens
     )
 
 

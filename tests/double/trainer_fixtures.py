@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(folder: Path) -> Trained:
+def trained(folder: Path) -> Iterator[Trained]:
     with purpose("model"):
         made = prepare("cuda", folder)
     gc.freeze()  # modules and this model: `outcome` collects often
-    return made
+    yield made
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
