@@ -22,6 +22,10 @@ pytestmark = [pytest.mark.gpu_profile, pytest.mark.timeout(600)]
 PYTHON = GPU_PROFILE / "bin/python"
 PACKAGES = ("torch", "transformer_engine.pytorch", "megatron.core", "ray", "sglang")
 PACKAGES += ("sglang.srt.entrypoints.engine", "sgl_kernel")
+# Of megatron.core.extensions.transformer_engine: fusions and products that recipes use.
+USED = ("te_general_gemm", "fused_permute", "fused_unpermute", "fused_sort_chunks_by_index")
+USED += ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd", "TENorm")
+USED += ("TEGroupedLinear", "TEDotProductAttention", "TELayerNormColumnParallelLinear")
 DRIVEN = ("sgl_kernel/**/*.so", "transformer_engine/**/*.so", "torch/lib/*.so")
 
 
@@ -64,6 +68,14 @@ def test_packages_import_with_a_driver(driver: dict[str, str]) -> None:
     assert imported(*PACKAGES, **driver)["failed"] == {}
     failed = imported("sgl_kernel")["failed"]
     assert "libcuda.so.1" in failed["sgl_kernel"]
+
+
+def test_megatron_core_finds_what_it_wants_of_transformer_engine(driver: dict[str, str]) -> None:
+    """A name that is gone is None without a word, and a slower path is taken."""
+    extension = "import json, megatron.core.extensions.transformer_engine as te"
+    say = "print(json.dumps(sorted(n for n in vars(te) if getattr(te, n) is None)))"
+    gone = set(json.loads(run("-c", f"{extension}; {say}", **driver).splitlines()[-1]))
+    assert not gone & set(USED), gone & set(USED)
 
 
 def test_every_module_of_ours_imports(driver: dict[str, str]) -> None:

@@ -74,6 +74,9 @@ ON_CUDA = [  # fields, family, answer
     # the kernel for packed rows knows nothing of YaRN's factor
     ({"apply_rope_fusion": True}, "gpt_oss", "it follows from the model"),
     ({"moe_permute_fusion": False}, "gpt_oss", ""),
+    # megatron-core refuses it when it makes experts with biases
+    ({"bias_dropout_fusion": True}, "gpt_oss", "it follows from the model"),
+    ({"bias_dropout_fusion": False, "moe_permute_fusion": False}, "gpt_oss", ""),
     ({"moe_permute_fusion": False}, "deepseek_v3", ""),
 ]
 

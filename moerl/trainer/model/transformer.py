@@ -57,8 +57,8 @@ def transformer_config(
         owned |= _local_fields(on_cpu=platform.name == "cpu")
         if spec.linear_layers:
             owned["deterministic_mode"] = True  # torch code in place of Triton kernels
-    elif not _has_fused_rope(spec):
-        owned["apply_rope_fusion"] = False
+    else:
+        owned |= _not_fused(spec)
     user = trainer.megatron
     check_megatron_fields(user, owned, with_replay=with_replay)
     kind = MLATransformerConfig if spec.kv_lora else TransformerConfig
@@ -320,6 +320,19 @@ def _has_fused_rope(spec: ModelSpec) -> bool:
     if spec.index_topk:
         return False
     return bool(spec.yarn) == bool(spec.kv_lora)
+
+
+def _not_fused(spec: ModelSpec) -> dict[str, bool]:
+    """Fusions that megatron-core does not have for this model.
+
+    It leaves out a factor in the first without an error, and refuses the second when it makes
+    grouped experts with biases.
+    """
+    lacks = {
+        "apply_rope_fusion": not _has_fused_rope(spec),
+        "bias_dropout_fusion": bool(spec.experts) and spec.o_bias,
+    }
+    return {name: False for name, is_missing in lacks.items() if is_missing}
 
 
 def fused_fields(spec: ModelSpec) -> dict[str, Any]:
