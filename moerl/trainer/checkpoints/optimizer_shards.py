@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -41,8 +41,8 @@ from moerl.layout.tiles import flat_boxes
 FORM = "fully_reshardable"
 _STATE = "param_state"
 
-Stored = ShardedTensor | ShardedTensorFactory
-State = dict[str, Any]
+Stored: TypeAlias = ShardedTensor | ShardedTensorFactory
+State = dict[Any, Any]  # by name, or by number of chained optimizers
 
 
 def is_sharded(optimizer: MegatronOptimizer) -> bool:
