@@ -32,7 +32,7 @@ def main() -> None:
         try:
             importlib.import_module(name)
         except BaseException as error:  # a module may also end the process
-            failed[name] = f"{type(error).__name__}: {error}"[:300]
+            failed[name] = f"{type(error).__name__}: {error}"[:3000]
     print(json.dumps({"imported": len(names) - len(failed), "failed": failed}))
 
 
