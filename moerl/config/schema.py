@@ -481,6 +481,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    # Several tasks: {label: NAME, weight: 2, ...} and what differs from task and sampling
+    tasks: list[dict[str, Any]] = field(default_factory=list)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
