@@ -53,6 +53,10 @@ NOT_WITH_REPLAY = {  # fields of trainer.megatron; others are refused where mega
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
 }
+_FILES = {  # what task.path is
+    "jsonl": "a readable JSONL file of prompts",
+    "hf_dataset": "a folder of datasets.save_to_disk, or *.parquet and *.arrow files,",
+}
 _LEAST_CACHE = 64  # tokens of an engine's KV cache
 
 
@@ -292,14 +296,14 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_held_out(entry: TaskEntry) -> None:
-    if entry.name != "jsonl":
+    if entry.name not in _FILES:
         return
     field = f"tasks.{entry.label}.evaluation_path" if entry.label else "evaluation.path"
     path = entry.evaluation_path
-    if not Path(path).is_file():
-        raise ConfigError(field, path, "a readable JSONL file of prompts is needed")
+    if not _has_file(entry.name, path):
+        raise ConfigError(field, path, f"{_FILES[entry.name]} is needed")
     if Path(path).resolve() == Path(entry.path).resolve():
-        raise ConfigError(field, path, "use another file than task.path")
+        raise ConfigError(field, path, "use another one than task.path")
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
@@ -422,9 +426,11 @@ def _truncates(sampling: SamplingConfig) -> bool:
 
 
 def _check_task(task: TaskEntry) -> None:
-    if task.name == "jsonl":
-        if not task.path or not Path(task.path).is_file():
-            raise ConfigError("task.path", task.path, "a readable JSONL file of prompts is needed")
+    if task.columns and task.name not in _FILES:
+        raise ConfigError("task.columns", task.columns, f"only {either(tuple(_FILES))} reads it")
+    if task.name in _FILES:
+        if not _has_file(task.name, task.path):
+            raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
         if not task.reward:
             raise ConfigError("task.reward", "", f"use {_functions(_REWARDS)}")
     for field, named in (("reward", _REWARDS), ("environment", _ENVIRONMENTS)):
@@ -443,9 +449,16 @@ def _check_task(task: TaskEntry) -> None:
         raise ConfigError(
             "task.extract", task.extract, "only task.name=reasoning_gym reads it; leave it out"
         )
-    if task.system and not task.chat_template and task.name != "jsonl":
+    if task.system and not task.chat_template and task.name not in _FILES:
         raise ConfigError("task.system", task.system, "it needs task.chat_template=true")
     check_isolation(task)
+
+
+def _has_file(name: str, path: str) -> bool:
+    found = Path(path)
+    if name == "jsonl" or not path:
+        return found.is_file()
+    return found.exists() or any(found.parent.glob(found.name))
 
 
 def _functions(named: Sequence[str]) -> str:
