@@ -303,7 +303,7 @@ def _check_held_out(entry: TaskEntry) -> None:
     if not _has_file(entry.name, path):
         raise ConfigError(field, path, f"{_FILES[entry.name]} is needed")
     if Path(path).resolve() == Path(entry.path).resolve():
-        raise ConfigError(field, path, "use another one than task.path")
+        raise ConfigError(field, path, "use another file than task.path")
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
