@@ -409,6 +409,7 @@ class Prompt:
     text: str  # for logs and report
     answer: Any  # plain data for the reward function
     extra: dict[str, Any]  # any further fields of the source, passed on to the reward
+    task: str = ""  # label of its task; empty: the run has one
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import placement
 from moerl.config.schema import Precision
+from moerl.config.task_mixture import entries_of
 from moerl.config.visible_devices import visible_devices
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
 from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
@@ -184,17 +185,17 @@ async def _generate(plan: RunContext, num_tokens: int) -> list[Rollout]:
 
 async def _sample(plan: RunContext, host: Any, num_tokens: int) -> list[Rollout]:
     config, model, prompts = plan.config, plan.model_shape(), plan.prompts()
-    sampling = sampling_params(config.sampling, model)
+    sampling = {task.label: sampling_params(task.sampling, model) for task in entries_of(config)}
     rollouts: list[Rollout] = []
-    sampled, index = 0, 0
+    sampled, index, count = 0, 0, config.rollout.groups_per_request
     responses = 0
     while sampled < num_tokens:
         partials = [
-            PartialRollout(f"{index + i}.{j}", prompts.prompt(index + i), sampling, audit=False)
-            for i in range(config.rollout.groups_per_request)
+            PartialRollout(f"{prompt.index}.{j}", prompt, sampling[prompt.task], audit=False)
+            for prompt in map(prompts.prompt, range(index, index + count))
             for j in range(config.rollout.group_size)
         ]
-        index += config.rollout.groups_per_request
+        index += count
         _, refused = await generate(partials, host.generate)
         for error in refused.values():
             raise error
@@ -308,7 +309,9 @@ def _compare(
         "model": str(plan.model_path),
         "tokens": len(engine),
         "engine_dtype": plan.config.engine.dtype,
-        "sampling": asdict(plan.config.sampling),
+        "sampling": {e.label: asdict(e.sampling) for e in entries_of(plan.config)}
+        if plan.config.tasks
+        else asdict(plan.config.sampling),
         "results": results,
         "routing": routing,
     }

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from moerl.config.functions import check_is_there
 from moerl.config.schema import AlgorithmConfig, Config
+from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.errors import ConfigError
 
 
@@ -211,8 +212,16 @@ def _refuse_unmet(config: Config) -> None:
         raise ConfigError(
             "algorithm.ratio", a.ratio, f"{a.objective} is defined against the engine; use engine"
         )
-    reward = config.task.reward
-    if "steps" in needs and reward not in PROCESS_REWARDS and ":" not in reward:
+    for entry in entries_of(config) if "steps" in needs else ():
+        with naming(entry):
+            _check_steps(entry, a)
+    if a.kl != "off" and a.kl_coef == 0:
+        raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")
+
+
+def _check_steps(task: TaskEntry, a: AlgorithmConfig) -> None:
+    reward = task.reward
+    if reward not in PROCESS_REWARDS and ":" not in reward:
         raise ConfigError(
             "task.reward",
             reward,
@@ -220,8 +229,6 @@ def _refuse_unmet(config: Config) -> None:
             f"{', '.join(PROCESS_REWARDS)} or package.module:function that returns steps "
             "(docs/algorithms.md)",
         )
-    if a.kl != "off" and a.kl_coef == 0:
-        raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")
 
 
 def _check_values(config: Config) -> None:
@@ -246,11 +253,12 @@ def _check_values(config: Config) -> None:
         raise ConfigError(
             "algorithm.constant_tokens", a.constant_tokens, "aggregation constant needs at least 1"
         )
-    if a.overlong_buffer > config.sampling.max_new_tokens:
+    shortest = min(entry.sampling.max_new_tokens for entry in entries_of(config))
+    if a.overlong_buffer > shortest:
         raise ConfigError(
             "algorithm.overlong_buffer",
             a.overlong_buffer,
-            f"it lies inside sampling.max_new_tokens = {config.sampling.max_new_tokens}",
+            f"it lies inside sampling.max_new_tokens = {shortest}",
         )
     _check_pairs(config)
     if config.rollout.group_size == 1 and (

@@ -18,7 +18,14 @@ from moerl.config.evaluating import check_isolation
 from moerl.config.json_files import read_model_config
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
-from moerl.config.schema import Config, ParallelConfig, RefModelsConfig, RolloutConfig
+from moerl.config.schema import (
+    Config,
+    ParallelConfig,
+    RefModelsConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
 from moerl.errors import ConfigError, ModelError
@@ -46,6 +53,10 @@ NOT_WITH_REPLAY = {  # fields of trainer.megatron; others are refused where mega
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
 }
+_FILES = {  # what task.path is
+    "jsonl": "a readable JSONL file of prompts",
+    "hf_dataset": "a folder of datasets.save_to_disk, or *.parquet and *.arrow files,",
+}
 _LEAST_CACHE = 64  # tokens of an engine's KV cache
 
 
@@ -59,13 +70,12 @@ def check(config: Config, *, starts: bool = True) -> None:
         raise ConfigError(
             "run.name", config.run.name, "use letters, digits, _, . and -, not . or - first"
         )
-    _check_sampling(config)
     _check_parallel(TRAINER, config.trainer.parallel)
     _check_ref_models(config)
     _check_replay(config)
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
-    _check_task(config)
+    _check_tasks(config)
     _check_sync(config)
     _check_sizes(config)
     _check_evaluation(config)
@@ -236,8 +246,8 @@ def _check_nodes(config: Config) -> None:
         )
 
 
-def _check_sampling(config: Config) -> None:
-    sampling = config.sampling
+def _check_sampling(sampling: SamplingConfig, *, kept: bool) -> None:
+    """kept: sampling masks are recorded."""
     if sampling.top_k == 1:
         raise ConfigError(
             "sampling.top_k", 1, "greedy sampling has no gradient; use -1 or at least 2"
@@ -249,7 +259,7 @@ def _check_sampling(config: Config) -> None:
             raise ConfigError(
                 f"sampling.{name}", value, f"use 2..{_ENGINE_MASK_CAP}, the engine's largest mask"
             )
-    if sampling.min_p > 0 and config.replay.sampling_mask:
+    if sampling.min_p > 0 and kept:
         raise ConfigError(
             "sampling.min_p",
             sampling.min_p,
@@ -270,7 +280,7 @@ def _check_best(config: Config) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
-    evaluation, task = config.evaluation, config.task
+    evaluation = config.evaluation
     _check_best(config)
     if not evaluation.every:
         return
@@ -281,13 +291,19 @@ def _check_evaluation(config: Config) -> None:
         )
     if evaluation.top_p < 1.0 and limit == -1:
         raise ConfigError("evaluation.top_k", -1, f"with top_p < 1 use 2..{_ENGINE_MASK_CAP}")
-    if task.name == "jsonl":
-        if not Path(evaluation.path).is_file():
-            raise ConfigError(
-                "evaluation.path", evaluation.path, "a readable JSONL file of prompts is needed"
-            )
-        if Path(evaluation.path).resolve() == Path(task.path).resolve():
-            raise ConfigError("evaluation.path", evaluation.path, "use another file than task.path")
+    for entry in entries_of(config):
+        _check_held_out(entry)
+
+
+def _check_held_out(entry: TaskEntry) -> None:
+    if entry.name not in _FILES:
+        return
+    field = f"tasks.{entry.label}.evaluation_path" if entry.label else "evaluation.path"
+    path = entry.evaluation_path
+    if not _has_file(entry.name, path):
+        raise ConfigError(field, path, f"{_FILES[entry.name]} is needed")
+    if Path(path).resolve() == Path(entry.path).resolve():
+        raise ConfigError(field, path, "use another file than task.path")
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
@@ -380,11 +396,41 @@ def _check_minibatches(config: Config) -> None:
         )
 
 
-def _check_task(config: Config) -> None:
-    task = config.task
-    if task.name == "jsonl":
-        if not task.path or not Path(task.path).is_file():
-            raise ConfigError("task.path", task.path, "a readable JSONL file of prompts is needed")
+def _check_tasks(config: Config) -> None:
+    entries = entries_of(config)
+    kept = config.replay.sampling_mask
+    for entry in entries:
+        with naming(entry):
+            _check_task(entry)
+            _check_sampling(entry.sampling, kept=kept)
+    if config.tasks and config.evaluation.path:
+        raise ConfigError(
+            "evaluation.path",
+            config.evaluation.path,
+            "with several tasks it belongs to one of them: use tasks.LABEL.evaluation_path",
+        )
+    truncates = {_truncates(entry.sampling): entry for entry in entries}
+    if kept and len(truncates) > 1:
+        plain = truncates[False]
+        raise ConfigError(
+            f"tasks.{plain.label}.sampling.top_p",
+            plain.sampling.top_p,
+            f"tasks.{truncates[True].label} truncates, and a microbatch has sampling masks for all "
+            "of its rows or for none: set top_p below 1, or top_k, for every task or for none",
+        )
+
+
+def _truncates(sampling: SamplingConfig) -> bool:
+    """As `moerl.types.SamplingParams.truncates`."""
+    return sampling.top_p < 1.0 or sampling.top_k != -1 or sampling.min_p > 0.0
+
+
+def _check_task(task: TaskEntry) -> None:
+    if task.columns and task.name not in _FILES:
+        raise ConfigError("task.columns", task.columns, f"only {either(tuple(_FILES))} reads it")
+    if task.name in _FILES:
+        if not _has_file(task.name, task.path):
+            raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
         if not task.reward:
             raise ConfigError("task.reward", "", f"use {_functions(_REWARDS)}")
     for field, named in (("reward", _REWARDS), ("environment", _ENVIRONMENTS)):
@@ -403,9 +449,16 @@ def _check_task(config: Config) -> None:
         raise ConfigError(
             "task.extract", task.extract, "only task.name=reasoning_gym reads it; leave it out"
         )
-    if task.system and not task.chat_template and task.name != "jsonl":
+    if task.system and not task.chat_template and task.name not in _FILES:
         raise ConfigError("task.system", task.system, "it needs task.chat_template=true")
     check_isolation(task)
+
+
+def _has_file(name: str, path: str) -> bool:
+    found = Path(path)
+    if name == "jsonl" or not path:
+        return found.is_file()
+    return found.exists() or any(found.parent.glob(found.name))
 
 
 def _functions(named: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from moerl.atomic import atomic_write
 from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
+from moerl.config.task_mixture import with_changes, with_finite_top_k
 from moerl.config.transport_rules import default_transport, with_transport
 from moerl.config.validate import check_keys, read_section
 from moerl.errors import ConfigError
@@ -47,7 +48,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     if "cluster" in parts:
         layers = _for_cluster(layers, parts["cluster"])
     rest = [item for item in overrides if item.partition("=")[0] not in parts]
-    config = _merge([*layers, _overrides(rest)])
+    config = _merge([*layers, *_overrides(rest)])
     if not config.run.name:
         return replace(config, run=replace(config.run, name=path.stem))
     return config
@@ -57,7 +58,7 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read runs/NAME/config.yaml, written by `save_config`, with key=value overrides."""
     secret = path.with_name(SECRETS)
     secrets = [_read_yaml(secret)] if secret.exists() else []
-    return _merge([_read_yaml(path), *secrets, _overrides(overrides)])
+    return _merge([_read_yaml(path), *secrets, *_overrides(overrides)])
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -77,10 +78,9 @@ def printed(config: Config) -> str:
 
 def resolve(config: Config) -> Config:
     """Fill in derived settings: top_k of the mask, decay steps, lag, transport."""
-    sampling, optimizer = config.sampling, config.trainer.optimizer
-    truncates = sampling.top_p < 1.0 or sampling.min_p > 0.0
-    if config.replay.sampling_mask and truncates and sampling.top_k == -1:
-        config = replace(config, sampling=replace(sampling, top_k=sampling.mask_top_k))
+    optimizer = config.trainer.optimizer
+    sampling = with_finite_top_k(config.sampling, kept=config.replay.sampling_mask)
+    config = replace(config, sampling=sampling)
     if optimizer.decay_steps == 0:
         optimizer = replace(optimizer, decay_steps=config.run.steps)
         config = replace(config, trainer=replace(config.trainer, optimizer=optimizer))
@@ -207,8 +207,13 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _overrides(items: Sequence[str]) -> dict[str, Any]:
-    """key=value words as a mapping of settings."""
+def _overrides(items: Sequence[str]) -> list[dict[str, Any]]:
+    """key=value words as layers: the changes of single tasks come after `tasks` itself."""
+    changes = [item for item in items if item.startswith("tasks.")]
+    return [_override([item for item in items if item not in changes]), _override(changes)]
+
+
+def _override(items: Sequence[str]) -> dict[str, Any]:
     layer = OmegaConf.create()
     for item in items:
         key, equals, text = item.partition("=")
@@ -229,6 +234,9 @@ def _merge(layers: Sequence[dict[str, Any]]) -> Config:
     merged = OmegaConf.create(asdict(Config()))
     for layer in layers:
         refuse_old_keys(layer)
+        if isinstance(tasks := layer.get("tasks"), Mapping):
+            entries = OmegaConf.to_container(merged.tasks, resolve=False)
+            layer = layer | {"tasks": with_changes(list(entries), tasks)}
         check_keys(Config, layer)
         merged.merge_with(layer)
     return read_section(Config, _plain(merged, resolve=True))

@@ -92,11 +92,15 @@ class TaskLimits:
 class TaskConfig:
     """Source of prompts and reward."""
 
-    name: Literal["sort_digits", "reasoning_gym", "jsonl"] = "sort_digits"
+    name: Literal["sort_digits", "reasoning_gym", "jsonl", "hf_dataset"] = "sort_digits"
     digits: Count = 4  # sort_digits: how many digits to sort
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
-    path: str = ""  # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}
+    # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}; hf_dataset: folder
+    # of save_to_disk, *.parquet or *.arrow files with these columns
+    path: str = ""
+    # jsonl, hf_dataset: names of their fields, where they differ: {prompt: question}
+    columns: dict[Literal["prompt", "messages", "answer"], str] = field(default_factory=dict)
     # exact_match | math_verify | position_steps | turn_gains | package.module:function; empty = the
     # task's own
     reward: str = ""
@@ -479,6 +483,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    # Several tasks: {label: NAME, weight: 2, ...} and what differs from task and sampling
+    tasks: list[dict[str, Any]] = field(default_factory=list)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moerl.config import Config
+from moerl.config.task_mixture import entries_of
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.engine_pool import EnginePool, SyncTargets
@@ -24,7 +25,7 @@ from moerl.types import ModelShape, Prompt
 
 
 class PromptSource(Protocol):
-    """An endless, deterministic stream (`moerl.data.tasks.PromptStream`)."""
+    """An endless, deterministic stream (`moerl.data.prompt_mixture.PromptMixture`)."""
 
     def prompt(self, index: int) -> Prompt: ...
 
@@ -74,7 +75,8 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
     """
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
     ref_counts = BlobRefCounts(services.blobs)
-    scorer = ScorerWithTimeout(services.scorer, config.task.score_timeout_s)
+    longest = max(entry.score_timeout_s for entry in entries_of(config))
+    scorer = ScorerWithTimeout(services.scorer, longest)
     return Context(
         config=config,
         services=replace(services, scorer=scorer),

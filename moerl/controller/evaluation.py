@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 
 from moerl.config.schema import EvaluationConfig
+from moerl.config.task_mixture import TaskEntry, by_label
 from moerl.controller.context import Context
 from moerl.controller.rollout_builder import (
     PartialEpisode,
@@ -45,9 +46,12 @@ class Evaluator:
 
     def __init__(self, context: Context) -> None:
         config, services = context.config, context.services
-        training = sampling_params(config.sampling, services.model)
         self._config = config.evaluation
-        self._sampling = sampling_of(self._config, training)
+        self._entries: dict[str, TaskEntry] = by_label(config)
+        self._sampling = {
+            label: sampling_of(self._config, sampling_params(entry.sampling, services.model))
+            for label, entry in self._entries.items()
+        }
         self._held_out, self._blobs = services.held_out, services.blobs
         self._scorer, self._decode = services.scorer, services.decode
         self._pool, self._step_metrics, self._tasks = (
@@ -55,7 +59,7 @@ class Evaluator:
             context.step_metrics,
             context.tasks,
         )
-        self._environment, self._max_turns = context.environment, config.task.max_turns
+        self._environment = context.environment
         self._last_step = config.run.steps
         self._last: PolicyVersion | None = None  # version of the evaluation begun last
         self._ended: PolicyVersion | None = None  # version evaluated or cancelled last
@@ -110,16 +114,16 @@ class Evaluator:
         """Raises EngineError, RecordError or ScoreError when the evaluation is not complete."""
         held_out = self._held_out
         assert held_out is not None, "evaluation.every needs prompts"
-        count, samples = self._config.prompts, self._config.samples
+        count, samples = self._config.prompts * len(self._entries), self._config.samples
         partials = [
             PartialEpisode(
                 f"eval-{version}-{place}.{sample}",
-                held_out.prompt(place),
-                self._sampling,
+                prompt,
+                self._sampling[prompt.task],
                 audit=False,
-                max_turns=self._max_turns,
+                max_turns=self._entries[prompt.task].max_turns,
             )
-            for place in range(count)
+            for place, prompt in enumerate(map(held_out.prompt, range(count)))
             for sample in range(samples)
         ]
         sealed: set[str] = set()
@@ -132,21 +136,12 @@ class Evaluator:
             rewards = await self._score(partials, samples)
         finally:
             self._delete(sealed)
-        by_prompt = [rewards[i : i + samples] for i in range(0, len(rewards), samples)]
-        low, high = interval_95([statistics.fmean(answers) for answers in by_prompt])
-        lengths = [partial.num_sampled for partial in partials]
-        ends = [partial.turns[-1].segments[-1].finish for partial in partials]
-        cut = [finish == Finish.LENGTH for finish in ends]
-        return {
-            "eval/step": float(version.step),
-            "eval/reward_mean": statistics.fmean(rewards),
-            "eval/reward_se": statistics.pstdev(rewards) / len(rewards) ** 0.5,
-            "eval/reward_low": low,
-            "eval/reward_high": high,
-            "eval/reward_best": statistics.fmean(map(max, by_prompt)),
-            "eval/length_mean": statistics.fmean(lengths),
-            "eval/truncated_frac": statistics.fmean(cut),
-        }
+        scored = list(zip(partials, rewards, strict=True))
+        metrics = {"eval/step": float(version.step)} | _metrics(scored, samples)
+        for label in self._entries if self._entries.keys() != {""} else ():
+            mine = [one for one in scored if one[0].prompt.task == label]
+            metrics |= {f"{name}/{label}": v for name, v in _metrics(mine, samples).items()}
+        return metrics
 
     async def _ask(
         self,
@@ -188,6 +183,23 @@ class Evaluator:
             scores = await self._scorer.score(group[0].prompt, episodes, responses)
             rewards += [score.reward for score in scores]
         return rewards
+
+
+def _metrics(scored: Sequence[tuple[PartialEpisode, float]], samples: int) -> dict[str, float]:
+    """Of answers with their rewards, `samples` in a row to one prompt."""
+    rewards = [reward for _, reward in scored]
+    by_prompt = [rewards[i : i + samples] for i in range(0, len(rewards), samples)]
+    low, high = interval_95([statistics.fmean(answers) for answers in by_prompt])
+    ends = [partial.turns[-1].segments[-1].finish for partial, _ in scored]
+    return {
+        "eval/reward_mean": statistics.fmean(rewards),
+        "eval/reward_se": statistics.pstdev(rewards) / len(rewards) ** 0.5,
+        "eval/reward_low": low,
+        "eval/reward_high": high,
+        "eval/reward_best": statistics.fmean(map(max, by_prompt)),
+        "eval/length_mean": statistics.fmean(partial.num_sampled for partial, _ in scored),
+        "eval/truncated_frac": statistics.fmean(finish == Finish.LENGTH for finish in ends),
+    }
 
 
 def interval_95(means: Sequence[float]) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from moerl.config.task_mixture import by_label
 from moerl.controller.context import Context
 from moerl.controller.engine_pool import CHUNK, EnginePhase, EngineState, PrefixIndex
 from moerl.controller.group_flight import Arrived, GroupFlight
@@ -42,7 +43,11 @@ class Producer:
     def __init__(self, context: Context, scoring_stage: ScoringStage) -> None:
         services = context.services
         self._config, self.prompts, self._blobs = context.config, services.prompts, services.blobs
-        self._sampling = sampling_params(context.config.sampling, services.model)
+        self._tasks_by_label = by_label(context.config)
+        self._sampling = {
+            label: sampling_params(entry.sampling, services.model)
+            for label, entry in self._tasks_by_label.items()
+        }
         self._buffer, self._pool, self._tasks = context.buffer, context.pool, context.tasks
         self._step_metrics, self._ref_counts = context.step_metrics, context.ref_counts
         self._environment, self._scoring_stage = context.environment, scoring_stage
@@ -79,14 +84,12 @@ class Producer:
         rollout = self._config.rollout
 
         async def once(engine: int, first: int) -> int:
+            prompts = [self.prompts.prompt(first + i) for i in range(rollout.groups_per_request)]
             partials = [
                 PartialEpisode(
-                    f"measure-{first + i}-{j}",
-                    self.prompts.prompt(first + i),
-                    self._sampling,
-                    audit=False,
+                    f"measure-{prompt.index}-{j}", prompt, self._sampling[prompt.task], audit=False
                 )
-                for i in range(rollout.groups_per_request)
+                for prompt in prompts
                 for j in range(self._siblings)
             ]
             replies, _ = await generate(partials, self._pool.members[engine].calls.ask)
@@ -337,9 +340,9 @@ class Producer:
             PartialEpisode(
                 name_rollout(group_id, sibling, self.life, tries),
                 prompt,
-                self._sampling,
+                self._sampling[prompt.task],
                 audit=self._config.replay.audit,
-                max_turns=self._config.task.max_turns,
+                max_turns=self._tasks_by_label[prompt.task].max_turns,
                 slice_tokens=self._config.rollout.slice_tokens,
                 prompt_ids=prompt_ids,
             )

@@ -22,7 +22,7 @@ class ScorerWithTimeout:
     """The `Scorer` protocol over another one."""
 
     def __init__(self, scorer: Scorer, timeout_s: float) -> None:
-        """timeout_s: per response, `task.score_timeout_s`."""
+        """timeout_s: per response, the largest `score_timeout_s` of the tasks."""
         self._scorer, self._timeout_s = scorer, timeout_s
 
     async def score(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
+from moerl.config.task_mixture import by_label, naming
 from moerl.controller import write_retry
 from moerl.controller.context import Context
 from moerl.controller.rollout_builder import (
@@ -48,7 +49,11 @@ class ScoringStage:
         self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
         self._dropped = 0  # groups of equal rewards since the last plan
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
-        self._scored: deque[bool] = deque(maxlen=_WINDOW)  # of the last groups: with success
+        self._entries = by_label(context.config)
+        # Of the last groups of each task: with success
+        self._scored: dict[str, deque[bool]] = {
+            label: deque(maxlen=_WINDOW) for label in self._entries
+        }
         self._attempts: dict[int, int] = {}
         self._rollout_attempts: Counter[str] = Counter()  # of groups in generation
         # Rewards of closed groups, once scored, for their late siblings.
@@ -147,7 +152,7 @@ class ScoringStage:
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
-        self._scored.append(True)
+        self._scored[prompt.task].append(True)
         peers = await self._swap(group_id, tuple(score.reward for score in scores))
         if self._drops_equal({score.reward for score in scores}.union(peers)):
             self._discard(group_id, partials)
@@ -229,24 +234,16 @@ class ScoringStage:
         self, group_id: int, partials: list[PartialEpisode], error: ScoreError
     ) -> None:
         """Replace the group; ends the run if so configured, and if scoring does not work at all."""
-        self._scored.append(False)
-        task = self._config.task
-        problem = self._does_not_work()
+        task = self._entries[partials[0].prompt.task]
+        self._scored[task.label].append(False)
+        problem = _does_not_work(self._scored[task.label])
         if task.on_score_error == "stop" or problem:
             why = f"{problem}; last: {error}" if problem else str(error)
-            raise ConfigError("task.reward", task.reward or task.name, why) from error
+            with naming(task):
+                raise ConfigError("task.reward", task.reward or task.name, why) from error
         self._step_metrics.score_failures += 1
         log.warning("group %d is dropped: %s", group_id, error)
         self._discard(group_id, partials)
-
-    def _does_not_work(self) -> str:
-        """Why the failures are not those of single answers; "" if they may be."""
-        failed = self._scored.count(False)
-        if failed == len(self._scored) >= _FIRST:
-            return f"none of the first {failed} groups could be scored"
-        if 2 * failed > _WINDOW:
-            return f"{failed} of the last {_WINDOW} groups could not be scored"
-        return ""
 
     def _drops_equal(self, rewards: Collection[float]) -> bool:
         """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): drop groups of equal rewards.
@@ -291,6 +288,16 @@ class ScoringStage:
 
     def _delete(self, partials: list[PartialEpisode]) -> None:
         self._ref_counts.release(uri for partial in partials for uri in partial.blob_uris())
+
+
+def _does_not_work(scored: Sequence[bool]) -> str:
+    """Why the failures of a task are not those of single answers; "" if they may be."""
+    failed = scored.count(False)
+    if failed == len(scored) >= _FIRST:
+        return f"none of the first {failed} groups could be scored"
+    if 2 * failed > _WINDOW:
+        return f"{failed} of the last {_WINDOW} groups could not be scored"
+    return ""
 
 
 def place_steps(

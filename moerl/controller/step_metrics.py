@@ -27,6 +27,15 @@ _LAG_BINS = (
     ("lag_8", 8, sys.maxsize),
 )
 
+_PER_TASK = (
+    "reward/mean",
+    "reward/std",
+    "reward/zero_var_frac",
+    "sample/length_mean",
+    "sample/truncated_frac",
+    "sample/turns_mean",
+)
+
 
 class StepMetrics:
     """Counts since the last optimizer step."""
@@ -141,7 +150,19 @@ class StepMetrics:
 
 def batch_metrics(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
     """Metrics of one batch.  Slow for thousands of rollouts; thread-safe."""
-    return _samples(groups) | _lags(groups, step) if groups else {}
+    return _samples(groups) | _by_task(groups) | _lags(groups, step) if groups else {}
+
+
+def _by_task(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """`sample/groups`, and `_PER_TASK` of its groups, of each task of a mixture in the batch."""
+    labels = {group.prompt.task for group in groups} - {""}
+    metrics: dict[str, float] = {}
+    for label in sorted(labels):
+        mine = [group for group in groups if group.prompt.task == label]
+        found = _samples(mine)
+        metrics[f"sample/groups/{label}"] = float(len(mine))
+        metrics |= {f"{name}/{label}": found[name] for name in _PER_TASK}
+    return metrics
 
 
 def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
@@ -210,11 +231,12 @@ def samples_of(
     step: int,
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, object]]:
-    """One rollout of a step, cut to the length that the report shows."""
+    """One rollout of a step, of each task in turn, cut to the length that the report shows."""
     every = max(1, config.run.steps // max(1, config.observe.sample_rollouts))
     if not config.observe.sample_rollouts or step % every:
         return []
-    group = groups[0]
+    first = {group.prompt.task: group for group in reversed(groups)}
+    group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
     return [
@@ -222,6 +244,7 @@ def samples_of(
             "step": step,
             "version": str(rollout.versions[-1].version),
             "lag": step - rollout.oldest.step,
+            **({"task": group.prompt.task} if group.prompt.task else {}),
             "prompt": group.prompt.text,
             "response": decode(rollout.token_ids[len(group.prompt.token_ids) :].tolist()),
             "reward": episode.score.reward if episode.score else None,

@@ -31,7 +31,7 @@ from moerl.types import (
 
 
 class Prompts(Protocol):
-    """`moerl.data.tasks.PromptStream`."""
+    """`moerl.data.prompt_mixture.PromptMixture`."""
 
     def prompt(self, index: int) -> Prompt: ...
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
+WITH_FILES = ("jsonl", "hf_dataset")  # tasks whose prompts are in task.path
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _GYM_SIZE = 20_000  # items of a reasoning-gym dataset that names no size
 
 
@@ -89,17 +92,24 @@ class Jsonl:
     """A user's file: {"prompt" or "messages", "answer", any further fields} per line."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._items = read_jsonl(config.path)
+        self._items = read_jsonl(config.path, config.columns)
         self.size = len(self._items)
 
     def item(self, index: int) -> Item:
         return self._items[index]
 
 
+def _table_rows(config: TaskConfig, seed: int) -> Source:
+    from moerl.data.table_files import TableRows
+
+    return TableRows(config, seed)
+
+
 SOURCES: dict[str, Callable[[TaskConfig, int], Source]] = {
     "sort_digits": SortDigits,
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
+    "hf_dataset": _table_rows,
 }
 
 
@@ -115,8 +125,8 @@ class PromptStream:
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self._source = SOURCES[task.name](task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
-        if isinstance(self._source, Jsonl):  # a bad line must not end the run in its tenth hour
-            for place in range(self._source.size):
+        if task.name in WITH_FILES:  # a bad line must not end the run in its tenth hour
+            for place in range(self._source.size or 0):
                 self._make(place, self._source.item(place))
 
     def prompt(self, index: int) -> Prompt:
@@ -191,7 +201,7 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
         raise ConfigError("task.dataset_args", config.dataset_args, str(error)) from error
 
 
-def read_jsonl(path: str) -> list[Item]:
+def read_jsonl(path: str, columns: Mapping[str, str] = _NO_NAMES) -> list[Item]:
     """All items of a prompt file.  Raises ConfigError naming the file and the first bad line."""
     try:
         # split at line feeds only: JSON strings may hold other line ends, U+2028 for example
@@ -201,32 +211,42 @@ def read_jsonl(path: str) -> list[Item]:
             "task.path", path, f"a readable UTF-8 file is wanted ({error})"
         ) from error
     items = [
-        _jsonl_item(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+        _jsonl_item(path, f"line {number}", line, columns)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
     ]
     if not items:
         raise ConfigError("task.path", path, "the file holds no prompt")
     return items
 
 
-def _jsonl_item(path: str, number: int, line: str) -> Item:
-    def refuse(problem: str) -> ConfigError:
-        return ConfigError("task.path", path, f"line {number} {problem}")
-
+def _jsonl_item(path: str, where: str, line: str, columns: Mapping[str, str]) -> Item:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise refuse(f"is not JSON: {error}") from error
+        raise ConfigError("task.path", path, f"{where} is not JSON: {error}") from error
+    return item_of(path, where, fields, columns)
+
+
+def item_of(path: str, where: str, fields: Any, columns: Mapping[str, str]) -> Item:
+    """An item from the fields of one line or row.  Raises ConfigError that names it."""
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError("task.path", path, f"{where} {problem}")
+
     if not isinstance(fields, dict):
         raise refuse('is not an object like {"prompt": "...", "answer": "..."}')
-    prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
+    if missing := sorted(set(columns.values()) - fields.keys()):
+        raise refuse(f"has no {missing[0]!r}, which task.columns names; it has {sorted(fields)}")
+    own = {name: columns.get(name, name) for name in ("prompt", "messages", "answer")}
+    prompt, messages, answer = (fields.pop(name, None) for name in own.values())
     if (prompt is None) == (messages is None):
-        raise refuse('must have exactly one of "prompt" and "messages"')
+        raise refuse('must have exactly one of "prompt" and "messages" (task.columns renames)')
     if messages is None and not isinstance(prompt, str):
         raise refuse(f'has a "prompt" that is not text: {prompt!r}')
     if messages is not None and not _are_messages(messages):
         raise refuse('has "messages" that are not a list of {"role": text, "content": text}')
-    answer = fields.pop("answer", None)
-    return Item(prompt or "", answer, tuple(messages or ()), fields, f"line {number} of {path}")
+    return Item(prompt or "", answer, tuple(messages or ()), fields, f"{where} of {path}")
 
 
 def _are_messages(value: object) -> bool:

@@ -20,6 +20,7 @@ from moerl.config.clusters import is_local, placement, starts_on_cuda
 from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_resume
 from moerl.config.secret_values import refuse_hidden
+from moerl.config.task_mixture import entries_of, naming
 from moerl.engine.planned_layout import check_planned_layout
 from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
@@ -94,10 +95,12 @@ def prepare(
     spec = plan.spec()  # raises for an unknown family before anything starts
     for role, path in ref_models_of(plan.config).items():
         _check_ref_models(f"algorithm.{role}", path, spec)
-    isolation_of(plan.config.task)  # raises where this machine cannot enforce it
-    plan.prompts().prompt(0)  # raises for a task that has no prompt
+    for task in entries_of(plan.config):
+        with naming(task):
+            isolation_of(task)  # raises where this machine cannot enforce it
+    plan.prompts().draw_first()  # raises for a task that has no prompt
     if plan.config.evaluation.every:
-        plan.held_out().prompt(0)
+        plan.held_out().draw_first()
     return plan
 
 

@@ -20,6 +20,7 @@ from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, is_local, mapped_gpus, placement
 from moerl.config.network import here, own_address
 from moerl.config.schema import ParallelConfig
+from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import mooncake_environment
 from moerl.config.visible_devices import visible_devices
 from moerl.layout import ModelSpec, model_spec
@@ -31,11 +32,11 @@ from moerl.types import ModelShape
 
 if TYPE_CHECKING:
     from moerl.controller.journal import Journal
-    from moerl.data.tasks import PromptStream
+    from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.follower import EngineFollower
     from moerl.engine.host import EngineContext, EngineHost
     from moerl.engine.node_span import Follower
-    from moerl.scoring import ProcessScorer
+    from moerl.scoring import TaskScorers
 
 
 # What ranks inherit of the environment: names, and beginnings of names, ...
@@ -103,6 +104,7 @@ class RunContext:
         segments = SharedGroups(self.run.segments) if is_shared else None
         made_with = (config.model, config.task, config.sampling, config.replay, config.run.seed)
         settings = repr((made_with, rollout.group_size, rollout.oversample))
+        settings += repr(config.tasks) if config.tasks else ""
         folder = self.journal_dir or self.run.journal
         fingerprint = xxhash.xxh3_64_hexdigest(settings.encode())
         return Journal(folder, self.blobs(), segments, fingerprint)
@@ -156,27 +158,29 @@ class RunContext:
             devices=dict(devices or {}),
         )
 
-    def scorer(self) -> ProcessScorer:
-        from moerl.scoring import ProcessScorer
+    def scorer(self) -> TaskScorers:
+        from moerl.scoring import ProcessScorer, TaskScorers
 
-        task = self.config.task
-        return ProcessScorer(task, workers=task.scorer_workers, timeout_s=task.score_timeout_s)
+        return TaskScorers(
+            {
+                task.label: ProcessScorer(
+                    task, workers=task.scorer_workers, timeout_s=task.score_timeout_s
+                )
+                for task in entries_of(self.config)
+            }
+        )
 
-    def prompts(self) -> PromptStream:
-        from moerl.data.tasks import PromptStream
+    def prompts(self) -> PromptMixture:
+        from moerl.data.prompt_mixture import PromptMixture
 
-        return PromptStream(self.config.task, self.tokenizer(), self.config.run.seed)
+        return PromptMixture(entries_of(self.config), self.tokenizer(), self.config.run.seed)
 
-    def held_out(self) -> PromptStream:
-        """Evaluation prompts: from `evaluation.path`, else the task drawn with another seed."""
-        from moerl.data.tasks import PromptStream
+    def held_out(self) -> PromptMixture:
+        """Evaluation prompts, as many of each task: from its file, or drawn with another seed."""
+        from moerl.data.prompt_mixture import PromptMixture
 
-        task, path = self.config.task, self.config.evaluation.path
-        args = dict(task.dataset_args)
-        if "seed" in args:  # it replaces run.seed
-            args["seed"] += _HELD_OUT_SEED
-        held_out = replace(task, path=path or task.path, dataset_args=args, shuffle=False)
-        return PromptStream(held_out, self.tokenizer(), self.config.run.seed + _HELD_OUT_SEED)
+        seed = self.config.run.seed + _HELD_OUT_SEED
+        return PromptMixture(list(map(_held_out, entries_of(self.config))), self.tokenizer(), seed)
 
     def tokenizer(self) -> Any:
         """The model folder's tokenizer (transformers), loaded once per process."""
@@ -207,6 +211,14 @@ class RunContext:
             if eos is not None:
                 return tuple(eos) if isinstance(eos, list) else (int(eos),)
         return ()
+
+
+def _held_out(task: TaskEntry) -> TaskEntry:
+    args = dict(task.dataset_args)
+    if "seed" in args:  # it replaces run.seed
+        args["seed"] += _HELD_OUT_SEED
+    path = task.evaluation_path or task.path
+    return replace(task, weight=1.0, path=path, dataset_args=args, shuffle=False)
 
 
 def trainer_command(plan: RunContext, endpoint: str) -> list[str]:

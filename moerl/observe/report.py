@@ -7,13 +7,14 @@ again later, and for a run that died: a note replaces each chart without data.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from moerl.config.load import printed
 from moerl.config.schema import Config
+from moerl.config.task_mixture import entries_of
 from moerl.observe.charts import draw_heatmap, draw_timeline
 from moerl.observe.console import alerts, clock
 from moerl.observe.metrics import Row, read_lines, read_rows
@@ -40,7 +41,14 @@ from moerl.observe.page import (
     figure,
     write_html,
 )
-from moerl.observe.report_sections import ROUTERS, SECTIONS, Section, router_heatmaps
+from moerl.observe.report_sections import (
+    LEARNING,
+    ROUTERS,
+    SECTIONS,
+    Section,
+    router_heatmaps,
+    task_charts,
+)
 from moerl.run_dir import RunDir
 from moerl.trace import read_spans
 
@@ -56,6 +64,7 @@ _WORKERS = ("engine", "trainer", "ref_models")  # processes whose kinds of work 
 WINDOW_S = 20.0  # length of the window without a trainer step
 MAX_PROCESSES, MAX_KINDS = 12, 6  # processes and kinds of work drawn in the timeline
 _Work = dict[tuple[str, str], list[Interval]]  # (process or track, kind of work) -> when
+_TASK_COLUMN = Column("Task")
 _SAMPLE_COLUMNS = (
     Column("Step", "number"),
     Column("Reward", "badge"),
@@ -82,6 +91,7 @@ def write_report(
     """
     rows, spans = read_rows(run.metrics), read_spans(run.trace)
     num_steps = config.run.steps
+    labels = [entry.label for entry in entries_of(config)] if config.tasks else []
     trained = [row for row in rows if row["step"] < num_steps]
     num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has its own row
     page = Page(
@@ -92,17 +102,20 @@ def write_report(
         paragraphs=[_subtitle(config, rows)],
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[
-            *(_charts(part, rows, run) for part in SECTIONS),
+            *(_charts(part, rows, run, labels) for part in SECTIONS),
             _timeline(spans),
-            _samples(read_lines(run.samples)),
+            _samples(read_lines(run.samples), by_task=bool(labels)),
             PageSection("Configuration", folded=("Resolved configuration", printed(config))),
         ],
     )
     return write_html(run.report, page)
 
 
-def _charts(part: Section, rows: Sequence[Row], run: RunDir) -> PageSection:
+def _charts(part: Section, rows: Sequence[Row], run: RunDir, labels: Sequence[str]) -> PageSection:
+    """labels: of the tasks of a mixture."""
     figures = [figure(chart, rows) for chart in part.charts]
+    if part.title == LEARNING:
+        figures += [figure(chart, rows) for chart in task_charts(labels)]
     if part.title == ROUTERS:
         cells = router_heatmaps(rows, read_lines(run.expert_load))
         figures += [Figure(chart.title, draw_heatmap(chart), wide=True) for chart in cells]
@@ -266,12 +279,12 @@ def _state(num_done: int, num_steps: int, is_running: bool) -> str:
 
 def _subtitle(config: Config, rows: Sequence[Row]) -> str:
     parts = [
-        f"task {config.task.name}",
+        _task_words(config),
         f"engines {config.engine.count}",
         f"engine {config.engine.dtype}",
         f"trainer {config.trainer.dtype}",
         f"expert parallel {config.trainer.parallel.ep}",
-        f"top-p {config.sampling.top_p}",
+        f"top-p {_either(entry.sampling.top_p for entry in entries_of(config))}",
         f"routing replay {config.replay.routing}",
         f"sampling mask {'kept' if config.replay.sampling_mask else 'off'}",
     ]
@@ -279,6 +292,18 @@ def _subtitle(config: Config, rows: Sequence[Row]) -> str:
         ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(rows[-1]["time_s"]))
         parts.append(f"last step {ended}")
     return ", ".join(parts)
+
+
+def _task_words(config: Config) -> str:
+    if not config.tasks:
+        return f"task {config.task.name}"
+    entries = entries_of(config)
+    return f"tasks {', '.join(f'{entry.label} ({entry.weight:g})' for entry in entries)}"
+
+
+def _either(values: Iterable[float]) -> str:
+    """The values without repetition: 0.95 or 1.0."""
+    return " or ".join(str(value) for value in dict.fromkeys(values))
 
 
 # --- body ----------------------------------------------------------------------------------------
@@ -377,8 +402,9 @@ def _main_kinds(found: _Work) -> set[str]:
     return set(order if len(order) <= MAX_KINDS else order[: MAX_KINDS - 1])
 
 
-def _samples(samples: Sequence[Any]) -> PageSection:
+def _samples(samples: Sequence[Any], *, by_task: bool) -> PageSection:
     """A table of at most MAX_SAMPLES rollouts, spread evenly over the run."""
+    columns = (_TASK_COLUMN, *_SAMPLE_COLUMNS) if by_task else _SAMPLE_COLUMNS
     kept = [sample for sample in samples if isinstance(sample, dict)]
     if not kept:
         note = "This run recorded no sample rollouts (observe.sample_rollouts sets how many)."
@@ -394,16 +420,19 @@ def _samples(samples: Sequence[Any]) -> PageSection:
         "the number of weight updates between the weights that generated the text and the weights "
         "that trained on it. Version names the weights that generated it: restarts of the "
         "trainer, a dot, batches trained.",
-        Table(_SAMPLE_COLUMNS, [_sample(sample, low, high) for sample in kept]),
+        Table(columns, [_sample(sample, low, high, by_task=by_task) for sample in kept]),
     )
 
 
-def _sample(sample: Mapping[str, Any], low: float, high: float) -> list[str | tuple[str, float]]:
+def _sample(
+    sample: Mapping[str, Any], low: float, high: float, *, by_task: bool
+) -> list[str | tuple[str, float]]:
     """One row of the table; the badge's share is the reward between the lowest and the highest."""
     reward = sample.get("reward")
     score = float(reward) if isinstance(reward, int | float) else None
     share = (score - low) / (high - low) if score is not None and high > low else 0.0
     return [
+        *([str(sample.get("task", "-"))] if by_task else []),
         str(sample.get("step", "-")),
         (_number(score, ".3f"), round(share, 3)),
         _number(sample.get("group_mean"), ".3f"),

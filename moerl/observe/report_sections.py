@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moerl.observe.charts import Chart, Heatmap
+from moerl.observe.charts import COLORS, Chart, Heatmap
 from moerl.observe.metrics import Row
 
 
@@ -197,6 +197,23 @@ SECTIONS = (
         ),
     ),
 )
+
+LEARNING = "Learning"  # the section that `task_charts` belongs to
+_TASK_CHARTS = (
+    ("Reward by task", "reward", "reward/mean"),
+    ("Held-out prompts by task", "reward", "eval/reward_mean"),
+    ("Response length by task", "tokens", "sample/length_mean"),
+)
+
+
+def task_charts(labels: Sequence[str]) -> list[Chart]:
+    """Charts of the tasks of a mixture, at most as many in one as it has colours."""
+    return [
+        Chart(title, unit, {f"{name}/{label}": label for label in labels[at : at + len(COLORS)]})
+        for at in range(0, len(labels), len(COLORS))
+        for title, unit, name in _TASK_CHARTS
+    ]
+
 
 ROUTERS = "Routers"  # the section that `router_heatmaps` belongs to
 _AGREEMENT = "probe/live_agree_frac/layer_"

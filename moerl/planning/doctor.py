@@ -26,6 +26,7 @@ from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.clusters import Node, Placement, is_local, placement
+from moerl.config.task_mixture import longest_row
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, NodeFacts, Request, read_facts
 from moerl.planning import firewall_check, gpu_check, pair_check
 from moerl.planning.remote_command import on_node, packed
@@ -279,7 +280,7 @@ def _disks(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _room(config: Config, purpose: str) -> float:
     """Bytes that a folder should have free before a start."""
-    tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+    tokens = longest_row(config)
     rows = config.rollout.groups_per_step * config.rollout.group_size * tokens
     return 1e9 if purpose == _SHARED else 0.2e9 + 64 * rows
 

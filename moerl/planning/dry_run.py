@@ -27,6 +27,7 @@ from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT, printed
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
+from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
@@ -108,13 +109,14 @@ def process_table(config: Config, placed: Placement) -> str:
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
     """(process, index, count, GPUs, purpose) rows of one node."""
     engine, parallel = config.engine, config.trainer.parallel
+    workers = sum(task.scorer_workers for task in entries_of(config))
     rows: list[tuple[str, ...]] = []
     if placed.controller.name == name:
         rows += [
             ("moerl train", "", "1", "", "ends whatever is left when the root is gone"),
             ("root", "", "1", "", "starts and watches everything, writes the report"),
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
-            ("scorer (Ray)", "", "1", "", f"rewards in {config.task.scorer_workers} worker(s)"),
+            ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
@@ -406,7 +408,7 @@ def _host_lines(
 ) -> str:
     """Host memory per node: the trainer's copies and offloaded optimizer, staging, records."""
     rollout = config.rollout
-    tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+    tokens = longest_row(config)
     groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
     record = tokens * routes * (config.replay.routing == "R3")
     waiting = groups * rollout.group_size * record

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moerl.config import Config
+from moerl.config.task_mixture import longest_turn
 from moerl.errors import ConfigError
 from moerl.planning.simulate import Advice, Choice, Costs, Outcome, Workload, advise
 
@@ -54,7 +55,7 @@ def pace(config: Config, values: Mapping[str, str], publish_s: float) -> Advice:
 
 def _workload(config: Config, given: Mapping[str, float]) -> Workload:
     draw, sigma = random.Random(0), given.get("output_sigma", 1.0)
-    mean, limit = given["output_tokens"], config.sampling.max_new_tokens
+    mean, limit = given["output_tokens"], longest_turn(config)
     center = mean / 2.718281828 ** (sigma**2 / 2)  # of a lognormal with this mean
     lengths = [
         max(1, min(limit, round(center * draw.lognormvariate(0.0, sigma)))) for _ in range(_DRAWS)

@@ -1,5 +1,6 @@
 """Rewards in worker processes: outside the event loop, with a timeout."""
 
 from moerl.scoring.process import ProcessScorer
+from moerl.scoring.task_scorers import TaskScorers
 
-__all__ = ["ProcessScorer"]
+__all__ = ["ProcessScorer", "TaskScorers"]

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from moerl.config.load import load_saved
 from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, ReplayConfig
+from moerl.config.task_mixture import entries_of
 from moerl.data.demonstrations import demonstration_plan
-from moerl.data.tasks import PromptStream, load_tokenizer
+from moerl.data.prompt_mixture import PromptMixture
+from moerl.data.tasks import load_tokenizer
 from moerl.errors import ConfigError, MoerlError
 from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
@@ -77,7 +79,7 @@ def _train(config: Config, run: RunDir) -> None:
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path", config.model.path, "its tokenizer has no end token")
-    prompts = PromptStream(config.task, tokenizer, config.run.seed)
+    prompts = PromptMixture(entries_of(config), tokenizer, config.run.seed)
     for step in range(config.run.steps):
         plan = demonstration_plan(
             step,

@@ -24,6 +24,7 @@ RECIPES = {  # what the recipe must have measured, beyond what every run does
     "process-rewards": (),
     "grpo-roc": (),
     "digits-in-turns": (),
+    "digits-mixture": ("reward/mean/three", "sample/groups/turns"),
     "m2po": ("loss/cut_frac/m2",),
     "minibatches": ("loss/moved_k3", "loss/cut_frac/tis_token"),
     "online-dpo": ("dpo/loss", "dpo/right_frac"),

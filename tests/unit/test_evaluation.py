@@ -192,3 +192,45 @@ def test_an_interval_of_right_answers_ends_where_the_score_test_does(right: int)
 
 def test_an_interval_of_other_rewards_is_the_normal_one() -> None:
     assert interval_95([-1.0, 3.0] * 8) == pytest.approx((1 - 1.96 / 2, 1 + 1.96 / 2))
+
+
+def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
+    """As many prompts of each, with its own limits; the plain names are over all answers."""
+
+    class Mixed(Prompts):
+        def prompt(self, index: int) -> Prompt:
+            return replace(super().prompt(index), task="ab"[index % 2])
+
+    class ByTask(StubScorer):
+        async def score(self, prompt: Prompt, episodes: Any, responses: Any) -> list[Score]:
+            if prompt.task == "b":
+                return [Score(1.0) for _ in episodes]
+            return await super().score(prompt, episodes, responses)
+
+    async def scenario() -> None:
+        engine = StubEngine()
+        tasks: list[dict[str, Any]] = [
+            {"label": "a"},
+            {"label": "b", "weight": 3, "sampling": {"max_new_tokens": 7, "temperature": 0.5}},
+        ]
+        config = replace(CONFIG, evaluation=EVERY_TWO, tasks=tasks)
+        controller, reports = make(
+            tmp_path, engine, config, held_out=Mixed(), prompts=Mixed(), scorer=ByTask()
+        )
+        await running(controller, train(controller, 4))
+        row = evaluations(reports)[0]
+        assert (row["eval/reward_mean/a"], row["eval/reward_mean/b"]) == (0.5, 1.0)
+        assert row["eval/reward_mean"] == 0.75
+        short = CONFIG.sampling.max_new_tokens
+        assert (row["eval/length_mean/a"], row["eval/length_mean/b"]) == (short, 7.0)
+        asked = [r for r in engine.requests if r.rollout_id.startswith("eval-0.0")]
+        assert len(asked) == 2 * EVERY_TWO.prompts * EVERY_TWO.samples
+        steps = [report.metrics for report in reports if "reward/mean" in report.metrics]
+        assert all(step["reward/mean/b"] == 1.0 for step in steps if "reward/mean/b" in step)
+        assert all(step["reward/zero_var_frac/a"] == 0.0 for step in steps)
+        groups = CONFIG.rollout.groups_per_step
+        assert all(s["sample/groups/a"] + s["sample/groups/b"] == groups for s in steps)
+        trained = [r.sampling for r in engine.requests if not r.rollout_id.startswith("eval")]
+        assert {(s.max_new_tokens, s.temperature) for s in trained} >= {(short, 1.0), (7, 0.5)}
+
+    asyncio.run(scenario())

@@ -161,6 +161,41 @@ def test_masked_logprob_of_a_known_policy_through_the_packer(store: BlobStore) -
     assert (shifted - torch.tensor(want)).abs().max() > 0.5, "control: a shift by one is seen"
 
 
+def test_rows_of_tasks_with_other_sampling_share_a_microbatch(store: BlobStore) -> None:
+    """Each token is scored at the temperature of its own row, over its own mask."""
+    torch.manual_seed(0)
+    table = torch.randn(VOCAB, 20, VOCAB, dtype=torch.float64)
+    settings = ((0.7, 0.9, 8), (1.0, 1.0, 4), (1.3, 0.95, -1))
+    rollouts = [
+        replace(row, sampling=replace(row.sampling, temperature=t, top_p=p, top_k=k))
+        for row, (t, p, k) in zip(three(store), settings, strict=True)
+    ]
+    packed = pack_microbatch(one_microbatch(rollouts), 0, 0, store)
+    logits = table[packed.tokens, packed.positions]
+
+    def score(temperature: torch.Tensor) -> torch.Tensor:
+        return kept_logprobs(
+            logits, packed.sampled, SamplingMask(packed.mask_offsets, packed.mask_ids),
+            temperature_S=temperature, rows_S=packed.sampled_rows,
+        )[0]  # fmt: skip
+
+    want = []
+    for rollout in rollouts:
+        masks = [
+            ids
+            for blob in rollout.sampling_mask
+            for ids in np.split(store.load(blob.ids), store.load(blob.offsets)[1:-1])
+        ]
+        tau = np.float32(rollout.sampling.temperature).item()
+        for kept, t in zip(masks, np.flatnonzero(rollout.loss_mask), strict=True):
+            row = table[rollout.token_ids[t - 1], t - 1] / tau
+            want.append((row[rollout.token_ids[t]] - row[kept.tolist()].logsumexp(0)).item())
+    exact = torch.tensor(want).double()
+    torch.testing.assert_close(score(packed.temperature), exact)
+    one = score(torch.full_like(packed.temperature, settings[0][0]))
+    assert (one - exact).abs().max() > 0.05, "control: the temperature of the first task for all"
+
+
 def test_full_sampling_has_no_mask_and_a_mixture_is_refused(store: BlobStore) -> None:
     free = make_rollout(store, "free", 2, 3, sampling=SamplingParams(max_new_tokens=3))
     assert pack_microbatch(one_microbatch([free]), 0, 0, store).mask_offsets is None

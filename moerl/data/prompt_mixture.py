@@ -1,0 +1,94 @@
+"""The prompts of a run with several tasks: prompt index -> (task, place in that task's stream).
+
+Both are functions of (settings, seed, index) alone, as in `moerl.data.tasks`, so a resume needs no
+state and nothing depends on which groups were dropped, or in which order they were trained.
+
+The order of tasks is the chairman assignment of R. Tijdeman (Discrete Mathematics 32, 1980): after
+any number n of prompts, a task of share p has had n p of them, give or take less than one.  It
+repeats after as many prompts as the whole-numbered weights add up to, so one table holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from moerl.config.task_mixture import TaskEntry, naming, whole_weights
+from moerl.data.tasks import PromptStream
+from moerl.types import Array, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+class PromptMixture:
+    """An endless stream of prompts over one task or several."""
+
+    def __init__(self, entries: Sequence[TaskEntry], tokenizer: Tokenizer, seed: int) -> None:
+        """Raises ConfigError for every fault that shows before the first prompt is drawn."""
+        self._entries = tuple(entries)
+        self._order = TaskOrder(whole_weights(entries))
+        self._streams: list[PromptStream] = []
+        for entry in entries:
+            with naming(entry):
+                stream = PromptStream(entry, tokenizer, task_seed(seed, entry.label))
+            self._streams.append(stream)
+
+    def draw_first(self) -> None:
+        """Draw the first prompt of each task.  Raises ConfigError as `prompt` does."""
+        for entry, stream in zip(self._entries, self._streams, strict=True):
+            with naming(entry):
+                stream.prompt(0)
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt number `index`.  Raises ConfigError when it is empty or too long."""
+        task, place = self._order.place(index)
+        entry = self._entries[task]
+        with naming(entry):
+            found = self._streams[task].prompt(place)
+        return replace(found, index=index, task=entry.label)
+
+
+class TaskOrder:
+    """Which task each prompt is of, for whole weights without a common divisor."""
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._weights = tuple(weights)
+        self._tasks = chairmen(weights)  # of one period
+        self._before = np.zeros(len(self._tasks), np.int64)  # earlier prompts of the same task
+        for task in range(len(weights)):
+            mine = self._tasks == task
+            self._before[mine] = np.arange(np.count_nonzero(mine))
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(task, number of earlier prompts of that task) of prompt `index`."""
+        period, at = divmod(index, len(self._tasks))
+        task = int(self._tasks[at])
+        return task, period * self._weights[task] + int(self._before[at])
+
+
+def chairmen(weights: Sequence[int]) -> Array:
+    """The order of one period: task numbers, each as often as its weight.
+
+    Of the tasks whose share has come due, the one that would be late first is next.
+    """
+    period, slack = sum(weights), max(1, 2 * len(weights) - 2)
+    given = np.zeros(len(weights), np.int64)
+    share = np.asarray(weights, np.int64)
+    order = np.zeros(period, np.int64)
+    for at in range(period):
+        owed = share * (at + 1) - period * given  # in units of 1 / period prompts
+        due = owed * slack >= period if len(weights) > 1 else np.ones(1, np.bool_)
+        late = (period * (slack - 1) - owed * slack) / share
+        order[at] = np.argmin(np.where(due, late, np.inf))
+        given[order[at]] += 1
+    return order
+
+
+def task_seed(seed: int, label: str) -> int:
+    """Seed of a task's own stream: adding or reordering tasks does not change it."""
+    return xxhash.xxh32_intdigest(f"{seed}/{label}".encode()) if label else seed
