@@ -35,6 +35,7 @@ from typing import IO, Literal
 from moerl.config.schema import TaskLimits
 from moerl.scoring import keeper
 from moerl.scoring.pids_cgroup import PidsCgroup, make_cgroup
+from moerl.scoring.syscall_filter import syscall_filter
 
 KEEPER = str(Path(keeper.__file__).resolve())
 _END_S = 10.0  # most seconds for a keeper to end its program
@@ -205,6 +206,7 @@ class Isolation:
             "processes": limits.processes,
             "file_bytes": limits.file_mb << 20,
             "open_files": limits.open_files,
+            "filter": syscall_filter().hex() if self.wrapper else "",
         }
 
 
