@@ -87,7 +87,10 @@ class BoxServer:
         """Until the other end closes the connection."""
         while data := _receive(self._connection):
             line, _, rest = data.partition(b"\n")
-            reply = self._answer(json.loads(line), rest).pack()
+            try:
+                reply = self._answer(json.loads(line), rest).pack()
+            except OSError as error:  # no process, descriptor or memory is left
+                reply = self._without_session(error).pack()
             self._connection.sendall(_LENGTH.pack(len(reply)) + reply)
 
     def _answer(self, request: BoxRequest, given: bytes) -> Ended:
@@ -119,11 +122,23 @@ class BoxServer:
             os.kill(session.pid, signal.SIGSTOP)  # threads of it run during requests only
             self._end_others()
             reading.rest()
-            return Ended(answer[0], reading.why or why, *reading.texts(), lost=False)
+            if not select.select([session.ready], [], [], 0)[0]:
+                return Ended(answer[0], reading.why or why, *reading.texts(), lost=False)
+            # It has answered more than once, so the next answer would be an old one.
         self._session = None
-        status = _end(session.pid, at_once=why != "exit")
+        status = _end(session.pid, at_once=bool(answer) or why != "exit")
         self._end_others()
         return _ended(session, reading, why, status)._replace(lost=True)
+
+    def _without_session(self, error: OSError) -> Ended:
+        """An interpreter that is stopped may hold dead children, which count as processes."""
+        session, self._session = self._session, None
+        if session is not None:
+            _end(session.pid, at_once=True)
+            _close(session)
+        self._end_others()
+        text = f"the box could not start it: {error.strerror}\n"
+        return Ended(127, "exit", b"", text.encode(), lost=session is not None)
 
     def _continued(self, argv: list[str]) -> Started:
         if self._session is not None:
@@ -153,17 +168,16 @@ class BoxServer:
 
     def _start(self, act: Callable[[], None], given: bytes, answers: int = -1) -> Started:
         """A child in a session of its own; it ends when `act` returns."""
-        stdin = os.memfd_create("stdin")
-        with open(stdin, "wb", closefd=False) as file:
-            file.write(given)
-        os.lseek(stdin, 0, os.SEEK_SET)
-        (out, prints), (err, complains) = os.pipe(), os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            self._be_child(act, (stdin, prints, complains, answers))
-        for descriptor in (stdin, prints, complains):
-            os.close(descriptor)
-        return Started(pid, out, err, os.pidfd_open(pid))
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            stdin, out, prints, err, complains = _descriptors(theirs, ours)
+            with open(stdin, "wb", closefd=False) as file:
+                file.write(given)
+            os.lseek(stdin, 0, os.SEEK_SET)
+            pid = os.fork()
+            if pid == 0:
+                self._be_child(act, (stdin, prints, complains, answers))
+            ours.pop_all()
+            return Started(pid, out, err, os.pidfd_open(pid))
 
     def _be_child(self, act: Callable[[], None], descriptors: tuple[int, ...]) -> None:
         code = 1
@@ -285,6 +299,21 @@ def _inside(home: str, path: str) -> str:
 def _complain(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def _descriptors(
+    theirs: contextlib.ExitStack, ours: contextlib.ExitStack
+) -> tuple[int, int, int, int, int]:
+    """Input, and both ends of two pipes, each closed by one of the two; there may be none left."""
+    found = []
+    theirs.callback(os.close, stdin := os.memfd_create("stdin"))
+    for _ in range(2):
+        read, write = os.pipe()
+        ours.callback(os.close, read)
+        theirs.callback(os.close, write)
+        found += [read, write]
+    out, prints, err, complains = found
+    return stdin, out, prints, err, complains
 
 
 def _place(descriptors: tuple[int, ...]) -> None:

@@ -39,6 +39,7 @@ _ENVIRONMENT = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
 SCRATCH = "/scratch"  # the one folder of a box that can be written
+_KERNEL = Path("/proc/sys")
 _TRY_S = 60.0
 _NAMESPACES = ("pid", "net", "ipc", "uts")
 # Started inside a box: what it can do, as JSON.
@@ -166,7 +167,7 @@ def _switched_off() -> Iterator[str]:
         ("kernel/apparmor_restrict_unprivileged_userns", "1"),
     ):
         with contextlib.suppress(OSError):
-            if Path("/proc/sys", file).read_text(encoding="utf-8").strip() == off:
+            if (_KERNEL / file).read_text(encoding="utf-8").strip() == off:
                 yield f"the kernel has {file.replace('/', '.')} = {off}"
     for name in ("user", "pid", "net", "mnt"):
         if not os.path.exists(f"/proc/self/ns/{name}"):

@@ -70,6 +70,11 @@ class Box:
         """most: bytes of a reply."""
         self._kept, self._data, self._most = kept, data, most
 
+    @property
+    def pid(self) -> int:
+        """Of the keeper."""
+        return self._kept.process.pid
+
     def call(self, request: bytes, timeout_s: float) -> bytes:
         """The reply.  Raises BoxError, after which the box must be closed."""
         deadline = time.monotonic() + timeout_s

