@@ -41,7 +41,7 @@ class BoxRequest(TypedDict):
     """The line of JSON; bytes that follow are standard input, code, or contents of a file."""
 
     op: str  # run, session, read, write
-    argv: list[str]  # of run and session
+    argv: list[str]  # of run; of session: what _SESSION is added to
     path: str  # of read and write
     timeout_s: float
     max_output: int  # bytes of each of both outputs
@@ -374,7 +374,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 # Program of the interpreter of a session: code comes on _SOCKET, and a byte goes back.
 _SESSION = f"""
-import os, socket, sys, traceback
+import os, site, socket, sys, traceback
 def _serve(line, scope):
     while head := line.recv(8, socket.MSG_WAITALL):
         code = line.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
@@ -394,7 +394,7 @@ def _serve(line, scope):
                 pass
         line.sendall(bytes([failed & 255]))
 os.set_inheritable({_SOCKET}, False)
-sys.path.insert(0, "")
+site.setquit()
 _serve(socket.socket(fileno={_SOCKET}), {{"__name__": "__main__"}})
 """
 

