@@ -74,7 +74,7 @@ OTHERS = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198)}
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, audit number
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET
 _FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6; vsock, for one, is bound to no network namespace
-_ALL = 0xFFFFFFFF  # kill(-1)
+_FIRST, _ALL = 1, 0xFFFFFFFF  # bubblewrap, which ends the box; kill(-1)
 _RETURN, _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT = 0x06, 0x20, 0x15, 0x35, 0x45
 _CALL, _MACHINE, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -99,7 +99,7 @@ def syscall_filter() -> bytes:
     rows += _decided(OTHERS["clone"][column], [(_ANY_BIT, _NAMESPACES)], _NOT_ALLOWED, _ALLOW)
     families = [(_EQUAL, family) for family in _FAMILIES]
     rows += _decided(OTHERS["socket"][column], families, _ALLOW, _ERROR | errno.EAFNOSUPPORT)
-    server = [(_EQUAL, value) for value in (SERVER_MARK, GROUP_MARK, _ALL)]
+    server = [(_EQUAL, value) for value in (SERVER_MARK, GROUP_MARK, _FIRST, _ALL)]
     for numbers in AT_PROCESS.values():
         rows += _decided(numbers[column], server, _NOT_ALLOWED, _ALLOW)
     rows += [(_RETURN, 0, 0, _ALLOW)]
