@@ -106,7 +106,8 @@ def look(request: Request) -> NodeFacts:
 
 
 def _tried_box() -> str:
-    from moerl.scoring.tool_box import NoSandbox, ToolSandbox  # takes half a second
+    from moerl.scoring.enforced import NoSandbox  # takes half a second
+    from moerl.scoring.tool_box import ToolSandbox
 
     try:
         ToolSandbox()
