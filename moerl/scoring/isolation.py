@@ -35,6 +35,7 @@ from typing import IO, Literal
 from moerl.config.schema import TaskLimits
 from moerl.scoring import keeper
 from moerl.scoring.pids_cgroup import PidsCgroup, make_cgroup
+from moerl.scoring.syscall_filter import syscall_filter
 
 KEEPER = str(Path(keeper.__file__).resolve())
 _END_S = 10.0  # most seconds for a keeper to end its program
@@ -68,6 +69,11 @@ class Box:
     def __init__(self, kept: Kept, data: socket.socket, most: int) -> None:
         """most: bytes of a reply."""
         self._kept, self._data, self._most = kept, data, most
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper."""
+        return self._kept.process.pid
 
     def call(self, request: bytes, timeout_s: float) -> bytes:
         """The reply.  Raises BoxError, after which the box must be closed."""
@@ -205,6 +211,7 @@ class Isolation:
             "processes": limits.processes,
             "file_bytes": limits.file_mb << 20,
             "open_files": limits.open_files,
+            "filter": syscall_filter().hex() if self.wrapper else "",
         }
 
 

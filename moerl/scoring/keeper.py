@@ -20,6 +20,7 @@ import os
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -27,9 +28,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# In a filter: the process that answers, and its group as kill(2) takes it.
+SERVER_MARK, GROUP_MARK = 0x7FFF7FF1, 0x7FFF7FF2
 SIGNALLED = 128  # exit code of the keeper, plus the number of the signal that ended its program
 
 
@@ -44,6 +47,7 @@ class Spec(TypedDict):
     processes: int
     file_bytes: int
     open_files: int
+    filter: str  # of system calls, in hex; empty = none
 
 
 class Reader(Protocol):
@@ -87,6 +91,8 @@ def enter(spec: Spec, argv: list[str]) -> None:
         os.setresuid(uid, uid, uid)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if spec["filter"]:
+        _filter_calls(bytes.fromhex(spec["filter"]))
     os.umask(0o077)
     os.execv(argv[0], argv)
 
@@ -278,8 +284,17 @@ def _limit(which: int, most: int) -> None:
     resource.setrlimit(which, (most, most))
 
 
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+def _filter_calls(program: bytes) -> None:
+    """Install a seccomp filter on this process, which will answer, and on all that it starts."""
+    for mark, value in ((SERVER_MARK, os.getpid()), (GROUP_MARK, -os.getpgrp() & 0xFFFFFFFF)):
+        program = program.replace(struct.pack("I", mark), struct.pack("I", value))
+    rows = ctypes.create_string_buffer(program, len(program))
+    head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(rows))  # struct sock_fprog
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(head))
+
+
+def _prctl(option: int, value: int, data: ctypes.c_char_p | int = 0) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, data, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 

