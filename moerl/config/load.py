@@ -236,7 +236,8 @@ def _merge(layers: Sequence[dict[str, Any]]) -> Config:
         refuse_old_keys(layer)
         if isinstance(tasks := layer.get("tasks"), Mapping):
             entries = OmegaConf.to_container(merged.tasks, resolve=False)
-            layer = layer | {"tasks": with_changes(list(entries), tasks)}
+            assert isinstance(entries, list), type(entries)
+            layer = layer | {"tasks": with_changes(entries, tasks)}
         check_keys(Config, layer)
         merged.merge_with(layer)
     return read_section(Config, _plain(merged, resolve=True))

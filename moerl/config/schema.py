@@ -27,6 +27,7 @@ from moerl.config.bounds import (
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
+Column = Literal["prompt", "messages", "answer"]
 
 
 TinyFamily = Literal[
@@ -100,7 +101,7 @@ class TaskConfig:
     # of save_to_disk, *.parquet or *.arrow files with these columns
     path: str = ""
     # jsonl, hf_dataset: names of their fields, where they differ: {prompt: question}
-    columns: dict[Literal["prompt", "messages", "answer"], str] = field(default_factory=dict)
+    columns: dict[Column, str] = field(default_factory=dict)
     # exact_match | math_verify | position_steps | turn_gains | package.module:function; empty = the
     # task's own
     reward: str = ""

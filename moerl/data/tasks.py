@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from moerl.config.schema import TaskConfig
+from moerl.config.schema import Column, TaskConfig
 from moerl.errors import ConfigError, ModelError
 from moerl.types import Prompt
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 WITH_FILES = ("jsonl", "hf_dataset")  # tasks whose prompts are in task.path
-_NO_NAMES: Mapping[str, str] = MappingProxyType({})
+_COLUMNS: tuple[Column, ...] = ("prompt", "messages", "answer")
+_NO_NAMES: Mapping[Column, str] = MappingProxyType({})
 _GYM_SIZE = 20_000  # items of a reasoning-gym dataset that names no size
 
 
@@ -201,7 +202,7 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
         raise ConfigError("task.dataset_args", config.dataset_args, str(error)) from error
 
 
-def read_jsonl(path: str, columns: Mapping[str, str] = _NO_NAMES) -> list[Item]:
+def read_jsonl(path: str, columns: Mapping[Column, str] = _NO_NAMES) -> list[Item]:
     """All items of a prompt file.  Raises ConfigError naming the file and the first bad line."""
     try:
         # split at line feeds only: JSON strings may hold other line ends, U+2028 for example
@@ -220,7 +221,7 @@ def read_jsonl(path: str, columns: Mapping[str, str] = _NO_NAMES) -> list[Item]:
     return items
 
 
-def _jsonl_item(path: str, where: str, line: str, columns: Mapping[str, str]) -> Item:
+def _jsonl_item(path: str, where: str, line: str, columns: Mapping[Column, str]) -> Item:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -228,7 +229,7 @@ def _jsonl_item(path: str, where: str, line: str, columns: Mapping[str, str]) ->
     return item_of(path, where, fields, columns)
 
 
-def item_of(path: str, where: str, fields: Any, columns: Mapping[str, str]) -> Item:
+def item_of(path: str, where: str, fields: Any, columns: Mapping[Column, str]) -> Item:
     """An item from the fields of one line or row.  Raises ConfigError that names it."""
 
     def refuse(problem: str) -> ConfigError:
@@ -238,8 +239,8 @@ def item_of(path: str, where: str, fields: Any, columns: Mapping[str, str]) -> I
         raise refuse('is not an object like {"prompt": "...", "answer": "..."}')
     if missing := sorted(set(columns.values()) - fields.keys()):
         raise refuse(f"has no {missing[0]!r}, which task.columns names; it has {sorted(fields)}")
-    own = {name: columns.get(name, name) for name in ("prompt", "messages", "answer")}
-    prompt, messages, answer = (fields.pop(name, None) for name in own.values())
+    own = [columns.get(name, name) for name in _COLUMNS]
+    prompt, messages, answer = (fields.pop(name, None) for name in own)
     if (prompt is None) == (messages is None):
         raise refuse('must have exactly one of "prompt" and "messages" (task.columns renames)')
     if messages is None and not isinstance(prompt, str):
