@@ -17,8 +17,15 @@ from moerl.planning.memory import TrainerMemory, Training, optimizer_bytes, trai
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
-from tests.double.on_offload import OFFLOADED, ON_DEVICE, another, optimizer_state
-from tests.double.train_once import Tensors, Trained, largest_difference, make_folder, prepare
+from tests.double.on_offload import OFFLOADED, ON_DEVICE, optimizer_state
+from tests.double.train_once import (
+    Tensors,
+    Trained,
+    another,
+    largest_difference,
+    make_folder,
+    prepare,
+)
 from tests.double.watch import OPS, PAGEABLE, memory, watch
 from tests.helpers.trainer_support import OVERLAPPED
 
@@ -41,7 +48,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture
 def fresh(first: Trained) -> Make:
-    return lambda settings: another(first, SETTINGS[settings])
+    config = first.learner.config
+    return lambda settings: another(first, replace(config, trainer=SETTINGS[settings]))
 
 
 class Saved:
