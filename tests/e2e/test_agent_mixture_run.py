@@ -23,6 +23,8 @@ SETTINGS = [
     "rollout.groups_per_step=8",
     "rollout.group_size=4",
     "rollout.groups_per_request=4",
+    # Else a batch is what is finished: the first ones lack the episodes of several turns.
+    "rollout.selection=strict",
     "checkpoint.every=0",
     "evaluation.every=2",
     "evaluation.prompts=4",
