@@ -35,7 +35,7 @@ def starts(sandbox: ToolSandbox, boxes: int) -> float:
 def first_answer(sandbox: ToolSandbox) -> float:
     """Milliseconds from nothing to the answer of a shell."""
     start = time.perf_counter()
-    box = sandbox.open()
+    box = sandbox.open_box()
     check(box)
     elapsed = time.perf_counter() - start
     box.close()
@@ -77,7 +77,7 @@ def memory_mib(box: ToolBox) -> float:
 
 def measure(sandbox: ToolSandbox, boxes: int, count: int) -> dict[str, float]:
     """One round of everything."""
-    box = sandbox.open()
+    box = sandbox.open_box()
     try:
         plain = [sys.executable, "-I", "-S", "-c", "print(1)"]
         limits = {"timeout_s": WAIT_S, "max_output": BYTES}

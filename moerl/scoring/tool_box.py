@@ -101,7 +101,7 @@ class ToolSandbox:
         )
         self._most = limits.reply_kb * 1024
 
-    def open(self) -> ToolBox:
+    def open_box(self) -> ToolBox:
         """A box with an empty workspace."""
         settings = msgspec.json.encode(self._settings).decode()
         return ToolBox(
@@ -259,7 +259,7 @@ class BoxPool:
     def _start(self) -> ToolBox:
         """A box that has answered."""
         try:
-            box = self._sandbox.open()
+            box = self._sandbox.open_box()
         except OSError as error:
             raise BoxError(f"could not be started: {error}") from None
         with self._lock:

@@ -150,7 +150,7 @@ def sandbox(prey: Prey) -> ToolSandbox:
 
 @pytest.fixture
 def box(sandbox: ToolSandbox) -> Iterator[ToolBox]:
-    box = sandbox.open()
+    box = sandbox.open_box()
     yield box
     box.close()
 
@@ -208,7 +208,7 @@ def test_a_box_in_a_user_namespace_and_a_cgroup_holds_too(
 ) -> None:
     """What root gets where it may take no other user's id."""
     monkeypatch.setattr(enforced, "fresh_uid", lambda: 0)
-    box = ToolSandbox(LIMITS).open()
+    box = ToolSandbox(LIMITS).open_box()
     try:
         check_holds(box, prey)
     finally:
@@ -227,7 +227,7 @@ def test_control_without_the_filter_the_server_is_killed(
     sandbox: ToolSandbox, prey: Prey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "syscall_filter", bytes)
-    box = sandbox.open()
+    box = sandbox.open_box()
     try:
         for name in ("a virtual socket to the host", "a namespace"):
             assert b"won" in python(box, prey.program((REACHES | ATTACKS)[name])).out, name
@@ -262,7 +262,7 @@ def test_limits_end_a_program_and_not_its_box(box: ToolBox) -> None:
 
 @pytest.mark.full
 def test_files_without_contents_count_as_memory(prey: Prey) -> None:
-    box = ToolSandbox(replace(LIMITS, memory_mb=64, cpu_s=60)).open()
+    box = ToolSandbox(replace(LIMITS, memory_mb=64, cpu_s=60)).open_box()
     try:
         made = python(box, "for n in range(10 ** 7): open(f'{n}', 'w').close()", 60.0)
         assert made.why == "memory"
