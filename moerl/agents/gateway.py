@@ -27,8 +27,8 @@ from aiohttp import web
 
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import Json
-from moerl.agents.open_episode import Answer, EpisodeLimits, OpenEpisode, Policy
-from moerl.agents.openai_replies import Reply, Shown
+from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy, TurnAnswer
+from moerl.agents.openai_replies import OpenaiReply, Shown
 from moerl.agents.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -145,7 +145,7 @@ class Gateway:
         reply = self._reply(turns, logprobs=bool(asked.logprobs))
         if not asked.stream:
             return _json((await reply).chat())
-        return await _stream(request, reply, Reply.chat_chunks, usage=asked.wants_usage)
+        return await _stream(request, reply, OpenaiReply.chat_chunks, usage=asked.wants_usage)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -155,7 +155,7 @@ class Gateway:
         reply = self._reply(turns, logprobs=asked.logprobs is not None)
         if not asked.stream:
             return _json((await reply).completion())
-        return await _stream(request, reply, Reply.completion_chunks, usage=asked.wants_usage)
+        return await _stream(request, reply, OpenaiReply.completion_chunks, usage=asked.wants_usage)
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -209,7 +209,7 @@ class Gateway:
                 retry=False,
             )
 
-    async def _reply(self, turns: Awaitable[list[Answer]], *, logprobs: bool) -> Reply:
+    async def _reply(self, turns: Awaitable[list[TurnAnswer]], *, logprobs: bool) -> OpenaiReply:
         answers, read = await turns, self._policy.logprobs
         shown = [Shown(answer) for answer in answers]
         if logprobs and read is not None:
@@ -218,14 +218,14 @@ class Gateway:
                 Shown(answer, [float(value) for value in found])
                 for answer, found in zip(answers, values, strict=True)
             ]
-        return Reply(shown, self._endpoint.model, self._policy.tokens.decode)
+        return OpenaiReply(shown, self._endpoint.model, self._policy.tokens.decode)
 
 
 # --- answers -------------------------------------------------------------------------------------
 async def _stream(
     request: web.Request,
-    reply: Awaitable[Reply],
-    chunks: Callable[[Reply], Iterable[Json]],
+    reply: Awaitable[OpenaiReply],
+    chunks: Callable[[OpenaiReply], Iterable[Json]],
     *,
     usage: bool,
 ) -> web.StreamResponse:
@@ -251,13 +251,16 @@ async def _stream(
         work.cancel()
 
 
-async def _done(work: asyncio.Future[Reply]) -> bool:
+async def _done(work: asyncio.Future[OpenaiReply]) -> bool:
     await asyncio.wait({work}, timeout=_KEEP_ALIVE_S)
     return work.done()
 
 
 def _events(
-    work: asyncio.Future[Reply], chunks: Callable[[Reply], Iterable[Json]], *, usage: bool
+    work: asyncio.Future[OpenaiReply],
+    chunks: Callable[[OpenaiReply], Iterable[Json]],
+    *,
+    usage: bool,
 ) -> Iterable[bytes]:
     try:
         reply = work.result()

@@ -19,7 +19,7 @@ from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, Stops
 from moerl.agents.tool_calls import AnswerParser
-from moerl.agents.turn_forest import RecordedTurn, Request, TurnForest
+from moerl.agents.turn_forest import RecordedTurn, TurnForest, TurnRequest
 from moerl.agents.turn_sampler import TurnEngine, TurnSampler
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
@@ -65,7 +65,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class TurnAnswer:
     """A finished turn, as it is shown to the client."""
 
     turn: RecordedTurn
@@ -122,7 +122,7 @@ class OpenEpisode:
         n: int = 1,
         *,
         calls: bool = True,
-    ) -> list[Answer]:
+    ) -> list[TurnAnswer]:
         """The next turn of a conversation; n of them are siblings.  Raises ApiError.
 
         calls: False shows calls as text; the prompt has the tools in any case.
@@ -135,7 +135,9 @@ class OpenEpisode:
         plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
-    async def complete(self, prompt: str | Sequence[int], ends: Ends, n: int = 1) -> list[Answer]:
+    async def complete(
+        self, prompt: str | Sequence[int], ends: Ends, n: int = 1
+    ) -> list[TurnAnswer]:
         """Continue a text, or tokens, without a template.  Raises ApiError."""
         stops = await self._stops(ends.stop)
         self._check_open(n)
@@ -162,7 +164,7 @@ class OpenEpisode:
 
     # --- prompts ----------------------------------------------------------------------------------
     def _chat_prompt(
-        self, request: Request, messages: Sequence[ChatMessage], tools: Sequence[Json]
+        self, request: TurnRequest, messages: Sequence[ChatMessage], tools: Sequence[Json]
     ) -> PromptIds:
         tokens, parent = self._policy.tokens, request.parent
         try:
@@ -176,7 +178,7 @@ class OpenEpisode:
         self.counts["control_tokens_in_contents"] += found.cuts
         return found
 
-    def _text_prompt(self, request: Request, prompt: str) -> PromptIds:
+    def _text_prompt(self, request: TurnRequest, prompt: str) -> PromptIds:
         tokens, parent = self._policy.tokens, request.parent
         if parent is None:
             return PromptIds(tokens.encode(prompt))
@@ -256,7 +258,7 @@ class OpenEpisode:
         return found
 
     # --- sampling ---------------------------------------------------------------------------------
-    async def _siblings(self, requests: Sequence[Request], plan: _Plan) -> list[Answer]:
+    async def _siblings(self, requests: Sequence[TurnRequest], plan: _Plan) -> list[TurnAnswer]:
         names = [f"{self.name}.t{self._started + place}" for place in range(len(requests))]
         self._started += len(requests)
         tokens = plan.sampling.max_new_tokens * len(requests)
@@ -273,7 +275,7 @@ class OpenEpisode:
             self._reserved -= tokens
         return [task.result() for task in turns]
 
-    async def _turn(self, name: str, request: Request, plan: _Plan) -> Answer:
+    async def _turn(self, name: str, request: TurnRequest, plan: _Plan) -> TurnAnswer:
         try:
             sampled = await self._run(self._partial(name, request, plan), plan.stops)
         except RecordError as error:
@@ -281,7 +283,7 @@ class OpenEpisode:
             raise ApiError(502, "record_refused", "the engine's record was refused") from error
         return self._recorded(name, request, plan, sampled)
 
-    def _partial(self, name: str, request: Request, plan: _Plan) -> PartialRollout:
+    def _partial(self, name: str, request: TurnRequest, plan: _Plan) -> PartialRollout:
         chain = self.forest.chain(request.parent, plan.prompt.inherited)
         return PartialRollout(
             name,
@@ -312,7 +314,9 @@ class OpenEpisode:
             self._running.discard(work)
 
     # --- records ----------------------------------------------------------------------------------
-    def _recorded(self, name: str, request: Request, plan: _Plan, sampled: SampledTurn) -> Answer:
+    def _recorded(
+        self, name: str, request: TurnRequest, plan: _Plan, sampled: SampledTurn
+    ) -> TurnAnswer:
         if self._ended:
             self.wasted |= blob_uris(*sampled.segments)
             raise _gone("the episode has ended")
@@ -331,7 +335,7 @@ class OpenEpisode:
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         self.counts[f"origin/{turn.origin}"] += 1
         reason = "stop" if is_stopped or is_closed else "length"
-        return Answer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
+        return TurnAnswer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
 
 
 def _named(name: str, arguments: str) -> MessageCall:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moerl.agents.chat_messages import Json, MessageCall
-from moerl.agents.open_episode import Answer
+from moerl.agents.open_episode import TurnAnswer
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -21,12 +21,12 @@ Decode = Callable[[Sequence[int]], str]
 class Shown:
     """An answer, and the log-probability of each sampled token when it was asked for."""
 
-    answer: Answer
+    answer: TurnAnswer
     logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class OpenaiReply:
     """The answers to one request.  decode: text of tokens."""
 
     shown: Sequence[Shown]
@@ -121,7 +121,7 @@ class Reply:
         return {"tokens": texts, "token_logprobs": one.logprobs, "top_logprobs": None}
 
 
-def _message(answer: Answer, *, numbered: bool = False) -> Json:
+def _message(answer: TurnAnswer, *, numbered: bool = False) -> Json:
     """numbered: calls of a stream have an index, by which clients join their parts."""
     message: Json = {"role": "assistant", "content": answer.text or None}
     if not answer.calls and not answer.text:

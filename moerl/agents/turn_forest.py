@@ -54,7 +54,7 @@ class RecordedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """A request as the forest recognises it.
 
     covered: number of its messages, or of its characters, that the parent holds.
@@ -78,7 +78,7 @@ class TurnForest:
         self._seen: set[bytes] = set()  # requests
         self._continued: Counter[int] = Counter()  # requests that continue a turn
 
-    def match(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> Request:
+    def match(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> TurnRequest:
         """Recognise a request."""
         begins = blake2b(tools_key(tools), digest_size=16).digest(), b""
         chains = [_chain(begin, messages) for begin in begins]
@@ -92,24 +92,24 @@ class TurnForest:
             origin = Origin.REWRITTEN
         else:
             origin = self._place_of(parent)
-        return Request(parent, covered, origin, (whole[-1], plain[-1]))
+        return TurnRequest(parent, covered, origin, (whole[-1], plain[-1]))
 
-    def match_text(self, prompt: str) -> Request:
+    def match_text(self, prompt: str) -> TurnRequest:
         """The deepest turn whose prompt and answer begin this text."""
         fits = [turn for turn in self.turns if turn.text and prompt.startswith(turn.text)]
         parent = max(fits, key=lambda turn: (len(turn.text), turn.index), default=None)
         covered = len(parent.text) if parent else 0
         digest = _next(b"text", prompt.encode(errors="surrogatepass"))
-        return Request(parent, covered, self._place_of(parent), (digest, digest), prompt)
+        return TurnRequest(parent, covered, self._place_of(parent), (digest, digest), prompt)
 
-    def match_tokens(self, ids: Array) -> Request:
+    def match_tokens(self, ids: Array) -> TurnRequest:
         """The deepest turn whose tokens begin these."""
         fits = [turn for turn in self.turns if _begins(ids, turn.rollout.token_ids)]
         parent = max(fits, key=lambda turn: (turn.rollout.num_tokens, turn.index), default=None)
         digest = _next(b"tokens", np.asarray(ids, np.int32).tobytes())
-        return Request(parent, 0, self._place_of(parent), (digest, digest))
+        return TurnRequest(parent, 0, self._place_of(parent), (digest, digest))
 
-    def begin(self, request: Request) -> Request:
+    def begin(self, request: TurnRequest) -> TurnRequest:
         """A turn of this request begins; an equal request after it is `repeated`."""
         if request.parent is not None:
             self._continued[request.parent.index] += 1
@@ -131,7 +131,7 @@ class TurnForest:
         return found[::-1]
 
     def add(
-        self, request: Request, answer: ChatMessage | str, name: str, sampled: SampledTurn,
+        self, request: TurnRequest, answer: ChatMessage | str, name: str, sampled: SampledTurn,
         inherited: int,
     ) -> RecordedTurn:  # fmt: skip
         """answer: as the client sees it; or text, where text was asked for.

@@ -19,7 +19,8 @@ from pathlib import Path
 import moerl
 from moerl.config.evaluating import check_isolation
 from moerl.config.functions import source_of
-from moerl.config.schema import TaskConfig, TaskLimits
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import TaskLimits
 from moerl.errors import ConfigError, MoerlError
 from moerl.scoring.isolation import KEEPER, Isolation, fresh_uid
 from moerl.scoring.pids_cgroup import cgroup_parent

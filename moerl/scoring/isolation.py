@@ -32,7 +32,7 @@ from pathlib import Path
 from signal import Signals
 from typing import IO, Literal
 
-from moerl.config.schema import TaskLimits
+from moerl.config.task_programs import TaskLimits
 from moerl.scoring import keeper
 from moerl.scoring.pids_cgroup import PidsCgroup, make_cgroup
 from moerl.scoring.syscall_filter import syscall_filter

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from moerl.config.schema import TaskLimits
+from moerl.config.task_programs import TaskLimits
 from moerl.scoring import box_server
 from moerl.scoring.enforced import NoSandbox, make_boxed
 from moerl.scoring.isolation import Box, BoxError, Isolation

@@ -182,7 +182,8 @@ class Stage:
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     root = tmp_path_factory.mktemp("modes")
     args = {"chunked_prefill_size": CHUNK}
-    path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH", "")]))
+    folders = [str(HOOK), str(HOOK.parents[2]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
     world = World(root, EngineConfig(args=args, max_total_tokens=16384))
     weights = [world.folders[version] for version in (A, B, C)]
     world.folders = {version: weights[version.step % 3] for version in VERSIONS}

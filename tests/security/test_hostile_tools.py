@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.config.schema import TaskLimits
+from moerl.config.task_programs import TaskLimits
 from moerl.scoring import enforced, isolation
 from moerl.scoring.pids_cgroup import cgroup_parent
 from moerl.scoring.tool_box import Ran, ToolBox, ToolSandbox
@@ -202,7 +202,9 @@ def test_a_box_holds_what_code_tries_in_a_session(box: ToolBox, prey: Prey) -> N
 
 
 @pytest.mark.full
-@pytest.mark.skipif(cgroup_parent() is None, reason="this machine lets nobody make a cgroup")
+@pytest.mark.skipif(
+    cgroup_parent() is None, reason="needs a cgroup folder that this user may write to"
+)
 def test_a_box_in_a_user_namespace_and_a_cgroup_holds_too(
     prey: Prey, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moerl.agents import open_episode
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, MessageCall
-from moerl.agents.open_episode import Answer, Ends, EpisodeLimits, OpenEpisode, Policy
+from moerl.agents.open_episode import Ends, EpisodeLimits, OpenEpisode, Policy, TurnAnswer
 from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
@@ -53,14 +53,14 @@ class Talk:
         self.episode = OpenEpisode("e", policy(engine), limits)
         self.history: list[ChatMessage] = []
 
-    async def say(self, *new: ChatMessage, ends: Ends = Ends()) -> Answer:
+    async def say(self, *new: ChatMessage, ends: Ends = Ends()) -> TurnAnswer:
         self.history += new
         (answer,) = await self.episode.chat(self.history, (), ends)
         self.history.append(echo(answer))
         return answer
 
 
-def echo(answer: Answer) -> ChatMessage:
+def echo(answer: TurnAnswer) -> ChatMessage:
     return ChatMessage("assistant", answer.text, list(answer.calls))
 
 
@@ -68,12 +68,12 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 30.0))
 
 
-def talk(*answers: list[int], **script: Any) -> tuple[ScriptedEngine, list[Answer]]:
+def talk(*answers: list[int], **script: Any) -> tuple[ScriptedEngine, list[TurnAnswer]]:
     """A conversation of questions `q0`, `q1`, ... and these answers."""
     engine = ScriptedEngine(**script)
     engine.say(*answers)
 
-    async def all_turns() -> list[Answer]:
+    async def all_turns() -> list[TurnAnswer]:
         client = Talk(engine)
         return [await client.say(user(f"q{turn}")) for turn in range(len(answers))]
 
@@ -106,7 +106,7 @@ def test_a_stop_token_at_the_limit_closes_the_answer() -> None:
     engine = ScriptedEngine()
     engine.say([7, 8, END], [9, END])
 
-    async def turns() -> list[Answer]:
+    async def turns() -> list[TurnAnswer]:
         client = Talk(engine)
         return [await client.say(user("q"), ends=Ends(max_tokens=3)), await client.say(user("r"))]
 
@@ -121,7 +121,7 @@ def test_a_stop_token_that_the_template_does_not_write_is_replaced() -> None:
     engine = ScriptedEngine()
     engine.say([7, 0], [8, END])
 
-    async def turns() -> list[Answer]:
+    async def turns() -> list[TurnAnswer]:
         client = Talk(engine)
         sampling = SamplingParams(50, stop_token_ids=(END, 0))
         shared = policy(engine)
@@ -360,7 +360,7 @@ def test_text_and_tokens_are_continued_too() -> None:
     engine = ScriptedEngine()
     engine.say([WORD, 7, END], [8, END], [9, END])
 
-    async def ask() -> list[Answer]:
+    async def ask() -> list[TurnAnswer]:
         episode = OpenEpisode("e", policy(engine), LIMITS)
         (first,) = await episode.complete("once", Ends())
         (second,) = await episode.complete("once" + first.text + " more", Ends())
@@ -381,7 +381,7 @@ def test_a_turn_delivers_the_rows_that_its_parents_did_not() -> None:
     for said in ([7, END], [8, END], [9, END]):
         engine.say(said)
 
-    async def ask() -> list[Answer]:
+    async def ask() -> list[TurnAnswer]:
         episode = OpenEpisode("e", policy(engine), LIMITS)
         (first,) = await episode.complete([40, 41], Ends())
         (second,) = await episode.complete([40, 41, 7, END, 50], Ends())
@@ -403,7 +403,7 @@ def test_an_interrupted_turn_is_resumed_inside_one_call() -> None:
     engine.interrupt_at.extend([2, 0, 1])
     engine.say([7, 8, 9, 10, END])
 
-    async def ask() -> tuple[Answer, int]:
+    async def ask() -> tuple[TurnAnswer, int]:
         client = Talk(engine)
         answer = await client.say(user("q"))
         await client.episode.end()
@@ -504,7 +504,7 @@ def test_a_refused_request_is_not_counted() -> None:
     engine = ScriptedEngine()
     engine.say([7, END], [8, END])
 
-    async def ask() -> Answer:
+    async def ask() -> TurnAnswer:
         client = Talk(engine, EpisodeLimits(context_tokens=200))
         await client.say(user("q"))
         fork = list(client.history)
@@ -538,7 +538,7 @@ def test_a_turn_ends_at_the_token_that_completes_a_stop_text() -> None:
     engine = ScriptedEngine()
     engine.say(ids_of("a: b Obs: hidden") + [END])
 
-    async def ask() -> Answer:
+    async def ask() -> TurnAnswer:
         return await Talk(engine).say(user("q"), ends=Ends(stop=("Obs:", "\n\n")))
 
     answer = run(ask())
@@ -554,7 +554,7 @@ def test_other_stop_texts_end_the_turn_inside_a_token() -> None:
     call = TOKENIZER.convert_tokens_to_ids(call_text(5))
     engine.say([7, call, 8, END])
 
-    async def ask() -> Answer:
+    async def ask() -> TurnAnswer:
         return await Talk(engine).say(user("q"), ends=Ends(stop=('"name"',)))
 
     answer = run(ask())
@@ -575,7 +575,7 @@ def test_a_stop_text_ends_within_a_token_that_can_end_it(stop: str, tokens: list
 def test_a_stop_text_that_most_tokens_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_episode, "_MOST_STOPS", 3)
 
-    async def ask() -> Answer:
+    async def ask() -> TurnAnswer:
         return await Talk(ScriptedEngine()).say(user("q"), ends=Ends(stop=("a",)))
 
     with pytest.raises(ApiError, match="tokens can end"):

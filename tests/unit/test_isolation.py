@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.config.schema import TaskConfig, TaskLimits
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import TaskLimits
 from moerl.errors import ConfigError
 from moerl.scoring import enforced, pids_cgroup
 from moerl.scoring.enforced import isolation_of
@@ -154,7 +155,7 @@ def test_a_box_that_does_not_answer_says_why(plain: Isolation, code: bytes, says
 def test_a_cgroup_ends_what_its_keeper_lost(plain: Isolation) -> None:
     parent = pids_cgroup.cgroup_parent()
     if parent is None:
-        pytest.skip("this machine lets nobody make a cgroup")
+        pytest.skip("needs a cgroup folder that this user may write to")
     box = replace(plain, changes_user=False, cgroups=parent).open(python(ECHO))
     (folder,) = parent.glob(f"moerl-{os.getpid()}-*")
     with pytest.raises(BoxTimeout):

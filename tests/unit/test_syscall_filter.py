@@ -26,7 +26,7 @@ NAMED: Mapping[str, tuple[int, int]] = {**calls.REFUSED, **calls.AT_PROCESS, **c
 @pytest.mark.parametrize("machine", HEADERS)
 def test_numbers_are_those_of_the_headers(machine: str) -> None:
     if not HEADERS[machine].is_file():
-        pytest.skip("the kernel's headers are not installed (linux-libc-dev)")
+        pytest.skip("needs the kernel's headers: install linux-libc-dev")
     text = HEADERS[machine].read_text()
     defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text))
     assert {name: int(defined[name]) for name in NAMED} == {

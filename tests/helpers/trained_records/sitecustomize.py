@@ -13,35 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 FOLDER = os.environ.get("MOERL_TEST_TRAINED", "")
 HOOKED = "moerl.controller.trainer_handler"
-
-
-class Finder(MetaPathFinder):
-    """Finds the module as ever, and changes it once it is loaded."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != HOOKED:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        load = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            hook(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def hook(module: ModuleType) -> None:
@@ -82,4 +58,6 @@ def left(handler, blobs) -> dict[str, object]:  # type: ignore[no-untyped-def]
 
 
 if FOLDER:
-    sys.meta_path.insert(0, Finder())
+    from tests.helpers.after_import import after_import
+
+    after_import(HOOKED, hook)
