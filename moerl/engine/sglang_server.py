@@ -8,6 +8,7 @@ exception it logged.  No process outlives the host: the server dies with its par
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -37,6 +38,7 @@ from moerl.weight_sync.receiver import keys_path, socket_path
 
 _POLL_S = 0.1
 _KILL_S = 5.0  # longest wait for a killed process to be gone
+_ENDING_S = 1.0  # from the end of a server's first thread, and of its workers, to that of all
 _TAIL_LINES = 20
 
 # `pkg.SomeError: text` at the start of a line, or uvicorn's `[Errno 98] ...` anywhere in it.
@@ -187,8 +189,9 @@ class EngineServer:
         code = self._process.poll()
         if code is None and all(_alive(child) for child in self._children):
             return None
-        if code is None:  # workers die with their server: a dead one may have been seen first
-            code = self._process.poll()
+        if code is None:  # workers die with their server: a dead one may be seen first
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_ENDING_S)
         how = "a worker of the server ended" if code is None else f"server {_ending(code)}"
         return f"{how}: {cause_in(self._log_lines()) or 'no exception in its log'}"
 

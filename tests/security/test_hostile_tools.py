@@ -301,7 +301,8 @@ def test_files_of_the_workspace_only(box: ToolBox, prey: Prey) -> None:
         read = box.read(path, timeout_s=WAIT_S, max_output=4096)
         assert (read.out, read.why) == (b"", "exit"), path
         assert read.code, path
-        if path != "loop":
+        # /tmp of a box may be its workspace: then the write is one to a file in the box.
+        if path not in ("loop", "direct"):
             assert box.write(path, b"x", timeout_s=WAIT_S).code, path
     assert box.write("folder/file", SECRET.encode(), timeout_s=WAIT_S).code == 0
     assert box.read("folder/../folder/file", timeout_s=9, max_output=99).out == SECRET.encode()
