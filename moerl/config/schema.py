@@ -23,6 +23,7 @@ from moerl.config.bounds import (
     Share,
     UnitInterval,
 )
+from moerl.config.task_programs import AgentConfig, TaskLimits
 
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
@@ -73,22 +74,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TaskLimits:
-    """Limits of each isolated program: a worker with rewards and environments, or a tool."""
-
-    memory_mb: Natural = 4096  # MiB of address space of each process; 0 = no limit
-    # CPU seconds of each process in one score or reply; 0 = twice score_timeout_s
-    cpu_s: Natural = 0
-    processes: Annotated[int, Meta(ge=4)] = 64  # processes and threads at once
-    file_mb: Natural = 64  # MiB of each file that it writes
-    open_files: Annotated[int, Meta(ge=64)] = 1024
-    reply_kb: Count = 1024  # KiB of a score with its steps, or of an environment's text
-    output_kb: Natural = 64  # KiB of printed text that reach the log of the scorer
-    # User of the programs when moerl runs as root; other: one without any file, where it can run
-    user: Literal["other", "same"] = "other"
-
-
-@dataclass(frozen=True)
 class TaskConfig:
     """Source of prompts and reward."""
 
@@ -119,6 +104,7 @@ class TaskConfig:
     # check_digits | package.module:function; answers between turns, with max_turns > 1
     environment: str = ""
     max_turns: Count = 1  # turns of the policy in one episode
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
 
 @dataclass(frozen=True)

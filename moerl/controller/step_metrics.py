@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,15 @@ class StepMetrics:
         self.cancelled_tokens = 0
         self.stalled_requests = 0
         self.context_ends = 0
+        self.agents = defaultdict[str, float](float)  # of episodes that programs played
+
+    def episode_played(self, counts: Mapping[str, float], failure: str) -> None:
+        """failure: as PlayedEpisode."""
+        for name, count in counts.items():
+            self.agents[name] += count
+        self.agents["episodes"] += 1
+        if failure:
+            self.agents[f"failed/{failure}"] += 1
 
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
@@ -121,6 +130,7 @@ class StepMetrics:
         row |= self._engines(engines, elapsed)
         for reason, count in self.refused.items():
             row[f"refused/{reason}"] = float(count)
+        row |= {f"agent/{name}": float(count) for name, count in self.agents.items()}
         self._reset()
         return row
 

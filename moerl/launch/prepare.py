@@ -96,6 +96,7 @@ def prepare(
         _check_ref_models(f"algorithm.{role}", path, spec)
     isolation_of(plan.config.task)  # raises where this machine cannot enforce it
     plan.prompts().prompt(0)  # raises for a task that has no prompt
+    plan.agents()  # raises for a chat template or a program that cannot be used
     if plan.config.evaluation.every:
         plan.held_out().prompt(0)
     return plan

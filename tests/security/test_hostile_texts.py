@@ -25,7 +25,8 @@ import psutil
 import pytest
 
 from moerl.config.evaluating import EVALUATING
-from moerl.config.schema import TaskConfig, TaskLimits
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import TaskLimits
 from moerl.errors import ConfigError, ScoreError
 from moerl.scoring import ProcessScorer
 from moerl.types import Episode, Prompt, Score

@@ -36,11 +36,11 @@ ALLOWED: dict[str, set[str]] = {
         "distributed", "kernels", "records", "layout", "algorithms", "data", "weight_sync",
     },
     "controller": {"records", "algorithms", "data"},
-    "agents": {"controller"},
+    "agents": {"controller", "scoring"},
     "observe": set(),
     "launch": {
         "kernels", "records", "layout", "data", "engine", "trainer", "scoring", "controller",
-        "observe",
+        "observe", "agents",
     },
     "audit": {
         "distributed", "records", "layout", "algorithms", "data", "trainer", "controller",

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.config.schema import TaskConfig, TaskLimits
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import TaskLimits
 from moerl.errors import ConfigError
 from moerl.scoring import enforced, pids_cgroup
 from moerl.scoring.enforced import isolation_of

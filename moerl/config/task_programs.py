@@ -1,0 +1,43 @@
+"""Settings of the programs of a task: their limits, and an agent that plays the episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from moerl.config.bounds import Count, Natural, Positive
+
+
+@dataclass(frozen=True)
+class TaskLimits:
+    """Limits of each isolated program: a worker with rewards and environments, or a tool."""
+
+    memory_mb: Natural = 4096  # MiB of address space of each process; 0 = no limit
+    # CPU seconds of each process in one score or reply; 0 = twice score_timeout_s
+    cpu_s: Natural = 0
+    processes: Annotated[int, Meta(ge=4)] = 64  # processes and threads at once
+    file_mb: Natural = 64  # MiB of each file that it writes
+    open_files: Annotated[int, Meta(ge=64)] = 1024
+    reply_kb: Count = 1024  # KiB of a score with its steps, or of an environment's text
+    output_kb: Natural = 64  # KiB of printed text that reach the log of the scorer
+    # User of the programs when moerl runs as root; other: one without any file, where it can run
+    user: Literal["other", "same"] = "other"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """An external program that plays each episode through OpenAI's interface (docs/agents.md)."""
+
+    # Program and arguments; python is moerl's own interpreter; empty = no agent
+    command: list[str] = field(default_factory=list)
+    # program: its last line of output is {"reward": NUMBER}; task: task.reward
+    reward: Literal["program", "task"] = "program"
+    # SGLang's names of parsers of tool calls and reasoning; empty = they stay text
+    call_format: str = ""
+    reasoning_format: str = ""
+    max_turns: Count = 64
+    max_sampled_tokens: Count = 65536  # of all turns of an episode
+    context_tokens: Natural = 0  # of prompt and answer of a turn; 0 = what the model takes
+    wall_s: Positive = 3600.0  # then the program is ended, and the episode has failed
