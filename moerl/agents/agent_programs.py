@@ -250,7 +250,7 @@ def _played(
         wasted=done.wasted,
         failure=failure,
         detail=detail,
-        own_score=None if reward is None else Score(reward),
+        own_score=None if failure or reward is None else Score(reward),
         counts=counts,
     )
 

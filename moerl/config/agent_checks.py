@@ -50,11 +50,17 @@ def _of_task(config: Config) -> Iterator[Problem]:
 
 def _of_run(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
+    if rollout.fixed_lag >= 0:
+        yield (
+            "rollout.fixed_lag",
+            rollout.fixed_lag,
+            "turns of an episode are sampled by several versions; use -1",
+        )
     if rollout.in_flight_mode != "abort_resume":
         yield (
             "rollout.in_flight_mode",
             rollout.in_flight_mode,
-            "turns of agents are resumed after an update; use abort_resume, with fixed_lag=-1",
+            "turns of agents are resumed after an update; use abort_resume",
         )
     for name in ("group_quorum", "slice_tokens"):
         if value := getattr(rollout, name):

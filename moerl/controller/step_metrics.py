@@ -227,16 +227,29 @@ def samples_of(
     group = groups[0]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
+    is_agents = bool(config.task.agent.command)
+    begin = rollout.prompt_len if is_agents else len(group.prompt.token_ids)
     return [
         {
             "step": step,
             "version": str(rollout.versions[-1].version),
             "lag": step - rollout.oldest.step,
             "prompt": group.prompt.text,
-            "response": decode(rollout.token_ids[len(group.prompt.token_ids) :].tolist()),
+            "response": decode(rollout.token_ids[begin:].tolist()),
+            "turns": [one for node in episode.turns for one in _said(node.rollout, decode)],
             "reward": episode.score.reward if episode.score else None,
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])
             ),
         }
+    ]
+
+
+def _said(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[dict[str, str]]:
+    """The trained turns of a row, each with what stands before it."""
+    edges = np.flatnonzero(np.diff(rollout.loss_mask)) + 1
+    pieces = [decode(piece.tolist()) for piece in np.split(rollout.token_ids, edges)]
+    return [
+        {"context": before, "answer": answer}
+        for before, answer in zip(pieces[::2], pieces[1::2], strict=False)
     ]

@@ -13,7 +13,6 @@ from tests.helpers.train_runs import Run, check_deletion, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
 LAG_0 = "mismatch/abs_dlogp_max/lag_0"
 SETTINGS = [
     "rollout.groups_per_step=2",
@@ -24,7 +23,6 @@ SETTINGS = [
     "replay.probe=1",
     "observe.engine_alone_s=0",
     "trainer.optimizer.warmup_steps=0",
-    f"task.agent.command=[python, {ROOT / 'examples/tool_agent.py'}]",
 ]
 
 

@@ -32,20 +32,25 @@ from moerl.types import (
     PolicyVersion,
     Prompt,
     SamplingParams,
+    Score,
     Segment,
 )
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from tests.helpers.scripted_engine import ScriptedEngine
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
 
 SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 PROMPT = Prompt(7, (1, 2), "p", "34", {"hint": 5})
-# As a client of OpenAI's interface asks, without the seconds that the import of one takes.
+# As a client of OpenAI's interface asks, without the seconds that the import of one takes.  Its
+# prompt may name a fault.
 AGENT = """
-import json, os, sys, time, urllib.error, urllib.request
+import json, os, sys, time, urllib.request
 task = json.load(sys.stdin)
 assert task == json.loads(os.environ["MOERL_PROMPT"])
-history = task["messages"]
+fault, history = task["prompt"], task["messages"]
+if fault == "no_turn":
+    sys.exit()
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 for _ in range(2):
@@ -53,8 +58,13 @@ for _ in range(2):
     reply = urllib.request.urlopen(urllib.request.Request(url, body, headers))
     answer = json.load(reply)["choices"][0]["message"]
     history += [answer, {"role": "user", "content": "again"}]
+if fault == "exit":
+    sys.exit("lost")
+if fault == "timeout":
+    time.sleep(99)
 print("done")
-print(json.dumps({"reward": int(task["episode"].split(".")[1])}))
+sibling = task["episode"].split(".")[1]
+print(json.dumps({"reward": sibling if fault == "no_reward" else int(sibling)}))
 """
 
 
@@ -227,26 +237,33 @@ AGENT_TOTALS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("code", "failure", "sentence"),
-    [
-        ("raise SystemExit('lost')", "exit", "ended with exit code 1: lost"),
-        ("print(1)", "no_turn", "asked for no turn"),
-        (AGENT.replace('"reward"', '"score"'), "no_reward", "did not print"),
-        (
-            AGENT + "import time; time.sleep(60)",
-            "timeout",
-            "wall_s",
-        ),
-    ],
-)
-def test_a_failed_program_is_counted_and_never_scored(
-    tmp_path: Path, code: str, failure: str, sentence: str
-) -> None:
-    wall_s = 6.0 if failure == "timeout" else 60.0
+def test_a_program_that_fails_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none of the first 4 groups could be scored") as error:
-        run_agents(tmp_path, python(code, wall_s=wall_s), StubEngine())
-    assert sentence in str(error.value)
+        run_agents(tmp_path, python("raise SystemExit('lost')"), StubEngine())
+    assert "ended with exit code 1: lost" in str(error.value)
+
+
+FAULTS = ("", "no_turn", "exit", "timeout", "no_reward")
+
+
+def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
+    async def body() -> list[PlayedEpisode]:
+        engine = ScriptedEngine()
+        engine.say(*[[SIZE - 1] * 4 for _ in range(2 * len(FAULTS))])
+        agents = runner(tmp_path, python(AGENT, wall_s=12.0))
+        await agents.start(engine)
+        try:
+            prompts = [Prompt(8, (1,), fault, None, {}) for fault in FAULTS]
+            names = [f"8.{place}" for place in range(len(FAULTS))]
+            return await asyncio.gather(*map(agents.play, names, prompts))
+        finally:
+            await agents.close()
+
+    played = asyncio.run(body())
+    assert [episode.failure for episode in played] == list(FAULTS)
+    assert [episode.own_score for episode in played] == [Score(0.0), *[None] * 4]
+    assert [len(episode.turns) for episode in played] == [2, 0, 2, 2, 2]
+    assert "exit code 1: lost" in played[2].detail
 
 
 def test_an_engine_that_dies_costs_no_episode(tmp_path: Path) -> None:
@@ -268,6 +285,7 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
         ("task.chat_template=true", "its gateway applies the template"),
         ("rollout.in_flight_mode=in_place", "use abort_resume"),
         ("rollout.group_quorum=2", "not with task.agent"),
+        ("rollout.fixed_lag=1", "several versions"),
         ("evaluation.every=2", "evaluations have no agent yet"),
     ):
         with pytest.raises(ConfigError, match=sentence):
