@@ -203,11 +203,12 @@ class _EpisodeTable:
         seconds = {"engine_s": clock.seconds, "program_s": now() - begin - clock.seconds}
         return _played(self._task, prompt, done, ended, seconds)
 
-    def _given(self, name: str, prompt: Prompt) -> dict[str, Any]:
+    def _given(self, name: str, prompt: Prompt) -> dict[str, object]:
         """What the program gets; the answer only where it gives the reward."""
         extra = dict(prompt.extra)
         messages = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
-        given = {"episode": name, "prompt": prompt.text, "messages": messages, "extra": extra}
+        given: dict[str, object] = {"episode": name, "prompt": prompt.text}
+        given |= {"messages": messages, "extra": extra}
         judges = self._task.agent.reward == "program"
         return given | {"answer": prompt.answer} if judges else given
 

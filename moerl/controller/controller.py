@@ -121,9 +121,11 @@ class Controller:
         await self.context.tasks.failure
 
     async def stop(self) -> None:
-        await self.context.tasks.stop()
-        if self.context.services.agents is not None:
-            await self.context.services.agents.close()
+        tasks, agents = self.context.tasks, self.context.services.agents
+        if agents is not None:
+            tasks.stopping = True
+            await agents.close()  # it withdraws its turns from the engines
+        await tasks.stop()
         self.context.services.journal.close()
 
     def status(self) -> dict[str, float]:

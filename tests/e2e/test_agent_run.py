@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from moerl.observe.metrics import read_rows
+from tests.helpers.documented_metrics import undocumented
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = (ROOT / "docs/metrics.md").read_text()
 LAG_0 = "mismatch/abs_dlogp_max/lag_0"
 SETTINGS = [
     "rollout.groups_per_step=2",
@@ -39,6 +45,7 @@ def check(run: Run, steps: int) -> None:
     """Every step is there, exact, and made of what the program asked for."""
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(steps))
+    assert not undocumented((name for row in rows for name in row if "/" in name), METRICS)
     gaps = [row[LAG_0] for row in rows if LAG_0 in row]
     assert gaps
     assert max(gaps) <= 5e-5
@@ -78,3 +85,23 @@ def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> No
         run.end()
     check(run, 4)
     assert not survivors(members, 10.0)
+
+
+@pytest.mark.full
+def test_the_lines_of_the_readme_work_when_pasted(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    lines = text.partition("### Train your agent")[2].split("```")[1]
+    assert len(lines.strip().splitlines()) <= 10
+    (tmp_path / ".venv").symlink_to(Path(sys.prefix))
+    done = subprocess.run(
+        ["bash", "-ec", lines],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert [row["step"] for row in read_rows(metrics)] == [0, 1, 2]

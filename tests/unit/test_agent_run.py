@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,13 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import PlayedEpisode, PlayedTurn
+from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
+from moerl.controller.agent_producer import AgentProducer
+from moerl.controller.controller import Controller
+from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import ConfigError, EngineError
+from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
 from moerl.types import (
     Finish,
@@ -104,7 +108,7 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path, how: str, sleep_s: 
     file = tmp_path / "pid"
 
     async def body() -> ProgramEnd:
-        wall_s = 8.0 if how == "timeout" else 80.0
+        wall_s = 5.0 if how == "timeout" else 80.0
         task = task_of("python", "-c", SPAWNS, str(file), str(sleep_s), wall_s=wall_s)
         end = asyncio.Event()
         playing = asyncio.create_task(ran(task, end=end))
@@ -225,6 +229,8 @@ def test_a_run_trains_what_an_unchanged_client_asked_for(tmp_path: Path) -> None
     assert totals["agent/origin/continued"] == totals["agent/episodes"]
     assert totals["agent/program_s"] > totals["agent/engine_s"] > 0
     assert "done" in (tmp_path / "agents.log").read_text()
+    said = [sample["turns"] for report in reports for sample in report.samples]
+    assert [[turn["answer"] for turn in turns] for turns in said] == [["3 3 3 3"] * 2] * 2
     assert not psutil.Process().children(recursive=True)
 
 
@@ -250,7 +256,7 @@ def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
     async def body() -> list[PlayedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(2 * len(FAULTS))])
-        agents = runner(tmp_path, python(AGENT, wall_s=12.0))
+        agents = runner(tmp_path, python(AGENT, wall_s=8.0))
         await agents.start(engine)
         try:
             prompts = [Prompt(8, (1,), fault, None, {}) for fault in FAULTS]
@@ -277,6 +283,128 @@ def test_an_engine_that_dies_costs_no_episode(tmp_path: Path) -> None:
     plans, reports = run_agents(tmp_path, python(AGENT), Dies())
     assert sorted(g.group_id for p in plans for g in p.groups) == list(range(4))
     assert not sum(report.metrics["scorer/failed"] for report in reports)
+
+
+class FakeRunner:
+    """Episodes that last until they are ended, unless their name is in `fails`."""
+
+    def __init__(self, *fails: str) -> None:
+        self.fails, self.names, self.ends = fails, list[str](), dict[str, asyncio.Event]()
+
+    async def start(self, engine: TurnEngine) -> None:
+        self.engine = engine
+
+    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+        self.names.append(name)
+        self.ends[name] = asyncio.Event()
+        if name not in self.fails:
+            await self.ends[name].wait()
+        failure = "exit" if name in self.fails else ENDED
+        wasted = frozenset({f"blob://n/{name}"})
+        return PlayedEpisode(name, prompt, (), wasted, failure, "ended with exit code 1")
+
+    def end(self, name: str) -> None:
+        self.ends[name].set()
+
+    async def close(self) -> None:
+        pass
+
+
+def faked(tmp_path: Path, agents: FakeRunner, **kwargs: Any) -> Controller:
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_groups_in_flight=1))
+    controller, _ = make(tmp_path, StubEngine(), config, agents=agents, **kwargs)
+    controller.context.pool.incarnation = 0
+    return controller
+
+
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
+    tmp_path: Path,
+) -> None:
+    agents = FakeRunner("0.1")
+
+    async def body() -> None:
+        controller = faked(tmp_path, agents)
+        deleted: list[str] = []
+        controller.context.ref_counts.release = lambda uris: deleted.extend(uris)  # type: ignore[method-assign]
+        await running(controller, until(lambda: len(agents.names) == 4))
+        assert agents.names == ["0.0", "0.1", "1.0", "1.1"]
+        assert sorted(deleted) == ["blob://n/0.0", "blob://n/0.1"]
+        counts = controller.context.step_metrics.agents
+        assert (counts["failed/exit"], counts["failed/ended"]) == (1, 1)
+        assert controller.context.step_metrics.score_failures == 1
+
+    asyncio.run(body())
+
+
+def test_a_group_that_is_too_old_is_played_again(tmp_path: Path) -> None:
+    agents = FakeRunner()
+
+    async def body() -> None:
+        controller = faked(tmp_path, agents)
+        producer = controller.producer
+        assert isinstance(producer, AgentProducer)
+
+        async def work() -> None:
+            await until(lambda: len(agents.names) == 2)
+            producer._turns.episodes["0.1"] = EpisodeTurns(oldest=V0)
+            controller.context.buffer.next_step = 2
+            producer.cancel_stale()
+            assert not any(end.is_set() for end in agents.ends.values()), "max_lag = 2"
+            controller.context.buffer.next_step = 3
+            producer.cancel_stale()
+            assert all(end.is_set() for end in agents.ends.values())
+            controller.context.pool.members[0].version = PolicyVersion(0, 3)
+            await until(lambda: len(agents.names) == 4)
+
+        await running(controller, work())
+        assert [name.partition(".r")[0] for name in agents.names] == ["0.0", "0.1"] * 2
+        assert len(set(agents.names)) == 4, "blobs of the first try may still be there"
+        assert controller.context.step_metrics.cancelled_groups == 1
+
+    asyncio.run(body())
+
+
+def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(), more_engines=[StubEngine()])
+        pool = controller.context.pool
+        pool.incarnation = 0
+        turns = PooledTurns(controller.context)
+        await turns.generate([request(0)])
+        home = turns.episodes["8.0"].engine
+        await turns.generate([request(1)])
+        assert turns.episodes["8.0"].engine == home
+        pool.members[home].leaving = True
+        await turns.generate([request(2)])
+        assert turns.episodes["8.0"].engine == 1 - home
+        turns.episodes["8.0"].newest = V1
+        waiting = asyncio.create_task(turns.generate([request(3)]))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "engines have older weights"
+        await turns.abort([request(3).name])
+        (reply,) = await waiting
+        assert isinstance(reply, Segment)
+        assert (len(reply.output_ids), reply.finish) == (0, Finish.ABORT)
+        await controller.stop()
+
+    asyncio.run(body())
+
+
+def request(turn: int) -> GenerateRequest:
+    return GenerateRequest(f"8.0.t{turn}", 0, np.asarray([1, 2], np.int32), 0, SamplingParams(4))
+
+
+def test_the_report_shows_each_turn_behind_what_it_answers() -> None:
+    turns = [{"context": "a", "answer": "b"}, {"context": "c", "answer": "d"}]
+    shown = _response({"response": "b c d", "turns": turns})
+    assert [line for line in shown.splitlines() if "--" not in line] == ["a", "b", "c", "d"]
+    assert _response({"response": "b", "turns": turns[:1]}) == "b"
 
 
 def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
