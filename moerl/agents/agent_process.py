@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from shutil import which
 from typing import Literal
 
+from moerl.config.agent_checks import program_path
 from moerl.config.schema import TaskConfig
 from moerl.errors import ConfigError
 from moerl.scoring.enforced import program_environment
@@ -36,10 +35,9 @@ class ProgramEnd:
 
 def program_of(command: Sequence[str]) -> list[str]:
     """The command with the path of its program; `python` is moerl's own.  Raises ConfigError."""
-    name = command[0]
-    path = sys.executable if name == "python" else which(name)
-    if path is None:
-        raise ConfigError("task.agent.command", list(command), f"there is no program {name}")
+    if (path := program_path(command[0])) is None:
+        why = f"there is no program {command[0]!r} on PATH"
+        raise ConfigError("task.agent.command", list(command), why)
     return [path, *command[1:]]
 
 

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -34,7 +34,15 @@ from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
 from moerl.controller.pooled_turns import episode_of
 from moerl.errors import RecordError
-from moerl.types import GenerateRequest, Prompt, SamplingParams, Score, Segment
+from moerl.types import (
+    Array,
+    GenerateRequest,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Segment,
+)
 
 T = TypeVar("T")
 _LOG_BYTES = 16 << 20  # of the log of all programs; one older file is kept
@@ -51,6 +59,7 @@ class PolicySettings:
     sampling: SamplingParams
     context_tokens: int
     audit: bool
+    logprobs: Callable[[Rollout], Array] | None = None  # of a turn, for clients that want them
 
 
 class AgentPrograms:
@@ -58,33 +67,44 @@ class AgentPrograms:
 
     def __init__(self, task: TaskConfig, settings: PolicySettings, log_file: Path) -> None:
         self._task, self._settings, self._log_file = task, settings, log_file
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
-        self._table: _EpisodeTable | None = None
+        self._there: _AgentLoop | None = None
 
     async def start(self, engine: TurnEngine) -> None:
-        self._thread.start()
-        remote = _EngineFar(engine, asyncio.get_running_loop())
-        self._table = _EpisodeTable(self._task, self._settings, remote, self._log_file)
-        await self._there(self._table.start())
+        here = _EngineFar(engine, asyncio.get_running_loop())
+        table = _EpisodeTable(self._task, self._settings, here, self._log_file)
+        self._there = _AgentLoop(table)
+        await self._there.run(table.start())
 
     async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
-        assert self._table is not None, "start comes first"
-        return await self._there(self._table.play(name, prompt))
+        assert self._there is not None, "start comes first"
+        return await self._there.run(self._there.table.play(name, prompt))
 
     def end(self, name: str) -> None:
-        assert self._table is not None, "start comes first"
-        self._loop.call_soon_threadsafe(self._table.end, name)
+        assert self._there is not None, "start comes first"
+        self._there.loop.call_soon_threadsafe(self._there.table.end, name)
 
     async def close(self) -> None:
-        if self._table is not None:
-            await self._there(self._table.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            await asyncio.to_thread(self._thread.join)
-        self._loop.close()
+        there, self._there = self._there, None
+        if there is not None:
+            await there.run(there.table.close())
+            await there.stop()
 
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+class _AgentLoop:
+    """The thread of gateway and programs."""
+
+    def __init__(self, table: _EpisodeTable) -> None:
+        self.table, self.loop = table, asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    async def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self.loop.close()
 
 
 @dataclass(slots=True)
@@ -147,6 +167,7 @@ class _EpisodeTable:
             parser=settings.parser,
             sampling=settings.sampling,
             audit=settings.audit,
+            logprobs=settings.logprobs,
         )
         self._gateway = Gateway(policy, Endpoint())
         self._limits = EpisodeLimits(

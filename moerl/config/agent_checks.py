@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from shutil import which
 
 from moerl.config.algorithms import PROCESS_REWARDS
+from moerl.config.clusters import is_local
 from moerl.config.schema import Config
 from moerl.config.task_programs import AgentConfig
 from moerl.errors import ConfigError
@@ -25,10 +28,16 @@ def check_agent(config: Config) -> None:
         raise ConfigError(field, value, reason)
 
 
+def program_path(name: str) -> str | None:
+    """The program that a command names; `python` is moerl's own."""
+    return sys.executable if name == "python" else which(name)
+
+
 def _of_task(config: Config) -> Iterator[Problem]:
     task = config.task
-    if not task.agent.command[0]:
-        yield "task.agent.command", task.agent.command, "the first word is the program"
+    name = task.agent.command[0]
+    if is_local(config.cluster) and program_path(name) is None:
+        yield "task.agent.command", task.agent.command, f"there is no program {name!r} on PATH"
     if task.agent.reward == "program" and task.reward:
         yield (
             "task.reward",

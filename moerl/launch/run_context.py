@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,14 +168,15 @@ class RunContext:
 
     def agents(self) -> AgentPrograms | None:
         """What plays the episodes, with task.agent.  Raises ConfigError."""
+        agent, shape = self.config.task.agent, self.model_shape()
+        if not agent.command:
+            return None
         from moerl.agents.agent_process import program_of
         from moerl.agents.agent_programs import AgentPrograms, PolicySettings
         from moerl.agents.prompt_tokens import PromptTokens
         from moerl.controller.rollout_builder import sampling_params
+        from moerl.records.blob_ranges import read_logprobs
 
-        agent, shape = self.config.task.agent, self.model_shape()
-        if not agent.command:
-            return None
         program_of(agent.command)
         if agent.context_tokens > shape.context_tokens:
             raise ConfigError(
@@ -188,6 +190,7 @@ class RunContext:
             sampling=sampling_params(self.config.sampling, shape),
             context_tokens=agent.context_tokens or shape.context_tokens,
             audit=self.config.replay.audit,
+            logprobs=partial(read_logprobs, self.blobs()),
         )
         return AgentPrograms(self.config.task, settings, self.run.logs / "agents.log")
 

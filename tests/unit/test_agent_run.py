@@ -58,9 +58,11 @@ if fault == "no_turn":
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 for _ in range(2):
-    body = json.dumps({"model": "m", "messages": history}).encode()
+    body = json.dumps({"model": "m", "messages": history, "logprobs": True}).encode()
     reply = urllib.request.urlopen(urllib.request.Request(url, body, headers))
-    answer = json.load(reply)["choices"][0]["message"]
+    choice = json.load(reply)["choices"][0]
+    assert len(choice["logprobs"]["content"]) == 4
+    answer = choice["message"]
     history += [answer, {"role": "user", "content": "again"}]
 if fault == "exit":
     sys.exit("lost")
@@ -138,7 +140,9 @@ def test_the_last_bytes_of_a_long_output_are_kept() -> None:
 
 def test_an_unknown_program_is_named() -> None:
     assert program_of(["python", "a"]) == [sys.executable, "a"]
-    with pytest.raises(ConfigError, match=r"task\.agent\.command = .*there is no program no-such"):
+    with pytest.raises(
+        ConfigError, match=r"task\.agent\.command = .*there is no program 'no-such' on PATH"
+    ):
         program_of(["no-such"])
 
 
@@ -196,6 +200,7 @@ def runner(tmp_path: Path, task: TaskConfig) -> AgentPrograms:
     tokens = PromptTokens(chat_tokenizer())
     sampling = SamplingParams(4, stop_token_ids=(END,))
     settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens=4000, audit=False)
+    settings = replace(settings, logprobs=lambda rollout: rollout.logprobs)
     return AgentPrograms(task, settings, tmp_path / "agents.log")
 
 
@@ -413,6 +418,7 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
         ("task.chat_template=true", "its gateway applies the template"),
         ("rollout.in_flight_mode=in_place", "use abort_resume"),
         ("rollout.group_quorum=2", "not with task.agent"),
+        ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
         ("rollout.fixed_lag=1", "several versions"),
         ("evaluation.every=2", "evaluations have no agent yet"),
     ):
