@@ -105,7 +105,7 @@ class PlayedEpisode:
 
     def blob_uris(self) -> set[str]:
         """Every blob sealed for it."""
-        return self.wasted.union(*(turn.blob_uris() for turn in self.turns))
+        return set(self.wasted).union(*(turn.blob_uris() for turn in self.turns))
 
     def _branches(self) -> list[list[int]]:
         """The turns from each root to each turn that none continues, oldest first."""
