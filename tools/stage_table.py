@@ -101,6 +101,7 @@ _VARIANTS = (
     "tests/e2e/test_variants.py",
 )
 _FAULTS = (
+    "tests/e2e/test_agent_run.py",
     "tests/e2e/test_async.py",
     "tests/e2e/test_chaos.py",
     "tests/e2e/test_failure.py",
@@ -143,7 +144,7 @@ STAGES = (
     Stage("models", 1950, "full", _MODELS),
     Stage("recipes", 900, "full", _RECIPES),
     Stage("variants", 600, "full", _VARIANTS),
-    Stage("faults", 1200, "full", _FAULTS),
+    Stage("faults", 1400, "full", _FAULTS),
     Stage("hosts", 1450, "full", _HOSTS),
     Stage("safe", 1800, "full", _SAFE),
     Stage("gpu", 300, "gpu", ("tests/gpu",)),

@@ -20,7 +20,8 @@ from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, Stops
 from moerl.agents.tool_calls import AnswerParser
 from moerl.agents.turn_forest import RecordedTurn, TurnForest, TurnRequest
-from moerl.agents.turn_sampler import TurnEngine, TurnSampler
+from moerl.agents.turn_sampler import TurnSampler
+from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
@@ -223,6 +224,7 @@ class OpenEpisode:
         if not used:
             raise ApiError(400, "invalid_prompt", "the prompt has no token")
         if room < 1:
+            self.counts["context_ends"] += 1
             raise ApiError(
                 400,
                 "context_length_exceeded",

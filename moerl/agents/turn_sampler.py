@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from moerl.agents.stop_texts import StopFinder, Stops
+from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
@@ -21,20 +21,6 @@ from moerl.types import Finish, GenerateRequest, Segment
 
 _WITHDRAW_S = 60.0  # seconds in which an ended request must come back
 _AGAIN_S = 0.2  # between two orders to end it: it may not have arrived at the first
-
-
-class TurnEngine(Protocol):
-    """What generates: `moerl.engine.host.EngineHost`, or a pool of them."""
-
-    async def generate(
-        self, requests: Sequence[GenerateRequest]
-    ) -> Sequence[Segment | RecordError]:
-        """Replies to all requests, in order.  Raises EngineError when one fails."""
-        ...
-
-    async def abort(self, names: Sequence[str]) -> None:
-        """End these requests: `generate` returns their tokens so far."""
-        ...
 
 
 class TurnSampler:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moerl.config.agent_checks import check_agent
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.evaluating import check_isolation
@@ -76,6 +77,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
     _check_tasks(config)
+    check_agent(config)
     _check_sync(config)
     _check_sizes(config)
     _check_evaluation(config)
@@ -431,7 +433,7 @@ def _check_task(task: TaskEntry) -> None:
     if task.name in _FILES:
         if not _has_file(task.name, task.path):
             raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
-        if not task.reward:
+        if not task.reward and not (task.agent.command and task.agent.reward == "program"):
             raise ConfigError("task.reward", "", f"use {_functions(_REWARDS)}")
     for field, named in (("reward", _REWARDS), ("environment", _ENVIRONMENTS)):
         value = getattr(task, field)

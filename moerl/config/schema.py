@@ -23,7 +23,7 @@ from moerl.config.bounds import (
     Share,
     UnitInterval,
 )
-from moerl.config.task_programs import TaskLimits
+from moerl.config.task_programs import AgentConfig, TaskLimits
 
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
@@ -109,6 +109,7 @@ class TaskConfig:
     # check_digits | package.module:function; answers between turns, with max_turns > 1
     environment: str = ""
     max_turns: Count = 1  # turns of the policy in one episode
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
 
 @dataclass(frozen=True)

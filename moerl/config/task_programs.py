@@ -1,13 +1,13 @@
-"""Settings of the programs of a task: their limits."""
+"""Settings of the programs of a task: their limits, and an agent that plays the episodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from moerl.config.bounds import Count, Natural
+from moerl.config.bounds import Count, Natural, Positive
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,20 @@ class TaskLimits:
     output_kb: Natural = 64  # KiB of printed text that reach the log of the scorer
     # User of the programs when moerl runs as root; other: one without any file, where it can run
     user: Literal["other", "same"] = "other"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """An external program that plays each episode through OpenAI's interface (docs/agents.md)."""
+
+    # Program and arguments; python is moerl's own interpreter; empty = no agent
+    command: list[str] = field(default_factory=list)
+    # program: its last line of output is {"reward": NUMBER}; task: task.reward
+    reward: Literal["program", "task"] = "program"
+    # SGLang's names of parsers of tool calls and reasoning; empty = they stay text
+    call_format: str = ""
+    reasoning_format: str = ""
+    max_turns: Count = 64
+    max_sampled_tokens: Count = 65536  # of all turns of an episode
+    context_tokens: Natural = 0  # of prompt and answer of a turn; 0 = what the model takes
+    wall_s: Positive = 3600.0  # then the program is ended, and the episode has failed

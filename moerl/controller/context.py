@@ -9,6 +9,7 @@ from typing import Protocol
 
 from moerl.config import Config
 from moerl.config.task_mixture import entries_of
+from moerl.controller.agent_episodes import EpisodeRunner
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.engine_pool import EnginePool, SyncTargets
@@ -49,6 +50,7 @@ class Services:
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void
+    agents: EpisodeRunner | None = None  # with task.agent: plays all episodes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

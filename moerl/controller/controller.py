@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from moerl.config import Config
+from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Services, make_context
 from moerl.controller.evaluation import Evaluator
@@ -47,7 +48,12 @@ class Controller:
         context = make_context(config, services, pool_changed=pool_changed and trainer_alive)
         self.context = context
         self.scoring_stage = ScoringStage(context)
-        self.producer = Producer(context, self.scoring_stage)
+        agents = services.agents
+        self.producer = (
+            Producer(context, self.scoring_stage)
+            if agents is None
+            else AgentProducer(context, self.scoring_stage, agents)
+        )
         self._evaluator = Evaluator(context)
         self._availability = BlobAvailability(context, self.producer, self.scoring_stage)
         self._ref_models = RefScoreQueue(context, self._availability)
@@ -115,7 +121,11 @@ class Controller:
         await self.context.tasks.failure
 
     async def stop(self) -> None:
-        await self.context.tasks.stop()
+        tasks, agents = self.context.tasks, self.context.services.agents
+        if agents is not None:
+            tasks.stopping = True
+            await agents.close()  # it withdraws its turns from the engines
+        await tasks.stop()
         self.context.services.journal.close()
 
     def status(self) -> dict[str, float]:

@@ -18,6 +18,7 @@ import numpy as np
 from moerl.config.task_mixture import by_label
 from moerl.controller.context import Context
 from moerl.controller.engine_pool import CHUNK, EnginePhase, EngineState, PrefixIndex
+from moerl.controller.generated import Sealed
 from moerl.controller.group_flight import Arrived, GroupFlight
 from moerl.controller.rollout_builder import (
     PartialEpisode,
@@ -67,8 +68,8 @@ class Producer:
         """Keep a new engine busy until it leaves."""
         self._tasks.spawn(self._produce(index))
 
-    def partials(self) -> Iterator[PartialEpisode]:
-        """Rollouts of the groups in generation."""
+    def partials(self) -> Iterator[Sealed]:
+        """Episodes of the groups in generation."""
         for partials in (*(flight.partials for flight in self._flights), *self._orphans.values()):
             yield from partials
 

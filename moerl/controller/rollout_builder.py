@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from moerl.config.schema import SamplingConfig
+from moerl.controller.generated import Generated, Sealed
 from moerl.controller.turn_rows import SampledTurn, TurnRows, join, rows_of
 from moerl.errors import RecordError
 from moerl.messages import Scorer
@@ -37,7 +38,9 @@ from moerl.types import (
     Rollout,
     RoutingBlob,
     SamplingParams,
+    Score,
     Segment,
+    Turn,
 )
 
 Replies = Sequence[Segment | RecordError]
@@ -183,6 +186,9 @@ class PartialRollout:
 class PartialEpisode:
     """An unfinished episode; one per sibling of a group."""
 
+    own_score: Score | None = None
+    is_chain = True
+
     def __init__(
         self,
         episode_id: str,
@@ -280,6 +286,11 @@ class PartialEpisode:
         """The rows that train the finished episode.  Raises RecordError."""
         return rows_of(self.episode_id, [turn.turn() for turn in self.turns], turn_rows)
 
+    def nodes(self, turn_rows: TurnRows) -> tuple[Turn, ...]:
+        """The rows, each of which continues the one before.  Raises RecordError."""
+        rows = self.rows(turn_rows)
+        return tuple(Turn(row, (i - 1,) if i else ()) for i, row in enumerate(rows))
+
     def texts(self, decode: Callable[[Sequence[int]], str]) -> list[str]:
         """Text of the policy in each turn."""
         return [decode(turn.output_ids.tolist()) for turn in self.turns]
@@ -307,17 +318,17 @@ class PartialEpisode:
         return self._wasted | used_uris([self])
 
 
-def used_uris(episodes: Iterable[PartialEpisode]) -> set[str]:
+def used_uris(episodes: Iterable[Generated]) -> set[str]:
     """Blobs to which a turn of these episodes refers."""
     return {uri for episode in episodes for turn in episode.turns for uri in turn.blob_uris()}
 
 
-def sealed_uris(episodes: Iterable[PartialEpisode]) -> set[str]:
+def sealed_uris(episodes: Iterable[Sealed]) -> set[str]:
     """Every blob sealed for these episodes so far."""
     return {uri for episode in episodes for uri in episode.blob_uris()}
 
 
-def wasted_uris(episodes: Sequence[PartialEpisode]) -> set[str]:
+def wasted_uris(episodes: Sequence[Generated]) -> set[str]:
     """Blobs of a finished group to which no turn of it refers."""
     return sealed_uris(episodes) - used_uris(episodes)
 

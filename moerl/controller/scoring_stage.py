@@ -18,8 +18,8 @@ from moerl.algorithms.selection import resample_correct
 from moerl.config.task_mixture import by_label, naming
 from moerl.controller import write_retry
 from moerl.controller.context import Context
+from moerl.controller.generated import Generated
 from moerl.controller.rollout_builder import (
-    PartialEpisode,
     blob_uris,
     group_uris,
     wasted_uris,
@@ -46,7 +46,7 @@ class ScoringStage:
         self._buffer, self._ref_counts = context.buffer, context.ref_counts
         self._history, self._journal = context.lineage, services.journal
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
-        self._scoring: dict[int, list[PartialEpisode]] = {}  # groups being checked and scored
+        self._scoring: dict[int, Sequence[Generated]] = {}  # groups being checked and scored
         self._dropped = 0  # groups of equal rewards since the last plan
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
         self._entries = by_label(context.config)
@@ -64,12 +64,12 @@ class ScoringStage:
         """Number of groups being checked and scored."""
         return len(self._scoring)
 
-    def partials(self) -> Iterator[PartialEpisode]:
+    def partials(self) -> Iterator[Generated]:
         """Rollouts of the groups being checked and scored."""
         return (partial for partials in self._scoring.values() for partial in partials)
 
     def finish(
-        self, group_id: int, partials: list[PartialEpisode], later: int | None = None
+        self, group_id: int, partials: Sequence[Generated], later: int | None = None
     ) -> None:
         """Check, score and admit a generated group, in a task.
 
@@ -97,7 +97,7 @@ class ScoringStage:
                 f"a rollout of group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}"
             )
 
-    def cancelled(self, group_id: int, partials: list[PartialEpisode]) -> None:
+    def cancelled(self, group_id: int, partials: Sequence[Generated]) -> None:
         """A group in generation is too old: it is generated again, late siblings are not."""
         self._leave(group_id, partials)
         if group_id < 0:
@@ -106,7 +106,7 @@ class ScoringStage:
             self._buffer.abandon(group_id)
         self._tasks.notify()
 
-    def refuse(self, group_id: int, partials: list[PartialEpisode], error: RecordError) -> None:
+    def refuse(self, group_id: int, partials: Sequence[Generated], error: RecordError) -> None:
         """Count the refusal and regenerate the group; three in a row end the run."""
         self._step_metrics.refused[error.reason] += 1
         log.warning("group %d: %s", group_id, error)
@@ -127,14 +127,14 @@ class ScoringStage:
         self._step_metrics.dropped_branch += 1
         self._ref_counts.forget(group)
 
-    async def _finish(self, group_id: int, partials: list[PartialEpisode]) -> None:
+    async def _finish(self, group_id: int, partials: Sequence[Generated]) -> None:
         try:
             await self._check_and_score(group_id, partials)
         finally:
             del self._scoring[group_id]
             self._tasks.notify()
 
-    async def _check_and_score(self, group_id: int, partials: list[PartialEpisode]) -> None:
+    async def _check_and_score(self, group_id: int, partials: Sequence[Generated]) -> None:
         try:
             episodes = [
                 Episode(f"{group_id}.{i}", self._checked(partial))
@@ -146,9 +146,8 @@ class ScoringStage:
         prompt = partials[0].prompt
         self._step_metrics.context_ends += sum(partial.lacks_context for partial in partials)
         self._ref_counts.release(wasted_uris(partials))
-        responses = [partial.texts(self._decode) for partial in partials]
         try:
-            scores = await self._scorer.score(prompt, episodes, responses)
+            scores = await self._scores(partials, episodes)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -167,6 +166,20 @@ class ScoringStage:
         except RecordError as error:
             self.refuse(group_id, partials, error)
 
+    async def _scores(
+        self, partials: Sequence[Generated], episodes: Sequence[Episode]
+    ) -> list[Score]:
+        """Raises ScoreError."""
+        own = [partial.own_score for partial in partials if partial.own_score is not None]
+        if len(own) == len(partials):
+            return own
+        responses = [partial.texts(self._decode) for partial in partials]
+        scores = await self._scorer.score(partials[0].prompt, episodes, responses)
+        for partial, score in zip(partials, scores, strict=True):
+            if not partial.is_chain and (score.turns or score.text_steps):
+                raise ScoreError(f"{partial.episode_id} has branches, and rewards of its steps")
+        return scores
+
     async def _swap(self, group_id: int, rewards: tuple[float, ...]) -> tuple[float, ...]:
         """Pass rewards between a group and its late siblings; returns those of the others."""
         if group_id in self._peers:
@@ -177,7 +190,7 @@ class ScoringStage:
             waiting.set_result(rewards)
         return ()
 
-    def _leave(self, group_id: int, partials: list[PartialEpisode]) -> None:
+    def _leave(self, group_id: int, partials: Sequence[Generated]) -> None:
         """A group is not admitted: its late siblings get no rewards; late siblings are dropped."""
         if group_id < 0:
             self._step_metrics.dropped_siblings += len(partials)
@@ -214,12 +227,12 @@ class ScoringStage:
             return False
         return True
 
-    def _checked(self, partial: PartialEpisode) -> tuple[Turn, ...]:
-        """The rows of an episode, each of which continues the one before.  Raises RecordError."""
-        rows = partial.rows(self._config.rollout.turn_rows)
-        for row in rows:
-            self._check(row)
-        return tuple(Turn(row, (i - 1,) if i else ()) for i, row in enumerate(rows))
+    def _checked(self, partial: Generated) -> tuple[Turn, ...]:
+        """The rows of an episode.  Raises RecordError."""
+        nodes = partial.nodes(self._config.rollout.turn_rows)
+        for node in nodes:
+            self._check(node.rollout)
+        return nodes
 
     def _check(self, rollout: Rollout) -> None:
         check(rollout, self._model, routing=self._config.replay.routing == "R3")
@@ -231,7 +244,7 @@ class ScoringStage:
                 )
 
     def drop_unscored(
-        self, group_id: int, partials: list[PartialEpisode], error: ScoreError
+        self, group_id: int, partials: Sequence[Generated], error: ScoreError
     ) -> None:
         """Replace the group; ends the run if so configured, and if scoring does not work at all."""
         task = self._entries[partials[0].prompt.task]
@@ -279,14 +292,14 @@ class ScoringStage:
         self._ref_counts.release(every - stays)  # siblings share the rows of their prompt
         return tuple(chosen)
 
-    def _discard(self, group_id: int, partials: list[PartialEpisode]) -> None:
+    def _discard(self, group_id: int, partials: Sequence[Generated]) -> None:
         self._delete(partials)
         self._leave(group_id, partials)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
         self._buffer.discard(group_id)
 
-    def _delete(self, partials: list[PartialEpisode]) -> None:
+    def _delete(self, partials: Sequence[Generated]) -> None:
         self._ref_counts.release(uri for partial in partials for uri in partial.blob_uris())
 
 
@@ -323,5 +336,5 @@ def place_steps(
     return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())
 
 
-def _outputs(partial: PartialEpisode) -> list[list[int]]:
+def _outputs(partial: Generated) -> list[list[int]]:
     return [turn.output_ids.tolist() for turn in partial.turns]

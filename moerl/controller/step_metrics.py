@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,15 @@ class StepMetrics:
         self.cancelled_tokens = 0
         self.stalled_requests = 0
         self.context_ends = 0
+        self.agents = defaultdict[str, float](float)  # of episodes that programs played
+
+    def episode_played(self, counts: Mapping[str, float], failure: str) -> None:
+        """failure: as PlayedEpisode."""
+        for name, count in counts.items():
+            self.agents[name] += count
+        self.agents["episodes"] += 1
+        if failure:
+            self.agents[f"failed/{failure}"] += 1
 
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
@@ -130,6 +139,7 @@ class StepMetrics:
         row |= self._engines(engines, elapsed)
         for reason, count in self.refused.items():
             row[f"refused/{reason}"] = float(count)
+        row |= {f"agent/{name}": float(count) for name, count in self.agents.items()}
         self._reset()
         return row
 
@@ -239,6 +249,8 @@ def samples_of(
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
+    is_agents = bool(config.task.agent.command)
+    begin = rollout.prompt_len if is_agents else len(group.prompt.token_ids)
     return [
         {
             "step": step,
@@ -246,10 +258,21 @@ def samples_of(
             "lag": step - rollout.oldest.step,
             **({"task": group.prompt.task} if group.prompt.task else {}),
             "prompt": group.prompt.text,
-            "response": decode(rollout.token_ids[len(group.prompt.token_ids) :].tolist()),
+            "response": decode(rollout.token_ids[begin:].tolist()),
+            "turns": [one for node in episode.turns for one in _said(node.rollout, decode)],
             "reward": episode.score.reward if episode.score else None,
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])
             ),
         }
+    ]
+
+
+def _said(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[dict[str, str]]:
+    """The trained turns of a row, each with what stands before it."""
+    edges = np.flatnonzero(np.diff(rollout.loss_mask)) + 1
+    pieces = [decode(piece.tolist()) for piece in np.split(rollout.token_ids, edges)]
+    return [
+        {"context": before, "answer": answer}
+        for before, answer in zip(pieces[::2], pieces[1::2], strict=False)
     ]

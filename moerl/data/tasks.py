@@ -147,7 +147,10 @@ class PromptStream:
                 self._task.max_prompt_tokens,
                 f"{name} has {len(ids)} tokens; raise the limit or shorten the prompt",
             )
-        return Prompt(index, tuple(ids), text, item.answer, dict(item.extra))
+        extra = dict(item.extra)
+        if item.messages and self._task.agent.command:
+            extra["messages"] = list(item.messages)  # the agent writes its own conversation
+        return Prompt(index, tuple(ids), text, item.answer, extra)
 
     def _place(self, index: int) -> int:
         size = self._source.size
@@ -163,6 +166,8 @@ class PromptStream:
     def _text(self, item: Item) -> str:
         if not item.messages and not self._task.chat_template:
             return item.prompt
+        if self._task.agent.command:
+            return "\n".join(message["content"] for message in item.messages)
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 "task.path",

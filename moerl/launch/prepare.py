@@ -99,6 +99,7 @@ def prepare(
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it
     plan.prompts().draw_first()  # raises for a task that has no prompt
+    plan.agents()  # raises for a chat template or a program that cannot be used
     if plan.config.evaluation.every:
         plan.held_out().draw_first()
     return plan

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from moerl.config.schema import ParallelConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import mooncake_environment
 from moerl.config.visible_devices import visible_devices
+from moerl.errors import ConfigError
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
@@ -31,6 +33,8 @@ from moerl.run_dir import RunDir
 from moerl.types import ModelShape
 
 if TYPE_CHECKING:
+    from moerl.agents.agent_programs import AgentPrograms
+    from moerl.agents.tool_calls import AnswerParser
     from moerl.controller.journal import Journal
     from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.follower import EngineFollower
@@ -169,6 +173,43 @@ class RunContext:
                 for task in entries_of(self.config)
             }
         )
+
+    def agents(self) -> AgentPrograms | None:
+        """What plays the episodes, with task.agent.  Raises ConfigError."""
+        agent, shape = self.config.task.agent, self.model_shape()
+        if not agent.command:
+            return None
+        from moerl.agents.agent_process import program_of
+        from moerl.agents.agent_programs import AgentPrograms, PolicySettings
+        from moerl.agents.prompt_tokens import PromptTokens
+        from moerl.controller.rollout_builder import sampling_params
+        from moerl.records.blob_ranges import read_logprobs
+
+        program_of(agent.command)
+        if agent.context_tokens > shape.context_tokens:
+            raise ConfigError(
+                "task.agent.context_tokens",
+                agent.context_tokens,
+                f"the engines take at most {shape.context_tokens}",
+            )
+        settings = PolicySettings(
+            tokens=PromptTokens(self.tokenizer()),
+            parser=self._answer_parser(),
+            sampling=sampling_params(entries_of(self.config)[0].sampling, shape),
+            context_tokens=agent.context_tokens or shape.context_tokens,
+            audit=self.config.replay.audit,
+            logprobs=partial(read_logprobs, self.blobs()),
+        )
+        return AgentPrograms(self.config.task, settings, self.run.logs / "agents.log")
+
+    def _answer_parser(self) -> AnswerParser:
+        from moerl.agents.tool_calls import PlainAnswers
+        from moerl.engine.answer_parser import SglangAnswers
+
+        agent = self.config.task.agent
+        if not (agent.call_format or agent.reasoning_format):
+            return PlainAnswers()
+        return SglangAnswers(agent.call_format, agent.reasoning_format)
 
     def prompts(self) -> PromptMixture:
         from moerl.data.prompt_mixture import PromptMixture

@@ -439,8 +439,21 @@ def _sample(
         str(sample.get("lag", "-")),
         str(sample.get("version", "-")),
         _visible(str(sample.get("prompt", ""))),
-        _visible(str(sample.get("response", ""))),
+        _visible(_response(sample)),
     ]
+
+
+def _response(sample: Mapping[str, Any]) -> str:
+    """The response; of an episode of several turns each turn behind what it answers."""
+    turns = sample.get("turns")
+    if not isinstance(turns, list) or len(turns) < 2:
+        return str(sample.get("response", ""))
+    return "\n".join(
+        f"-- turn {number}: context\n{turn.get('context')}\n-- turn {number}: answer\n"
+        f"{turn.get('answer')}"
+        for number, turn in enumerate(turns, 1)
+        if isinstance(turn, dict)
+    )
 
 
 def _visible(text: str) -> str:

@@ -28,6 +28,7 @@ from moerl.config.load import CONFIG_ROOT, printed
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_mixture import entries_of, longest_row
+from moerl.config.task_programs import AgentConfig
 from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
@@ -106,6 +107,11 @@ def process_table(config: Config, placed: Placement) -> str:
     return _rendered(table)
 
 
+def _agent_line(agent: AgentConfig) -> str:
+    limits = f"{agent.max_turns} turns, {agent.max_sampled_tokens} tokens, {agent.wall_s:g} s each"
+    return f"{' '.join(agent.command)}; at most {limits}; reward: {agent.reward}"
+
+
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
     """(process, index, count, GPUs, purpose) rows of one node."""
     engine, parallel = config.engine, config.trainer.parallel
@@ -118,6 +124,10 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
+    if placed.controller.name == name and config.task.agent.command:
+        rollout = config.rollout
+        most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
+        rows.append(("agents", "", f"<= {most}", "", _agent_line(config.task.agent)))
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
     if heads and not is_local(config.cluster):

@@ -88,14 +88,15 @@ def isolation_of(task: TaskConfig) -> Isolation:
     it and does not ask for it.
     """
     check_isolation(task)
-    environment = {
-        name: os.environ[name]
-        for name in (*_ENVIRONMENT, *task.pass_environment)
-        if name in os.environ
-    }
-    environment.setdefault("OMP_NUM_THREADS", "1")  # threads count as processes
-    plain = Isolation(task.limits, environment)
+    plain = Isolation(task.limits, program_environment(task))
     return _bwrap(plain, task) if task.isolation == "bwrap" else _process(plain, task)
+
+
+def program_environment(task: TaskConfig) -> dict[str, str]:
+    """The variables of this process that the programs of a task see."""
+    names = (*_ENVIRONMENT, *task.pass_environment)
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    return {"OMP_NUM_THREADS": "1"} | found  # threads count as processes
 
 
 def import_paths() -> list[str]:

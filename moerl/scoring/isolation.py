@@ -181,16 +181,21 @@ class Isolation:
             kept.end()
         return Finished(kept.process.returncode, *texts, why)
 
+    def command(self, argv: Sequence[str], control: int, cgroup: str = "") -> list[str]:
+        """The program below its keeper.  control: the keeper's descriptor of the socket."""
+        spec = json.dumps(self._spec(control, cgroup))
+        python = [sys.executable, "-I", "-S", KEEPER]
+        return [*python, "keep", spec, *self.wrapper, *python, "enter", spec, *argv]
+
     def _start(self, argv: Sequence[str], stdin: int, stdout: int, stderr: int | None) -> Kept:
         ours, theirs = socket.socketpair()
         cgroup = None
         if self.cgroups is not None:
             cgroup = make_cgroup(self.cgroups, self.limits.processes + 2)  # python starts in it
-        spec = json.dumps(self._spec(theirs.fileno(), "" if cgroup is None else str(cgroup.folder)))
-        python = [sys.executable, "-I", "-S", KEEPER]
+        folder = "" if cgroup is None else str(cgroup.folder)
         with theirs:
             process = subprocess.Popen(
-                [*python, "keep", spec, *self.wrapper, *python, "enter", spec, *argv],
+                self.command(argv, theirs.fileno(), folder),
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,

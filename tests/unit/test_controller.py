@@ -183,6 +183,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         saved_steps=kwargs.get("saved_steps", lambda: 0),
         on_step=reports.append,
         on_rewind=kwargs.get("on_rewind", lambda step: None),
+        agents=kwargs.get("agents"),
     )
     controller = Controller(
         replace(config, engine=EngineConfig(count=len(engines))),

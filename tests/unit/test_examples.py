@@ -43,8 +43,8 @@ def command_of(example: Path) -> str:
     return line
 
 
-def test_there_are_five() -> None:
-    assert len(EXAMPLES) == 5
+def test_there_are_six() -> None:
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": set(),
     "launch": {
         "kernels", "records", "layout", "data", "engine", "trainer", "scoring", "controller",
-        "observe",
+        "observe", "agents",
     },
     "audit": {
         "distributed", "records", "layout", "algorithms", "data", "trainer", "controller",

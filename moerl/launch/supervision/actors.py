@@ -296,6 +296,7 @@ class ControllerActor:
             saved_steps=lambda: (plan.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
+            agents=plan.agents(),
         )
         self._controller = Controller(
             plan.config, services, trainer_alive=bool(endpoint), pool_changed=self._pool_changed

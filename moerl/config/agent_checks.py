@@ -1,0 +1,96 @@
+"""Checks of `task.agent`: what a run whose episodes an external program plays cannot do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from shutil import which
+
+from moerl.config.algorithms import PROCESS_REWARDS
+from moerl.config.clusters import is_local
+from moerl.config.schema import Config
+from moerl.config.task_mixture import entries_of
+from moerl.config.task_programs import AgentConfig
+from moerl.errors import ConfigError
+
+Problem = tuple[str, object, str]
+
+
+def check_agent(config: Config) -> None:
+    """Raises ConfigError."""
+    if config.tasks:
+        _check_mixture(config)
+        return
+    agent = config.task.agent
+    if not agent.command:
+        if agent != AgentConfig():
+            raise ConfigError(
+                "task.agent.command", [], "the settings of an agent need its program and arguments"
+            )
+        return
+    for field, value, reason in (*_of_task(config), *_of_run(config)):
+        raise ConfigError(field, value, reason)
+
+
+def _check_mixture(config: Config) -> None:
+    for entry in entries_of(config):
+        if entry.agent != AgentConfig():
+            raise ConfigError(
+                f"tasks.{entry.label}.agent.command",
+                entry.agent.command,
+                "an agent plays the episodes of a run with one task: use task.agent without tasks",
+            )
+
+
+def program_path(name: str) -> str | None:
+    """The program that a command names; `python` is moerl's own."""
+    return sys.executable if name == "python" else which(name)
+
+
+def _of_task(config: Config) -> Iterator[Problem]:
+    task = config.task
+    name = task.agent.command[0]
+    if is_local(config.cluster) and program_path(name) is None:
+        yield "task.agent.command", task.agent.command, f"there is no program {name!r} on PATH"
+    if task.agent.reward == "program" and task.reward:
+        yield (
+            "task.reward",
+            task.reward,
+            "the agent gives the reward; leave it out, or task.agent.reward=task",
+        )
+    if task.reward in PROCESS_REWARDS:
+        yield "task.reward", task.reward, "rewards of steps have no place in an agent's branches"
+    if task.environment:
+        yield "task.environment", task.environment, "the agent answers between turns; leave it out"
+    if task.chat_template or task.system:
+        field = "chat_template" if task.chat_template else "system"
+        yield (
+            f"task.{field}",
+            getattr(task, field),
+            "the agent writes the messages, and its gateway applies the template; leave it out",
+        )
+
+
+def _of_run(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.fixed_lag >= 0:
+        yield (
+            "rollout.fixed_lag",
+            rollout.fixed_lag,
+            "turns of an episode are sampled by several versions; use -1",
+        )
+    if rollout.in_flight_mode != "abort_resume":
+        yield (
+            "rollout.in_flight_mode",
+            rollout.in_flight_mode,
+            "turns of agents are resumed after an update; use abort_resume",
+        )
+    for name in ("group_quorum", "slice_tokens"):
+        if value := getattr(rollout, name):
+            yield f"rollout.{name}", value, "not with task.agent; use 0"
+    if config.evaluation.every:
+        yield (
+            "evaluation.every",
+            config.evaluation.every,
+            "evaluations have no agent yet; use 0",
+        )

@@ -1,0 +1,111 @@
+"""Keeps agents playing: each sibling of a group is an episode, scheduled without the others.
+
+A group closes when its episodes have ended.  One that fails ends its siblings, and the group is
+replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+from moerl.controller.agent_episodes import ENDED, EpisodeRunner, PlayedEpisode
+from moerl.controller.context import Context
+from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
+from moerl.controller.producer import Producer
+from moerl.controller.rollout_builder import sealed_uris
+from moerl.controller.scoring_stage import ScoringStage
+from moerl.errors import ScoreError
+from moerl.types import Prompt, name_rollout
+
+log = logging.getLogger(__name__)
+
+
+class AgentProducer(Producer):
+    """Starts groups of episodes; passes played groups to the scoring stage."""
+
+    def __init__(
+        self, context: Context, scoring_stage: ScoringStage, runner: EpisodeRunner
+    ) -> None:
+        super().__init__(context, scoring_stage)
+        self._runner, self._turns = runner, PooledTurns(context)
+        self._playing: dict[int, list[str]] = {}  # episodes by group
+        self._stale: set[int] = set()  # groups that are being cancelled
+
+    def start(self) -> None:
+        self._tasks.spawn(self._run())
+
+    def add(self, index: int) -> None:
+        """A new engine is used as soon as it serves."""
+        self._tasks.notify()
+
+    def partials(self) -> Iterator[EpisodeTurns]:
+        yield from self._turns.episodes.values()
+
+    def cancel_stale(self) -> None:
+        """End groups with tokens that are too old for the next step to come."""
+        rollout, step = self._config.rollout, self._buffer.next_step
+        limit = rollout.max_lag if rollout.cancel_lag < 0 else rollout.cancel_lag
+        for group_id, names in self._playing.items():
+            turns = [self._turns.episodes[name] for name in names if name in self._turns.episodes]
+            steps = [one.oldest.step for one in turns if one.oldest is not None]
+            if steps and step - min(steps) > limit and group_id not in self._stale:
+                self._stale.add(group_id)
+                self._end(names)
+
+    async def _run(self) -> None:
+        await self._runner.start(self._turns)
+        while not self._tasks.stopping:
+            if not self._may_start():
+                await self._tasks.wait_change(1.0)
+                continue
+            self._in_flight += 1
+            self._tasks.spawn(self._play_group(self._buffer.start()))
+            await asyncio.sleep(0)
+
+    def _may_start(self) -> bool:
+        members = self._pool.members
+        steps = [members[index].version.step for index in members if self._pool.serves(index)]
+        room = self._config.rollout.max_groups_in_flight - self._in_flight
+        return bool(steps) and min(room, self.wanted(max(steps))) > 0
+
+    async def _play_group(self, group_id: int) -> None:
+        prompt, tries = self.prompts.prompt(group_id), self._buffer.tries.pop(group_id, 0)
+        names = [name_rollout(group_id, i, self.life, tries) for i in range(self._siblings)]
+        self._playing[group_id] = names
+        try:
+            played = await asyncio.gather(*(self._play(name, prompt, names) for name in names))
+        finally:
+            del self._playing[group_id]
+            for name in names:
+                self._turns.episodes.pop(name, None)
+            self._in_flight -= 1
+            self._tasks.notify()
+        self._close_group(group_id, played)
+
+    async def _play(self, name: str, prompt: Prompt, names: Sequence[str]) -> PlayedEpisode:
+        played = await self._runner.play(name, prompt)
+        self._step_metrics.episode_played(played.counts, played.failure)
+        if played.failure not in ("", ENDED):
+            self._end(names)
+        return played
+
+    def _end(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._runner.end(name)
+
+    def _close_group(self, group_id: int, played: Sequence[PlayedEpisode]) -> None:
+        failed = [one for one in played if one.failure not in ("", ENDED)]
+        if group_id in self._stale:
+            self._stale.discard(group_id)
+            self._step_metrics.cancelled_groups += 1
+            self._step_metrics.cancelled_tokens += sum(one.num_sampled for one in played)
+            self._ref_counts.release(sealed_uris(played))
+            self._scoring_stage.cancelled(group_id, played)
+        elif failed:
+            first = failed[0]
+            error = ScoreError(f"the agent of {first.episode_id} {first.detail}")
+            self._scoring_stage.drop_unscored(group_id, played, error)
+        else:
+            self._scoring_stage.finish(group_id, played)

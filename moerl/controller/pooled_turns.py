@@ -1,0 +1,151 @@
+"""The engines of a run as one engine for turns of agents.
+
+A request waits for an engine that serves, and goes to the one that has sampled the turns before,
+for its prefix cache, or to the least busy one.  Versions never go backwards inside an episode.
+When an engine fails, the reply is empty and the rest is asked for again, on any engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moerl.controller.context import Context
+from moerl.controller.engine_pool import EnginePhase, EngineState
+from moerl.controller.rollout_builder import blob_uris
+from moerl.errors import EngineError, RecordError
+from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment
+
+log = logging.getLogger(__name__)
+
+_NONE = PolicyVersion(0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeTurns:
+    """What is known of an episode that runs."""
+
+    newest: PolicyVersion = _NONE  # of its tokens
+    oldest: PolicyVersion | None = None
+    engine: int = -1  # of the last request
+    uris: set[str] = field(default_factory=set)
+
+    def blob_uris(self) -> set[str]:
+        return self.uris
+
+    def add(self, reply: Segment) -> None:
+        self.uris |= blob_uris(reply)
+        versions = [piece.version for piece in reply.pieces if len(piece.output_ids)]
+        if versions:
+            self.oldest = min([*versions, self.oldest or versions[0]])
+            self.newest = max([*versions, self.newest])
+
+
+class PooledTurns:
+    """Used from the controller's event loop."""
+
+    def __init__(self, context: Context) -> None:
+        self._pool, self._tasks = context.pool, context.tasks
+        self._step_metrics = context.step_metrics
+        self._ends_run = not context.config.supervision.max_restarts
+        self.episodes: dict[str, EpisodeTurns] = {}
+        self._asked: dict[str, EngineState] = {}  # engines by request
+        self._waiting: set[str] = set()  # requests that have no engine yet
+        self._withdrawn: set[str] = set()  # those of them that are to end
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        return list(await asyncio.gather(*map(self._generate, requests)))
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """Raises EngineError."""
+        self._withdrawn |= self._waiting.intersection(names)
+        self._tasks.notify()
+        for name in names:
+            if member := self._asked.get(name):
+                await member.engine.abort([name])
+
+    async def _generate(self, request: GenerateRequest) -> Segment | RecordError:
+        turns = self.episodes.setdefault(episode_of(request.rollout_id), EpisodeTurns())
+        self._waiting.add(request.name)
+        try:
+            index = await self._engine(turns, lambda: request.name in self._withdrawn)
+        finally:
+            self._waiting.discard(request.name)
+            self._withdrawn.discard(request.name)
+        if index is None:
+            return _nothing(request, turns)
+        member, turns.engine = self._pool.members[index], index
+        member.generating += 1
+        self._asked[request.name] = member
+        try:
+            (reply,) = await member.calls.ask([request])
+        except EngineError as error:
+            self._rest(index, member, error)
+            return _nothing(request, turns)
+        finally:
+            del self._asked[request.name]
+            member.generating -= 1
+            self._tasks.notify()
+        if isinstance(reply, Segment):
+            turns.add(reply)
+            self._count(request, reply)
+        return reply
+
+    async def _engine(self, turns: EpisodeTurns, is_withdrawn: Callable[[], bool]) -> int | None:
+        """The engine for a turn; None when nobody waits for it any longer."""
+        while not is_withdrawn():
+            members = self._pool.members
+            able = [
+                index
+                for index in members
+                if self._pool.serves(index) and members[index].version >= turns.newest
+            ]
+            if turns.engine in able:
+                return turns.engine
+            if able:
+                return min(able, key=lambda index: members[index].generating)
+            await self._tasks.wait_change(1.0)
+        return None
+
+    def _rest(self, index: int, member: EngineState, error: EngineError) -> None:
+        """A request has failed with its engine."""
+        if self._ends_run:
+            self._tasks.fail(error)
+            raise error
+        if self._pool.members.get(index) is member and member.phase == EnginePhase.UP:
+            log.warning("engine %d failed, its turns continue elsewhere: %s", index, error)
+            self._pool.rest(index)
+
+    def _count(self, request: GenerateRequest, reply: Segment) -> None:
+        metrics = self._step_metrics
+        metrics.prompt_tokens += request.num_tokens
+        metrics.cached_tokens += reply.cached_tokens
+        if request.num_sampled and len(reply.output_ids):
+            metrics.recomputed_tokens += request.num_tokens - 1 - reply.cached_tokens
+
+
+def episode_of(rollout_id: str) -> str:
+    """A turn is named EPISODE.tNUMBER."""
+    return rollout_id.rpartition(".")[0]
+
+
+def _nothing(request: GenerateRequest, turns: EpisodeTurns) -> Segment:
+    """A reply without a token: the same request is sent again."""
+    return Segment(
+        rollout_id=request.rollout_id,
+        output_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        version=turns.newest,
+        finish=Finish.ABORT,
+        routing=None,
+        sampling_mask=None,
+        audit_rows=None,
+        engine=max(0, turns.engine),
+        cached_tokens=0,
+        start_s=0.0,
+        end_s=0.0,
+    )

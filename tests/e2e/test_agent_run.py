@@ -1,0 +1,107 @@
+"""`moerl train` with an external program as the agent, on real SGLang and Megatron."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moerl.observe.metrics import read_rows
+from tests.helpers.documented_metrics import undocumented
+from tests.helpers.train_runs import Run, check_deletion, start, survivors
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = (ROOT / "docs/metrics.md").read_text()
+LAG_0 = "mismatch/abs_dlogp_max/lag_0"
+SETTINGS = [
+    "rollout.groups_per_step=2",
+    "rollout.group_size=2",
+    "rollout.max_groups_in_flight=2",
+    "rollout.buffer_depth=1",
+    "checkpoint.every=0",
+    "replay.probe=1",
+    "observe.engine_alone_s=0",
+    "trainer.optimizer.warmup_steps=0",
+]
+
+
+def test_an_ordinary_agent_is_trained(tmp_path: Path) -> None:
+    run = start(tmp_path, "digits-by-agent", *SETTINGS, "run.steps=2", name="x", copies=True)
+    run.wait_for(lambda: bool(agents_of(run)))
+    members = run.members()
+    assert run.finish() == 0, run.text()
+    check(run, 2)
+    assert not survivors(members, 10.0)
+
+
+def check(run: Run, steps: int) -> None:
+    """Every step is there, exact, and made of what the program asked for."""
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(steps))
+    assert not undocumented((name for row in rows for name in row if "/" in name), METRICS)
+    gaps = [row[LAG_0] for row in rows if LAG_0 in row]
+    assert gaps
+    assert max(gaps) <= 5e-5
+    assert sum(row["agent/turns"] for row in rows if "agent/turns" in row) >= 4 * steps
+    groups = [group for _, group in run.trained.groups(rows)]
+    assert len({group.group_id for group in groups}) == len(groups) == 2 * steps
+    ends = [len(node.rollout.ends) for g in groups for e in g.episodes for node in e.turns]
+    assert max(ends) > 1, "turns of one conversation are one row"
+    check_deletion(run, in_flight=16)
+
+
+def agents_of(run: Run) -> list[psutil.Process]:
+    """Programs of the run, not their keepers."""
+    found = []
+    for member in run.members():
+        try:
+            command = member.cmdline()
+        except psutil.Error:
+            continue
+        if command[1:2] and command[1].endswith("tool_agent.py"):
+            found.append(member)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["controller", "engine-0"])
+def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> None:
+    run = start(tmp_path, "digits-by-agent", *SETTINGS, "run.steps=4", name="x", copies=True)
+    try:
+        run.wait_for(lambda: len(run.rows()) >= 1 and bool(agents_of(run)))
+        members, playing = run.members(), agents_of(run)
+        os.kill(run.pids()[victim], signal.SIGKILL)
+        if victim == "controller":
+            assert not survivors(playing, 10.0), "programs end with the gateway"
+        assert run.finish() == 0, run.text()
+    finally:
+        run.end()
+    check(run, 4)
+    assert not survivors(members, 10.0)
+
+
+@pytest.mark.full
+def test_the_lines_of_the_readme_work_when_pasted(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    lines = text.partition("### Train your agent")[2].split("```")[1]
+    assert len(lines.strip().splitlines()) <= 10
+    (tmp_path / ".venv").symlink_to(Path(sys.prefix))
+    done = subprocess.run(
+        ["bash", "-ec", lines],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert [row["step"] for row in read_rows(metrics)] == [0, 1, 2]

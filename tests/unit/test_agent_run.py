@@ -1,0 +1,430 @@
+"""Episodes of external programs: programs, rows of branches, groups, and what can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from moerl.agents.agent_process import ProgramEnd, program_of, run_program
+from moerl.agents.agent_programs import AgentPrograms, PolicySettings
+from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.tool_calls import PlainAnswers
+from moerl.config.checks import check
+from moerl.config.load import load_config
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import AgentConfig
+from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
+from moerl.controller.agent_producer import AgentProducer
+from moerl.controller.controller import Controller
+from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
+from moerl.controller.turn_rows import SampledTurn
+from moerl.errors import ConfigError, EngineError
+from moerl.observe.report import _response
+from moerl.records.header_check import check as check_record
+from moerl.types import (
+    Finish,
+    GenerateRequest,
+    ModelShape,
+    PolicyVersion,
+    Prompt,
+    SamplingParams,
+    Score,
+    Segment,
+)
+from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from tests.helpers.scripted_engine import ScriptedEngine
+from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
+
+SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+PROMPT = Prompt(7, (1, 2), "p", "34", {"hint": 5})
+# As a client of OpenAI's interface asks, without the seconds that the import of one takes.  Its
+# prompt may name a fault.
+AGENT = """
+import json, os, sys, time, urllib.request
+task = json.load(sys.stdin)
+assert task == json.loads(os.environ["MOERL_PROMPT"])
+fault, history = task["prompt"], task["messages"]
+if fault == "no_turn":
+    sys.exit()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+for _ in range(2):
+    body = json.dumps({"model": "m", "messages": history, "logprobs": True}).encode()
+    reply = urllib.request.urlopen(urllib.request.Request(url, body, headers))
+    choice = json.load(reply)["choices"][0]
+    assert len(choice["logprobs"]["content"]) == 4
+    answer = choice["message"]
+    history += [answer, {"role": "user", "content": "again"}]
+if fault == "exit":
+    sys.exit("lost")
+if fault == "timeout":
+    time.sleep(99)
+print("done")
+sibling = task["episode"].split(".")[1]
+print(json.dumps({"reward": sibling if fault == "no_reward" else int(sibling)}))
+"""
+
+
+def task_of(*command: str, **changes: Any) -> TaskConfig:
+    return TaskConfig(agent=AgentConfig(command=list(command), **changes))
+
+
+def python(code: str, **changes: Any) -> TaskConfig:
+    return task_of("python", "-c", code, **changes)
+
+
+# --- programs ------------------------------------------------------------------------------------
+async def ran(task: TaskConfig, given: bytes = b"", end: asyncio.Event | None = None) -> ProgramEnd:
+    return await run_program(task, {"OPENAI_API_KEY": "k"}, given, end or asyncio.Event())
+
+
+def test_a_program_gets_its_input_and_its_environment_only(monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    code = "import os, sys; print(sys.stdin.read(), os.environ['OPENAI_API_KEY'], len(os.environ))"
+    task = python(code + "; print('AWS_SECRET_ACCESS_KEY' in os.environ)")
+    ended = asyncio.run(ran(task, b"hello"))
+    assert (ended.code, ended.why) == (0, "exit")
+    assert ended.out.split()[:2] == [b"hello", b"k"]
+    assert ended.out.split()[-1] == b"False"
+
+
+SPAWNS = """
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("how", "sleep_s"), [("exit", 0.0), ("timeout", 99.0), ("ended", 99.0)])
+def test_what_a_program_started_ends_with_it(tmp_path: Path, how: str, sleep_s: float) -> None:
+    file = tmp_path / "pid"
+
+    async def body() -> ProgramEnd:
+        wall_s = 5.0 if how == "timeout" else 80.0
+        task = task_of("python", "-c", SPAWNS, str(file), str(sleep_s), wall_s=wall_s)
+        end = asyncio.Event()
+        playing = asyncio.create_task(ran(task, end=end))
+        while how == "ended" and not file.exists():
+            await asyncio.sleep(0.05)
+        if how == "ended":
+            end.set()
+        return await playing
+
+    assert asyncio.run(body()).why == how
+    assert not is_alive(int(file.read_text()))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_last_bytes_of_a_long_output_are_kept() -> None:
+    task = python("print('x' * 10**6); print('last')")
+    ended = asyncio.run(ran(replace(task, limits=replace(task.limits, output_kb=1))))
+    assert len(ended.out) == 1024
+    assert ended.out.endswith(b"x\nlast\n")
+
+
+def test_an_unknown_program_is_named() -> None:
+    assert program_of(["python", "a"]) == [sys.executable, "a"]
+    with pytest.raises(
+        ConfigError, match=r"task\.agent\.command = .*there is no program 'no-such' on PATH"
+    ):
+        program_of(["no-such"])
+
+
+# --- rows ----------------------------------------------------------------------------------------
+def turn(prompt: Sequence[int], said: Sequence[int], version: PolicyVersion = V0) -> SampledTurn:
+    segment = Segment(
+        "7.0.t0",
+        np.asarray(said, np.int32),
+        np.full(len(said), -0.1, np.float32),
+        version,
+        Finish.STOP,
+        None, None, None, 0, 0, 0.0, 0.0,
+    )  # fmt: skip
+    return SampledTurn(np.asarray(prompt, np.int32), (segment,), SamplingParams(4))
+
+
+def played(*turns: PlayedTurn) -> PlayedEpisode:
+    return PlayedEpisode("7.0", PROMPT, turns)
+
+
+def test_each_turn_is_trained_once_and_branches_share_their_beginning() -> None:
+    """0 - 1 - 2, 1 - 3, and 4 that stands alone."""
+    episode = played(
+        PlayedTurn(turn([1], [2, 3])),
+        PlayedTurn(turn([1, 2, 3, 4], [5]), 0),
+        PlayedTurn(turn([1, 2, 3, 4, 5, 6], [7]), 1),
+        PlayedTurn(turn([1, 2, 3, 4, 5, 8], [9, 9]), 1),
+        PlayedTurn(turn([3], [3])),
+    )
+    nodes = episode.nodes("join")
+    rows = [node.rollout for node in nodes]
+    sampled = [row.token_ids[row.loss_mask].tolist() for row in rows]
+    assert sampled == [[2, 3, 5, 7], [9, 9], [3]], "the second row has turns 0 and 1 as context"
+    assert [node.parents for node in nodes] == [(), (0,), ()]
+    assert len({row.rollout_id for row in rows}) == 3
+    assert not episode.is_chain
+    for row in rows:
+        check_record(row, SHAPE)
+    apart = episode.nodes("separate")
+    assert [node.rollout.num_sampled for node in apart] == [2, 1, 1, 2, 1]
+    assert [node.parents for node in apart] == [(), (0,), (1,), (1,), ()]
+
+
+def test_a_turn_whose_last_token_was_replaced_is_a_row_of_its_own() -> None:
+    episode = played(
+        PlayedTurn(turn([1], [2, END])),
+        PlayedTurn(turn([1, 2, 9, 4], [5])),
+    )
+    rows = [node.rollout for node in episode.nodes("join")]
+    assert [row.token_ids[row.loss_mask].tolist() for row in rows] == [[2, END], [5]]
+
+
+# --- groups --------------------------------------------------------------------------------------
+def runner(tmp_path: Path, task: TaskConfig) -> AgentPrograms:
+    tokens = PromptTokens(chat_tokenizer())
+    sampling = SamplingParams(4, stop_token_ids=(END,))
+    settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens=4000, audit=False)
+    settings = replace(settings, logprobs=lambda rollout: rollout.logprobs)
+    return AgentPrograms(task, settings, tmp_path / "agents.log")
+
+
+def run_agents(
+    tmp_path: Path, task: TaskConfig, engine: StubEngine, steps: int = 2, **changes: Any
+) -> tuple[list[Any], list[Any]]:
+    async def body() -> tuple[list[Any], list[Any]]:
+        rollout = replace(CONFIG.rollout, **changes)
+        config = replace(CONFIG, task=task, rollout=rollout, run=replace(CONFIG.run, steps=steps))
+        controller, reports = make(
+            tmp_path, engine, config, agents=runner(tmp_path, task), model=SHAPE
+        )
+        return await running(controller, train(controller, steps), 60), reports
+
+    return asyncio.run(body())
+
+
+def test_a_run_trains_what_an_unchanged_client_asked_for(tmp_path: Path) -> None:
+    engine = StubEngine()
+    plans, reports = run_agents(tmp_path, python(AGENT), engine)
+    groups = [group for plan in plans for group in plan.groups]
+    assert sorted(group.group_id for group in groups) == list(range(4))
+    for group in groups:
+        assert [episode.score.reward for episode in group.episodes if episode.score] == [0, 1]
+        for episode in group.episodes:
+            assert sum(len(row.rollout.ends) for row in episode.turns) == 2
+            assert sum(row.rollout.num_sampled for row in episode.turns) == 8
+    totals = {name: sum(r.metrics.get(name, 0) for r in reports) for name in AGENT_TOTALS}
+    assert totals["agent/episodes"] >= 8
+    assert totals["agent/turns"] == 2 * totals["agent/episodes"]
+    assert totals["agent/origin/continued"] == totals["agent/episodes"]
+    assert totals["agent/program_s"] > totals["agent/engine_s"] > 0
+    assert "done" in (tmp_path / "agents.log").read_text()
+    said = [sample["turns"] for report in reports for sample in report.samples]
+    assert [[turn["answer"] for turn in turns] for turns in said] == [["3 3 3 3"] * 2] * 2
+    assert not psutil.Process().children(recursive=True)
+
+
+AGENT_TOTALS = (
+    "agent/episodes",
+    "agent/turns",
+    "agent/origin/continued",
+    "agent/program_s",
+    "agent/engine_s",
+)
+
+
+def test_a_program_that_fails_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none of the first 4 groups could be scored") as error:
+        run_agents(tmp_path, python("raise SystemExit('lost')"), StubEngine())
+    assert "ended with exit code 1: lost" in str(error.value)
+
+
+FAULTS = ("", "no_turn", "exit", "timeout", "no_reward")
+
+
+def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
+    async def body() -> list[PlayedEpisode]:
+        engine = ScriptedEngine()
+        engine.say(*[[SIZE - 1] * 4 for _ in range(2 * len(FAULTS))])
+        agents = runner(tmp_path, python(AGENT, wall_s=8.0))
+        await agents.start(engine)
+        try:
+            prompts = [Prompt(8, (1,), fault, None, {}) for fault in FAULTS]
+            names = [f"8.{place}" for place in range(len(FAULTS))]
+            return await asyncio.gather(*map(agents.play, names, prompts))
+        finally:
+            await agents.close()
+
+    played = asyncio.run(body())
+    assert [episode.failure for episode in played] == list(FAULTS)
+    assert [episode.own_score for episode in played] == [Score(0.0), *[None] * 4]
+    assert [len(episode.turns) for episode in played] == [2, 0, 2, 2, 2]
+    assert "exit code 1: lost" in played[2].detail
+
+
+def test_an_engine_that_dies_costs_no_episode(tmp_path: Path) -> None:
+    class Dies(StubEngine):
+        async def generate(self, requests: Sequence[GenerateRequest]) -> Any:
+            if self.calls == 5:
+                self.calls += 1
+                raise EngineError("engine 0 is not usable: it was killed")
+            return await super().generate(requests)
+
+    plans, reports = run_agents(tmp_path, python(AGENT), Dies())
+    assert sorted(g.group_id for p in plans for g in p.groups) == list(range(4))
+    assert not sum(report.metrics["scorer/failed"] for report in reports)
+
+
+class FakeRunner:
+    """Episodes that last until they are ended, unless their name is in `fails`."""
+
+    def __init__(self, *fails: str) -> None:
+        self.fails, self.names, self.ends = fails, list[str](), dict[str, asyncio.Event]()
+
+    async def start(self, engine: TurnEngine) -> None:
+        self.engine = engine
+
+    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+        self.names.append(name)
+        self.ends[name] = asyncio.Event()
+        if name not in self.fails:
+            await self.ends[name].wait()
+        failure = "exit" if name in self.fails else ENDED
+        wasted = frozenset({f"blob://n/{name}"})
+        return PlayedEpisode(name, prompt, (), wasted, failure, "ended with exit code 1")
+
+    def end(self, name: str) -> None:
+        self.ends[name].set()
+
+    async def close(self) -> None:
+        pass
+
+
+def faked(tmp_path: Path, agents: FakeRunner, **kwargs: Any) -> Controller:
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_groups_in_flight=1))
+    controller, _ = make(tmp_path, StubEngine(), config, agents=agents, **kwargs)
+    controller.context.pool.incarnation = 0
+    return controller
+
+
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
+    tmp_path: Path,
+) -> None:
+    agents = FakeRunner("0.1")
+
+    async def body() -> None:
+        controller = faked(tmp_path, agents)
+        deleted: list[str] = []
+        controller.context.ref_counts.release = lambda uris: deleted.extend(uris)  # type: ignore[method-assign]
+        await running(controller, until(lambda: len(agents.names) == 4))
+        assert agents.names == ["0.0", "0.1", "1.0", "1.1"]
+        assert sorted(deleted) == ["blob://n/0.0", "blob://n/0.1"]
+        counts = controller.context.step_metrics.agents
+        assert (counts["failed/exit"], counts["failed/ended"]) == (1, 1)
+        assert controller.context.step_metrics.score_failures == 1
+
+    asyncio.run(body())
+
+
+def test_a_group_that_is_too_old_is_played_again(tmp_path: Path) -> None:
+    agents = FakeRunner()
+
+    async def body() -> None:
+        controller = faked(tmp_path, agents)
+        producer = controller.producer
+        assert isinstance(producer, AgentProducer)
+
+        async def work() -> None:
+            await until(lambda: len(agents.names) == 2)
+            producer._turns.episodes["0.1"] = EpisodeTurns(oldest=V0)
+            controller.context.buffer.next_step = 2
+            producer.cancel_stale()
+            assert not any(end.is_set() for end in agents.ends.values()), "max_lag = 2"
+            controller.context.buffer.next_step = 3
+            producer.cancel_stale()
+            assert all(end.is_set() for end in agents.ends.values())
+            controller.context.pool.members[0].version = PolicyVersion(0, 3)
+            await until(lambda: len(agents.names) == 4)
+
+        await running(controller, work())
+        assert [name.partition(".r")[0] for name in agents.names] == ["0.0", "0.1"] * 2
+        assert len(set(agents.names)) == 4, "blobs of the first try may still be there"
+        assert controller.context.step_metrics.cancelled_groups == 1
+
+    asyncio.run(body())
+
+
+def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(), more_engines=[StubEngine()])
+        pool = controller.context.pool
+        pool.incarnation = 0
+        turns = PooledTurns(controller.context)
+        await turns.generate([request(0)])
+        home = turns.episodes["8.0"].engine
+        await turns.generate([request(1)])
+        assert turns.episodes["8.0"].engine == home
+        pool.members[home].leaving = True
+        await turns.generate([request(2)])
+        assert turns.episodes["8.0"].engine == 1 - home
+        turns.episodes["8.0"].newest = V1
+        waiting = asyncio.create_task(turns.generate([request(3)]))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "engines have older weights"
+        await turns.abort([request(3).name])
+        (reply,) = await waiting
+        assert isinstance(reply, Segment)
+        assert (len(reply.output_ids), reply.finish) == (0, Finish.ABORT)
+        await controller.stop()
+
+    asyncio.run(body())
+
+
+def request(turn: int) -> GenerateRequest:
+    return GenerateRequest(f"8.0.t{turn}", 0, np.asarray([1, 2], np.int32), 0, SamplingParams(4))
+
+
+def test_the_report_shows_each_turn_behind_what_it_answers() -> None:
+    turns = [{"context": "a", "answer": "b"}, {"context": "c", "answer": "d"}]
+    shown = _response({"response": "b c d", "turns": turns})
+    assert [line for line in shown.splitlines() if "--" not in line] == ["a", "b", "c", "d"]
+    assert _response({"response": "b", "turns": turns[:1]}) == "b"
+
+
+def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
+    for override, sentence in (
+        ("task.reward=exact_match", "the agent gives the reward"),
+        ("task.chat_template=true", "its gateway applies the template"),
+        ("rollout.in_flight_mode=in_place", "use abort_resume"),
+        ("rollout.group_quorum=2", "not with task.agent"),
+        ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
+        ("rollout.fixed_lag=1", "several versions"),
+        ("evaluation.every=2", "evaluations have no agent yet"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            check(load_config("digits-by-agent", [override]))
+    with pytest.raises(ConfigError, match=r"task\.agent\.command = \[\]"):
+        check(load_config("quickstart", ["task.agent.max_turns=3"]))
+    with pytest.raises(ConfigError, match=r"tasks\.three\.agent\.command.*one task"):
+        check(load_config("digits-mixture", ["task.agent.command=[python,agent.py]"]))
