@@ -66,7 +66,7 @@ class SendBuckets:
 
 @dataclass(frozen=True, slots=True)
 class DropSession:
-    """The session failed: its staging buffers are gone.  Reply: Ok, for which nobody waits."""
+    """The session failed: its staging buffers are gone.  Reply: Ok; nothing waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moerl.config.agent_checks import program_path
 from moerl.config.schema import TaskConfig
@@ -82,17 +82,16 @@ async def _watch(
     assert process.stdout is not None
     assert process.stderr is not None
     most = max(1, task.limits.output_kb) * 1024
-    reading = asyncio.gather(
+    reading: asyncio.Future[tuple[bytes, bytes, int, None]] = asyncio.gather(
         _last_bytes(process.stdout, most),
         _last_bytes(process.stderr, most),
         process.wait(),
         _give(process, given),
     )
     ending = asyncio.ensure_future(end.wait())
+    either: tuple[asyncio.Future[Any], ...] = (reading, ending)
     try:
-        await asyncio.wait(
-            {reading, ending}, timeout=task.agent.wall_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait(either, timeout=task.agent.wall_s, return_when=asyncio.FIRST_COMPLETED)
         why: Literal["exit", "timeout", "ended"] = "ended" if ending.done() else "timeout"
         why = "exit" if reading.done() else why
         control.close()

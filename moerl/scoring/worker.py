@@ -192,7 +192,7 @@ def _empty(folder: Path) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """What was raised, short and without control characters: a policy may have written it."""
+    """The error, short and without control characters: a policy may have written it."""
     try:
         text = " ".join(str(error).split())
     except BaseException:
@@ -202,7 +202,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _how_it_ended(child: int) -> str:
-    """About a child that closed its connection; one that has not ended gets 0.2 s."""
+    """About a child that closed its connection; if it has not ended it gets 0.2 s."""
     for _ in range(40):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
