@@ -206,9 +206,12 @@ class _EpisodeTable:
         episode, begin = self._gateway.open_episode(name, self._limits), now()
         end = self._ends[name] = asyncio.Event()
         given = msgspec.json.encode(self._given(name, prompt))
+        url = self._gateway.base_url(name)
         variables = {
-            "OPENAI_BASE_URL": self._gateway.base_url(name),
+            "OPENAI_BASE_URL": url,
             "OPENAI_API_KEY": episode.key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its clients add the version
+            "ANTHROPIC_API_KEY": episode.key,
         }
         if len(given) <= _MOST_IN_ENVIRONMENT:
             variables["MOERL_PROMPT"] = given.decode()

@@ -4,8 +4,9 @@
                                          |
                                   OpenEpisode: turns --> FinishedEpisode
 
-Any client of OpenAI's chat completions works without change.  It stands in front of engine hosts,
-not of SGLang: records stay on their node, and an update of the weights is not seen by clients.
+Clients of OpenAI's chat completions and responses and of Anthropic's messages work without change.
+It stands in front of engine hosts, not of SGLang: records stay on their node, and an update of the
+weights is not seen by clients.
 
 Episodes are opened and ended by the program that holds the gateway.  An unknown name and a wrong
 key give the same answer; after its end an episode answers 410 to its own key.
@@ -19,14 +20,18 @@ import logging
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from moerl.agents import anthropic_messages, event_streams
+from moerl.agents.anthropic_messages import MessagesReply, MessagesRequest
 from moerl.agents.api_errors import ApiError
-from moerl.agents.chat_messages import Json
+from moerl.agents.event_streams import stream
 from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy, TurnAnswer
 from moerl.agents.openai_replies import OpenaiReply, Shown
 from moerl.agents.openai_requests import (
@@ -34,19 +39,22 @@ from moerl.agents.openai_requests import (
     CompletionRequest,
     Known,
     TokenRequest,
+    check_chat,
     read_request,
 )
+from moerl.agents.openai_responses import ResponsesReply, ResponsesRequest
 from moerl.agents.turn_forest import RecordedTurn
 from moerl.errors import ConfigError
 from moerl.types import Episode
 
 log = logging.getLogger(__name__)
 
-_KEEP_ALIVE_S = 10.0  # between two comments in a stream that waits
 _REMEMBERED = 10_000  # episodes that have ended
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ALLOWED = "must be letters, digits, `.`, `_` and `-`, begin with one of the first two, and be new"
 
+_MESSAGES = "/messages"  # Anthropic's form
+Translated = TypeVar("Translated", ResponsesReply, MessagesReply)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -83,11 +91,13 @@ class Gateway:
 
     async def start(self) -> None:
         app = web.Application(
-            client_max_size=self._endpoint.body_bytes, middlewares=[_errors_in_our_form]
+            client_max_size=self._endpoint.body_bytes, middlewares=[_errors_in_the_form]
         )
         base = "/episodes/{episode}/v1"
         app.router.add_post(f"{base}/chat/completions", self._chat)
         app.router.add_post(f"{base}/completions", self._completions)
+        app.router.add_post(f"{base}/responses", self._responses)
+        app.router.add_post(f"{base}{_MESSAGES}", self._messages)
         app.router.add_post(f"{base}/generate", self._tokens)
         app.router.add_get(f"{base}/models", self._models)
         # A client that hangs up cancels its handler, which ends the engine's request.
@@ -135,17 +145,31 @@ class Gateway:
         episode = self._episode(request)
         asked = await self._read(request, ChatRequest, episode)
         self._check_logprobs(asked.logprobs)
-        turns = episode.chat(
-            asked.messages,
-            asked.tools or [],
-            asked.ends,
-            asked.n or 1,
-            calls=asked.tool_choice != "none",
-        )
-        reply = self._reply(turns, logprobs=bool(asked.logprobs))
+        reply = self._reply(_turns(episode, asked), logprobs=bool(asked.logprobs))
         if not asked.stream:
             return _json((await reply).chat())
-        return await _stream(request, reply, OpenaiReply.chat_chunks, usage=asked.wants_usage)
+        chunks = partial(OpenaiReply.chat_chunks, usage=asked.wants_usage)
+        return await stream(request, reply, chunks, event_streams.OPENAI)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        asked = await self._read(request, ResponsesRequest, episode)
+        reply = self._translated(
+            episode, asked.chat(), partial(ResponsesReply, asked=asked, model=self._endpoint.model)
+        )
+        if not asked.stream:
+            return _json((await reply).whole())
+        return await stream(request, reply, ResponsesReply.events, event_streams.RESPONSES)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        asked = await self._read(request, MessagesRequest, episode)
+        reply = self._translated(
+            episode, asked.chat(), partial(MessagesReply, model=self._endpoint.model)
+        )
+        if not asked.stream:
+            return _json((await reply).whole())
+        return await stream(request, reply, MessagesReply.events, event_streams.ANTHROPIC)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -155,7 +179,8 @@ class Gateway:
         reply = self._reply(turns, logprobs=asked.logprobs is not None)
         if not asked.stream:
             return _json((await reply).completion())
-        return await _stream(request, reply, OpenaiReply.completion_chunks, usage=asked.wants_usage)
+        chunks = partial(OpenaiReply.completion_chunks, usage=asked.wants_usage)
+        return await stream(request, reply, chunks, event_streams.OPENAI)
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -176,7 +201,8 @@ class Gateway:
     def _episode(self, request: web.Request) -> OpenEpisode:
         """The episode whose name and key the request has.  Raises ApiError."""
         name = request.match_info["episode"]
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = (request.headers.get("x-api-key") or bearer).strip()
         found = self._episodes.get(name)
         key = found.key if found else self._ended.get(name, self._nobody)
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
@@ -209,6 +235,16 @@ class Gateway:
                 retry=False,
             )
 
+    async def _translated(
+        self, episode: OpenEpisode, asked: ChatRequest, form: Callable[[TurnAnswer], Translated]
+    ) -> Translated:
+        try:
+            check_chat(asked)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
+        (answer,) = await _turns(episode, asked)
+        return form(answer)
+
     async def _reply(self, turns: Awaitable[list[TurnAnswer]], *, logprobs: bool) -> OpenaiReply:
         answers, read = await turns, self._policy.logprobs
         shown = [Shown(answer) for answer in answers]
@@ -221,76 +257,31 @@ class Gateway:
         return OpenaiReply(shown, self._endpoint.model, self._policy.tokens.decode)
 
 
+def _turns(episode: OpenEpisode, asked: ChatRequest) -> Coroutine[None, None, list[TurnAnswer]]:
+    return episode.chat(
+        asked.messages,
+        asked.tools or [],
+        asked.ends,
+        asked.n or 1,
+        calls=asked.tool_choice != "none",
+    )
+
+
 # --- answers -------------------------------------------------------------------------------------
-async def _stream(
-    request: web.Request,
-    reply: Awaitable[OpenaiReply],
-    chunks: Callable[[OpenaiReply], Iterable[Json]],
-    *,
-    usage: bool,
-) -> web.StreamResponse:
-    """Server-sent events; comments keep the connection open while the turn is sampled.
-
-    An error before the first comment has a status of its own, a later one is an event.
-    """
-    work = asyncio.ensure_future(reply)
-    try:
-        if await _done(work):
-            work.result()  # raises before the stream begins
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        while not await _done(work):
-            await response.write(b": waiting\n\n")
-        for event in _events(work, chunks, usage=usage):
-            await response.write(b"data: " + event + b"\n\n")
-        await response.write_eof()
-        return response
-    finally:
-        work.cancel()
-
-
-async def _done(work: asyncio.Future[OpenaiReply]) -> bool:
-    await asyncio.wait({work}, timeout=_KEEP_ALIVE_S)
-    return work.done()
-
-
-def _events(
-    work: asyncio.Future[OpenaiReply],
-    chunks: Callable[[OpenaiReply], Iterable[Json]],
-    *,
-    usage: bool,
-) -> Iterable[bytes]:
-    try:
-        reply = work.result()
-    except ApiError as error:
-        yield msgspec.json.encode(error.body)
-        return
-    last: Json = {}
-    for chunk in chunks(reply):
-        last = chunk
-        yield msgspec.json.encode(chunk)
-    if usage:
-        yield msgspec.json.encode(last | {"choices": [], "usage": reply.usage()})
-    yield b"[DONE]"
-
-
 @web.middleware
-async def _errors_in_our_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_in_the_form(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return _failed(error)
+        found = error
     except web.HTTPException as error:
-        return _failed(ApiError(error.status, "not_found", f"{request.path}: {error.reason}"))
+        found = ApiError(error.status, "not_found", f"{request.path}: {error.reason}")
     except Exception:
         log.exception("a request failed: %s", request.path)
-        return _failed(ApiError(500, "internal_error", "the gateway failed", retry=False))
-
-
-def _failed(error: ApiError) -> web.Response:
-    return _json(error.body, error.status, error.headers)
+        found = ApiError(500, "internal_error", "the gateway failed", retry=False)
+    is_anthropic = request.path.endswith(_MESSAGES)
+    body = anthropic_messages.error_body(found) if is_anthropic else found.body
+    return _json(body, found.status, found.headers)
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -74,6 +74,7 @@ class TurnAnswer:
     finish_reason: str  # stop | length | tool_calls
     reasoning: str = ""
     calls: tuple[MessageCall, ...] = ()
+    stop_text: str | None = None  # the one of the client's that ended it
 
     @property
     def prompt_len(self) -> int:
@@ -328,7 +329,7 @@ class OpenEpisode:
         ids = sampled.output_ids.tolist()
         is_closed = ids[-1] in self._policy.stop_ids  # its finish does not tell
         whole = self._policy.tokens.decode(ids[:-1] if is_closed else ids)
-        text, is_stopped = plan.stops.cut(whole)
+        text, stop_text = plan.stops.cut(whole)
         reasoning, calls = "", tuple[MessageCall, ...]()
         if plan.is_chat:
             reasoning, text, found = self._policy.parser.parse(text, plan.tools)
@@ -336,8 +337,9 @@ class OpenEpisode:
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         self.counts[f"origin/{turn.origin}"] += 1
-        reason = "stop" if is_stopped or is_closed else "length"
-        return TurnAnswer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
+        reason = "length" if stop_text is None and not is_closed else "stop"
+        reason = "tool_calls" if calls else reason
+        return TurnAnswer(turn, text, reason, reasoning, calls, stop_text)
 
 
 def _named(name: str, arguments: str) -> MessageCall:

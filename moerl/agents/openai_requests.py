@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from moerl.types import SamplingParams
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Siblings = Annotated[int, msgspec.Meta(ge=1, le=128)]
 _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=16)]
+StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=16)]
 
 
 class _ToolFunction(msgspec.Struct, frozen=True):
@@ -31,13 +31,19 @@ class _ToolFunction(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class _Ending(msgspec.Struct, frozen=True, kw_only=True):
+class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request.  refused: fields of its form, with the values that change nothing."""
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+
+class _Ending(ClientRequest, frozen=True, kw_only=True):
     """Where a turn ends, and in which form it is answered."""
 
     n: _Siblings | None = None
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
-    stop: _StopText | _StopTexts | None = None
+    stop: _StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: Json | None = None
 
@@ -71,10 +77,10 @@ class TokenRequest(_Ending, frozen=True, kw_only=True):
     logprobs: bool | None = None
 
 
-Known = TypeVar("Known", ChatRequest, CompletionRequest, TokenRequest)
+Known = TypeVar("Known", bound=ClientRequest)
 
-# Each with the values that change nothing.
-_REFUSED: Mapping[str, tuple[object, ...]] = {
+# Of all forms, each with the values that change nothing.
+_REFUSED: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -110,7 +116,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction",
     "reasoning_effort", "verbosity", "top_logprobs", "safety_identifier", "prompt_cache_key",
-    "skip_special_tokens",
+    "skip_special_tokens", "thinking", "reasoning", "include", "truncation", "context_management",
 }  # fmt: skip
 
 
@@ -122,10 +128,10 @@ def read_request(
         body = msgspec.json.decode(data)
         if not isinstance(body, dict):
             raise ApiError(400, "invalid_request", "the body must be a JSON object")
-        _check_fields(body)
+        _check_fields(body, {**_REFUSED, **form.refused})
         request = msgspec.convert(body, form)
         if isinstance(request, ChatRequest):
-            _check_chat(request)
+            check_chat(request)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
     except RecursionError as error:
@@ -134,8 +140,8 @@ def read_request(
     return request
 
 
-def _check_fields(body: Json) -> None:
-    for name, neutral in _REFUSED.items():
+def _check_fields(body: Json, refused: Mapping[str, tuple[object, ...]]) -> None:
+    for name, neutral in refused.items():
         if body.get(name) is not None and body[name] not in neutral:
             raise ApiError(
                 400,
@@ -146,7 +152,8 @@ def _check_fields(body: Json) -> None:
             )
 
 
-def _check_chat(request: ChatRequest) -> None:
+def check_chat(request: ChatRequest) -> None:
+    """Raises ApiError; msgspec.ValidationError for a tool that is none."""
     if request.tool_choice not in (None, "auto", "none"):
         raise ApiError(
             400,
@@ -173,10 +180,10 @@ def _check_chat(request: ChatRequest) -> None:
         msgspec.convert(tool.get("function"), _ToolFunction)
 
 
-def _not_taken(body: Json, form: type[msgspec.Struct], sampling: SamplingParams) -> list[str]:
+def _not_taken(body: Json, form: type[ClientRequest], sampling: SamplingParams) -> list[str]:
     found = []
     known: set[str] = {field.name for field in msgspec.structs.fields(form)}
-    taken = {"model", *known, *_REFUSED}  # any name of a model is the policy
+    taken = {"model", *known, *_REFUSED, *form.refused}  # any name of a model is the policy
     for name, value in body.items():
         if name in _SAMPLING:
             if value is not None and value != getattr(sampling, name):
