@@ -32,10 +32,11 @@ from moerl.scoring import ProcessScorer
 from moerl.types import Episode, Prompt, Score
 
 ROOT = Path(__file__).parents[2]
-MARK = "MOERL_HOSTILE_TEST"  # every process of a scorer here has it in its environment
+MARK = "MOERL_HOSTILE_TEST"  # every process of a scorer here has it, with our pid
 SECRETS = ("RAY_AUTH_TOKEN", "MOERL_TOKEN", "WANDB_API_KEY", "HF_TOKEN")
 SECRET = "c0ffee" * 6
 TIMEOUT_S = 1.0
+ABSTRACT = f"moerl-hostile-texts-{os.getpid()}"  # a name of the whole machine
 
 # Common to texts that look for the secret, or for a way to the outside.
 _SEEK = """
@@ -227,7 +228,7 @@ class Scene:
             "free": str(self.folder),
             "package": str(ROOT / "moerl" / "types.py"),
             "port": self.listener.getsockname()[1],
-            "abstract": "moerl-hostile-test",
+            "abstract": ABSTRACT,
             "scorer": os.getpid(),
         }
         return Prompt(7, (1,), "text", None, extra | more)
@@ -239,7 +240,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     (folder / "token").write_text(SECRET)
     reached: list[object] = []
     tcp, abstract = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
-    abstract.bind("\0moerl-hostile-test")
+    abstract.bind(f"\0{ABSTRACT}")
     abstract.listen()
 
     def accept(listener: socket.socket) -> None:
@@ -250,7 +251,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     for listener in (tcp, abstract):
         threading.Thread(target=accept, args=(listener,), daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, "1")
+        patch.setenv(MARK, str(os.getpid()))
         for name in SECRETS:
             patch.setenv(name, SECRET)
         yield Scene(folder, tcp, reached)
@@ -291,7 +292,7 @@ def marked() -> dict[int, list[str]]:
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and MARK in process.environ():
+            if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
                 found[process.pid] = process.cmdline()
     return found
 
@@ -389,6 +390,10 @@ def test_control_without_isolation_the_texts_win(scene: Scene, tmp_path: Path) -
     )
     assert dict(zip(names, done.stdout.split(), strict=True)) == dict.fromkeys(names, "1.0")
     assert (tmp_path / "canary").exists()
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(scene.reached) < 2:  # both connections; a thread takes them
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     while scene.reached:
         scene.reached.pop().close()
 
