@@ -71,13 +71,13 @@ def agents_of(run: Run) -> list[psutil.Process]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", ["controller", "engine-0"])
+@pytest.mark.parametrize("victim", ["controller", "engine-0", "program"])
 def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> None:
     run = start(tmp_path, "digits-by-agent", *SETTINGS, "run.steps=4", name="x", copies=True)
     try:
         run.wait_for(lambda: len(run.rows()) >= 1 and bool(agents_of(run)))
         members, playing = run.members(), agents_of(run)
-        os.kill(run.pids()[victim], signal.SIGKILL)
+        os.kill(playing[-1].pid if victim == "program" else run.pids()[victim], signal.SIGKILL)
         if victim == "controller":
             assert not survivors(playing, 10.0), "programs end with the gateway"
         assert run.finish() == 0, run.text()
@@ -85,6 +85,8 @@ def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> No
         run.end()
     check(run, 4)
     assert not survivors(members, 10.0)
+    failed = sum(row.get("agent/failed/exit", 0.0) for row in run.rows())
+    assert failed == (victim == "program"), "its group is replaced"
 
 
 @pytest.mark.full
