@@ -47,9 +47,11 @@ class AgentProducer(Producer):
         """End groups with tokens that are too old for the next step to come."""
         rollout, step = self._config.rollout, self._buffer.next_step
         limit = rollout.max_lag if rollout.cancel_lag < 0 else rollout.cancel_lag
+        through = rollout.in_flight_mode in ("in_place", "retract")
         for group_id, names in self._playing.items():
             turns = [self._turns.episodes[name] for name in names if name in self._turns.episodes]
-            steps = [one.oldest.step for one in turns if one.oldest is not None]
+            known = [one.oldest_step(runs_through_updates=through) for one in turns]
+            steps = [found for found in known if found is not None]
             if steps and step - min(steps) > limit and group_id not in self._stale:
                 self._stale.add(group_id)
                 self._end(names)

@@ -33,9 +33,17 @@ class EpisodeTurns:
     oldest: PolicyVersion | None = None
     engine: int = -1  # of the last request
     uris: set[str] = field(default_factory=set)
+    asked: dict[str, int] = field(default_factory=dict)  # requests, with the engine's step then
 
     def blob_uris(self) -> set[str]:
         return self.uris
+
+    def oldest_step(self, *, runs_through_updates: bool) -> int | None:
+        """As `GroupFlight.oldest_step`."""
+        steps = [] if self.oldest is None else [self.oldest.step]
+        if runs_through_updates:
+            steps += self.asked.values()
+        return min(steps, default=None)
 
     def add(self, reply: Segment) -> None:
         self.uris |= blob_uris(reply)
@@ -81,13 +89,14 @@ class PooledTurns:
         member, turns.engine = self._pool.members[index], index
         member.generating += 1
         self._asked[request.name] = member
+        turns.asked[request.name] = member.version.step
         try:
             (reply,) = await member.calls.ask([request])
         except EngineError as error:
             self._rest(index, member, error)
             return _nothing(request, turns)
         finally:
-            del self._asked[request.name]
+            del self._asked[request.name], turns.asked[request.name]
             member.generating -= 1
             self._tasks.notify()
         if isinstance(reply, Segment):

@@ -315,11 +315,31 @@ class FakeRunner:
         pass
 
 
-def faked(tmp_path: Path, agents: FakeRunner, **kwargs: Any) -> Controller:
-    config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_groups_in_flight=1))
-    controller, _ = make(tmp_path, StubEngine(), config, agents=agents, **kwargs)
+def faked(tmp_path: Path, agents: FakeRunner, **changes: Any) -> Controller:
+    rollout = replace(CONFIG.rollout, max_groups_in_flight=1, **changes)
+    controller, _ = make(tmp_path, StubEngine(), replace(CONFIG, rollout=rollout), agents=agents)
     controller.context.pool.incarnation = 0
     return controller
+
+
+def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        engine.open.clear()
+        controller, _ = make(tmp_path, engine)
+        controller.context.pool.incarnation = 0
+        turns = PooledTurns(controller.context)
+        asking = asyncio.create_task(turns.generate([request(0)]))
+        await until(lambda: bool(turns.episodes and turns.episodes["8.0"].asked))
+        known = turns.episodes["8.0"]
+        assert known.oldest_step(runs_through_updates=True) == 0
+        assert known.oldest_step(runs_through_updates=False) is None, "an update ends it first"
+        engine.open.set()
+        await asking
+        assert not known.asked
+        await controller.stop()
+
+    asyncio.run(body())
 
 
 async def until(what: Callable[[], bool]) -> None:
@@ -347,17 +367,28 @@ def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
     asyncio.run(body())
 
 
-def test_a_group_that_is_too_old_is_played_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "turns"),
+    [
+        ("abort_resume", EpisodeTurns(oldest=V0)),
+        ("in_place", EpisodeTurns(asked={"0.1.t0": 0})),
+        ("retract", EpisodeTurns(asked={"0.1.t0": 0})),
+    ],
+)
+def test_a_group_that_is_too_old_is_played_again(
+    tmp_path: Path, mode: Any, turns: EpisodeTurns
+) -> None:
+    """What runs through updates may have tokens of the weights that it was sent to."""
     agents = FakeRunner()
 
     async def body() -> None:
-        controller = faked(tmp_path, agents)
+        controller = faked(tmp_path, agents, in_flight_mode=mode)
         producer = controller.producer
         assert isinstance(producer, AgentProducer)
 
         async def work() -> None:
             await until(lambda: len(agents.names) == 2)
-            producer._turns.episodes["0.1"] = EpisodeTurns(oldest=V0)
+            producer._turns.episodes["0.1"] = turns
             controller.context.buffer.next_step = 2
             producer.cancel_stale()
             assert not any(end.is_set() for end in agents.ends.values()), "max_lag = 2"
@@ -416,7 +447,6 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
     for override, sentence in (
         ("task.reward=exact_match", "the agent gives the reward"),
         ("task.chat_template=true", "its gateway applies the template"),
-        ("rollout.in_flight_mode=in_place", "use abort_resume"),
         ("rollout.group_quorum=2", "not with task.agent"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
         ("rollout.fixed_lag=1", "several versions"),
