@@ -336,6 +336,11 @@ class OpenEpisode:
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         self.counts[f"origin/{turn.origin}"] += 1
+        self.counts["tool_calls"] += len(calls)
+        parent = request.parent
+        self.counts["replaced_ends"] += (
+            parent is not None and turn.inherited < parent.rollout.num_tokens
+        )
         reason = "stop" if is_stopped or is_closed else "length"
         return TurnAnswer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
 

@@ -68,6 +68,16 @@ class PooledTurns:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         return list(await asyncio.gather(*map(self._generate, requests)))
 
+    @property
+    def sampling(self) -> set[str]:
+        """Episodes with a turn on an engine."""
+        return {episode_of(name) for name in self._asked}
+
+    @property
+    def queued(self) -> set[str]:
+        """Episodes with a turn that no engine serves yet."""
+        return {episode_of(name) for name in self._waiting}
+
     async def abort(self, names: Sequence[str]) -> None:
         """Raises EngineError."""
         self._withdrawn |= self._waiting.intersection(names)
