@@ -36,7 +36,7 @@ SETTINGS = [
 LONG_TURNS = [
     "checkpoint.keep_versions=true",
     "sampling.ignore_eos=true",
-    "sampling.max_new_tokens=64",
+    "sampling.max_new_tokens=160",
 ]
 JOINED = "mismatch/abs_dlogp_max/joined_lag_"
 
