@@ -11,7 +11,7 @@ import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from moerl.config.agent_checks import program_path
 from moerl.config.schema import TaskConfig
@@ -47,7 +47,7 @@ async def run_program(
     given: bytes,
     end: asyncio.Event,
 ) -> ProgramEnd:
-    """Run task.agent.command until it exits, its time is up, or `end` is set.
+    """Run task.agent.command until it exits, its time is up, or `end` is set; then `end` is set.
 
     variables: added to its environment; given: on its standard input.  Raises OSError when no
     process can be started.
@@ -88,11 +88,12 @@ async def _watch(
         process.wait(),
         _give(process, given),
     )
-    ending = asyncio.ensure_future(end.wait())
-    either: tuple[asyncio.Future[Any], ...] = (reading, ending)
+    reading.add_done_callback(lambda _: end.set())
     try:
-        await asyncio.wait(either, timeout=task.agent.wall_s, return_when=asyncio.FIRST_COMPLETED)
-        why: Literal["exit", "timeout", "ended"] = "ended" if ending.done() else "timeout"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(task.agent.wall_s):
+                await end.wait()
+        why: Literal["exit", "timeout", "ended"] = "ended" if end.is_set() else "timeout"
         why = "exit" if reading.done() else why
         control.close()
         async with asyncio.timeout(_END_S):
@@ -101,7 +102,6 @@ async def _watch(
     except TimeoutError:  # a program with our user id has stopped its keeper
         return ProgramEnd(-1, b"", b"", "timeout")
     finally:
-        ending.cancel()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
 

@@ -262,6 +262,7 @@ def _played(
         PlayedTurn(
             turn.sampled,
             turn.parent if turn.parent is not None and _continues(done, turn.index) else None,
+            turn.origin,
         )
         for turn in done.turns
     )

@@ -337,6 +337,11 @@ class OpenEpisode:
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         self.counts[f"origin/{turn.origin}"] += 1
+        self.counts["tool_calls"] += len(calls)
+        parent = request.parent
+        self.counts["replaced_ends"] += (
+            parent is not None and turn.inherited < parent.rollout.num_tokens
+        )
         reason = "length" if stop_text is None and not is_closed else "stop"
         reason = "tool_calls" if calls else reason
         return TurnAnswer(turn, text, reason, reasoning, calls, stop_text)

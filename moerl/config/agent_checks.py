@@ -79,12 +79,6 @@ def _of_run(config: Config) -> Iterator[Problem]:
             rollout.fixed_lag,
             "turns of an episode are sampled by several versions; use -1",
         )
-    if rollout.in_flight_mode != "abort_resume":
-        yield (
-            "rollout.in_flight_mode",
-            rollout.in_flight_mode,
-            "turns of agents are resumed after an update; use abort_resume",
-        )
     for name in ("group_quorum", "slice_tokens"):
         if value := getattr(rollout, name):
             yield f"rollout.{name}", value, "not with task.agent; use 0"
