@@ -27,7 +27,13 @@ from aiohttp import web
 
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import Json
-from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy, TurnAnswer
+from moerl.agents.open_episode import (
+    EpisodeLimits,
+    FinishedEpisode,
+    OpenEpisode,
+    Policy,
+    TurnAnswer,
+)
 from moerl.agents.openai_replies import OpenaiReply, Shown
 from moerl.agents.openai_requests import (
     ChatRequest,
@@ -36,9 +42,7 @@ from moerl.agents.openai_requests import (
     TokenRequest,
     read_request,
 )
-from moerl.agents.turn_forest import RecordedTurn
 from moerl.errors import ConfigError
-from moerl.types import Episode
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +63,6 @@ class Endpoint:
     model: str = "policy"  # name that clients see
     body_bytes: int = 64 << 20
     body_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedEpisode:
-    """wasted: blobs to which no turn refers, for deletion."""
-
-    episode: Episode
-    turns: tuple[RecordedTurn, ...]
-    counts: dict[str, int]
-    wasted: frozenset[str]
 
 
 class Gateway:
@@ -122,13 +116,7 @@ class Gateway:
         self._ended[name] = episode.key
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
-        await episode.end()
-        return FinishedEpisode(
-            episode.forest.episode(name),
-            tuple(episode.forest.turns),
-            dict(episode.counts),
-            frozenset(episode.wasted),
-        )
+        return await episode.finish()
 
     # --- routes -----------------------------------------------------------------------------------
     async def _chat(self, request: web.Request) -> web.StreamResponse:
