@@ -49,7 +49,7 @@ from controller_load import (
 
 from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.environment_episodes import EnvironmentEpisodes, OpenEnvironment
-from moerl.agents.episode_environment import Ended, Observation, PolicyAnswer, StartFields
+from moerl.agents.episode_environment import EpisodeEnd, Observation, PolicyAnswer, StartFields
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import (
@@ -143,10 +143,10 @@ class Waiting:
         await self._wait()
         return Observation(start.messages)
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended:
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         await self._wait()
         if self.step_idx > self.turns:
-            return Ended(float(self.turns % 2))
+            return EpisodeEnd(float(self.turns % 2))
         return Observation([{"role": "user", "content": OBSERVATION}])
 
     async def close(self) -> None: ...

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 
-from moerl.agents.episode_environment import Ended, EpisodeStart, Observation, PolicyAnswer
+from moerl.agents.episode_environment import EpisodeEnd, EpisodeStart, Observation, PolicyAnswer
 
 
 class Locks:
@@ -35,7 +35,7 @@ class Locks:
         self.right = str(start.answer)
         return Observation(start.messages)
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended:
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         """What stands behind a turn: messages, or the end; both may bring a reward."""
         await asyncio.sleep(self.wait_s)  # a data base, a simulator, a game server
         pairs = zip(answer.text.strip(), self.right, strict=False)
@@ -43,7 +43,7 @@ class Locks:
         reward = len(found - self.open) / len(self.right)
         self.open |= found
         if len(self.open) == len(self.right):
-            return Ended(reward)
+            return EpisodeEnd(reward)
         shown = "".join(digit if i in self.open else "_" for i, digit in enumerate(self.right))
         return Observation([{"role": "user", "content": shown}], reward=reward)
 

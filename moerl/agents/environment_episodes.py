@@ -29,7 +29,7 @@ from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, Json
 from moerl.agents.episode_environment import (
     AnswerCall,
-    Ended,
+    EpisodeEnd,
     Observation,
     PolicyAnswer,
     StartFields,
@@ -62,7 +62,7 @@ class OpenEnvironment(Protocol):
 
     async def reset(self, start: StartFields) -> Observation: ...
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended: ...
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd: ...
 
     async def close(self) -> None:
         """Never raises, and returns soon."""
@@ -158,7 +158,9 @@ class _EnvironmentTable(EpisodeTable):
         """Raises EpisodeFailed."""
         environment = await self._environments.open(episode.name)
         try:
-            seen: Observation | Ended = await environment.reset(self._start(episode.name, prompt))
+            seen: Observation | EpisodeEnd = await environment.reset(
+                self._start(episode.name, prompt)
+            )
             while isinstance(seen, Observation):
                 talk.hear(seen)
                 answer = await _turn(episode, talk)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any
 
 import msgspec
 
-from moerl.agents.episode_environment import Ended, Observation, PolicyAnswer, StartFields
+from moerl.agents.chat_messages import Json
+from moerl.agents.episode_environment import EpisodeEnd, Observation, PolicyAnswer, StartFields
 from moerl.errors import MoerlError
 
 _LENGTH = struct.Struct("!Q")
@@ -22,11 +22,11 @@ class WorkerGone(MoerlError):
 
 
 class SetUp(msgspec.Struct, frozen=True, tag=True):
-    """First message to a worker; it answers with a `Reply` of serial 0."""
+    """First message to a worker; it answers with a `WorkerReply` of serial 0."""
 
     environment: str
-    options: dict[str, Any]
-    tools: list[dict[str, Any]]  # schemas of the tools of every episode
+    options: Json
+    tools: list[Json]  # schemas of the tools of every episode
     reply_bytes: int
 
 
@@ -53,12 +53,12 @@ class ToolResult(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True):
+class WorkerReply(msgspec.Struct, frozen=True, tag=True):
     """To the request of the same serial.  failure continues "has an environment that ..."."""
 
     serial: int
     observation: Observation | None = None
-    ended: Ended | None = None
+    ended: EpisodeEnd | None = None
     failure: str = ""
 
 
@@ -72,7 +72,7 @@ class ToolCall(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = SetUp | Reset | Step | Close | ToolResult
-FromWorker = Reply | ToolCall
+FromWorker = WorkerReply | ToolCall
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

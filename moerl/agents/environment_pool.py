@@ -24,7 +24,6 @@ from moerl.agents.chat_messages import Json
 from moerl.agents.environment_episodes import EpisodeFailed, OpenEnvironment
 from moerl.agents.environment_messages import (
     Close,
-    Reply,
     Reset,
     SetUp,
     Step,
@@ -32,12 +31,13 @@ from moerl.agents.environment_messages import (
     ToolResult,
     ToWorker,
     WorkerGone,
+    WorkerReply,
     decode_from_worker,
     encode,
     framed,
     read_frame,
 )
-from moerl.agents.episode_environment import Ended, Observation, PolicyAnswer, StartFields
+from moerl.agents.episode_environment import EpisodeEnd, Observation, PolicyAnswer, StartFields
 from moerl.agents.sandbox_tools import SandboxTools, ToolSettings
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import LOST
@@ -143,7 +143,7 @@ class EnvironmentProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._open: dict[str, _Episode] = {}
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[WorkerReply]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._serials = count(1)
 
@@ -184,7 +184,7 @@ class EnvironmentProcess:
     def answer_s(self) -> float:
         return self._task.agent.environment_s
 
-    async def ask(self, message: Reset | Step | Close, timeout_s: float) -> Reply:
+    async def ask(self, message: Reset | Step | Close, timeout_s: float) -> WorkerReply:
         """Raises WorkerGone, TimeoutError."""
         try:
             answer = self._expect(message.serial)
@@ -224,7 +224,7 @@ class EnvironmentProcess:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._tools.threads, tools.close)
 
-    def _expect(self, serial: int) -> asyncio.Future[Reply]:
+    def _expect(self, serial: int) -> asyncio.Future[WorkerReply]:
         if self.gone:
             raise WorkerGone(self.gone)
         self._waiting[serial] = asyncio.get_running_loop().create_future()
@@ -246,7 +246,7 @@ class EnvironmentProcess:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self.lose("sent bytes that are no message")
 
-    def _take(self, message: Reply | ToolCall) -> None:
+    def _take(self, message: WorkerReply | ToolCall) -> None:
         if isinstance(message, ToolCall):
             self._spawn(self._call(message))
         elif (answer := self._waiting.get(message.serial)) and not answer.done():
@@ -281,11 +281,11 @@ class _Episode:
 
     async def reset(self, start: StartFields) -> Observation:
         found = await self._answer(Reset(self._worker.serial(), start))
-        if isinstance(found, Ended):
+        if isinstance(found, EpisodeEnd):
             raise EpisodeFailed("environment", "has an environment whose reset is no Observation")
         return found
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended:
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         return await self._answer(Step(self._worker.serial(), self._name, answer))
 
     async def close(self) -> None:
@@ -299,7 +299,7 @@ class _Episode:
             self._worker.forget(self._name)
             await self._worker.end_box(self.tools)
 
-    async def _answer(self, message: Reset | Step) -> Observation | Ended:
+    async def _answer(self, message: Reset | Step) -> Observation | EpisodeEnd:
         limit_s = self._worker.answer_s
         try:
             found = await self._worker.ask(message, limit_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 
@@ -19,7 +19,6 @@ import msgspec
 from moerl.agents.chat_messages import Json
 from moerl.agents.environment_messages import (
     Close,
-    Reply,
     Reset,
     SetUp,
     Step,
@@ -27,20 +26,26 @@ from moerl.agents.environment_messages import (
     ToolResult,
     ToWorker,
     WorkerGone,
+    WorkerReply,
     decode_from_worker,
     decode_to_worker,
     encode,
     framed,
     read_frame,
 )
-from moerl.agents.episode_environment import Ended, EpisodeEnvironment, EpisodeStart, Observation
+from moerl.agents.episode_environment import (
+    EpisodeEnd,
+    EpisodeEnvironment,
+    EpisodeStart,
+    Observation,
+)
 from moerl.agents.ready_environments import environment_class
 from moerl.scoring.worker import one_line, own_connection
 
 _MOST = 1 << 32  # bytes of a message to this process: what is sent was checked
 _CLOSE_S = 5.0  # most seconds for an environment to close
 
-Send = Callable[[Reply | ToolCall], None]
+Send = Callable[[WorkerReply | ToolCall], None]
 
 
 class _Tools:
@@ -93,10 +98,10 @@ class _Worker:
         finally:
             del self._tools[serial]
 
-    def _spawn(self, episode: str, serial: int, work: Any) -> None:
+    def _spawn(self, episode: str, serial: int, work: Coroutine[Any, Any, object]) -> None:
         self._running[episode] = asyncio.ensure_future(self._answer(serial, work))
 
-    async def _answer(self, serial: int, work: Any) -> None:
+    async def _answer(self, serial: int, work: Coroutine[Any, Any, object]) -> None:
         """Send what a coroutine of the environment returns; it may raise or return anything."""
         try:
             self._send(_reply(serial, await work))
@@ -104,7 +109,7 @@ class _Worker:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # its episode is being closed
                 raise
-            self._send(Reply(serial, failure=one_line(error)))
+            self._send(WorkerReply(serial, failure=one_line(error)))
 
     async def _reset(self, message: Reset) -> object:
         start = message.start
@@ -131,16 +136,18 @@ class _Worker:
                     await environment.close()
             except BaseException as error:
                 failure = one_line(error)
-        self._send(Reply(serial, failure=failure))
+        self._send(WorkerReply(serial, failure=failure))
 
 
-def _reply(serial: int, found: object) -> Reply:
+def _reply(serial: int, found: object) -> WorkerReply:
     if isinstance(found, Observation):
-        return Reply(serial, observation=found)
-    if isinstance(found, Ended):
-        return Reply(serial, ended=found)
+        return WorkerReply(serial, observation=found)
+    if isinstance(found, EpisodeEnd):
+        return WorkerReply(serial, ended=found)
     kind = type(found).__name__
-    return Reply(serial, failure=f"returned a {kind}, which is no Observation and not Ended")
+    return WorkerReply(
+        serial, failure=f"returned a {kind}, which is no Observation and not EpisodeEnd"
+    )
 
 
 async def serve(connection: socket.socket) -> None:
@@ -149,22 +156,22 @@ async def serve(connection: socket.socket) -> None:
     setup = decode_to_worker(await read_frame(reader, _MOST))
     assert isinstance(setup, SetUp), "the first message is the set-up"
 
-    def send(message: Reply | ToolCall) -> None:
+    def send(message: WorkerReply | ToolCall) -> None:
         writer.write(framed(_encoded(message, setup.reply_bytes)))
 
     try:
         worker = _Worker(setup, send)
     except BaseException as error:
-        send(Reply(0, failure=one_line(error)))
+        send(WorkerReply(0, failure=one_line(error)))
         await writer.drain()
         return
-    send(Reply(0))
+    send(WorkerReply(0))
     with contextlib.suppress(WorkerGone):
         while True:
             worker.take(decode_to_worker(await read_frame(reader, _MOST)))
 
 
-def _encoded(message: Reply | ToolCall, most: int) -> bytes:
+def _encoded(message: WorkerReply | ToolCall, most: int) -> bytes:
     """A message, or where it is too long or holds what msgpack cannot, what is wrong with it."""
     try:
         data = encode(message)
@@ -176,7 +183,7 @@ def _encoded(message: Reply | ToolCall, most: int) -> bytes:
         return data
     if isinstance(message, ToolCall):  # the other side answers it as a call of an unknown tool
         return encode(ToolCall(message.serial, message.episode, "", ""))
-    return encode(Reply(message.serial, failure=problem))
+    return encode(WorkerReply(message.serial, failure=problem))
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     class Guess:
         async def reset(self, start: EpisodeStart) -> Observation: ...
-        async def step(self, answer: PolicyAnswer) -> Observation | Ended: ...
+        async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd: ...
         async def close(self) -> None: ...
 
 `task.agent.environment` names the class; it is called without arguments, or with
@@ -78,7 +78,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EpisodeEnd:
     """The episode is over.  reward: added to the episode's; None: none was given at its end."""
 
     reward: float | None = None
@@ -91,7 +91,7 @@ class EpisodeEnvironment(Protocol):
         """The first messages; called once."""
         ...
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended:
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         """Called after each turn of the policy that was finished."""
         ...
 

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from moerl.agents.chat_messages import Json
-from moerl.agents.episode_environment import Ended, EpisodeStart, Observation, PolicyAnswer
+from moerl.agents.episode_environment import EpisodeEnd, EpisodeStart, Observation, PolicyAnswer
 
 _CONNECTS = 3  # tries to connect: a request that was sent is never sent again
 _PAUSE_S = 0.5  # before the second of them, twice as long before the third
@@ -83,10 +83,10 @@ class HttpEnvironment:
         messages = _with_text(list(start.messages), self._text(state))
         return Observation(messages, reward=state.reward or 0.0)
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended:
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         state = await self._ask("step", {"action": {self._action_field: answer.text}})
         if state.is_over:
-            return Ended(state.reward or 0.0)
+            return EpisodeEnd(state.reward or 0.0)
         return Observation(
             [{"role": "user", "content": self._text(state)}], reward=state.reward or 0.0
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from moerl.agents.episode_environment import (
-    Ended,
+    EpisodeEnd,
     EpisodeEnvironment,
     EpisodeStart,
     EpisodeTools,
@@ -28,9 +28,9 @@ class SandboxEnvironment:
         self._tools = start.tools
         return Observation(start.messages, tools=start.tools.schemas)
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended:
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         if not answer.calls:
-            return Ended()
+            return EpisodeEnd()
         return Observation(
             [
                 {

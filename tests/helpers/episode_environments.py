@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 
-from moerl.agents.episode_environment import Ended, EpisodeStart, Observation, PolicyAnswer
+from moerl.agents.episode_environment import EpisodeEnd, EpisodeStart, Observation, PolicyAnswer
 
 
 class Counting:
@@ -22,13 +22,13 @@ class Counting:
         self.start = start
         return Observation(start.messages)
 
-    async def step(self, answer: PolicyAnswer) -> Observation | Ended:
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         self.count += 1
         fault = getattr(self, answer.text, None)
         if fault is not None:
             return await fault()  # type: ignore[no-any-return]
         if self.count >= self.steps:
-            return Ended(1.0)
+            return EpisodeEnd(1.0)
         return Observation([{"role": "user", "content": f"step {self.count}"}], reward=1.0)
 
     async def close(self) -> None:

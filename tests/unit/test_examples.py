@@ -21,7 +21,7 @@ from examples.own_reward import reward
 from examples.turn_environment import reply
 from examples.turn_environment import reward as turn_reward
 from moerl.agents.episode_environment import (
-    Ended,
+    EpisodeEnd,
     EpisodeStart,
     EpisodeTools,
     Observation,
@@ -85,7 +85,7 @@ def test_the_environment_names_the_first_wrong_position() -> None:
 
 
 def test_the_live_environment_opens_each_lock_once() -> None:
-    async def played() -> list[Observation | Ended]:
+    async def played() -> list[Observation | EpisodeEnd]:
         locks = Locks(wait_s=0.0)
         tools = cast(EpisodeTools, None)
         prompt = [{"role": "user", "content": "3142"}]
@@ -96,7 +96,7 @@ def test_the_live_environment_opens_each_lock_once() -> None:
     assert asyncio.run(played()) == [
         Observation([{"role": "user", "content": "1_3_"}], reward=0.5),
         Observation([{"role": "user", "content": "1_3_"}], reward=0.0),
-        Ended(0.5),
+        EpisodeEnd(0.5),
     ]
 
 
