@@ -32,7 +32,13 @@ from moerl.agents import anthropic_messages, event_streams
 from moerl.agents.anthropic_messages import MessagesReply, MessagesRequest
 from moerl.agents.api_errors import ApiError
 from moerl.agents.event_streams import stream
-from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy, TurnAnswer
+from moerl.agents.open_episode import (
+    EpisodeLimits,
+    FinishedEpisode,
+    OpenEpisode,
+    Policy,
+    TurnAnswer,
+)
 from moerl.agents.openai_replies import OpenaiReply, Shown
 from moerl.agents.openai_requests import (
     ChatRequest,
@@ -43,9 +49,7 @@ from moerl.agents.openai_requests import (
     read_request,
 )
 from moerl.agents.openai_responses import ResponsesReply, ResponsesRequest
-from moerl.agents.turn_forest import RecordedTurn
 from moerl.errors import ConfigError
-from moerl.types import Episode
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +71,6 @@ class Endpoint:
     model: str = "policy"  # name that clients see
     body_bytes: int = 64 << 20
     body_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedEpisode:
-    """wasted: blobs to which no turn refers, for deletion."""
-
-    episode: Episode
-    turns: tuple[RecordedTurn, ...]
-    counts: dict[str, int]
-    wasted: frozenset[str]
 
 
 class Gateway:
@@ -132,13 +126,7 @@ class Gateway:
         self._ended[name] = episode.key
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
-        await episode.end()
-        return FinishedEpisode(
-            episode.forest.episode(name),
-            tuple(episode.forest.turns),
-            dict(episode.counts),
-            frozenset(episode.wasted),
-        )
+        return await episode.finish()
 
     # --- routes -----------------------------------------------------------------------------------
     async def _chat(self, request: web.Request) -> web.StreamResponse:

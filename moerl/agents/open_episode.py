@@ -25,7 +25,7 @@ from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
-from moerl.types import Array, Prompt, Rollout, SamplingParams
+from moerl.types import Array, Episode, Prompt, Rollout, SamplingParams
 
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
@@ -84,6 +84,16 @@ class TurnAnswer:
     def output_ids(self) -> list[int]:
         ids: list[int] = self.turn.rollout.token_ids[self.prompt_len :].tolist()
         return ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedEpisode:
+    """wasted: blobs to which no turn refers, for deletion."""
+
+    episode: Episode
+    turns: tuple[RecordedTurn, ...]
+    counts: dict[str, int]
+    wasted: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +173,12 @@ class OpenEpisode:
         await self._sampler.close()
         self.counts["resumed"] = self._sampler.resumed
         self.wasted -= {uri for turn in self.forest.turns for uri in blob_uris(turn.rollout)}
+
+    async def finish(self) -> FinishedEpisode:
+        """End it, and what was recorded."""
+        await self.end()
+        turns, wasted = tuple(self.forest.turns), frozenset(self.wasted)
+        return FinishedEpisode(self.forest.episode(self.name), turns, dict(self.counts), wasted)
 
     # --- prompts ----------------------------------------------------------------------------------
     def _chat_prompt(

@@ -433,7 +433,7 @@ def _check_task(task: TaskEntry) -> None:
     if task.name in _FILES:
         if not _has_file(task.name, task.path):
             raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
-        if not task.reward and not (task.agent.command and task.agent.reward == "program"):
+        if not task.reward and not (task.agent.plays and task.agent.reward == "agent"):
             raise ConfigError("task.reward", "", f"use {_functions(_REWARDS)}")
     for field, named in (("reward", _REWARDS), ("environment", _ENVIRONMENTS)):
         value = getattr(task, field)

@@ -19,7 +19,9 @@ from moerl.controller.turn_rows import SampledTurn, TurnRows, rows_of
 from moerl.errors import RecordError
 from moerl.types import Array, GenerateRequest, Prompt, Rollout, Score, Segment, Turn
 
-ENDED = "ended"  # failure of an episode that the controller ended
+# Failures of an episode: the controller ended it; what played it has died, through no fault of its
+# own, and the group is played again.
+ENDED, LOST = "ended", "lost"
 
 
 class TurnEngine(Protocol):
@@ -137,7 +139,7 @@ def _first_with(rows: Sequence[Rollout], end: int) -> int:
 
 
 class EpisodeRunner(Protocol):
-    """What plays episodes (`moerl.agents.agent_programs`)."""
+    """What plays episodes (`moerl.agents.agent_loop`)."""
 
     async def start(self, engine: TurnEngine) -> None:
         """engine: samples the turns; used from the caller's event loop."""

@@ -1,7 +1,7 @@
 """Keeps agents playing: each sibling of a group is an episode, scheduled without the others.
 
 A group closes when its episodes have ended.  One that fails ends its siblings, and the group is
-replaced.
+replaced; where what played it has died, the group is played again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from moerl.controller.agent_episodes import ENDED, EpisodeRunner, PlayedEpisode
+from moerl.controller.agent_episodes import ENDED, LOST, EpisodeRunner, PlayedEpisode
 from moerl.controller.context import Context
 from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
 from moerl.controller.producer import Producer
@@ -123,6 +123,9 @@ class AgentProducer(Producer):
         elif failed:
             first = failed[0]
             error = ScoreError(f"the agent of {first.episode_id} {first.detail}")
-            self._scoring_stage.drop_unscored(group_id, played, error)
+            if any(one.failure == LOST for one in failed):
+                self._scoring_stage.play_again(group_id, played, error)
+            else:
+                self._scoring_stage.drop_unscored(group_id, played, error)
         else:
             self._scoring_stage.finish(group_id, played)

@@ -250,7 +250,7 @@ def samples_of(
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
-    is_agents = bool(config.task.agent.command)
+    is_agents = config.task.agent.plays
     begin = rollout.prompt_len if is_agents else len(group.prompt.token_ids)
     return [
         {

@@ -148,7 +148,7 @@ class PromptStream:
                 f"{name} has {len(ids)} tokens; raise the limit or shorten the prompt",
             )
         extra = dict(item.extra)
-        if item.messages and self._task.agent.command:
+        if item.messages and self._task.agent.plays:
             extra["messages"] = list(item.messages)  # the agent writes its own conversation
         return Prompt(index, tuple(ids), text, item.answer, extra)
 
@@ -166,7 +166,7 @@ class PromptStream:
     def _text(self, item: Item) -> str:
         if not item.messages and not self._task.chat_template:
             return item.prompt
-        if self._task.agent.command:
+        if self._task.agent.plays:
             return "\n".join(message["content"] for message in item.messages)
         if not self._tokenizer.chat_template:
             raise ConfigError(

@@ -109,7 +109,8 @@ def process_table(config: Config, placed: Placement) -> str:
 
 def _agent_line(agent: AgentConfig) -> str:
     limits = f"{agent.max_turns} turns, {agent.max_sampled_tokens} tokens, {agent.wall_s:g} s each"
-    return f"{' '.join(agent.command)}; at most {limits}; reward: {agent.reward}"
+    played_by = " ".join(agent.command) or f"environment {agent.environment}"
+    return f"{played_by}; at most {limits}; reward: {agent.reward}"
 
 
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
@@ -124,10 +125,12 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
-    if placed.controller.name == name and config.task.agent.command:
+    if placed.controller.name == name and config.task.agent.plays:
         rollout = config.rollout
         most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
-        rows.append(("agents", "", f"<= {most}", "", _agent_line(config.task.agent)))
+        agent = config.task.agent
+        count = f"<= {most}" if agent.command else str(agent.environment_workers)
+        rows.append(("agents", "", count, "", _agent_line(agent)))
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
     if heads and not is_local(config.cluster):

@@ -13,8 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
+from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.agent_process import ProgramEnd, program_of, run_program
-from moerl.agents.agent_programs import AgentPrograms, PolicySettings
+from moerl.agents.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.checks import check
