@@ -148,7 +148,7 @@ class Timed:
     waits: Waits
     open_now: int = 0
     most: int = 0
-    times: list[tuple[float, float]] = field(default_factory=list)  # taken, alone
+    times: list[tuple[float, float, float]] = field(default_factory=list)  # begin, taken, alone
 
     async def start(self, engine: TurnEngine) -> None:
         await self.runner.start(engine)
@@ -163,7 +163,7 @@ class Timed:
             self.open_now -= 1
             alone = self.waits.alone.pop(name, 0.0) + self.waits.scale * all_waits_s(name)
         if not played.failure:
-            self.times.append((time.monotonic() - begin, alone))
+            self.times.append((begin, time.monotonic() - begin, alone))
         return played
 
     def end(self, name: str) -> None:
@@ -259,8 +259,9 @@ async def load(episodes: int, seconds: float, scale: float, workers: int) -> dic
 def figures(
     watch: Watch, runner: Timed, steps: int, took_s: float, cpu_s: float
 ) -> dict[str, object]:
-    times = np.array(runner.times or [(0.0, 0.0)])
-    over = times[:, 0] - times[:, 1]
+    begins, taken, alone = np.array(runner.times or [(0.0, 0.0, 0.0)]).T
+    over = taken - alone
+    first = begins < begins.min() + 1.0
     return {
         "steps": steps,
         "seconds": round(took_s, 1),
@@ -269,15 +270,16 @@ def figures(
         "episodes_ended": len(runner.times),
         "loop_lag_ms": spread(np.array(watch.late_ms), 2),
         "loop_cpu_ms": spread(np.array(watch.held_ms), 2),
-        "episode_s": spread(times[:, 0], 3),
-        "episode_alone_s": spread(times[:, 1], 3),
+        "episode_s": spread(taken, 3),
+        "episode_alone_s": spread(alone, 3),
         "longer_than_alone_s": spread(over, 4),
-        "over_alone": spread(over / np.maximum(times[:, 1], 1e-9), 5),
+        "of_the_first_second_s": spread(over[first], 4),  # thousands begin at once
+        "of_all_later_s": spread(over[~first], 4),
     }
 
 
 def spread(values: np.ndarray, digits: int) -> dict[str, float]:
-    found = np.percentile(values, [50, 90, 99, 100])
+    found = np.percentile(values if len(values) else [np.nan], [50, 90, 99, 100])
     return dict(zip(("p50", "p90", "p99", "max"), found.round(digits).tolist(), strict=True))
 
 
