@@ -1,6 +1,7 @@
 """Thousands of open episodes: the lag of the controller's loop, and whether episodes wait.
 
-    python bench/open_episodes.py [--episodes 2000] [--seconds 240] [--scale 1.0] [--json FILE]
+    python bench/open_episodes.py [--episodes 2000] [--seconds 240] [--scale 1.0] [--workers 1]
+        [--json FILE]
 
 The real AgentProducer, PooledTurns, ScoringStage and recording of turns, in the process and the two
 event loops of a run.  Engines and environments are stubs that wait: an environment 0 to 60 s per
@@ -8,7 +9,8 @@ turn (lognormal, median 5 s), an engine 0 to 8 s, so most episodes last a minute
 Their waits are drawn by the name of the turn, so the time that an episode would take alone is their
 sum.  A trainer takes plans, publishes (which interrupts every turn on an engine) and reports.
 
---scale multiplies all waits, for short runs: 0.1 is ten times the load of a real run.
+--scale multiplies all waits, for short runs: 0.1 is ten times the load of a real run.  --workers 0
+has the environments in this process instead of worker processes.
 
 Printed: lag of the loop (how late a task that sleeps 5 ms wakes) and of it the CPU of the loop's
 own thread; and over the ended episodes their time less the time alone, which is what waiting for
@@ -28,7 +30,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,10 +48,11 @@ from controller_load import (
     Trainer,
     Watch,
 )
+from waiting_environment import Waiting, all_waits_s
 
 from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.environment_episodes import EnvironmentEpisodes, OpenEnvironment
-from moerl.agents.episode_environment import EpisodeEnd, Observation, PolicyAnswer, StartFields
+from moerl.agents.environment_pool import EnvironmentPool
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import (
@@ -69,10 +72,8 @@ from moerl.controller.controller import Controller
 from moerl.controller.journal import Journal
 from moerl.types import GenerateRequest, ModelShape, Prompt, SamplingParams
 
-GROUP, DEPTH = 8, 4
-MOST_WAIT_S, MEDIAN_WAIT_S = 60.0, 5.0
+GROUP = 8
 MEAN_TOKENS, MAX_TOKENS, CONTEXT = 200, 1000, 32768
-OBSERVATION = "What you asked for was done, and this is what came of it. " * 8
 
 
 def draw(name: str) -> random.Random:
@@ -85,16 +86,10 @@ def wanted_tokens(turn: str) -> int:
 
 @dataclass
 class Waits:
-    """Seconds that stubs wait, by turn; and their sum for each episode that runs."""
+    """Seconds that turns wait on engines; and their sum for each episode that runs."""
 
     scale: float
     alone: Counter[str] = field(default_factory=Counter)
-
-    def environment(self, name: str, step: int) -> float:
-        wait_s = MEDIAN_WAIT_S * draw(f"{name} {step}").lognormvariate(0.0, 1.2)
-        wait_s = self.scale * min(MOST_WAIT_S, wait_s)
-        self.alone[name] += wait_s
-        return wait_s
 
     def engine(self, request: GenerateRequest) -> float:
         """Of the whole turn, or of the rest after an interruption."""
@@ -131,41 +126,18 @@ class TurnStubEngine(StubEngine):
         return wanted_tokens(request.rollout_id)
 
 
-class Waiting:
-    """The environment of one episode: three to eight turns with a wait before each."""
-
-    def __init__(self, name: str, waits: Waits) -> None:
-        self.name, self.waits, self.step_idx = name, waits, 0
-        self.turns = draw(f"turns {name}").randint(3, 8)
-        self.counts: Mapping[str, float] = {}
-
-    async def reset(self, start: StartFields) -> Observation:
-        await self._wait()
-        return Observation(start.messages)
-
-    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
-        await self._wait()
-        if self.step_idx > self.turns:
-            return EpisodeEnd(float(self.turns % 2))
-        return Observation([{"role": "user", "content": OBSERVATION}])
-
-    async def close(self) -> None: ...
-
-    async def _wait(self) -> None:
-        await asyncio.sleep(self.waits.environment(self.name, self.step_idx))
-        self.step_idx += 1
-
-
 @dataclass
 class StubEnvironments:
-    waits: Waits
+    """Environments in this process."""
+
+    scale: float
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def open(self, name: str) -> OpenEnvironment:
-        return Waiting(name, self.waits)
+        return Waiting(self.scale)
 
 
 @dataclass
@@ -176,7 +148,7 @@ class Timed:
     waits: Waits
     open_now: int = 0
     most: int = 0
-    times: list[tuple[float, float]] = field(default_factory=list)  # taken, alone
+    times: list[tuple[float, float, float]] = field(default_factory=list)  # begin, taken, alone
 
     async def start(self, engine: TurnEngine) -> None:
         await self.runner.start(engine)
@@ -189,9 +161,9 @@ class Timed:
             played = await self.runner.play(name, prompt)
         finally:
             self.open_now -= 1
-            alone = self.waits.alone.pop(name, 0.0)
+            alone = self.waits.alone.pop(name, 0.0) + self.waits.scale * all_waits_s(name)
         if not played.failure:
-            self.times.append((time.monotonic() - begin, alone))
+            self.times.append((begin, time.monotonic() - begin, alone))
         return played
 
     def end(self, name: str) -> None:
@@ -215,11 +187,17 @@ def tokens_of(folder: Path) -> PromptTokens:
     return PromptTokens(AutoTokenizer.from_pretrained(folder))
 
 
-def config_of(episodes: int) -> Config:
+def config_of(episodes: int, scale: float, workers: int) -> Config:
     groups = max(1, episodes // GROUP)
+    agent = AgentConfig(
+        environment="waiting_environment:Waiting",
+        options={"scale": scale},
+        environment_workers=max(1, workers),
+        wall_s=36000.0,
+    )
     return Config(
         run=RunConfig(steps=10**6),
-        task=TaskConfig(agent=AgentConfig(environment="stub:Stub", wall_s=36000.0)),
+        task=TaskConfig(agent=agent),
         rollout=RolloutConfig(
             groups_per_step=max(1, groups // 8),
             group_size=GROUP,
@@ -233,15 +211,17 @@ def config_of(episodes: int) -> Config:
     )
 
 
-async def load(episodes: int, seconds: float, scale: float) -> dict[str, object]:
-    config, waits, traffic, watch = config_of(episodes), Waits(scale), Traffic(), Watch()
+async def load(episodes: int, seconds: float, scale: float, workers: int) -> dict[str, object]:
+    config, waits, traffic = config_of(episodes, scale, workers), Waits(scale), Traffic()
+    watch = Watch()
     trainer = Trainer(4.0 * scale, traffic, watch)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokens = tokens_of(folder / "model")
         sampling = SamplingParams(MAX_TOKENS)
         settings = PolicySettings(tokens, PlainAnswers(), sampling, CONTEXT, audit=False)
-        runner = Timed(EnvironmentEpisodes(config.task, settings, StubEnvironments(waits)), waits)
+        pool = EnvironmentPool(config.task) if workers else StubEnvironments(scale)
+        runner = Timed(EnvironmentEpisodes(config.task, settings, pool), waits)
         engines = {i: TurnStubEngine(i, traffic, waits, tokens.vocab_size) for i in range(ENGINES)}
         blobs = Records(folder / "blobs", "n0")
         services = Services(
@@ -279,8 +259,9 @@ async def load(episodes: int, seconds: float, scale: float) -> dict[str, object]
 def figures(
     watch: Watch, runner: Timed, steps: int, took_s: float, cpu_s: float
 ) -> dict[str, object]:
-    times = np.array(runner.times or [(0.0, 0.0)])
-    over = times[:, 0] - times[:, 1]
+    begins, taken, alone = np.array(runner.times or [(0.0, 0.0, 0.0)]).T
+    over = taken - alone
+    first = begins < begins.min() + 1.0
     return {
         "steps": steps,
         "seconds": round(took_s, 1),
@@ -289,15 +270,16 @@ def figures(
         "episodes_ended": len(runner.times),
         "loop_lag_ms": spread(np.array(watch.late_ms), 2),
         "loop_cpu_ms": spread(np.array(watch.held_ms), 2),
-        "episode_s": spread(times[:, 0], 3),
-        "episode_alone_s": spread(times[:, 1], 3),
+        "episode_s": spread(taken, 3),
+        "episode_alone_s": spread(alone, 3),
         "longer_than_alone_s": spread(over, 4),
-        "over_alone": spread(over / np.maximum(times[:, 1], 1e-9), 5),
+        "of_the_first_second_s": spread(over[first], 4),  # thousands begin at once
+        "of_all_later_s": spread(over[~first], 4),
     }
 
 
 def spread(values: np.ndarray, digits: int) -> dict[str, float]:
-    found = np.percentile(values, [50, 90, 99, 100])
+    found = np.percentile(values if len(values) else [np.nan], [50, 90, 99, 100])
     return dict(zip(("p50", "p90", "p99", "max"), found.round(digits).tolist(), strict=True))
 
 
@@ -320,11 +302,16 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--scale", type=float, default=1.0, help="of all waits")
+    parser.add_argument("--workers", type=int, default=1, help="0: none")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     known = machine()
     gc.freeze()
-    found = known | vars(args) | asyncio.run(load(args.episodes, args.seconds, args.scale))
+    found = (
+        known
+        | vars(args)
+        | asyncio.run(load(args.episodes, args.seconds, args.scale, args.workers))
+    )
     found["json"] = str(args.json or "")
     for name, value in found.items():
         print(f"{name:24} {value}")

@@ -72,15 +72,28 @@ class EnvironmentPool:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        """Start the workers.  Raises ConfigError when the environment cannot be made."""
         agent = self._task.agent
         if self._sandbox is not None:
             settings = ToolSettings(names=tuple(agent.tools), timeout_s=agent.tool_s)
             self._tools = ToolHost(self._sandbox, settings)
+        starts = (self._started() for _ in self._workers)
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        self._workers = [one if isinstance(one, EnvironmentProcess) else None for one in found]
+        for error in found:
+            if isinstance(error, BaseException):
+                await self.close()
+                problem = f"its worker {error}"
+                raise ConfigError("task.agent.environment", agent.environment, problem) from error
 
     async def open(self, name: str) -> OpenEnvironment:
         """Raises EpisodeFailed."""
-        async with self._lock:
-            worker = await self._least_busy()
+        try:
+            async with self._lock:
+                worker = await self._least_busy()
+        except WorkerGone as error:
+            problem = f"has an environment whose worker {error}"
+            raise EpisodeFailed("environment", problem) from error
         return worker.open(name)
 
     async def close(self) -> None:
@@ -99,13 +112,13 @@ class EnvironmentPool:
         return min(filter(None, self._workers), key=lambda worker: worker.num_open)
 
     async def _started(self) -> EnvironmentProcess:
+        """Raises WorkerGone."""
         worker = EnvironmentProcess(self._task, self._isolation, self._tools)
         try:
             await worker.start()
         except (WorkerGone, TimeoutError, OSError) as error:
             self._end(worker)
-            problem = str(error) or f"did not start in {_START_S:g} s"
-            raise EpisodeFailed("environment", f"has an environment that {problem}") from error
+            raise WorkerGone(str(error) or f"did not start in {_START_S:g} s") from error
         return worker
 
     def _end(self, worker: EnvironmentProcess | None) -> None:

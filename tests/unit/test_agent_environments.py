@@ -75,7 +75,10 @@ async def begun(pool: EnvironmentPool, name: str) -> OpenEnvironment:
 
 
 # --- workers -------------------------------------------------------------------------------------
-def test_one_worker_holds_many_episodes_without_the_secrets_of_the_run(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("isolation", ["process", "bwrap"])
+def test_one_worker_holds_many_episodes_without_the_secrets_of_the_run(
+    monkeypatch: Any, isolation: str
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
 
     async def work(pool: EnvironmentPool) -> list[str]:
@@ -89,9 +92,10 @@ def test_one_worker_holds_many_episodes_without_the_secrets_of_the_run(monkeypat
         said.append(await opened[200].step(PolicyAnswer("sees")))
         return [str(one.messages[0]["content"]) for one in said if isinstance(one, Observation)]
 
-    pid, opened, secret = with_pool(task_of(COUNTING), work)[0].split(" ")
-    last = with_pool(task_of(COUNTING), work)[-1].split(" ")
-    assert (opened, secret, last[1]) == ("300", "", "100")
+    task = replace(task_of(COUNTING), isolation=isolation)
+    first, *_, last = with_pool(task, work)
+    pid, opened, secret = first.split(" ")
+    assert (opened, secret, last.split(" ")[1]) == ("300", "", "100")
     assert int(pid) != os.getpid()
 
 
@@ -147,13 +151,13 @@ def test_a_lost_worker_costs_its_episodes_and_is_replaced(monkeypatch: Any, faul
         assert "worker ended its process with exit code 3" in waits.detail
 
 
-def test_an_environment_that_is_not_there_is_named() -> None:
-    async def work(pool: EnvironmentPool) -> str:
-        with pytest.raises(EpisodeFailed) as error:
-            await pool.open("0.0")
-        return error.value.detail
+def test_an_environment_that_is_not_there_ends_the_run_at_its_start() -> None:
+    async def work(pool: EnvironmentPool) -> None:
+        raise AssertionError
 
-    assert "no_such" in with_pool(task_of("tests.helpers.episode_environments:no_such"), work)
+    with pytest.raises(ConfigError, match=r"task\.agent\.environment.*no_such"):
+        with_pool(task_of("tests.helpers.episode_environments:no_such"), work)
+    assert not psutil.Process().children(recursive=True)
 
 
 # --- tools ---------------------------------------------------------------------------------------
