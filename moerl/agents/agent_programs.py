@@ -1,4 +1,4 @@
-"""Plays episodes of `task.agent`: a gateway, and one external program per episode.
+"""Plays episodes of `task.agent`: a gateway, and one external program per episode, or workers.
 
 Both live on an event loop of their own, in a thread of the controller's process: rendering and
 tokenising do not stop the controller's loop, although they share its interpreter.  Turns are
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moerl.agents.agent_process import ProgramEnd, run_program
+from moerl.agents.agent_workers import AgentWorkers
 from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
 from moerl.agents.open_episode import EpisodeLimits, Policy
 from moerl.agents.prompt_tokens import PromptTokens
@@ -176,11 +177,14 @@ class _EpisodeTable:
             sampled_tokens=agent.max_sampled_tokens,
             wall_s=agent.wall_s,
         )
+        self._workers = AgentWorkers(task, self._log) if agent.workers else None
         self._ends: dict[str, asyncio.Event] = {}  # set: the episode is to end
         self._playing: set[asyncio.Task[PlayedEpisode]] = set()
 
     async def start(self) -> None:
         await self._gateway.start()
+        if self._workers is not None:
+            self._workers.start()
 
     def end(self, name: str) -> None:
         if name in self._ends:
@@ -190,6 +194,8 @@ class _EpisodeTable:
         for task in self._playing:
             task.cancel()
         await asyncio.gather(*self._playing, return_exceptions=True)
+        if self._workers is not None:
+            await self._workers.close()
         await self._gateway.stop()
         for handler in list(self._log.handlers):
             handler.close()
@@ -205,17 +211,8 @@ class _EpisodeTable:
         now = asyncio.get_running_loop().time
         episode, begin = self._gateway.open_episode(name, self._limits), now()
         end = self._ends[name] = asyncio.Event()
-        given = msgspec.json.encode(self._given(name, prompt))
-        variables = {
-            "OPENAI_BASE_URL": self._gateway.base_url(name),
-            "OPENAI_API_KEY": episode.key,
-        }
-        if len(given) <= _MOST_IN_ENVIRONMENT:
-            variables["MOERL_PROMPT"] = given.decode()
         try:
-            ended = await run_program(self._task, variables, given, end)
-        except OSError as error:
-            ended = ProgramEnd(-1, b"", f"it cannot be started: {error}".encode(), "exit")
+            ended = await self._run(name, prompt, episode.key, end)
         finally:
             del self._ends[name]
             done = await self._gateway.end_episode(name)
@@ -223,6 +220,20 @@ class _EpisodeTable:
         clock = self._engine.clocks.pop(name, _Clock())
         seconds = {"engine_s": clock.seconds, "program_s": now() - begin - clock.seconds}
         return _played(self._task, prompt, done, ended, seconds)
+
+    async def _run(self, name: str, prompt: Prompt, key: str, end: asyncio.Event) -> ProgramEnd:
+        """The program's part of an episode."""
+        given, url = self._given(name, prompt), self._gateway.base_url(name)
+        if self._workers is not None:
+            return await self._workers.play(name, given | {"base_url": url, "api_key": key}, end)
+        text = msgspec.json.encode(given)
+        variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        if len(text) <= _MOST_IN_ENVIRONMENT:
+            variables["MOERL_PROMPT"] = text.decode()
+        try:
+            return await run_program(self._task, variables, text, end)
+        except OSError as error:
+            return ProgramEnd(-1, b"", f"it cannot be started: {error}".encode(), "exit")
 
     def _given(self, name: str, prompt: Prompt) -> dict[str, object]:
         """What the program gets; the answer only where it gives the reward."""
@@ -292,6 +303,10 @@ def _failure(
         return ENDED, "was ended"
     if ended.why == "timeout":
         return "timeout", f"took longer than task.agent.wall_s = {task.agent.wall_s:g}"
+    if ended.why == "error":
+        return "error", f"has answered with an error: {_last_line(ended.err)}"
+    if ended.why == "lost":
+        return "lost", f"was lost with its worker, which {_last_line(ended.err)}"
     if ended.code:
         return "exit", f"ended with exit code {ended.code}: {_last_line(ended.err)}"
     if not done.turns:

@@ -32,6 +32,8 @@ class AgentConfig:
 
     # Program and arguments; python is moerl's own interpreter; empty = no agent
     command: list[str] = field(default_factory=list)
+    # Programs that play many episodes each; 0 = a program for every episode
+    workers: Natural = 0
     # program: its last line of output is {"reward": NUMBER}; task: task.reward
     reward: Literal["program", "task"] = "program"
     # SGLang's names of parsers of tool calls and reasoning; empty = they stay text

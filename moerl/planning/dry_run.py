@@ -112,6 +112,13 @@ def _agent_line(agent: AgentConfig) -> str:
     return f"{' '.join(agent.command)}; at most {limits}; reward: {agent.reward}"
 
 
+def _agents(config: Config) -> str:
+    """How many programs there are at once."""
+    rollout = config.rollout
+    most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
+    return str(config.task.agent.workers or f"<= {most}")
+
+
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
     """(process, index, count, GPUs, purpose) rows of one node."""
     engine, parallel = config.engine, config.trainer.parallel
@@ -125,9 +132,7 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
     if placed.controller.name == name and config.task.agent.command:
-        rollout = config.rollout
-        most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
-        rows.append(("agents", "", f"<= {most}", "", _agent_line(config.task.agent)))
+        rows.append(("agents", "", _agents(config), "", _agent_line(config.task.agent)))
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
     if heads and not is_local(config.cluster):
