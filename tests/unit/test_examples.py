@@ -43,8 +43,8 @@ def command_of(example: Path) -> str:
     return line
 
 
-def test_there_are_six() -> None:
-    assert len(EXAMPLES) == 6
+def test_there_are_eight() -> None:
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
