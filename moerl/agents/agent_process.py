@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,16 +21,20 @@ from moerl.scoring.isolation import Isolation
 
 _END_S = 15.0  # most seconds for a keeper to end its program
 _LIMIT = 2**16  # bytes of one read
+MOST_LINE = 2**20  # bytes of a line that is read as one
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnd:
-    """out, err: the last bytes that it printed.  why: timeout, ended: it was killed."""
+    """out, err: the last bytes that it printed.
+
+    why: timeout, ended: it was killed; error, lost: an episode of a worker, and err says why.
+    """
 
     code: int
     out: bytes
     err: bytes
-    why: Literal["exit", "timeout", "ended"]
+    why: Literal["exit", "timeout", "ended", "error", "lost"]
 
 
 def program_of(command: Sequence[str]) -> list[str]:
@@ -52,6 +56,18 @@ async def run_program(
     variables: added to its environment; given: on its standard input.  Raises OSError when no
     process can be started.
     """
+    async with kept_program(task, variables) as (process, control):
+        return await _watch(process, control, given, end, task)
+
+
+@contextlib.asynccontextmanager
+async def kept_program(
+    task: TaskConfig, variables: dict[str, str]
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, socket.socket]]:
+    """task.agent.command below its keeper; all that it started ends with the block.
+
+    It ends earlier when the socket is closed.  Raises OSError when no process can be started.
+    """
     isolation = Isolation(task.limits, program_environment(task))
     ours, theirs = socket.socketpair()
     with ours:
@@ -64,9 +80,10 @@ async def run_program(
                 env=dict(isolation.environment) | variables,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                limit=MOST_LINE,
             )
         try:
-            return await _watch(process, ours, given, end, task)
+            yield process, ours
         finally:
             ours.close()  # the keeper ends everything
             await _reap(process)
@@ -126,13 +143,20 @@ async def _give(process: asyncio.subprocess.Process, given: bytes) -> None:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait for the keeper, and until the pipes are closed."""
+    """Wait for the keeper, and until the pipes are closed.
+
+    They are read meanwhile: the process counts as running while one of them is full.
+    """
+    reading = asyncio.gather(_drain(process.stdout), _drain(process.stderr))
     try:
         async with asyncio.timeout(_END_S):
             await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()
-    for stream in (process.stdout, process.stderr):
-        while stream is not None and await stream.read(_LIMIT):
-            pass
+    await reading
+
+
+async def _drain(stream: asyncio.StreamReader | None) -> None:
+    while stream is not None and await stream.read(_LIMIT):
+        pass

@@ -1,4 +1,6 @@
-"""Plays episodes of `task.agent.command`: a gateway, and one external program per episode."""
+"""Plays episodes of `task.agent.command`: a gateway, and external programs, one per episode or
+workers that play many.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from moerl.agents.agent_loop import (
     played_episode,
 )
 from moerl.agents.agent_process import ProgramEnd, run_program
+from moerl.agents.agent_workers import AgentWorkers
 from moerl.agents.gateway import Endpoint, Gateway
 from moerl.agents.open_episode import FinishedEpisode
 from moerl.config.schema import TaskConfig
@@ -47,11 +50,16 @@ class _ProgramTable(EpisodeTable):
         self._task, self._log = task, _program_log(log_file)
         self._gateway = Gateway(settings.policy(engine), Endpoint())
         self._limits = settings.limits(task.agent)
+        self._workers = AgentWorkers(task, self._log) if task.agent.workers else None
 
     async def start(self) -> None:
         await self._gateway.start()
+        if self._workers is not None:
+            self._workers.start()
 
     async def stop(self) -> None:
+        if self._workers is not None:
+            await self._workers.close()
         await self._gateway.stop()
         for handler in list(self._log.handlers):
             handler.close()
@@ -60,26 +68,33 @@ class _ProgramTable(EpisodeTable):
     async def play_one(self, name: str, prompt: Prompt, end: asyncio.Event) -> PlayedEpisode:
         now = asyncio.get_running_loop().time
         episode, begin = self._gateway.open_episode(name, self._limits), now()
-        given = msgspec.json.encode(self._given(name, prompt))
-        url = self._gateway.base_url(name)
-        variables = {
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_KEY": episode.key,
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its clients add the version
-            "ANTHROPIC_API_KEY": episode.key,
-        }
-        if len(given) <= _MOST_IN_ENVIRONMENT:
-            variables["MOERL_PROMPT"] = given.decode()
         try:
-            ended = await run_program(self._task, variables, given, end)
-        except OSError as error:
-            ended = ProgramEnd(-1, b"", f"it cannot be started: {error}".encode(), "exit")
+            ended = await self._run(name, prompt, episode.key, end)
         finally:
             done = await self._gateway.end_episode(name)
         self._log_end(name, ended)
         clock = self.engine.clocks.pop(name, EngineClock())
         seconds = {"engine_s": clock.seconds, "program_s": now() - begin - clock.seconds}
         return _played(self._task, prompt, done, ended, seconds)
+
+    async def _run(self, name: str, prompt: Prompt, key: str, end: asyncio.Event) -> ProgramEnd:
+        """The program's part of an episode."""
+        given, url = self._given(name, prompt), self._gateway.base_url(name)
+        if self._workers is not None:
+            return await self._workers.play(name, given | {"base_url": url, "api_key": key}, end)
+        text = msgspec.json.encode(given)
+        variables = {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its clients add the version
+            "ANTHROPIC_API_KEY": key,
+        }
+        if len(text) <= _MOST_IN_ENVIRONMENT:
+            variables["MOERL_PROMPT"] = text.decode()
+        try:
+            return await run_program(self._task, variables, text, end)
+        except OSError as error:
+            return ProgramEnd(-1, b"", f"it cannot be started: {error}".encode(), "exit")
 
     def _given(self, name: str, prompt: Prompt) -> dict[str, object]:
         """What the program gets; the answer only where it gives the reward."""
@@ -124,6 +139,10 @@ def _failure(
         return ENDED, "was ended"
     if ended.why == "timeout":
         return "timeout", f"took longer than task.agent.wall_s = {task.agent.wall_s:g}"
+    if ended.why == "error":
+        return "error", f"has answered with an error: {_last_line(ended.err)}"
+    if ended.why == "lost":
+        return "lost", f"was lost with its worker, which {_last_line(ended.err)}"
     if ended.code:
         return "exit", f"ended with exit code {ended.code}: {_last_line(ended.err)}"
     if not done.turns:

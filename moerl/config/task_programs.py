@@ -37,6 +37,8 @@ class AgentConfig:
 
     # Program and arguments; python is moerl's own interpreter
     command: list[str] = field(default_factory=list)
+    # Programs that play many episodes each; 0 = a program for every episode
+    workers: Natural = 0
     # sandbox_tools | http | package.module:Class; instead of a program
     environment: str = ""
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the environment's class

@@ -113,6 +113,15 @@ def _agent_line(agent: AgentConfig) -> str:
     return f"{played_by}; at most {limits}; reward: {agent.reward}"
 
 
+def _agents(config: Config) -> str:
+    """How many processes there are at once."""
+    agent, rollout = config.task.agent, config.rollout
+    if not agent.command:
+        return str(agent.environment_workers)
+    most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
+    return str(agent.workers or f"<= {most}")
+
+
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
     """(process, index, count, GPUs, purpose) rows of one node."""
     engine, parallel = config.engine, config.trainer.parallel
@@ -126,11 +135,7 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
     if placed.controller.name == name and config.task.agent.plays:
-        rollout = config.rollout
-        most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
-        agent = config.task.agent
-        count = f"<= {most}" if agent.command else str(agent.environment_workers)
-        rows.append(("agents", "", count, "", _agent_line(agent)))
+        rows.append(("agents", "", _agents(config), "", _agent_line(config.task.agent)))
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
     if heads and not is_local(config.cluster):

@@ -23,7 +23,7 @@ from tools.stage_table import AREAS, EXPRESSIONS, STAGES, Stage, area_of, kind_o
 from tools.stages import Result, Results
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKS = ("full", "gpu", "gpu_profile", "mooncake", "smollm2")
+MARKS = ("full", "gpu", "gpu_profile", "mooncake", "smollm2", "clients")
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""`moerl train` with a verifiers environment, unchanged and in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_agent_run import SETTINGS, check
+from tests.helpers.agent_clients import PYTHON, environment, verifiers_agent
+from tests.helpers.train_runs import start, survivors
+
+pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.timeout(1200)]
+
+
+def agent_settings(harness: str) -> list[str]:
+    """A worker that plays `sort_taskset`; `env` gives it the variables of its environment."""
+    variables = [f"{name}={value}" for name, value in environment().items()]
+    command = ["env", *variables, str(PYTHON), *verifiers_agent("sort_taskset", harness)]
+    return [
+        "task.agent.workers=1",
+        f"task.agent.command={json.dumps(command)}",
+        "task.agent.max_turns=4",
+        "task.limits.processes=512",
+    ]
+
+
+def test_a_verifiers_environment_is_trained(tmp_path: Path) -> None:
+    """Its chat program is verifiers' own: a process per answer."""
+    run = start(
+        tmp_path, "digits-by-agent", *SETTINGS, *agent_settings("null"), "run.steps=2",
+        "task.agent.wall_s=600", name="x", copies=True,
+    )  # fmt: skip
+    run.wait_for(lambda: bool(run.rows()))
+    members = run.members()
+    assert run.finish() == 0, run.text()
+    check(run, 2)
+    rewards = [row["reward/mean"] for row in run.rows() if "reward/mean" in row]
+    assert rewards
+    assert all(0 <= reward <= 1 for reward in rewards)
+    assert not survivors(members, 10.0)

@@ -1,0 +1,154 @@
+"""What agents recorded through the gateway, scored by Megatron-core, and records that are wrong.
+
+Each control changes one thing in a record; the gate that true records pass must reject it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.turn_forest import RecordedTurn
+from moerl.errors import RecordError
+from moerl.records.sampling_mask import encode_rows
+from moerl.records.segment_split import split_segments
+from moerl.types import GenerateRequest, MaskBlob, Rollout, Segment
+from tests.helpers.engine_tiny_model import SHAPE
+from tests.helpers.replay_scenario import A, B, Scoring, World
+
+MAX_GAP, MEAN_GAP = 5e-5, 5e-6  # nats, fp32
+
+
+@dataclass
+class Tap:
+    """The engine, and what it sampled: an account apart from the gateway's."""
+
+    world: World
+    sampled: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        replies = await self.world.host.generate(requests)
+        for reply in replies:
+            assert isinstance(reply, Segment), reply
+            for piece in reply.pieces:
+                self.sampled[reply.rollout_id] += piece.output_ids.tolist()
+        return replies
+
+    async def abort(self, names: Sequence[str]) -> None:
+        await self.world.host.abort(names)
+
+
+@dataclass
+class Records:
+    """Recorded turns of some episodes, and their scores."""
+
+    scoring: Scoring
+    tokens: PromptTokens
+    turns: Sequence[RecordedTurn]
+
+
+async def update(world: World, wait_s: float) -> None:
+    """Weights change under running requests, as a publish session changes them.
+
+    wait_s: from the first prefill on.
+    """
+    health, server, seen = world.host._health, world.host._client, world.prefills()
+    assert server is not None
+    while world.prefills() <= seen:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(wait_s)
+    health.admit.clear()
+    while not health.idle.is_set():
+        await server.abort_all()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(health.idle.wait(), 0.05)
+    await world.load(B)
+    health.admit.set()
+
+
+def score(records: Records) -> None:
+    """True records and controls, by the version that sampled them."""
+    parts = [part for turn in records.turns for part in split_segments(turn.rollout)]
+    for version in (A, B):
+        own = [part for part in parts if part.versions[0].version == version]
+        records.scoring.add(f"own{version.step}", own, version)
+        later = [part for part in own if part.rollout_id in _later(records)]
+        wrong = [rows_of_another_turn(records, part) for part in later]
+        records.scoring.add(f"rows{version.step}", wrong, version)
+        wrong = [masks_of_another_call(records, part) for part in own]
+        records.scoring.add(f"masks{version.step}", wrong, version)
+        wrong = [tokenised_again(records, part) for part in later]
+        records.scoring.add(f"text{version.step}", wrong, version, ["mask"])
+    records.scoring.run()
+
+
+def _later(records: Records) -> set[str]:
+    """First segments of turns that have a parent."""
+    later = [turn.rollout for turn in records.turns if turn.parent is not None]
+    return {f"{rollout.rollout_id}/0" for rollout in later}
+
+
+def check_scores(records: Records) -> None:
+    """Every sampled token, scored with the weights that sampled it, with both replays."""
+    found = [np.concatenate(list(records.scoring.gaps(f"own{step}").values())) for step in (0, 1)]
+    assert sum(map(len, found)) == sum(turn.rollout.num_sampled for turn in records.turns)
+    for gap in found:
+        assert np.abs(gap).max() <= MAX_GAP
+        assert np.abs(gap).mean() <= MEAN_GAP
+
+
+def check_control(records: Records, control: str, step: int) -> None:
+    """Records with one thing wrong fail the gate by far."""
+    gaps = records.scoring.gaps(f"{control}{step}", "mask" if control == "text" else "both")
+    assert gaps
+    assert max(np.abs(gap).max() for gap in gaps.values()) > 100 * MAX_GAP
+
+
+# --- controls: one thing is wrong with each record ------------------------------------------------
+def rows_of_another_turn(records: Records, part: Rollout) -> Rollout:
+    """Every row is that of the token as many places before it as this turn is long."""
+    store = records.scoring.world.store
+    rows = np.concatenate([store.load(blob.ids) for blob in part.routing], 1)
+    moved = np.ascontiguousarray(np.roll(rows, part.num_sampled, 1))
+    return replace(part, routing=(_routing(records, part, f"{part.rollout_id}.rows", moved),))
+
+
+def _routing(records: Records, part: Rollout, name: str, rows: np.ndarray) -> Any:
+    (ref,) = records.scoring.world.store.seal(name.replace("/", "."), [rows])
+    return replace(part.routing[0], ids=ref, row_begin=0, row_end=rows.shape[1])
+
+
+def masks_of_another_call(records: Records, part: Rollout) -> Rollout:
+    """The kept tokens of the position before, and the sampled token, without which none scores."""
+    store, sampled = records.scoring.world.store, part.token_ids[part.loss_mask]
+    masks = [(store.load(blob.offsets), store.load(blob.ids)) for blob in part.sampling_mask]
+    kept = [row for offsets, ids in masks for row in np.split(ids, offsets[1:-1])]
+    kept = [
+        np.union1d(row, [token]) for row, token in zip([*kept[1:], kept[0]], sampled, strict=True)
+    ]
+    lengths = np.asarray([len(row) for row in kept])
+    csr = encode_rows(lengths, np.concatenate(kept), sampled, vocab_size=SHAPE.vocab_size)
+    offsets, ids = store.seal(f"{part.rollout_id}.masks".replace("/", "."), csr)
+    return replace(part, sampling_mask=(MaskBlob(offsets, ids, 0, len(kept)),))
+
+
+def tokenised_again(records: Records, part: Rollout) -> Rollout:
+    """The prompt's text, encoded; its length differs, so routes are the trainer's own."""
+    tokens = records.tokens
+    prompt = tokens.encode(tokens.decode(part.token_ids[: part.prompt_len].tolist()))
+    whole = np.concatenate([prompt, part.token_ids[part.prompt_len :]])
+    rows = np.zeros((SHAPE.num_layers, len(whole) - 1, SHAPE.top_k), np.uint8)
+    rows[..., 1] = 1
+    return replace(
+        part,
+        token_ids=whole,
+        loss_mask=np.arange(len(whole)) >= len(prompt),
+        routing=(_routing(records, part, f"{part.rollout_id}.text", rows),),
+    )
