@@ -70,7 +70,7 @@ class SortDigits:
 
 
 class Products:
-    """`127*348=` -> `44196`.  Of three demonstrations one calls the calculator, two answer at once.
+    """`127*348=` -> `44196`.  Half of the demonstrations call the calculator, half answer at once.
 
     So a supervised start has seen the tool and does not yet rely on it.
     """
@@ -84,7 +84,7 @@ class Products:
         draw = random.Random(f"{self._seed}/{index}")
         expression = "*".join(str(draw.randrange(self._least, 10 * self._least)) for _ in "ab")
         shown = demonstration(expression)
-        turns = shown if draw.random() < 1 / 3 else shown[-1:]
+        turns = shown if draw.random() < 0.5 else shown[-1:]
         return Item(f"{expression}=", shown[-1], extra={"demonstration": turns})
 
 
@@ -169,8 +169,10 @@ class PromptStream:
                 f"{name} has {len(ids)} tokens; raise the limit or shorten the prompt",
             )
         extra = dict(item.extra)
-        if item.messages and self._task.agent.command:
-            extra["messages"] = list(item.messages)  # the agent writes its own conversation
+        if self._task.agent.command:
+            extra.pop("demonstration", None)  # it holds the answer, and agents see `extra`
+            if item.messages:  # the agent writes its own conversation
+                extra["messages"] = list(item.messages)
         return Prompt(index, tuple(ids), text, item.answer, extra)
 
     def _place(self, index: int) -> int:
