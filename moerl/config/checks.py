@@ -55,7 +55,7 @@ NOT_WITH_REPLAY = {  # fields of trainer.megatron; others are refused where mega
     "external_cuda_graph": _GRAPHS,
 }
 _SMOLLM2 = "tools/get_smollm2 makes this folder, in the checkout"
-_MAKERS = {  # of model folders that recipes name
+MODEL_MAKERS = {  # of model folders that recipes name
     "models/smollm2": _SMOLLM2,
     "models/smollm2-moe": _SMOLLM2,
     "runs/tool-use-start/hf": "moerl sft tool-use-start --run tool-use-start makes this folder",
@@ -116,7 +116,7 @@ def check_model(config: Config) -> dict[str, Any]:
         raise ConfigError(
             "model.path",
             config.model.path,
-            _MAKERS.get(
+            MODEL_MAKERS.get(
                 folder.as_posix(),
                 "a Hugging Face model folder of this machine is needed; nothing is downloaded",
             ),
