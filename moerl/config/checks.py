@@ -33,7 +33,7 @@ from moerl.errors import ConfigError, ModelError
 
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
 _REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
-_ENVIRONMENTS = ("check_digits",)
+_ENVIRONMENTS = ("calculator", "check_digits")
 _EXPERTS = (  # by family
     "num_experts",
     "num_local_experts",
@@ -53,6 +53,12 @@ NOT_WITH_REPLAY = {  # fields of trainer.megatron; others are refused where mega
     "cuda_graph_impl": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
+}
+_SMOLLM2 = "tools/get_smollm2 makes this folder, in the checkout"
+MODEL_MAKERS = {  # of model folders that recipes name
+    "models/smollm2": _SMOLLM2,
+    "models/smollm2-moe": _SMOLLM2,
+    "runs/tool-use-start/hf": "moerl sft tool-use-start --run tool-use-start makes this folder",
 }
 _FILES = {  # what task.path is
     "jsonl": "a readable JSONL file of prompts",
@@ -107,13 +113,13 @@ def check_model(config: Config) -> dict[str, Any]:
     """
     folder = Path(config.model.path)
     if not config.model.path or not folder.is_dir():
-        made = folder.as_posix() in ("models/smollm2", "models/smollm2-moe")
         raise ConfigError(
             "model.path",
             config.model.path,
-            "tools/get_smollm2 makes this folder, in the checkout"
-            if made
-            else "a Hugging Face model folder of this machine is needed; nothing is downloaded",
+            MODEL_MAKERS.get(
+                folder.as_posix(),
+                "a Hugging Face model folder of this machine is needed; nothing is downloaded",
+            ),
         )
     try:
         hf = read_model_config(folder)

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
-from moerl.config.checks import check_model_sizes
+from moerl.config.checks import MODEL_MAKERS, check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
 from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT, printed
@@ -336,7 +336,11 @@ class _Size:
 
 def model_shapes(config: Config) -> dict[str, Any]:
     """The model's config.json, or that of the tiny model that would be made."""
-    return _shapes_of(config.model.path) if config.model.path else _tiny_shapes(config.model.tiny)
+    model = config.model
+    is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
+    if not model.path or (model.tiny.enabled and is_to_be_made):
+        return _tiny_shapes(model.tiny)
+    return _shapes_of(model.path)
 
 
 def _shapes_of(name: str) -> dict[str, Any]:
