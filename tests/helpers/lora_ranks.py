@@ -58,7 +58,7 @@ def main() -> None:
     learner = make_learner(Path(options.model), ranks, settings)
     set_factors(learner, load_file(options.factors))
     break_on_purpose(learner, settings.get("broken", ""))
-    base = frozen_bytes(learner)
+    base = frozen_sums(learner)
     step = 0
     if settings.get("load"):
         path = Path(settings["load"]) / "checkpoints" / "step-000001"
@@ -74,7 +74,7 @@ def main() -> None:
         "loss": metrics["loss/pg"],
         "norm": metrics["loss/grad_norm"],
         "values": gather(learner, lambda param: param.detach()),
-        "base_unchanged": base == frozen_bytes(learner),
+        "base_unchanged": base == frozen_sums(learner),
         "buffered": sum(
             buffer.numel_unpadded for ddp in learner.ddp for buffer in all_buffers(ddp)
         ),
@@ -182,12 +182,12 @@ def gather(learner: Learner, view: Callable[[torch.nn.Parameter], Tensor]) -> di
     return whole
 
 
-def frozen_bytes(learner: Learner) -> list[Tensor]:
-    return [base for adapters in learner.model.adapters for base in adapters._base] and [
-        float(p.double().sum())
-        for chunk in learner.model.chunks
-        for name, p in chunk.gpt.named_parameters()
-        if name.endswith(("layernorm.weight", "router.weight"))
+def frozen_sums(learner: Learner) -> list[float]:
+    """Of the weights that have no adapter."""
+    return [
+        float(tensor.double().sum())
+        for name, tensor in learner.model.tensors.items()
+        if "norm" in name or "router" in name or name.startswith(("embedding", "output_layer"))
     ]
 
 

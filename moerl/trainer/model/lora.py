@@ -43,7 +43,7 @@ from torch.autograd import Function
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout import ModelSpec, Named, hf_shapes, megatron_tiles
+from moerl.layout import ModelSpec, Named, hf_shapes, megatron_tiles, transposed_stacks
 from moerl.layout.adapters import Projection, adapter_shapes, projections
 from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
@@ -164,6 +164,12 @@ def attach_adapters(
         raise ConfigError(
             "lora.rank", lora.rank, "adapters were not compared with Transformer Engine; use 0"
         )
+    if gpt.config.moe_shared_expert_overlap:
+        raise ConfigError(
+            "trainer.megatron.moe_shared_expert_overlap",
+            True,
+            "adapters of shared experts communicate as these do without it; not with lora",
+        )
     gpt.requires_grad_(False)
     adapters, prefix = Adapters(lora.scale), f"chunk{chunk}." if sizes.vpp > 1 else ""
     for name, local in megatron_tiles(spec, sizes, parallel.rank).items():
@@ -198,7 +204,7 @@ def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -
         ("linear attention", spec.linear_layers),
         ("sparse attention", spec.index_topk),
         ("biases in its experts", spec.o_bias),
-        ("stacked expert files [E, in, out]", spec.nope_layers),
+        ("experts stored as [E, in, out]", transposed_stacks(spec)),
     )
     for what, has in odd:
         if has:
