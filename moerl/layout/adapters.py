@@ -74,7 +74,8 @@ def adapter_shapes(
 
 def adapter_tiles(spec: ModelSpec, layout: ParallelConfig, rank: int, rank_of: RankOf) -> Named:
     """The factors that a trainer rank holds, by their Hugging Face names."""
-    shapes, named = hf_shapes(spec), {}
+    shapes = hf_shapes(spec)
+    named: Named = {}
     for local in megatron_tiles(spec, layout, rank).values():
         for part in projections(local, rank_of, shapes):
             named |= part.factors
