@@ -62,6 +62,8 @@ _TRAINER = (
     "tests/multi/test_gpu_checkpoint.py",
     "tests/multi/test_ref_model_ranks.py",
     "tests/multi/test_minibatch_training.py",
+    "tests/multi/test_lora_parity.py",
+    "tests/multi/test_lora_files.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",
     "tests/multi/test_replay_matrix.py",

@@ -17,6 +17,7 @@ from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.evaluating import check_isolation
 from moerl.config.json_files import read_model_config
+from moerl.config.lora_settings import check_lora
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import (
@@ -61,10 +62,11 @@ _FILES = {  # what task.path is
 _LEAST_CACHE = 64  # tokens of an engine's KV cache
 
 
-def check(config: Config, *, starts: bool = True) -> None:
+def check(config: Config, *, starts: bool = True, delivers: bool = True) -> None:
     """Check everything that needs neither the model nor a heavy package.  Raises ConfigError.
 
-    starts: require also the other models that the algorithm reads.
+    starts: require also the other models that the algorithm reads.  delivers: engines serve the
+    trained weights.
     """
     validate(config)
     if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
@@ -76,6 +78,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_replay(config)
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
+    check_lora(config.lora, delivers=delivers)
     _check_tasks(config)
     check_agent(config)
     _check_sync(config)

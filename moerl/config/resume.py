@@ -23,6 +23,7 @@ def resume_facts(config: Config) -> dict[str, Any]:
         "distributed_optimizer": trainer.optimizer.distributed,
         "dtype": trainer.dtype,
         "critic": config.algorithm.advantage == "gae",
+        "lora": asdict(config.lora) if config.lora.rank else None,
     }
 
 
@@ -42,6 +43,11 @@ def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: b
         )
     if config.algorithm.advantage == "gae" and not saved["critic"]:
         raise ConfigError("algorithm.advantage", "gae", "the checkpoint holds no critic")
+    if (lora := resume_facts(config)["lora"]) != saved.get("lora"):
+        kept = saved.get("lora")
+        raise ConfigError(
+            "lora", lora, f"the checkpoint holds {f'adapters of {kept}' if kept else 'all weights'}"
+        )
     if reset_optimizer:
         return
     ep, saved_ep = trainer.parallel.ep, saved["parallel"]["ep"]

@@ -245,6 +245,9 @@ class Learner:
         begin = time.perf_counter()
         self.before_update()
         norms = take_step(self.optimizer, f"step {step}")
+        if self.model.adapters:
+            gather_parameters(self.ddp)
+            self.model.merge()
         times.optimizer += time.perf_counter() - begin
         return norms
 

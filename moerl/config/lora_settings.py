@@ -1,0 +1,59 @@
+"""`lora`: which weights get low-rank factors, of which rank, and how they are scaled.
+
+W = W0 + scale * B A, A [rank, in], B [out, rank].  One scale holds for all weights, also where
+`ranks` gives some of them another rank: a rank is a capacity, not a strength.
+Idea: LoRA, Hu et al., 2106.09685; rsLoRA, Kalajdzievski, 2312.03732.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from moerl.config.bounds import Natural, NonNegative
+from moerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: Natural = 0  # 0 = off: all weights are trained
+    alpha: NonNegative = 0.0  # the scale is alpha / rank; 0 = the rank, a scale of 1
+    rslora: bool = False  # the scale is alpha / sqrt(rank)
+    dropout: NonNegative = 0.0  # must be 0
+    # patterns of Hugging Face modules, such as model.layers.0.mlp.experts.3.up_proj
+    targets: list[str] = field(default_factory=lambda: ["*_proj", "*_proj_with_mqa"])
+    ranks: dict[str, int] = field(default_factory=dict)  # pattern -> rank of these; the last counts
+
+    @property
+    def scale(self) -> float:
+        divisor = math.sqrt(self.rank) if self.rslora else self.rank
+        return (self.alpha or self.rank) / divisor
+
+    def rank_of(self, module: str) -> int:
+        """Rank of the factors of a Hugging Face module's weight; 0 = it is not a target."""
+        if not any(fnmatchcase(module, pattern) for pattern in self.targets):
+            return 0
+        own = [rank for pattern, rank in self.ranks.items() if fnmatchcase(module, pattern)]
+        return own[-1] if own else self.rank
+
+
+def check_lora(lora: LoraConfig, *, delivers: bool) -> None:
+    """delivers: engines are to serve what is trained.  Raises ConfigError."""
+    if not lora.rank:
+        return
+    if lora.dropout:
+        raise ConfigError(
+            "lora.dropout", lora.dropout, "merged weights cannot drop a part of a token; use 0"
+        )
+    if not lora.targets:
+        raise ConfigError("lora.targets", lora.targets, "name at least one pattern, such as *_proj")
+    for pattern, rank in lora.ranks.items():
+        if rank < 1:
+            raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")
+    if delivers:
+        raise ConfigError(
+            "lora.rank",
+            lora.rank,
+            "adapters are not delivered to engines yet; use 0 here, or train them with moerl sft",
+        )
