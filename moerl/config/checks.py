@@ -62,11 +62,10 @@ _FILES = {  # what task.path is
 _LEAST_CACHE = 64  # tokens of an engine's KV cache
 
 
-def check(config: Config, *, starts: bool = True, delivers: bool = True) -> None:
+def check(config: Config, *, starts: bool = True) -> None:
     """Check everything that needs neither the model nor a heavy package.  Raises ConfigError.
 
-    starts: require also the other models that the algorithm reads.  delivers: engines serve the
-    trained weights.
+    starts: require also the other models that the algorithm reads.
     """
     validate(config)
     if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
@@ -78,7 +77,7 @@ def check(config: Config, *, starts: bool = True, delivers: bool = True) -> None
     _check_replay(config)
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
-    check_lora(config.lora, delivers=delivers)
+    check_lora(config.lora, trains_critic=config.algorithm.advantage == "gae")
     _check_tasks(config)
     check_agent(config)
     _check_sync(config)

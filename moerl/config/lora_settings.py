@@ -38,8 +38,8 @@ class LoraConfig:
         return own[-1] if own else self.rank
 
 
-def check_lora(lora: LoraConfig, *, delivers: bool) -> None:
-    """delivers: engines are to serve what is trained.  Raises ConfigError."""
+def check_lora(lora: LoraConfig, *, trains_critic: bool = False) -> None:
+    """Raises ConfigError."""
     if not lora.rank:
         return
     if lora.dropout:
@@ -48,12 +48,12 @@ def check_lora(lora: LoraConfig, *, delivers: bool) -> None:
         )
     if not lora.targets:
         raise ConfigError("lora.targets", lora.targets, "name at least one pattern, such as *_proj")
-    for pattern, rank in lora.ranks.items():
-        if rank < 1:
-            raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")
-    if delivers:
+    if trains_critic:
         raise ConfigError(
             "lora.rank",
             lora.rank,
-            "adapters are not delivered to engines yet; use 0 here, or train them with moerl sft",
+            "a critic (algorithm.advantage = gae) beside adapters was not tried; use 0",
         )
+    for pattern, rank in lora.ranks.items():
+        if rank < 1:
+            raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")

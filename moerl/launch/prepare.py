@@ -38,20 +38,15 @@ log = logging.getLogger(__name__)
 
 
 def prepare(
-    config: Config,
-    run: RunDir,
-    *,
-    resume: bool,
-    reset_optimizer: bool = False,
-    delivers: bool = True,
+    config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False
 ) -> RunContext:
     """Run every check that needs no process, make the tiny model if asked, clear old files.
 
-    reset_optimizer: with resume, start from fresh optimizer state.  delivers: engines serve the
-    trained weights.  Raises ConfigError before any process is started.
+    reset_optimizer: with resume, start from fresh optimizer state.  Raises ConfigError before any
+    process is started.
     """
     config = resolve(config)
-    check(config, delivers=delivers)
+    check(config)
     refuse_hidden(config)
     check_args(config.engine.args, replay=config.replay.routing == "R3")
     if reset_optimizer and not is_local(config.cluster):

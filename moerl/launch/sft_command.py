@@ -30,7 +30,7 @@ def sft(config: Config) -> RunDir:
     """Train all steps; returns the run directory, with the model in hf/.  Raises MoerlError."""
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
-    plan = prepare(supervised(config), run, resume=False, delivers=False)
+    plan = prepare(supervised(config), run, resume=False)
     save_config(plan.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)

@@ -64,7 +64,7 @@ def _train(config: Config, run: RunDir) -> None:
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
     # `prepare` must run before any import of megatron
-    from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter
+    from moerl.trainer.hf_io.adapter_files import save_factors
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
     from moerl.trainer.learner.step import Learner
@@ -101,10 +101,7 @@ def _train(config: Config, run: RunDir) -> None:
     group = RankGroup(ranks.rank, ranks.control)
     HfShards(lambda: model.tensors, held, group, source.path).save(run.hf)
     if model.adapters:
-        layout, lora = ranks.sizes, config.lora
-        factors = gather_factors(model.factors(), model.spec, lora, layout, ranks.control)
-        if factors is not None:
-            save_adapter(run.root / "adapter" / "peft", factors, model.spec, lora, str(source.path))
+        save_factors(run.adapter, model, config.lora, ranks, source.path)
     dist.barrier(ranks.control)
     parallel.stop()
 

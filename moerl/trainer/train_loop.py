@@ -48,6 +48,7 @@ from moerl.serialization import decode
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
+from moerl.trainer.hf_io.adapter_files import save_factors
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
@@ -97,8 +98,10 @@ class TrainLoop:
             config.trainer,
             parallel,
             with_replay=config.replay.routing != "off",
+            lora=config.lora,
         )
         load_hf(self.model.tensors, self.model.tiles, self.source)
+        self.model.keep_base()
         critic = None
         if config.algorithm.advantage == "gae":
             critic = Critic(config, parallel, context.blobs)
@@ -283,6 +286,9 @@ class TrainLoop:
     def _save_hf(self) -> None:
         with self.tracer.span("save hf", step=self.version.step):
             self.save_model(self.context.run.hf)
+            if self.model.adapters:
+                base, lora = self.source.path, self.config.lora
+                save_factors(self.context.run.adapter, self.model, lora, self.parallel, base)
         self.hf_step = self.version.step
 
     def save_model(self, folder: Path) -> None:

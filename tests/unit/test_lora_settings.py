@@ -16,7 +16,6 @@ from moerl.config.schema import Config, ParallelConfig
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
 from moerl.layout.adapters import adapter_tiles, projections, whole_factors
-from moerl.trainer.sft import supervised
 from tests.helpers.trainer_support import ROOT
 
 ON = LoraConfig(rank=4, alpha=8)
@@ -52,17 +51,15 @@ def test_one_scale_holds_for_all_ranks() -> None:
 )
 def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> None:
     with pytest.raises(ConfigError, match=field) as refused:
-        check_lora(lora, delivers=False)
+        check_lora(lora)
     assert says in str(refused.value)
-    check_lora(replace(lora, rank=0), delivers=True)  # off
+    check_lora(replace(lora, rank=0))  # off
 
 
-def test_a_run_with_engines_is_refused_and_sft_is_not() -> None:
-    config = load_config("quickstart-smoke", ["lora.rank=4", "run.name=x"])
-    assert config.lora.rank == 4
-    check(supervised(config), delivers=False)
-    with pytest.raises(ConfigError, match="not delivered to engines yet"):
-        check(config)
+def test_a_critic_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.rank.*critic"):
+        check(load_config("ppo", ["lora.rank=4", "run.name=x"]))
+    check(load_config("quickstart-lora", ["run.name=x"]))
 
 
 def test_a_checkpoint_continues_with_its_own_adapters() -> None:
