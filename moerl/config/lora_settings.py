@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from moerl.config.bounds import Natural, NonNegative
-from moerl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class LoraConfig:
     # patterns of Hugging Face modules, such as model.layers.0.mlp.experts.3.up_proj
     targets: list[str] = field(default_factory=lambda: ["*_proj", "*_proj_with_mqa"])
     ranks: dict[str, int] = field(default_factory=dict)  # pattern -> rank of these; the last counts
+    send: Literal["factors", "weights"] = "factors"
+    """What a publish sends: A and B, which each engine rank merges, or the merged weights."""
+
+    @property
+    def sends_factors(self) -> bool:
+        return self.rank > 0 and self.send == "factors"
 
     @property
     def scale(self) -> float:
@@ -36,24 +42,3 @@ class LoraConfig:
             return 0
         own = [rank for pattern, rank in self.ranks.items() if fnmatchcase(module, pattern)]
         return own[-1] if own else self.rank
-
-
-def check_lora(lora: LoraConfig, *, trains_critic: bool = False) -> None:
-    """Raises ConfigError."""
-    if not lora.rank:
-        return
-    if lora.dropout:
-        raise ConfigError(
-            "lora.dropout", lora.dropout, "merged weights cannot drop a part of a token; use 0"
-        )
-    if not lora.targets:
-        raise ConfigError("lora.targets", lora.targets, "name at least one pattern, such as *_proj")
-    if trains_critic:
-        raise ConfigError(
-            "lora.rank",
-            lora.rank,
-            "a critic (algorithm.advantage = gae) beside adapters was not tried; use 0",
-        )
-    for pattern, rank in lora.ranks.items():
-        if rank < 1:
-            raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
@@ -23,8 +24,17 @@ def resume_facts(config: Config) -> dict[str, Any]:
         "distributed_optimizer": trainer.optimizer.distributed,
         "dtype": trainer.dtype,
         "critic": config.algorithm.advantage == "gae",
-        "lora": asdict(config.lora) if config.lora.rank else None,
+        "lora": _adapters(config.lora),
     }
+
+
+def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
+    """What the factors are; how they travel may change."""
+    return (
+        {name: value for name, value in asdict(lora).items() if name != "send"}
+        if lora.rank
+        else None
+    )
 
 
 def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: bool) -> None:

@@ -82,6 +82,21 @@ def adapter_tiles(spec: ModelSpec, layout: ParallelConfig, rank: int, rank_of: R
     return named
 
 
+def engine_factors(named: Named, rank_of: RankOf, shapes: Mapping[str, tuple[int, ...]]) -> Named:
+    """The factors from which an engine rank with these tiles computes its weights."""
+    boxes: dict[str, list[Box]] = {}
+    for tile in (tile for local in named.values() for tile in local.tiles):
+        if len(shapes[tile.hf]) == 2 and rank_of(module_of(tile.hf)):
+            boxes.setdefault(tile.hf, []).append(tile.hf_box)
+    factors: Named = {}
+    for name, held in boxes.items():
+        rows, cols = (_hull(part) for part in zip(*held, strict=True))
+        module, ranks = module_of(name), range(rank_of(module_of(name)))
+        factors[f"{module}.lora_A"] = _held(module, "A", (ranks, cols))
+        factors[f"{module}.lora_B"] = _held(module, "B", (rows, ranks))
+    return factors
+
+
 def whole_factors(spec: ModelSpec, rank_of: RankOf) -> Named:
     """All factors of a model as if they were one rank's tensors."""
     return {
@@ -104,6 +119,12 @@ def _joined(name: str, parts: Iterable[range]) -> range:
     if rows != list(range(rows[0], rows[0] + len(rows))):
         raise LayoutError(f"{name}: its rows on this rank are not one range")
     return range(rows[0], rows[-1] + 1)
+
+
+def _hull(parts: Iterable[range]) -> range:
+    """The smallest range that holds all of them, which may be interleaved."""
+    ends = [(part[0], part[-1]) for part in parts]
+    return range(min(first for first, _ in ends), max(last for _, last in ends) + 1)
 
 
 def _held(module: str, factor: str, box: Box) -> Local:

@@ -298,6 +298,11 @@ class TrainLoop:
         ranks = RankGroup(parallel.rank, parallel.control)
         HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
 
+    def _sent(self) -> dict[str, torch.Tensor]:
+        """What a publish sends, and the weights that engines must have then."""
+        factors = self.model.factors() if self.config.lora.sends_factors else {}
+        return self.model.tensors | factors
+
     def _checkpoint(self) -> None:
         progress = checkpoint.Progress(
             version=self.version,
@@ -319,7 +324,7 @@ class TrainLoop:
             spec=self.model.spec,
             layout=parallel.sizes,
             layer_spec=parallel.platform.layers,
-            live=lambda: self.model.tensors,
+            live=self._sent,
             # own connections: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: RpcClient(
                 context.controller, context.keys, timeout_s=config.sync.timeout_s

@@ -10,7 +10,8 @@ import pytest
 
 from moerl.config.checks import check
 from moerl.config.load import load_config
-from moerl.config.lora_settings import LoraConfig, check_lora
+from moerl.config.lora_checks import check_lora
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_resume, resume_facts
 from moerl.config.schema import Config, ParallelConfig
 from moerl.errors import ConfigError, LayoutError
@@ -51,15 +52,37 @@ def test_one_scale_holds_for_all_ranks() -> None:
 )
 def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> None:
     with pytest.raises(ConfigError, match=field) as refused:
-        check_lora(lora)
+        check_lora(replace(Config(), lora=lora))
     assert says in str(refused.value)
-    check_lora(replace(lora, rank=0))  # off
+    check_lora(replace(Config(), lora=replace(lora, rank=0)))  # off
 
 
 def test_a_critic_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"lora\.rank.*critic"):
         check(load_config("ppo", ["lora.rank=4", "run.name=x"]))
     check(load_config("quickstart-lora", ["run.name=x"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("engine.dtype=bfloat16", "engines in bfloat16 round another sum"),
+        ("sync.delta=true", "sync.delta was not tried"),
+        ("sync.direct=1", "sync.direct was not tried"),
+        ("engine.args={quantization: fp8}", "quantised weights"),
+    ],
+)
+def test_engines_that_cannot_merge_get_weights(setting: str, says: str) -> None:
+    settings = ["run.name=x", "engine.count=2", setting]
+    with pytest.raises(ConfigError, match=says):
+        check_lora(load_config("quickstart-lora", settings))
+    check_lora(load_config("quickstart-lora", [*settings, "lora.send=weights"]))
+
+
+def test_how_factors_travel_may_change_at_a_resume() -> None:
+    config = replace(Config(), lora=ON)
+    saved = resume_facts(config)
+    check_resume(replace(config, lora=replace(ON, send="weights")), saved, reset_optimizer=False)
 
 
 def test_a_checkpoint_continues_with_its_own_adapters() -> None:

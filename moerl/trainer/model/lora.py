@@ -47,6 +47,7 @@ from moerl.layout import ModelSpec, Named, hf_shapes, megatron_tiles, transposed
 from moerl.layout.adapters import Projection, adapter_shapes, projections
 from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.low_rank import merge_into
 
 Linear = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
 PREFIX = "lora."  # of the factors' names in a GPTModel
@@ -60,7 +61,6 @@ class Factors:
     a: torch.nn.Parameter  # [rank, cols]
     b: torch.nn.Parameter  # [rows, rank]
     index: Tensor | None  # rows of the local weight in the order of B; None: all of them
-    cols: slice  # columns of the local weight
 
 
 class Adapters(torch.nn.Module):
@@ -90,15 +90,20 @@ class Adapters(torch.nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Set every adapted weight to W0 + s B A, computed in fp32 and rounded once."""
+        """Set every adapted weight to W0 + s B A, computed in fp32 and rounded once.
+
+        Rows of a fused tensor without factors keep W0.
+        """
         assert len(self._base) == len(self._merged), "keep_base comes first"
         for (weight, every), base in zip(self._merged, self._base, strict=True):
-            whole = base.to(weight.device, torch.float32, copy=True)
+            base = base.to(weight.device)
             for part in every:
-                delta = self.scale * (part.b.float() @ part.a.float())
-                rows = slice(None) if part.index is None else part.index
-                whole[rows, part.cols] += delta
-            weight.copy_(whole)
+                if part.index is None:
+                    merge_into(weight, base, part.a, part.b, self.scale)
+                    continue
+                rows = torch.empty(len(part.index), base.shape[1], dtype=base.dtype)
+                merge_into(rows, base[part.index], part.a, part.b, self.scale)
+                weight[part.index] = rows
 
     def factors(self) -> dict[str, Tensor]:
         """Factors, or what this rank holds of them, by Hugging Face name."""
@@ -148,7 +153,7 @@ class Adapters(torch.nn.Module):
         index = _index(part)
         same = torch.equal(index, torch.arange(linear.weight.shape[0]))
         a, b = parameters
-        return Factors(part, a, b, None if same else index, slice(0, len(part.cols)))
+        return Factors(part, a, b, None if same else index)
 
 
 def attach_adapters(
