@@ -26,6 +26,13 @@ def check_lora(config: Config) -> None:
         raise ConfigError(
             "lora.rank", lora.rank, "a critic (algorithm.advantage = gae) was not tried; use 0"
         )
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if config.trainer.megatron.get(name):
+            raise ConfigError(
+                f"trainer.megatron.{name}",
+                config.trainer.megatron[name],
+                "routers are frozen with lora, a loss of theirs was not tried; use 0",
+            )
     if lora.sends_factors and config.engine.count:
         _check_sending(config)
 

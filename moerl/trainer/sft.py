@@ -64,10 +64,10 @@ def _train(config: Config, run: RunDir) -> None:
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
     # `prepare` must run before any import of megatron
-    from moerl.trainer.hf_io.adapter_files import save_factors
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
     from moerl.trainer.learner.step import Learner
+    from moerl.trainer.live_adapters import save_live_adapters
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build
 
@@ -101,7 +101,7 @@ def _train(config: Config, run: RunDir) -> None:
     group = RankGroup(ranks.rank, ranks.control)
     HfShards(lambda: model.tensors, held, group, source.path).save(run.hf)
     if model.adapters:
-        save_factors(run.adapter, model, config.lora, ranks, source.path)
+        save_live_adapters(run.adapter, model, config.lora, ranks, source.path)
     dist.barrier(ranks.control)
     parallel.stop()
 

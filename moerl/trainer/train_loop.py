@@ -48,11 +48,11 @@ from moerl.serialization import decode
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
-from moerl.trainer.hf_io.adapter_files import save_factors
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
 from moerl.trainer.learner.step import Learner
+from moerl.trainer.live_adapters import save_live_adapters
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
@@ -282,14 +282,19 @@ class TrainLoop:
     def _keep_version(self) -> None:
         with self.tracer.span("save hf", version=str(self.version)):
             self.save_model(self.context.run.versions / str(self.version))
+            self._save_adapter(self.context.run.adapter.with_name(str(self.version)))
 
     def _save_hf(self) -> None:
         with self.tracer.span("save hf", step=self.version.step):
             self.save_model(self.context.run.hf)
-            if self.model.adapters:
-                base, lora = self.source.path, self.config.lora
-                save_factors(self.context.run.adapter, self.model, lora, self.parallel, base)
+            self._save_adapter(self.context.run.adapter)
         self.hf_step = self.version.step
+
+    def _save_adapter(self, folder: Path) -> None:
+        if self.model.adapters:
+            save_live_adapters(
+                folder, self.model, self.config.lora, self.parallel, self.source.path
+            )
 
     def save_model(self, folder: Path) -> None:
         """Save the live weights as a model folder; collective."""

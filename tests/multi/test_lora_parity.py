@@ -16,7 +16,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.helpers.lora_oracle import FAMILIES, LORA, by_autograd, random_factors, write_model
+from moerl.config.schema import ParallelConfig
+from moerl.planning.memory import Training, trainer_memory
+from tests.helpers.lora_oracle import (
+    FAMILIES,
+    LORA,
+    by_autograd,
+    random_factors,
+    read_spec,
+    write_model,
+)
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT
 
@@ -100,6 +109,10 @@ def test_loss_and_gradients_are_those_of_transformers(
     assert found["base_unchanged"]
     assert found["buffered"] == found["trained"], "frozen weights have no gradient buffer"
     assert found["adam"] == 2 * found["trained"], "and no state of the optimizer"
+    counted = Training(dtype="fp32", distributed_optimizer=False, gpu=False, lora=LORA)
+    spec = read_spec(trained[family].model)
+    (rank,) = trainer_memory(spec, ParallelConfig(**LAYOUTS[layout]), counted)
+    assert rank.gradients == 4 * found["buffered"], "the dry run counts them exactly"
 
 
 @pytest.mark.full

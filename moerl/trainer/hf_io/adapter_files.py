@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,6 @@ from moerl.layout.adapters import adapter_shapes, adapter_tiles, module_of, whol
 from moerl.layout.shards import stacked_forms
 from moerl.trainer.hf_io.hf_save import replace_folder, write_json
 
-if TYPE_CHECKING:
-    from moerl.trainer.model.gpt import Model
-    from moerl.trainer.model.parallel import Parallel
-
 _ROOT = "base_model.model."
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
 _BLOCK = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
@@ -45,16 +41,6 @@ class _Block(NamedTuple):
     expert: int
     rows: slice  # of the stacked parameter
     module: str
-
-
-def save_factors(
-    folder: Path, model: Model, lora: LoraConfig, parallel: Parallel, base: Path
-) -> None:
-    """The live factors of all ranks as a folder of peft; collective.  base: folder of W0."""
-    held, sizes = model.factors(), parallel.sizes
-    factors = gather_factors(held, model.spec, lora, sizes, parallel.control)
-    if factors is not None:
-        save_adapter(folder, factors, model.spec, lora, str(base))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from moerl.layout import Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
 from moerl.trainer.model.indexer_replay import IndexerReplay, attach_indexers
-from moerl.trainer.model.lora import PREFIX, Adapters, attach_adapters
+from moerl.trainer.model.lora import PREFIX, Adapters, Changes, attach_adapters
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.replay import RouteReplay, attach
@@ -92,10 +92,10 @@ class Model:
         """This rank's part of each factor, by Hugging Face name."""
         return {name: t for adapters in self.adapters for name, t in adapters.factors().items()}
 
-    def merge(self) -> None:
+    def merge(self) -> Changes:
         """Bring adapted weights up to date with their factors."""
-        for adapters in self.adapters:
-            adapters.merge()
+        every = [adapters.merge() for adapters in self.adapters]
+        return Changes(sum(one.weights for one in every), sum(one.changed for one in every))
 
     @property
     def call_args(self) -> dict[str, Any]:

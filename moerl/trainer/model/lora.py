@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.models.gpt import GPTModel
@@ -63,6 +64,23 @@ class Factors:
     index: Tensor | None  # rows of the local weight in the order of B; None: all of them
 
 
+@dataclass(slots=True)
+class Changes:
+    """Elements of adapted tensors on this rank, and how many a merge changed.
+
+    Rounding swallows updates below half a step of the dtype.
+    """
+
+    weights: int = 0
+    changed: int = 0
+
+    def share(self, group: dist.ProcessGroup) -> float:
+        """Of all ranks together; collective over a group of gloo."""
+        both = torch.tensor([self.weights, self.changed], dtype=torch.float64)
+        dist.all_reduce(both, group=group)
+        return float(both[1] / both[0])
+
+
 class Adapters(torch.nn.Module):
     """All factors of a model chunk, as `gpt.lora`: names of the weights stay those of the layout.
 
@@ -89,14 +107,15 @@ class Adapters(torch.nn.Module):
         self.merge()
 
     @torch.no_grad()
-    def merge(self) -> None:
+    def merge(self) -> Changes:
         """Set every adapted weight to W0 + s B A, computed in fp32 and rounded once.
 
         Rows of a fused tensor without factors keep W0.
         """
         assert len(self._base) == len(self._merged), "keep_base comes first"
+        changes = Changes()
         for (weight, every), base in zip(self._merged, self._base, strict=True):
-            base = base.to(weight.device)
+            base, before = base.to(weight.device), weight.detach().clone()
             for part in every:
                 if part.index is None:
                     merge_into(weight, base, part.a, part.b, self.scale)
@@ -104,6 +123,9 @@ class Adapters(torch.nn.Module):
                 rows = torch.empty(len(part.index), base.shape[1], dtype=base.dtype)
                 merge_into(rows, base[part.index], part.a, part.b, self.scale)
                 weight[part.index] = rows
+            changes.weights += weight.numel()
+            changes.changed += int((weight != before).sum())
+        return changes
 
     def factors(self) -> dict[str, Tensor]:
         """Factors, or what this rank holds of them, by Hugging Face name."""
