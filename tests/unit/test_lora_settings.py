@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from moerl.config.load import load_config
 from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_resume, resume_facts
-from moerl.config.schema import Config, ParallelConfig
+from moerl.config.schema import Config, ModelConfig, ParallelConfig
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
 from moerl.layout.adapters import adapter_tiles, projections, whole_factors
@@ -77,6 +78,21 @@ def test_engines_that_cannot_merge_get_weights(setting: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_lora(load_config("quickstart-lora", settings))
     check_lora(load_config("quickstart-lora", [*settings, "lora.send=weights"]))
+
+
+def test_adapters_belong_to_one_base(tmp_path: Path) -> None:
+    for name in ("a", "b", "again"):
+        (tmp_path / name).mkdir()
+        content = b"weights" if name != "b" else b"Weights"
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    saved = resume_facts(_trained_from(tmp_path / "a"))
+    check_resume(_trained_from(tmp_path / "again"), saved, reset_optimizer=False)
+    with pytest.raises(ConfigError, match=r"model\.path.*belong to weights"):
+        check_resume(_trained_from(tmp_path / "b"), saved, reset_optimizer=True)
+
+
+def _trained_from(folder: Path) -> Config:
+    return replace(Config(), lora=ON, model=ModelConfig(path=str(folder)))
 
 
 def test_how_factors_travel_may_change_at_a_resume() -> None:
