@@ -21,7 +21,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.errors import ConfigError
@@ -60,7 +60,8 @@ class FactorPlan:
     @property
     def id(self) -> str:
         """16 hex digits, equal in every process for equal inputs."""
-        inputs = [self.weights.id, asdict(self.lora)]
+        lora = self.lora  # a whole number may be an integer on one side
+        inputs = [self.weights.id, lora.rank, float(lora.scale), lora.targets, lora.ranks]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     def sender(self, rank: int) -> SenderPlan:
