@@ -167,7 +167,9 @@ class FaultyReceiver:
     def handle(self, message: Message) -> Message:
         match message:
             case PrepareUpdate():
+                prepared = self.receiver.handle(message)
                 self._lora = message.lora
+                return prepared
             case VerifyUpdate() if self._flips:
                 session = self.receiver._session
                 assert session is not None
