@@ -247,7 +247,7 @@ def _stage(
     weights = width * (dense + expert) + _router_biases(spec, layout, stage)
     trained, adapted, saved = (dense, expert), 0, weights
     if training.lora.rank:
-        *trained, adapted = _factors(spec, layout, training.lora, stage)
+        trained, adapted = _factors(spec, layout, training.lora, stage)
         saved = width * sum(trained)
         weights += saved
     # parameters that this rank's optimizer updates
@@ -274,14 +274,14 @@ def _stage(
 
 def _factors(
     spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int
-) -> tuple[int, int, int]:
-    """Elements on a stage's first rank: factors outside and inside of experts, adapted weights."""
+) -> tuple[tuple[int, int], int]:
+    """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
     shapes, counts, adapted = hf_shapes(spec), [0, 0], 0
     for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
         for part in projections(local, lora.rank_of, shapes):
             counts[".experts." in part.module] += part.rank * (len(part.rows) + len(part.cols))
             adapted += len(part.rows) * len(part.cols)
-    return counts[0], counts[1], adapted
+    return (counts[0], counts[1]), adapted
 
 
 def factor_bytes(spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype: str) -> int:

@@ -72,7 +72,7 @@ class FactorPlan:
         for region in self.weights.sender(rank).regions:
             every = self._pieces(holders, region.dst)
             own = [keyed for src, keyed in every if src == rank]
-            made.append(region_of(rank, region.dst, sorted(own), self.weights.policy))
+            made.append(region_of(rank, region.dst, own, self.weights.policy))
         return SenderPlan(self.id, rank, tuple(made))
 
     def receiver(self, rank: int) -> ReceiverPlan:
@@ -83,7 +83,7 @@ class FactorPlan:
             pieces[src].append(keyed)
         whole = self.weights.receiver(rank)
         made = tuple(
-            region_of(region.src, rank, sorted(pieces.pop(region.src, [])), self.weights.policy)
+            region_of(region.src, rank, pieces.pop(region.src, []), self.weights.policy)
             for region in whole.regions
         )
         assert not pieces, f"trainer ranks {sorted(pieces)} hold factors and no weight of {rank}"

@@ -120,7 +120,7 @@ class Adapters(torch.nn.Module):
                 if part.index is None:
                     merge_into(weight, base, part.a, part.b, self.scale)
                     continue
-                rows = torch.empty(len(part.index), base.shape[1], dtype=base.dtype)
+                rows = base.new_empty(len(part.index), base.shape[1])
                 merge_into(rows, base[part.index], part.a, part.b, self.scale)
                 weight[part.index] = rows
             changes.weights += weight.numel()
