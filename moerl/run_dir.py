@@ -78,6 +78,11 @@ class RunDir:
         return self.root / "hf"
 
     @property
+    def adapter(self) -> Path:
+        """Low-rank factors as a folder of peft."""
+        return self.root / "adapter" / "peft"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

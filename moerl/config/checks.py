@@ -17,6 +17,7 @@ from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.evaluating import check_isolation
 from moerl.config.json_files import read_model_config
+from moerl.config.lora_checks import check_lora
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import (
@@ -82,6 +83,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_replay(config)
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
+    check_lora(config)
     _check_tasks(config)
     check_agent(config)
     _check_sync(config)

@@ -23,13 +23,13 @@ from moerl.config.bounds import (
     Share,
     UnitInterval,
 )
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.task_programs import AgentConfig, TaskLimits
 
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
 Column = Literal["prompt", "messages", "answer"]
-
 
 TinyFamily = Literal[
     "qwen3_moe",
@@ -479,6 +479,7 @@ class Config:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters in place of weights
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     ref_models: RefModelsConfig = field(default_factory=RefModelsConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -45,6 +45,7 @@ from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     TrainerMemory,
     engine_memory,
+    factor_bytes,
     ref_model_memory,
     trainer_memory,
 )
@@ -320,7 +321,7 @@ class _Size:
     def __init__(
         self, engines: EngineLayout, totals: TransferTotals, config: Config, spec: ModelSpec
     ) -> None:
-        self.engines, self.sent = engines, Spread.of(totals.sent_bytes)
+        self.spec, self.engines, self.sent = spec, engines, Spread.of(totals.sent_bytes)
         self.received = max(totals.received_bytes)
         tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
         self.memory = engine_memory(
@@ -441,6 +442,8 @@ def _host_lines(
     if rank.offloaded:
         trainer += f", optimizer {_gb(each * rank.offloaded)}"
     trainer += f", copy of a checkpoint {_gb(each * rank.checkpoint)}"
+    if rank.base:
+        trainer += f", W0 of adapters {_gb(each * rank.base)}"
     staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}
     records = waiting / max(1, len(engine_nodes))
     needs = {node.name: staged.get(node.name, 0.0) for node in placed.nodes}
@@ -470,6 +473,13 @@ def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: st
 
 def _transfer_lines(config: Config, size: _Size) -> str:
     engines = size.engines
+    if config.lora.sends_factors:
+        received = factor_bytes(size.spec, engines, config.lora, config.engine.dtype)
+        return (
+            f"a publish over {config.sync.transport}: factors of {_gb(received)} GB into each of "
+            f"{engines.num} x {engines.tp} engine ranks, which merge them; weights would be "
+            f"{_gb(size.received)} GB"
+        )
     return (
         f"a publish over {config.sync.transport}: {_gb(size.received)} GB into each of "
         f"{engines.num} x {engines.tp} engine ranks, {_gb(engines.num * size.sent.mean)} GB (mean) "

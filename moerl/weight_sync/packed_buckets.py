@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,8 +87,14 @@ class PackedBucket:
 class BucketPacker:
     """Packs a rank's regions; used by the threads of all engines with this plan."""
 
-    def __init__(self, plan: SenderPlan, snapshot: WeightSnapshot) -> None:
-        self.plan, self.snapshot = plan, snapshot
+    def __init__(
+        self,
+        plan: SenderPlan,
+        snapshot: WeightSnapshot,
+        merged: Callable[[int, PolicyVersion], int] | None = None,
+    ) -> None:
+        """merged: of a plan of factors, digests of what they give (`MergedTotals.total`)."""
+        self.plan, self.snapshot, self.merged = plan, snapshot, merged
         self.num_packed = 0  # buckets, of all versions
         self._regions = {region.dst: region for region in plan.regions}
         self._seeds = {region.dst: seeds(region) for region in plan.regions}
