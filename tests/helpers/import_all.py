@@ -26,6 +26,8 @@ def modules_of(name: str) -> Iterator[str]:
 
 
 def main() -> None:
+    # SGLang chooses its platform at the first use, and imports ours by its name while it does.
+    _ = importlib.import_module("sglang.srt.platforms").current_platform
     names = [module for name in sys.argv[1:] for module in modules_of(name)]
     failed = {}
     for name in names:
