@@ -4,8 +4,9 @@
                                          |
                                   OpenEpisode: turns --> FinishedEpisode
 
-Any client of OpenAI's chat completions works without change.  It stands in front of engine hosts,
-not of SGLang: records stay on their node, and an update of the weights is not seen by clients.
+Any client of OpenAI's chat completions, or of Anthropic's messages, works without change.  It
+stands in front of engine hosts, not of SGLang: records stay on their node, and an update of the
+weights is not seen by clients.
 
 Episodes are opened and ended by the program that holds the gateway.  An unknown name and a wrong
 key give the same answer; after its end an episode answers 410 to its own key.
@@ -21,10 +22,13 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from moerl.agents import anthropic_form, responses_form
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import Json
 from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy, TurnAnswer
@@ -47,7 +51,10 @@ _REMEMBERED = 10_000  # episodes that have ended
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ALLOWED = "must be letters, digits, `.`, `_` and `-`, begin with one of the first two, and be new"
 
+_MESSAGES = "messages"  # the last part of the path of Anthropic's form
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,8 @@ class Gateway:
         app.router.add_post(f"{base}/chat/completions", self._chat)
         app.router.add_post(f"{base}/completions", self._completions)
         app.router.add_post(f"{base}/generate", self._tokens)
+        app.router.add_post(f"{base}/responses", self._responses)
+        app.router.add_post(f"{base}/{_MESSAGES}", self._messages)
         app.router.add_get(f"{base}/models", self._models)
         # A client that hangs up cancels its handler, which ends the engine's request.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -145,7 +154,8 @@ class Gateway:
         reply = self._reply(turns, logprobs=bool(asked.logprobs))
         if not asked.stream:
             return _json((await reply).chat())
-        return await _stream(request, reply, OpenaiReply.chat_chunks, usage=asked.wants_usage)
+        form = _openai_stream(OpenaiReply.chat_chunks, usage=asked.wants_usage)
+        return await _stream(request, reply, form)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -155,7 +165,8 @@ class Gateway:
         reply = self._reply(turns, logprobs=asked.logprobs is not None)
         if not asked.stream:
             return _json((await reply).completion())
-        return await _stream(request, reply, OpenaiReply.completion_chunks, usage=asked.wants_usage)
+        form = _openai_stream(OpenaiReply.completion_chunks, usage=asked.wants_usage)
+        return await _stream(request, reply, form)
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -165,6 +176,30 @@ class Gateway:
         self._check_logprobs(asked.logprobs)
         turns = episode.complete(asked.prompt_token_ids, asked.ends, asked.n or 1)
         return _json((await self._reply(turns, logprobs=bool(asked.logprobs))).tokens())
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        episode, model = self._episode(request), self._endpoint.model
+        data = await self._body(request)
+        asked = anthropic_form.read_messages(data, self._policy.sampling, episode.counts)
+        messages, tools = asked.chat_messages(), asked.schemas()
+        turns = episode.chat(messages, tools, asked.ends, calls=asked.takes_calls)
+        if asked.stream:
+            form = _named_events(partial(anthropic_form.events, model=model), _anthropic_error)
+            return await _stream(request, turns, form)
+        (answer,) = await turns
+        return _json(anthropic_form.reply(answer, model))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        episode, model = self._episode(request), self._endpoint.model
+        data = await self._body(request)
+        asked = responses_form.read_responses(data, self._policy.sampling, episode.counts)
+        messages, tools = asked.chat_messages(), asked.schemas()
+        turns = episode.chat(messages, tools, asked.ends, calls=asked.tool_choice != "none")
+        if asked.stream:
+            form = _named_events(partial(responses_form.events, model=model), _openai_error)
+            return await _stream(request, turns, form)
+        (answer,) = await turns
+        return _json(responses_form.reply(answer, model))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -177,6 +212,7 @@ class Gateway:
         """The episode whose name and key the request has.  Raises ApiError."""
         name = request.match_info["episode"]
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        given = given or request.headers.get("x-api-key", "")
         found = self._episodes.get(name)
         key = found.key if found else self._ended.get(name, self._nobody)
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
@@ -187,18 +223,21 @@ class Gateway:
         return found
 
     async def _read(self, request: web.Request, form: type[Known], episode: OpenEpisode) -> Known:
+        data = await self._body(request)
+        return read_request(data, form, self._policy.sampling, episode.counts)
+
+    async def _body(self, request: web.Request) -> bytes:
         most, seconds = self._endpoint.body_bytes, self._endpoint.body_s
         if (request.content_length or 0) > most:
             raise _too_large(most)
         try:
             async with asyncio.timeout(seconds):
-                data = await request.read()
+                return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise _too_large(most) from error
         except TimeoutError as error:
             message = f"the body did not arrive within {seconds:g} s"
             raise ApiError(408, "request_too_slow", message, retry=False) from error
-        return read_request(data, form, self._policy.sampling, episode.counts)
 
     def _check_logprobs(self, wanted: bool | None) -> None:
         if wanted and self._policy.logprobs is None:
@@ -222,14 +261,57 @@ class Gateway:
 
 
 # --- answers -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _StreamForm(Generic[R]):
+    """Server-sent events of a reply, and of an error behind the first comment."""
+
+    events: Callable[[R], Iterable[bytes]]
+    failed: Callable[[ApiError], bytes]
+
+
+def _openai_stream(
+    chunks: Callable[[OpenaiReply], Iterable[Json]], *, usage: bool
+) -> _StreamForm[OpenaiReply]:
+    def events(reply: OpenaiReply) -> Iterable[bytes]:
+        last: Json = {}
+        for last in chunks(reply):
+            yield _event(last)
+        if usage:
+            yield _event(last | {"choices": [], "usage": reply.usage()})
+        yield b"data: [DONE]\n\n"
+
+    return _StreamForm(events, _openai_error)
+
+
+def _named_events(
+    events: Callable[[TurnAnswer], Iterable[Json]], failed: Callable[[ApiError], bytes]
+) -> _StreamForm[list[TurnAnswer]]:
+    """Events that are called by their types."""
+
+    def of_one(answers: list[TurnAnswer]) -> Iterable[bytes]:
+        for event in events(answers[0]):
+            yield _event(event, str(event["type"]))
+
+    return _StreamForm(of_one, failed)
+
+
+def _anthropic_error(error: ApiError) -> bytes:
+    return _event(anthropic_form.error_body(error), "error")
+
+
+def _openai_error(error: ApiError) -> bytes:
+    return _event(error.body)
+
+
+def _event(body: object, name: str = "") -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
 async def _stream(
-    request: web.Request,
-    reply: Awaitable[OpenaiReply],
-    chunks: Callable[[OpenaiReply], Iterable[Json]],
-    *,
-    usage: bool,
+    request: web.Request, reply: Awaitable[R], form: _StreamForm[R]
 ) -> web.StreamResponse:
-    """Server-sent events; comments keep the connection open while the turn is sampled.
+    """Comments keep the connection open while the turn is sampled.
 
     An error before the first comment has a status of its own, a later one is an event.
     """
@@ -243,54 +325,41 @@ async def _stream(
         await response.prepare(request)
         while not await _done(work):
             await response.write(b": waiting\n\n")
-        for event in _events(work, chunks, usage=usage):
-            await response.write(b"data: " + event + b"\n\n")
+        for event in _events(work, form):
+            await response.write(event)
         await response.write_eof()
         return response
     finally:
         work.cancel()
 
 
-async def _done(work: asyncio.Future[OpenaiReply]) -> bool:
+async def _done(work: asyncio.Future[R]) -> bool:
     await asyncio.wait({work}, timeout=_KEEP_ALIVE_S)
     return work.done()
 
 
-def _events(
-    work: asyncio.Future[OpenaiReply],
-    chunks: Callable[[OpenaiReply], Iterable[Json]],
-    *,
-    usage: bool,
-) -> Iterable[bytes]:
+def _events(work: asyncio.Future[R], form: _StreamForm[R]) -> Iterable[bytes]:
     try:
-        reply = work.result()
+        return form.events(work.result())
     except ApiError as error:
-        yield msgspec.json.encode(error.body)
-        return
-    last: Json = {}
-    for chunk in chunks(reply):
-        last = chunk
-        yield msgspec.json.encode(chunk)
-    if usage:
-        yield msgspec.json.encode(last | {"choices": [], "usage": reply.usage()})
-    yield b"[DONE]"
+        return [form.failed(error)]
 
 
 @web.middleware
 async def _errors_in_our_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """In the form of the route."""
     try:
         return await handler(request)
     except ApiError as error:
-        return _failed(error)
+        found = error
     except web.HTTPException as error:
-        return _failed(ApiError(error.status, "not_found", f"{request.path}: {error.reason}"))
+        found = ApiError(error.status, "not_found", f"{request.path}: {error.reason}")
     except Exception:
         log.exception("a request failed: %s", request.path)
-        return _failed(ApiError(500, "internal_error", "the gateway failed", retry=False))
-
-
-def _failed(error: ApiError) -> web.Response:
-    return _json(error.body, error.status, error.headers)
+        found = ApiError(500, "internal_error", "the gateway failed", retry=False)
+    is_theirs = request.path.endswith(f"/{_MESSAGES}")
+    body = anthropic_form.error_body(found) if is_theirs else found.body
+    return _json(body, found.status, found.headers)
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -8,7 +8,8 @@ they are counted and not taken.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -118,30 +119,42 @@ def read_request(
     data: bytes, form: type[Known], sampling: SamplingParams, counts: Counter[str]
 ) -> Known:
     """counts: of fields that were not taken.  Raises ApiError."""
-    try:
-        body = msgspec.json.decode(data)
-        if not isinstance(body, dict):
-            raise ApiError(400, "invalid_request", "the body must be a JSON object")
-        _check_fields(body)
+    with unreadable():
+        body = decode_body(data)
+        refuse_fields(body, _REFUSED, "what it changes could not be replayed")
         request = msgspec.convert(body, form)
         if isinstance(request, ChatRequest):
             _check_chat(request)
+    counts.update(not_taken(body, form, sampling, _IGNORED))
+    return request
+
+
+@contextmanager
+def unreadable() -> Iterator[None]:
+    """Errors of a body that is not of its form become one sentence."""
+    try:
+        yield
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "invalid_request", "the body is nested too deeply") from error
-    counts.update(_not_taken(body, form, sampling))
-    return request
 
 
-def _check_fields(body: Json) -> None:
-    for name, neutral in _REFUSED.items():
+def decode_body(data: bytes) -> Json:
+    body = msgspec.json.decode(data)
+    if not isinstance(body, dict):
+        raise ApiError(400, "invalid_request", "the body must be a JSON object")
+    return body
+
+
+def refuse_fields(body: Json, refused: Mapping[str, tuple[object, ...]], why: str) -> None:
+    """refused: fields, each with the values that change nothing."""
+    for name, neutral in refused.items():
         if body.get(name) is not None and body[name] not in neutral:
             raise ApiError(
                 400,
                 "unsupported_parameter",
-                f"{name}: not supported, because what it changes could not be replayed; leave it "
-                "out",
+                f"{name}: not supported, because {why}; leave it out",
                 retry=False,
             )
 
@@ -173,15 +186,18 @@ def _check_chat(request: ChatRequest) -> None:
         msgspec.convert(tool.get("function"), _ToolFunction)
 
 
-def _not_taken(body: Json, form: type[msgspec.Struct], sampling: SamplingParams) -> list[str]:
+def not_taken(
+    body: Json, form: type[msgspec.Struct], sampling: SamplingParams, ignored: Collection[str]
+) -> list[str]:
+    """Names of counts, for fields that a client gives and this form does not have."""
     found = []
     known: set[str] = {field.name for field in msgspec.structs.fields(form)}
-    taken = {"model", *known, *_REFUSED}  # any name of a model is the policy
     for name, value in body.items():
+        if name in known or name == "model" or value is None:  # any name is the policy
+            continue
         if name in _SAMPLING:
-            if value is not None and value != getattr(sampling, name):
-                found.append(f"not_taken/{name}")
-        elif name not in taken and value is not None:
+            found += [f"not_taken/{name}"] if value != getattr(sampling, name) else []
+        elif name not in _REFUSED:
             # Other names come from outside and would grow without bound.
-            found.append(f"not_taken/{name if name in _IGNORED else 'other'}")
+            found.append(f"not_taken/{name if name in ignored else 'other'}")
     return found
